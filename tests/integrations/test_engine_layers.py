@@ -109,11 +109,10 @@ def test_what_persists_is_where_the_engine_routes_also_of_layers_that_never_run(
     """A model's dense layers have a Balancer, too, and one exchange takes all: on a GPU their counts must be there."""
     layers, placement = Layers(), make_placement()
     topology = placement.topology
-    layers._groups[topology.num_ranks] = LocalGroup(topology)  # type: ignore[assignment]
     layers.place(placement.slot_to_expert, placement.num_experts, topology, torch.device("meta"))
     policies = layers.settings.policies_for(shared=False)
-    assert layers.balancer(1, policies, "gathered").own_counts is None
-    own = layers.balancer(0, policies, "own").own_counts
+    assert layers.balancer(1, policies, LocalGroup(topology), "gathered").own_counts is None
+    own = layers.balancer(0, policies, LocalGroup(topology), "own").own_counts
     assert own is not None and own.recent.is_meta and own.offset.is_meta
 
 

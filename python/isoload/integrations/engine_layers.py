@@ -172,18 +172,18 @@ class EngineLayers(ABC, Generic[AnyLayer]):
             self.switch = Switch(self.settings.switch, len(tables), device, group, self.engine)
 
     def balancer(
-        self, index: int, policies: Mapping[str, Policy], loads: str | None, num_shared: int = 0
+        self, index: int, policies: Mapping[str, Policy], group: Group | None, loads: str, num_shared: int = 0
     ) -> Balancer:
-        """One layer's; loads: None where all ranks hold the same tokens.
+        """One layer's; without a group, and loads, where all ranks hold the same tokens.
 
         With what persists on the device where the engine routes: before a graph is captured, and in layers that the
         model does not run, too, which an exchange takes with the others.
         """
-        group, tokens = (None, "same") if loads is None else (self.group(self._topology), "own")
-        made = Balancer(
-            self.placement(num_shared), index, policies["decode"], group, tokens,  # type: ignore[arg-type]
-            shared_columns=False, loads=loads or "gathered",  # type: ignore[arg-type]
-        )  # fmt: skip
+        placement, policy = self.placement(num_shared), policies["decode"]
+        if group is None:
+            made = Balancer(placement, index, policy, tokens="same", shared_columns=False)
+        else:
+            made = Balancer(placement, index, policy, group, shared_columns=False, loads=loads)  # type: ignore[arg-type]
         made.placed_on(self.device)
         if made.own_counts is not None:
             made.own_counts.move(self.device)

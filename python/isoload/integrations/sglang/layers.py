@@ -124,9 +124,11 @@ class Layers(EngineLayers[Layer]):
         exact = dict.fromkeys(PHASES, make_policy("exact"))
         policies = exact if waits else self.settings.policies_for(shared=False)
         self.in_prefill_graph = prefill_graphs() if self.settings.phased else None
-        loads = None if chosen.moe_a2a_backend == "none" else self.loads_of(algorithm)
+        loads, group = "gathered", None
+        if chosen.moe_a2a_backend != "none":
+            loads, group = self.loads_of(algorithm), self.group(topology)
         for i in range(metadata.num_layers):
-            self.add(Layer(self.balancer(i, policies, loads), self.own_meter()), policies)
+            self.add(Layer(self.balancer(i, policies, group, loads), self.own_meter()), policies)
 
     def count(self, metadata: Any) -> None:
         """In shadow mode: makes the record of an ExpertLocationMetadata, or tells it where the experts are now."""
@@ -161,8 +163,8 @@ class Layers(EngineLayers[Layer]):
 
     def add_shared(self, layer: Layer) -> None:
         """Waterfill is on in this layer: the shared expert's copies are planned with the routed ones."""
-        policies = self.settings.policies_for(shared=True)
-        layer.balancer = self.balancer(layer.balancer.layer, policies, "gathered", num_shared=1)
+        old, policies = layer.balancer, self.settings.policies_for(shared=True)
+        layer.balancer = self.balancer(old.layer, policies, old.group, "gathered", num_shared=1)
         layer.plan_by(policies)
 
     def phase_now(self) -> str:

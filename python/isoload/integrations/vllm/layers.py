@@ -127,7 +127,7 @@ class ModelLayers(EngineLayers[Layer]):
         held, kept = tokens_by_layer(state, parallel, loads)
         for i, tokens in held.items():
             most = None if self.switch is None else most_decoded(parallel, tokens == "gathered")
-            made = self.balancer(i, policies, loads if tokens == "own" else None)
+            made = self.balancer(i, policies, self.group(topology) if tokens == "own" else None, loads)
             layer = Layer(made, self.own_meter(), state.model.moe_layers[i], tokens)
             self.add(layer, policies, state.model_name, most)
             if layer.policies:
