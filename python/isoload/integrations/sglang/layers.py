@@ -124,9 +124,8 @@ class Layers(EngineLayers[Layer]):
         exact = dict.fromkeys(PHASES, make_policy("exact"))
         policies = exact if waits else self.settings.policies_for(shared=False)
         self.in_prefill_graph = prefill_graphs() if self.settings.phased else None
-        loads, group = "gathered", None
-        if chosen.moe_a2a_backend != "none":
-            loads, group = self.loads_of(algorithm), self.group(topology)
+        same = chosen.moe_a2a_backend == "none"
+        loads, group = ("gathered", None) if same else (self.loads_of(algorithm), self.group(topology))
         for i in range(metadata.num_layers):
             self.add(Layer(self.balancer(i, policies, group, loads), self.own_meter()), policies)
 
