@@ -141,7 +141,7 @@ class EngineLayers(ABC, Generic[AnyLayer]):
         self.settings = settings
         self.by_id: dict[int, AnyLayer] = {}
         self.detached = False  # whether the engine chooses replicas after all
-        self.tables: Tensor | None = None  # [L, P] expert in each slot, as the Balancers have it
+        self.tables = torch.empty(0, 0)  # [L, P] expert in each slot, as the Balancers have it
         seconds = settings.report_seconds
         self.meter = Meter(self.engine, seconds) if seconds else None
         self.weights: WeightCheck | None = None
@@ -199,7 +199,6 @@ class EngineLayers(ABC, Generic[AnyLayer]):
         if self.switch is None:
             return
         if self.record is None and self.recorded and (self.settings.record or self.settings.report_seconds):
-            assert self.tables is not None
             self.record = EngineRecord(
                 self.settings, self.engine, model, self.engine_rank(), self.tables, self._num_experts, self._topology,
                 layer.balancer.tokens, self.device, decode_tokens,
@@ -243,7 +242,6 @@ class EngineLayers(ABC, Generic[AnyLayer]):
         self.metrics.add("fallbacks_total", len(free) - ours + self.num_left)
 
     def _count_moved(self, tables: Tensor) -> None:
-        assert self.tables is not None
         came = arrivals(self.tables, tables, self.own_rank(), self._topology.num_ranks)
         moved = {i: number for i, number in came.items() if i in self.slot_bytes}
         self.metrics.add("experts_moved_total", sum(moved.values()))
@@ -251,7 +249,6 @@ class EngineLayers(ABC, Generic[AnyLayer]):
 
     def placement(self, num_shared: int = 0) -> Placement:
         """Of all layers, where the experts lie now."""
-        assert self.tables is not None
         if num_shared not in self._placements:
             self._placements[num_shared] = self._placed(self.tables, num_shared)
         return self._placements[num_shared]
@@ -265,7 +262,7 @@ class EngineLayers(ABC, Generic[AnyLayer]):
         Returns:
             False where there are no Balancers of this shape: they have to be made.
         """
-        if self.tables is None or self.tables.shape != tables.shape:
+        if self.tables.shape != tables.shape:
             return False
         if torch.equal(self.tables, tables):
             return True
@@ -292,7 +289,6 @@ class EngineLayers(ABC, Generic[AnyLayer]):
         if not self.by_id:
             log.warning(f"isoload {self.engine}: no weights are compared, since isoload chooses no replicas")
             return
-        assert self.tables is not None
         how = self.engine_group(), self.settings.strict, self.detach
         self.weights = WeightCheck(self.engine, weights, *how, metrics=self.metrics)
         self.weights.loaded(self.tables, self._num_experts)
@@ -300,7 +296,6 @@ class EngineLayers(ABC, Generic[AnyLayer]):
     def check_moved(self, layers: Sequence[int] | None = None) -> None:
         """The experts of these layers, or of all, have moved to where the Balancers have them."""
         if self.weights is not None:
-            assert self.tables is not None
             self.weights.moved(self.tables, layers)
 
     def detach(self) -> str:

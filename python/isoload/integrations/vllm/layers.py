@@ -161,7 +161,6 @@ class ModelLayers(EngineLayers[Layer]):
 
     def follow(self, rows: Tensor, layer: int | None = None) -> None:
         """Takes new locations: [L, P] of all layers, or [P] of one."""
-        assert self.tables is not None
         if not self.refresh(replaced(self.tables, rows, layer)):
             raise RuntimeError(f"vLLM must keep its {list(self.tables.shape)} slots, got {list(rows.shape)}")
 
