@@ -18,7 +18,7 @@ Fairness ledger
 - The chain's loads [R, E] are there already: the gather between count and plan_exact depends on the network and is
   left out; one GPU cannot measure it. nodes: of the graph of one call.
 - balancer: a Balancer under exact, one per layer, as engines capture it. Its peers' loads are there, too: its gather is
-  a copy of [R, E + 1] on the device. balancer, captured: CapturedBalancers, which hold a graph each, so there is no
+  a copy of [R, E] on the device. balancer, captured: CapturedBalancers, which hold a graph each, so there is no
   time in a graph; alone and cold are one of them, eager is all 58 from Python: a copy of ids and a launch each.
 - Order: what a batch costs at every size, then the single ops. Each job runs in a process that the next takes over
   unless it failed: a CUDA error, or a kernel that hangs, costs one row.
@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -134,10 +135,7 @@ class Bench:
     def at_once(self) -> list[dict[str, Any]]:
         """One call of all layers."""
         data = torch.stack([x.tables.data for x in self.there])
-        first = self.there[0].tables
-        tables = isoload.replica_tables.ReplicaTables(
-            data, first.num_ranks, first.num_experts, first.num_slots
-        )
+        tables = replace(self.there[0].tables, data=data)
         loads, quota = (torch.stack([getattr(x, n) for x in self.there]) for n in ("loads", "quota"))
         calls = {
             "plan_exact": lambda: ops.plan_exact(loads, tables),

@@ -50,6 +50,7 @@ from isoload.transport import CollectiveTransport, LocalTransport, Transport
 from isoload.transport.deep_ep import DeepEPTransport, installed
 from isoload.weights.backends import BACKENDS
 from isoload.weights.borrow import NUM_BUFFERS
+from lib import table
 from lib.clocks import Timer, timed, timed_on_cuda
 from lib.dispatch_routing import SHIPPED, Routing, even, read_folder, sources
 from lib.dispatch_setting import (
@@ -63,8 +64,7 @@ from lib.dispatch_setting import (
     policy_of,
     why_not,
 )
-from lib.dispatch_stages import Batch, LayerBench, Sample, check
-from lib.dispatch_tables import show
+from lib.dispatch_stages import STAGES, Batch, LayerBench, Sample, check
 from lib.harness import RESULTS, ResultFile, command, machine, network
 from lib.llep_processes import join_torchrun
 
@@ -220,6 +220,24 @@ def figures(samples: Sequence[Sequence[Sample]], setting: Setting) -> Row:
 def not_run(setting: Setting, routing: str, lines: Sequence[Line], reason: str) -> list[Row]:
     where = {**setting.facts(), "routing": routing}
     return [{**where, "policy": line.policy, "room": line.room, "not_run": reason} for line in lines]
+
+
+def show(rows: Sequence[Row]) -> None:
+    """A table per shape, phase and routing; a whole time beside the limit's."""
+    limits = {(r["shape"], r["phase"]): r["ms"]["whole"] for r in rows if r["routing"] == "even"}
+    columns: table.Columns = {
+        "policy": "{policy}",
+        "busiest / ideal": "{busiest_over_ideal:.3f}",
+        **table.same(STAGES, "{ms[NAME]:.3f}"),
+        "GB/s": lambda row: f"{row['weights_gb_per_s']:.1f}" if row["weights_gb_per_s"] else "",
+        "whole": "{ms[whole]:.3f}",
+        "/ even": lambda row: f"{row['ms']['whole'] / limits[row['shape'], row['phase']]:.2f}",
+    }
+    for key in dict.fromkeys((r["shape"], r["phase"], r["routing"]) for r in rows):
+        own = [r for r in rows if (r["shape"], r["phase"], r["routing"]) == key]
+        head = f"{', '.join(key)}: {own[0]['ranks']} ranks, {own[0]['tokens_per_rank']} tokens each; ms"
+        table.show(head, columns, [row for row in own if "not_run" not in row])
+        print(*(f"{row['policy']}: not run, {row['not_run']}" for row in own if "not_run" in row), sep="\n")
 
 
 def positive(text: str) -> int:

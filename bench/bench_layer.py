@@ -27,21 +27,19 @@ Fairness ledger
 from __future__ import annotations
 
 import itertools
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as processes
 from torch import Tensor
 
 import isoload
+from isoload.cli.processes import run_ranks
 from isoload.experts.compute import run_experts
 from isoload.experts.weights import ExpertWeights, SwiGLU
 from isoload.replay.batches import make_batches
@@ -241,38 +239,25 @@ def bench_virtual(routing: str, ranks: int, rounds: int) -> tuple[list[dict[str,
     return rows, shape | {"kind": "dense", "ranks": 1, "policy": "dense"} | bench_dense(setup, rounds)
 
 
-def run_rank(rank: int, ranks: int, rounds: int, folder: str, results: Any) -> None:
-    """The body of one process; rank 0 hands over, per routing and name, what the busiest rank took."""
-    torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
-    topology = isoload.Topology(ranks, 2)
-    mine: list[tuple[str, str, list[dict[str, float]]]] = []
+def run_rank(
+    rank: int, alive: Callable[[], None], ranks: int, rounds: int
+) -> list[tuple[str, str, list[dict[str, float]]]]:
+    """The body of one process: routing, name and what each sample took."""
+    topology, mine = isoload.Topology(ranks, 2), []
     for routing in ROUTINGS:
         setup = Setup(routing, topology, CollectiveTransport(topology))
         samples: dict[str, list[dict[str, float]]] = {name: [bench_peaks(setup, name)] for name in NAMES}
         for batch in setup.batches * rounds:
             for name in NAMES:
                 samples[name].append(bench_whole(setup, name, batch, time.process_time_ns))
+                alive()
         mine += [(routing, name, samples[name]) for name in NAMES]
-    gathered: list[Any] = [None] * ranks
-    dist.all_gather_object(gathered, mine)
-    if rank == 0:
-        results.put(gathered)
-    dist.barrier()
-    dist.destroy_process_group()
+    return mine
 
 
 def bench_processes(ranks: int, rounds: int) -> list[dict[str, Any]]:
     """Of every sample the most that a rank took; rows and bytes as sums over ranks."""
-    results = processes.get_context("fork").SimpleQueue()
-    with tempfile.TemporaryDirectory() as folder:
-        running = processes.start_processes(
-            run_rank, (ranks, rounds, folder, results), ranks, join=False, start_method="fork"
-        )
-        gathered = results.get()
-        while not running.join():
-            pass
+    gathered = run_ranks(partial(run_rank, ranks=ranks, rounds=rounds), ranks, stall_seconds=60.0)
     rows = []
     for each in zip(*gathered, strict=True):
         routing, name = each[0][:2]

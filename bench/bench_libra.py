@@ -91,13 +91,6 @@ def forecasts(stream: Stream) -> dict[str, Forecast]:
     return found
 
 
-def loads_of(batch: SourceBatch, num_experts: int) -> Tensor:
-    """[L, R, E] int32."""
-    layers, ranks = range(len(batch.topk_ids)), range(batch.num_ranks)
-    rows = [[isoload.count(batch.on_rank(i, r), num_experts) for r in ranks] for i in layers]
-    return torch.stack([torch.stack(row) for row in rows])
-
-
 def place(stream: Stream, slots: int, placer: str) -> isoload.Placement:
     """In order with so many spare slots, or by another placer with so many more resident ones."""
     trace, counts = stream.trace, stream.batches.counts[list(stream.fold.calibrate)]
@@ -149,7 +142,7 @@ def imbalance(stream: Stream, most: int) -> list[Row]:
 
     for index in stream.fold.replay[: most or None]:
         batch = stream.batch(index)
-        loads = loads_of(batch, stream.trace.num_experts)
+        loads = batch.loads(stream.trace.num_experts)
         ahead = {kind: forecast.of(batch, index, loads, 0) for kind, forecast in ahead_of.items()}
         for spare in SPARE:
             for text in RESIDENT:
@@ -198,7 +191,7 @@ def traffic(stream: Stream, most: int) -> list[Row]:
     tokens = 0
     for index in chosen:
         batch = stream.batch(index)
-        loads = loads_of(batch, stream.trace.num_experts)
+        loads = batch.loads(stream.trace.num_experts)
         predicted, tokens = forecast.of(batch, index, loads, 0), tokens + batch.num_tokens
         for text, spare in (("none", 2), ("libra", 2), ("libra", 8), ("hedge", 2), ("hedge", 8)):
             placement = place(stream, spare, "trivial")

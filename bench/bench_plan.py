@@ -16,6 +16,7 @@ Fairness ledger
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -62,8 +63,7 @@ def time_singles(
     single = []
     for layer in range(LAYERS):
         one, copies = tables[layer], loads[layer].repeat(LAYERS, 1)
-        data = one.data.repeat(LAYERS, 1)
-        same = isoload.replica_tables.ReplicaTables(data, one.num_ranks, one.num_experts, one.num_slots)
+        same = replace(one, data=one.data.repeat(LAYERS, 1))
         single.append(measure(lambda s=same, c=copies: solve(c, s), LAYERS, 0.01, least).median)
     return single
 

@@ -5,7 +5,8 @@ Fairness ledger
   judged on; gpt-oss-20b has one workload, the first half calibrates.
 - exact, lp: quotas; even: equal quotas; lp_sampled, dynamic: the same fractions, drawn for every copy.
 - affine5, affine5_sampled: OUR re-implementation of the published five-step affine scaling (`lp:method=affine`): its
-  fractions rounded to quotas, and drawn. Where its acceptance test fails it falls back to equal parts, as published.
+  fractions rounded to quotas, which shows what the five steps cost alone, and drawn, as SGLang's `lp` dispatch draws.
+  Where its acceptance test fails it falls back to equal parts, as published.
 - `over` is the mean over (layer, batch) of the busiest rank's copies over exact's proved bound; `sampling` = how much
   lp_sampled is above lp, `five steps` = how much affine5 is above exact, `published` = affine5_sampled above exact.
 - A few layers and one batch per fold; all figures are counted from routed slots, none is a time.
@@ -22,17 +23,15 @@ from typing import Any
 
 from bench_balance import TRACES, load_trace
 from isoload.replay.simulate import ReplaySettings, replay
-from lib import (
-    published,  # noqa: F401  registers affine5 and affine5_sampled
-    table,
-)
+from lib import table
 from lib.harness import command, machine, write_results
 from lib.result_tables import by
 
 CASES = ((8, 32), (16, 32), (32, 64), (64, 64), (128, 128))  # ranks, replicas of 256 experts
 SMALL_CASES = ((8, 8), (16, 16))  # of gpt-oss-20b's 32
 TOKENS = (64, 256, 1024, 4096, 16384, 65536)
-POLICIES = ("exact", "lp", "lp_sampled", "even", "dynamic", "affine5", "affine5_sampled")
+AFFINE = {"affine5": "lp:method=affine", "affine5_sampled": "lp_sampled:method=affine"}
+POLICIES = ("exact", "lp", "lp_sampled", "even", "dynamic", *AFFINE)
 
 
 def run(path: Path, ranks: int, replicas: int, tokens: int) -> list[dict[str, Any]]:
@@ -45,12 +44,13 @@ def run(path: Path, ranks: int, replicas: int, tokens: int) -> list[dict[str, An
         calibrate=calibrate,
         batch_tokens=tokens,
         max_batches=1,
-        policies=POLICIES,
+        policies=tuple(AFFINE.get(name, name) for name in POLICIES),
     )
     found = replay(trace, settings)
     where = {"trace": TRACES[path.stem], "ranks": ranks, "replicas": replicas, "tokens": tokens}
     size = {"layers": found.layers, "batches": found.batches}
-    return [{**where, **size, **dataclasses.asdict(row)} for row in found.policies]
+    rows = zip(POLICIES, map(dataclasses.asdict, found.policies), strict=True)
+    return [{**where, **size, **row, "policy": name} for name, row in rows]
 
 
 def print_costs(rows: list[dict[str, Any]]) -> None:

@@ -157,7 +157,7 @@ def test_results_stay_where_they_are() -> None:
 
 
 class OthersAreReady(Group):
-    """One rank, whose peers' rows [R, E + 1 + F] are here already."""
+    """One rank, whose peers' counts [R, E] are here already."""
 
     def __init__(self, rank: int, rows: Tensor) -> None:
         super().__init__(make_topology(), [rank])
@@ -167,8 +167,8 @@ class OthersAreReady(Group):
         if stage != "gather":
             return rows[0].expand(RANKS, -1)
         gathered = rows[0].expand(RANKS, -1).clone()  # facts as this rank's
-        gathered[:, : EXPERTS + 1] = self.rows
-        gathered[self.ranks[0], : EXPERTS + 1] = rows[0][: EXPERTS + 1]
+        gathered[:, :EXPERTS] = self.rows
+        gathered[self.ranks[0], :EXPERTS] = rows[0][:EXPERTS]
         return gathered
 
     def _swap(self, *given: Any) -> list[Tensor]:
@@ -180,7 +180,7 @@ class OthersAreReady(Group):
 
 def with_others(rank: int = 2) -> tuple[CapturedBalancer, OthersAreReady, list[Tensor]]:
     ids = draw_ids(0)
-    group = OthersAreReady(rank, torch.nn.functional.pad(gather(ids), (0, 1)))
+    group = OthersAreReady(rank, gather(ids))
     balancer = Balancer(make_placement(), 1, "exact", group)
     return CapturedBalancer(balancer, TOKENS, K, device="cpu", capture=recorded), group, ids
 
@@ -192,6 +192,17 @@ def test_one_rank_among_others() -> None:
         assert torch.equal(graph(ids[2]), wanted)
 
 
+def replay_with_failure(
+    graph: Callable[[Tensor], Any], group: OthersAreReady, rank: int, ids: Tensor
+) -> None:
+    """A batch in which another rank fails; on a device the planner would only note the counts that it sends."""
+    counts = group.rows[rank].clone()
+    group.rows[rank] = -error_code("count")
+    with pytest.raises(RuntimeError, match="loads must not be negative"):
+        graph(ids)
+    group.rows[rank] = counts
+
+
 def test_an_error_that_comes_with_any_replay_is_raised_by_the_next_check() -> None:
     """Regression: the codes of captured gathers were read where only the capture had written them, or never."""
     graph, group, ids = with_others()
@@ -199,9 +210,7 @@ def test_an_error_that_comes_with_any_replay_is_raised_by_the_next_check() -> No
         graph(ids[2])
     group.check()
     for failed in (4, 6):
-        group.rows[failed, EXPERTS] = error_code("count")
-        graph(ids[2])
-        group.rows[failed, EXPERTS] = 0
+        replay_with_failure(graph, group, failed, ids[2])
         graph(ids[2])  # a later batch without an error does not hide it
         with pytest.raises(ValueError, match=f"rank {failed} failed in stage count"):
             group.check()
@@ -213,13 +222,11 @@ def test_an_error_of_a_replay_reaches_the_exchange_of_row_counts() -> None:
     graph, group, ids = with_others()
     for _ in range(3):
         graph(ids[2])
-    group.rows[5, EXPERTS] = error_code("count")
-    graph(ids[2])
+    replay_with_failure(graph, group, 5, ids[2])
     group._swap = lambda _stage, buffers, *_: lambda: buffers  # type: ignore[method-assign]
     counts = [torch.zeros(2, RANKS, dtype=torch.int64)]
     with pytest.raises(ValueError, match="rank 5 failed in stage count"):
         Call(group).swap_counts("row counts", counts, [], [[]])
-    group.rows[5, EXPERTS] = 0
     graph(ids[2])
     Call(group).swap_counts("row counts", counts, [], [[]])
 
@@ -231,7 +238,7 @@ def test_a_refused_batch_tells_the_other_ranks() -> None:
 
     def note(stage: str, rows: list[Tensor], in_node: bool = False) -> Tensor:
         if stage == "gather":
-            told.append(int(rows[0][EXPERTS]))
+            told.append(int(rows[0][0]))
         return gather_rows(stage, rows, in_node)
 
     group._gather = note  # type: ignore[method-assign]
@@ -239,7 +246,8 @@ def test_a_refused_batch_tells_the_other_ranks() -> None:
         graph(ids[2])
     with pytest.raises(ValueError, match="topk_ids must be"):
         graph(torch.cat([ids[2], ids[2]]))
-    assert told == [0, 0, error_code("count")], "eager, captured, refused"
+    counted = int(group.rows[2, 0])
+    assert told == [counted, counted, -error_code("count")], "eager, captured, refused"
     assert torch.equal(graph(ids[2]), with_others()[0](ids[2]))
 
 

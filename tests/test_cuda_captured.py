@@ -58,10 +58,21 @@ def test_errors_of_replays_are_kept() -> None:
         graph([r.cuda() for r in draw_ids(batch)])
     group.check()
     assert group._replayed is not None
-    group._replayed[3] = 1
+    group._replayed[3] = -1
     graph([r.cuda() for r in draw_ids(0)])
     with pytest.raises(ValueError, match="rank 3 failed in stage count"):
         group.check()
+
+
+def test_a_failure_in_the_gather_is_told_once() -> None:
+    """By the counts that stand for it, which the planner refuses, too."""
+    group, placement = LocalGroup(make_topology()), make_placement()
+    counts = [isoload.count(ids.cuda(), EXPERTS) for ids in draw_ids(0)]
+    loads = group.gather_loads(counts, [int(rank == 3) for rank in range(len(counts))])
+    assert int(isoload.plan(loads, placement, 0).quota.sum()) == 0
+    with pytest.raises(ValueError, match="rank 3 failed in stage count"):
+        group.check()
+    isoload.ops.check_device("cuda")
 
 
 def test_nothing_is_captured_under_checks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,15 +56,8 @@ def make_captured(x: Layer) -> isoload.CapturedBalancer:
 
 def balanced(name: str, make: Callable[[Layer], Callable[[Tensor], Any]], captured: bool) -> Job:
     """From ids to slots, which are the chain's; making the Balancer is no part of it."""
-    return Job(
-        name,
-        "route",
-        chain,
-        ("ids", "loads", "tables"),
-        tokens_matter=True,
-        prepare=lambda x: partial(make(x), x.ids),
-        captured=captured,
-    )
+    how: dict[str, Any] = {"prepare": lambda x: partial(make(x), x.ids), "captured": captured}
+    return Job(name, chain, ("ids", "loads", "tables"), of="route", **how)
 
 
 BALANCERS = (

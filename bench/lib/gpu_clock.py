@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from ctypes import CDLL, byref, c_size_t, c_void_p
-from typing import Any
 
 import numpy as np
 import torch
 
+from lib.clocks import Call, timed_on_cuda
 from lib.harness import Timing
-
-Call = Callable[[], Any]
 
 
 class Graph:
@@ -48,16 +46,12 @@ def between_events(replay: Call, units: int, samples: int, replays: int) -> Timi
     for _ in range(3):
         replay()
     torch.cuda.synchronize()
-    found = []
-    for _ in range(samples):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in "ab")
-        start.record()
+
+    def several() -> None:
         for _ in range(replays):
             replay()
-        end.record()
-        end.synchronize()
-        found.append(start.elapsed_time(end) * 1e3 / (units * replays))
-    return spread(found)
+
+    return spread([timed_on_cuda(several)[1] * 1e3 / (units * replays) for _ in range(samples)])
 
 
 def behind_others(replay: Call, samples: int) -> Timing:
@@ -72,14 +66,9 @@ def behind_others(replay: Call, samples: int) -> Timing:
     )
     found = []
     for _ in range(samples + 2):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in "ab")
         torch.mm(matrix, matrix)
         others.add_(1)
-        start.record()
-        replay()
-        end.record()
-        end.synchronize()
-        found.append(start.elapsed_time(end) * 1e3)
+        found.append(timed_on_cuda(replay)[1] * 1e3)
     return spread(found[2:])
 
 

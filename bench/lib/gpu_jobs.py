@@ -74,203 +74,125 @@ def balanced_same(x: Layer) -> list[Tensor]:
     return [slots, loads, *split]
 
 
+PER_TOKEN = {"ids", "shared_ids", "slots"}  # fields of a layer
+
+
 @dataclass(frozen=True)
 class Job:
     """An op on a layer.
 
+    name      the op's, of torch.ops.isoload, and behind a comma what is done with it
     reads     the fields that its bytes are counted of
     target    and quoted: microseconds
+    of        the op, where the name does not begin with it
     layers    how many a bench takes; two where the CPU takes seconds for all
     prepare   makes the call once, where that is not part of it; its results are those of `call`
     captured  the call is a graph itself
     """
 
     name: str
-    op: str  # of torch.ops.isoload
     call: Callable[[Layer], Any]
     reads: tuple[str, ...]
     target: float | None = None
     quoted: str = ""
-    tokens_matter: bool = False
+    of: str = ""
     layers: int = LAYERS
     prepare: Callable[[Layer], Callable[[], Any]] | None = None
     captured: bool = False
+
+    @property
+    def op(self) -> str:
+        return self.of or self.name.split(",")[0]
+
+    @property
+    def tokens_matter(self) -> bool:
+        return not PER_TOKEN.isdisjoint(self.reads)
 
     def on(self, layer: Layer) -> Callable[[], Any]:
         return self.prepare(layer) if self.prepare else partial(self.call, layer)
 
 
 LPLB, ULTRA = "DeepSeek LPLB ~100, SGLang HIP ~80", "UltraEP plan 67-78"
+ROUTED = ("ids", "numbers", "parts", "row", "tables")
+WITH_SHARED = ("shared_ids", "shared_numbers", "shared_parts", "row", "shared_tables", "shared_row")
 JOBS = (
-    Job("count", "count", lambda x: ops.count(x.ids, EXPERTS), ("ids",), tokens_matter=True),
+    Job("count", lambda x: ops.count(x.ids, EXPERTS), ("ids",)),
+    Job("count, shared columns", lambda x: ops.count(x.ids, EXPERTS, 1), ("ids",)),
     Job(
-        "count, shared columns",
-        "count",
-        lambda x: ops.count(x.ids, EXPERTS, 1),
-        ("ids",),
-        tokens_matter=True,
-    ),
-    Job(
-        "replica_tables",
         "replica_tables",
         lambda x: ops.replica_tables(x.slot_to_expert, len(x.loads), EXPERTS).data,
         ("slot_to_expert",),
     ),
-    Job(
-        "plan_exact",
-        "plan_exact",
-        lambda x: ops.plan_exact(x.loads, x.tables),
-        ("loads", "tables"),
-        10,
-        ULTRA,
-    ),
+    Job("plan_exact", lambda x: ops.plan_exact(x.loads, x.tables), ("loads", "tables"), 10, ULTRA),
     Job(
         "plan_exact, joint",
-        "plan_exact",
         lambda x: ops.plan_exact(x.loads, x.tables, x.fixed, pour=x.pour),
         ("loads", "tables"),
         12,
     ),
-    Job("plan_exact, of a rank", "plan_exact", split_of_a_rank, ("loads", "tables"), 10),
-    Job("plan_joint", "plan_joint", joint, ("gathered", "shared_tables")),
-    Job("plan_active", "plan_active", lambda x: ops.plan_active(x.loads, x.tables), ("loads", "tables")),
-    Job("plan_lp", "plan_lp", lambda x: ops.plan_lp(x.loads, x.tables), ("loads", "tables"), 25, LPLB),
+    Job("plan_exact, of a rank", split_of_a_rank, ("loads", "tables"), 10),
+    Job("plan_joint", joint, ("gathered", "shared_tables")),
+    Job("plan_active", lambda x: ops.plan_active(x.loads, x.tables), ("loads", "tables")),
+    Job("plan_lp", lambda x: ops.plan_lp(x.loads, x.tables), ("loads", "tables"), 25, LPLB),
+    Job("round_split", lambda x: ops.round_split(x.split, x.loads, x.tables), ("split", "loads", "tables")),
+    Job("plan_spill", lambda x: ops.plan_spill(x.loads, *spare_placement(x)), ("loads", "slot_to_expert")),
     Job(
-        "round_split",
-        "round_split",
-        lambda x: ops.round_split(x.split, x.loads, x.tables),
-        ("split", "loads", "tables"),
-    ),
-    Job(
-        "plan_spill",
-        "plan_spill",
-        lambda x: ops.plan_spill(x.loads, *spare_placement(x)),
-        ("loads", "slot_to_expert"),
-    ),
-    Job(
-        "plan_replication",
         "plan_replication",
         lambda x: ops.plan_replication(x.loads, *spare_placement(x), local_slots=1),
         ("loads", "slot_to_expert"),
     ),
-    Job(
-        "top_up",
-        "top_up",
-        lambda x: ops.top_up(x.loads, *spare_placement(x)),
-        ("loads", "slot_to_expert"),
-    ),
-    Job(
-        "shard_tokens",
-        "shard_tokens",
-        lambda x: ops.shard_tokens(x.loads, x.tables, first_slots(x)),
-        ("loads", "tables"),
-    ),
+    Job("top_up", lambda x: ops.top_up(x.loads, *spare_placement(x)), ("loads", "slot_to_expert")),
+    Job("shard_tokens", lambda x: ops.shard_tokens(x.loads, x.tables, first_slots(x)), ("loads", "tables")),
     Job(
         "share, own row",
-        "share",
         lambda x: ops.share(x.loads, x.quota, x.tables, per_node(x), RANK),
         ("loads", "quota", "tables"),
     ),
     Job(
         "share_by_rank",
-        "share_by_rank",
         lambda x: ops.share_by_rank(x.loads, x.quota, x.tables, per_node(x)),
         ("loads", "quota", "tables"),
     ),
     Job(
-        "share_alone",
-        "share_alone",
-        lambda x: ops.share_alone(x.loads[RANK], x.quota, x.tables, RANK),
-        ("quota", "tables"),
+        "share_alone", lambda x: ops.share_alone(x.loads[RANK], x.quota, x.tables, RANK), ("quota", "tables")
     ),
+    Job("plan_own", lambda x: ops.plan_own(x.loads[RANK], x.tables, x.fixed, RANK), ("row", "tables")),
+    Job("balance_own", lambda x: ops.balance_own(x.ids, x.tables, x.fixed, RANK), ("ids", "tables")),
+    Job("balance_same", balanced_same, ("ids", "tables")),
+    Job("route", lambda x: ops.route(counted(x), x.row, x.tables), ROUTED, quoted="UltraEP reroute 37"),
+    Job("route, shared columns", route_joint, WITH_SHARED),
     Job(
-        "plan_own",
-        "plan_own",
-        lambda x: ops.plan_own(x.loads[RANK], x.tables, x.fixed, RANK),
-        ("row", "tables"),
-    ),
-    Job(
-        "balance_own",
-        "balance_own",
-        lambda x: ops.balance_own(x.ids, x.tables, x.fixed, RANK),
-        ("ids", "tables"),
-        tokens_matter=True,
-    ),
-    Job("balance_same", "balance_same", balanced_same, ("ids", "tables"), tokens_matter=True),
-    Job(
-        "route",
-        "route",
-        lambda x: ops.route(counted(x), x.row, x.tables),
-        ("ids", "numbers", "parts", "row", "tables"),
-        None,
-        "UltraEP reroute 37",
-        True,
-    ),
-    Job(
-        "route, shared columns",
-        "route",
-        route_joint,
-        ("shared_ids", "shared_numbers", "shared_parts", "row", "shared_tables", "shared_row"),
-        tokens_matter=True,
-    ),
-    Job(
-        "route_sampled",
         "route_sampled",
         lambda x: ops.route_sampled(x.ids, x.weights, x.tables, 5),
         ("ids", "weights", "tables"),
-        tokens_matter=True,
     ),
+    Job("plan_waterfill", lambda x: ops.plan_waterfill(x.copies, x.tokens), ("copies", "tokens")),
     Job(
-        "plan_waterfill",
-        "plan_waterfill",
-        lambda x: ops.plan_waterfill(x.copies, x.tokens),
-        ("copies", "tokens"),
-    ),
-    Job(
-        "route_shared",
         "route_shared",
         lambda x: ops.route_shared(x.slots, x.shared_row, size(x), RANK),
         ("slots", "shared_row"),
-        tokens_matter=True,
     ),
     Job(
-        "route_shared_sampled",
         "route_shared_sampled",
         lambda x: ops.route_shared_sampled(x.slots, x.tokens, None, size(x), RANK, "static"),
         ("slots", "tokens"),
-        tokens_matter=True,
     ),
     Job(
-        "append_shared_expert",
         "append_shared_expert",
         lambda x: ops.append_shared_expert(x.slots, x.gates, x.shared_ranks, size(x)),
         ("slots", "gates", "shared_ranks"),
-        tokens_matter=True,
     ),
-    Job(
-        "number_rows",
-        "number_rows",
-        lambda x: ops.number_rows(x.slots, size(x), len(x.loads)),
-        ("slots",),
-        tokens_matter=True,
-    ),
+    Job("number_rows", lambda x: ops.number_rows(x.slots, size(x), len(x.loads)), ("slots",)),
     Job(
         "number_rows and pack_rows",
-        "pack_rows",
         lambda x: packing(x)(),
         ("slots", "gates", "values"),
-        tokens_matter=True,
+        of="pack_rows",
         layers=2,
         prepare=packing,
     ),
-    Job(
-        "group_copies",
-        "group_copies",
-        lambda x: ops.group_copies(x.slots, RANK * size(x), size(x)),
-        ("slots",),
-        tokens_matter=True,
-    ),
-    Job("chain", "route", chain, ("ids", "loads", "tables"), 25, ULTRA + " + reroute 37", True),
+    Job("group_copies", lambda x: ops.group_copies(x.slots, RANK * size(x), size(x)), ("slots",)),
+    Job("chain", chain, ("ids", "loads", "tables"), 25, ULTRA + " + reroute 37", of="route"),
 )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -54,9 +54,7 @@ class Layer:
         def there(value: Any) -> Any:
             if isinstance(value, Tensor):
                 return value.to(device)
-            return isoload.replica_tables.ReplicaTables(
-                value.data.to(device), value.num_ranks, value.num_experts, value.num_slots
-            )
+            return replace(value, data=value.data.to(device))
 
         return Layer(**{field.name: there(getattr(self, field.name)) for field in fields(self)})
 

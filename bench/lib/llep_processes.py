@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import os
-import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as processes
 from torch import Tensor
 
 import isoload
+from isoload.cli.processes import run_ranks
 from isoload.experts.weights import ExpertWeights
 from isoload.transport import CollectiveTransport
 from isoload.weights.borrow import NUM_BUFFERS
@@ -111,7 +110,9 @@ class RankBench:
         return self.timer(bring)[1]
 
 
-def run_rank(settings: Sequence[Setting], device: torch.device, rounds: int) -> list[dict[str, Any]]:
+def run_rank(
+    settings: Sequence[Setting], device: torch.device, rounds: int, alive: Callable[[], None] = lambda: None
+) -> list[dict[str, Any]]:
     """The body of a process of the default group: the same rows on every rank. Settings differ in routing only."""
     bench = RankBench(settings[0], device)
     backend = bench.layer.borrowing.backend.name if bench.layer.borrowing else ""
@@ -121,6 +122,7 @@ def run_rank(settings: Sequence[Setting], device: torch.device, rounds: int) -> 
         for _ in range(rounds):
             for name in TIMED:
                 samples[name].append(bench.run(setting, name))
+                alive()
         for name in TIMED:
             of_ranks: list[Any] = [None] * setting.ranks
             dist.all_gather_object(of_ranks, medians(samples[name]))
@@ -129,30 +131,13 @@ def run_rank(settings: Sequence[Setting], device: torch.device, rounds: int) -> 
     return rows
 
 
-def _forked(rank: int, settings: Sequence[Setting], rounds: int, folder: str, results: Any) -> None:
-    torch.set_num_threads(1)
-    ranks = settings[0].ranks
-    store = dist.FileStore(f"{folder}/store", ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=LIMIT)
-    rows = run_rank(settings, CPU, rounds)
-    if rank == 0:
-        results.put(rows)
-    dist.barrier()
-    dist.destroy_process_group()
-
-
 def bench_forked(settings: Sequence[Setting], rounds: int) -> list[dict[str, Any]]:
     """Gloo processes on this machine's CPU, as many as the settings have ranks."""
-    results = processes.get_context("fork").SimpleQueue()
-    with tempfile.TemporaryDirectory() as folder:
-        running = processes.start_processes(
-            _forked, (settings, rounds, folder, results), settings[0].ranks, join=False, start_method="fork"
-        )
-        while results.empty():
-            running.join(1)  # raises what a rank raised
-        rows: list[dict[str, Any]] = results.get()
-        while not running.join():
-            pass
+
+    def body(rank: int, alive: Callable[[], None]) -> list[dict[str, Any]]:
+        return run_rank(settings, CPU, rounds, alive)
+
+    rows: list[dict[str, Any]] = run_ranks(body, settings[0].ranks, LIMIT.total_seconds())[0]
     return rows
 
 

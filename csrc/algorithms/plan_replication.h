@@ -44,8 +44,9 @@ class Replication {
       if (group.rank() == 0) ws_.load[r] = fill_.fixed(r) + copies;
     });
     team_.sync();
-    if (team_.rank() == 0)
-      for (int i = (in_.spare - in_.local) * in_.R; i > 0 && hand_over(); --i) continue;
+    team_.alone([&](auto& group) {
+      for (int i = (in_.spare - in_.local) * in_.R; i > 0 && hand_over(group); --i) continue;
+    });
     fill_.publish();
     return true;
   }
@@ -82,16 +83,21 @@ class Replication {
   ISOLOAD_HD int32_t& remote_of(int p) const { return ws_.total[in_.slot_to_expert[p]]; }
 
   // One expert handed over. False: no rank is above the mean, or nothing fits.
-  ISOLOAD_HD bool hand_over() {
+  template <class Group>
+  ISOLOAD_HD bool hand_over(const Group& group) {
     const int64_t mean = fill_.mean();
-    auto next = [&](int last) { return next_rank(ws_.load, in_.R, last); };
+    auto next = [&](int last) { return next_rank(group, ws_.load, in_.R, last); };
     for (int source = next(-1); source >= 0 && ws_.load[source] > mean; source = next(source)) {
-      for (int p = next_slot(source, -1); p >= 0; p = next_slot(source, p)) {
-        const int e = in_.slot_to_expert[p], to = fill_.taker(e);
+      for (int p = next_slot(group, source, -1); p >= 0; p = next_slot(group, source, p)) {
+        const int e = in_.slot_to_expert[p], to = fill_.taker(group, e);
         const int64_t own = to < 0 ? 0 : fill_.load(to, e);
         if (to >= 0 && ws_.load[to] + own <= mean) {
-          fill_.place(to, e);
-          ws_.load[to] += own, ws_.load[source] -= own, remote_of(p) -= static_cast<int32_t>(own);
+          group.sync();  // all have read what changes now
+          if (group.rank() == 0) {
+            fill_.place(to, e);
+            ws_.load[to] += own, ws_.load[source] -= own, remote_of(p) -= static_cast<int32_t>(own);
+          }
+          group.sync();
           return true;
         }
         if (in_.printed) return false;
@@ -102,15 +108,19 @@ class Replication {
   }
 
   // The next home slot of a rank by falling remote copies, while there are any; or -1.
-  ISOLOAD_HD int next_slot(int r, int last) const {
-    int best = -1;
-    for (int p = r * in_.S; p < (r + 1) * in_.S; ++p) {
-      if (!is_home(p) || remote_of(p) == 0) continue;
-      const int32_t copies = remote_of(p);
-      const bool open = last < 0 || copies < remote_of(last) || (copies == remote_of(last) && p > last);
-      if (open && (best < 0 || copies > remote_of(best))) best = p;
-    }
-    return best;
+  template <class Group>
+  ISOLOAD_HD int next_slot(const Group& group, int r, int last) const {
+    const int first = r * in_.S;
+    const int32_t upto = last < 0 ? INT32_MAX : remote_of(last);
+    int best;
+    const int32_t most = group.largest(
+        in_.S,
+        [&](int i) {
+          const int32_t copies = is_home(first + i) ? remote_of(first + i) : 0;
+          return copies < upto || (copies == upto && first + i > last) ? copies : 0;
+        },
+        best);
+    return most > 0 ? first + best : -1;
   }
 
   Team& team_;

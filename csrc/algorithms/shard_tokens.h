@@ -51,9 +51,9 @@ class Sharding {
   ISOLOAD_HD ShardingStatus run() {
     const ShardingStatus status = start();
     if (status != ShardingStatus::ok) return status;
-    if (team_.rank() == 0)
-      while (is_above() && move()) continue;
-    team_.sync();
+    team_.alone([&](auto& group) {
+      while (move(group)) continue;
+    });
     return ShardingStatus::ok;
   }
 
@@ -99,55 +99,68 @@ class Sharding {
     return ShardingStatus::ok;
   }
 
-  ISOLOAD_HD bool is_above() const {
-    int64_t most = 0;
-    for (int r = 0; r < in_.R; ++r) most = ws_.load[r] > most ? ws_.load[r] : most;
-    return most * 1000000 > mean_ * (1000000 + in_.tolerance_ppm);
-  }
-
-  // One transfer. False: none is left.
-  ISOLOAD_HD bool move() {
-    auto next = [&](int last) { return next_rank(ws_.load, in_.R, last); };
-    for (int r = next(-1); r >= 0 && ws_.load[r] > mean_; r = next(r))
-      for (int e = hottest(r); e >= 0; e = hottest(r)) {
-        const int to = taker(e, r);
-        if (to >= 0) return transfer(e, r, to), true;
-        ws_.stuck[e] = 1;
+  // One transfer. False: the busiest rank is near enough to the mean, or none is left.
+  template <class Group>
+  ISOLOAD_HD bool move(const Group& group) {
+    auto next = [&](int last) { return next_rank(group, ws_.load, in_.R, last); };
+    int r = next(-1);
+    if (ws_.load[r] * 1000000 <= mean_ * (1000000 + in_.tolerance_ppm)) return false;
+    for (; r >= 0 && ws_.load[r] > mean_; r = next(r))
+      for (int e = hottest(group, r); e >= 0; e = hottest(group, r)) {
+        const int to = taker(group, e, r);
+        if (to >= 0) return transfer(group, e, r, to), true;
+        group.sync();  // all have read what is stuck
+        if (group.rank() == 0) ws_.stuck[e] = 1;
+        group.sync();
       }
     return false;
   }
 
-  ISOLOAD_HD void transfer(int e, int from, int to) {
+  template <class Group>
+  ISOLOAD_HD void transfer(const Group& group, int e, int from, int to) {
     const int rank = t_.ranks[to];
-    int64_t copies = mean_ - ws_.load[rank];
     const int64_t excess = ws_.load[from] - mean_;
+    int64_t copies = mean_ - ws_.load[rank];
     if (copies > ws_.remote[e]) copies = ws_.remote[e];
     if (!in_.printed && copies > excess) copies = excess;
-    ws_.load[from] -= copies, ws_.load[rank] += copies;
-    ws_.remote[e] -= static_cast<int32_t>(copies);
-    quota_[t_.slots[ws_.home[e]]] -= static_cast<int32_t>(copies);
-    quota_[t_.slots[to]] += static_cast<int32_t>(copies);
-    if (ws_.load[from] < mean_)  // as printed it gave too much, and may take again
-      for (int i = 0; i < in_.E; ++i) ws_.stuck[i] = 0;
+    group.sync();  // all have read what changes now
+    if (group.rank() == 0) {
+      ws_.load[from] -= copies, ws_.load[rank] += copies;
+      ws_.remote[e] -= static_cast<int32_t>(copies);
+      quota_[t_.slots[ws_.home[e]]] -= static_cast<int32_t>(copies);
+      quota_[t_.slots[to]] += static_cast<int32_t>(copies);
+    }
+    if (copies > excess)  // as printed it gave too much, and may take again
+      group.for_each(in_.E, [&](int i) { ws_.stuck[i] = 0; });
+    group.sync();
   }
 
   // The expert at home on the rank with most copies to move, of those that are not stuck; or -1.
-  ISOLOAD_HD int hottest(int r) const {
-    int best = -1;
-    for (int p = r * in_.S; p < (r + 1) * in_.S; ++p) {
-      const int e = t_.split[p] < 0 ? -1 : t_.order[t_.split[p]];
-      if (e < 0 || ws_.home[e] < 0 || t_.slots[ws_.home[e]] != p || ws_.stuck[e]) continue;
-      if (ws_.remote[e] > (best < 0 ? 0 : ws_.remote[best])) best = e;
-    }
-    return best;
+  template <class Group>
+  ISOLOAD_HD int hottest(const Group& group, int r) const {
+    const int32_t* const split = t_.split + r * in_.S;
+    int best;
+    const int32_t most = group.largest(
+        in_.S,
+        [&](int i) {
+          const int e = split[i] < 0 ? -1 : t_.order[split[i]];
+          const bool gives =
+              e >= 0 && ws_.home[e] >= 0 && t_.slots[ws_.home[e]] == r * in_.S + i && !ws_.stuck[e];
+          return gives ? ws_.remote[e] : 0;
+        },
+        best);
+    return most > 0 ? t_.order[split[best]] : -1;
   }
 
   // The replica on the least loaded other rank, if that is below the mean; or -1.
-  ISOLOAD_HD int taker(int e, int from) const {
-    int best = -1;
-    for (int j = t_.offsets[e]; j < t_.offsets[e + 1]; ++j)
-      if (t_.ranks[j] != from && (best < 0 || ws_.load[t_.ranks[j]] < ws_.load[t_.ranks[best]])) best = j;
-    return best >= 0 && ws_.load[t_.ranks[best]] < mean_ ? best : -1;
+  template <class Group>
+  ISOLOAD_HD int taker(const Group& group, int e, int from) const {
+    const int first = t_.offsets[e];
+    int best;
+    const int64_t room = group.largest(
+        t_.offsets[e + 1] - first,
+        [&](int i) { return t_.ranks[first + i] == from ? 0 : mean_ - ws_.load[t_.ranks[first + i]]; }, best);
+    return room > 0 ? first + best : -1;
   }
 
   Team& team_;
@@ -177,6 +190,20 @@ struct ShardingPlanner : PlannerOf<ShardingProblem, int32_t*> {  // see planner.
   template <class Team>
   ISOLOAD_HD static void refuse(Team& team, const Problem& in, Result out) {
     team.for_each(in.R * in.S, [&](int p) { out[p] = 0; });
+  }
+
+  // Plain: no dead ranks.
+  ISOLOAD_HD static bool is_plain(const Problem& in) { return in.alive == nullptr; }
+  template <bool kPlain>
+  ISOLOAD_HD static void prepare(Problem& in) {
+    if (kPlain) in.alive = nullptr;
+    lies_in_global(in.alive);
+  }
+  template <class Take>
+  ISOLOAD_HD static void fetched(Problem& in, Result& out, Take&& take) {
+    const int64_t E = in.E, P = int64_t(in.R) * in.S;
+    take(in.loads, in.R * E), in.tables.fetched(E, P, take), take(in.home_slot, E);
+    take(out, P), take(in.fixed, in.R, kOrNone);
   }
 };
 

@@ -52,13 +52,17 @@ struct FillWorkspace : Workspace<FillWorkspace> {
 };
 
 // The next rank by falling load [R], after `last` (-1: the first); or -1.
-ISOLOAD_HD inline int next_rank(const int64_t* load, int R, int last) {
-  int best = -1;
-  for (int r = 0; r < R; ++r) {
-    const bool open = last < 0 || load[r] < load[last] || (load[r] == load[last] && r > last);
-    if (open && (best < 0 || load[r] > load[best])) best = r;
-  }
-  return best;
+template <class Group>
+ISOLOAD_HD int next_rank(const Group& group, const int64_t* load, int R, int last) {
+  int best;
+  const int64_t most = group.largest(
+      R,
+      [&](int r) {
+        const bool open = last < 0 || load[r] < load[last] || (load[r] == load[last] && r > last);
+        return open ? load[r] : int64_t(-1);
+      },
+      best);
+  return most < 0 ? -1 : best;
 }
 
 template <class Team>
@@ -112,12 +116,11 @@ class SpareFill {
   }
 
   // The least loaded rank with room that lacks the expert, or -1.
-  ISOLOAD_HD int taker(int e) const {
-    int best = -1;
-    int64_t least = INT64_MAX;
-    for (int r = 0; r < in.R; ++r)
-      if (ws.room[r] > 0 && !holds(r, e) && ws.load[r] < least) best = r, least = ws.load[r];
-    return best;
+  template <class Group>
+  ISOLOAD_HD int taker(const Group& group, int e) const {
+    int best;
+    auto room_for = [&](int r) { return ws.room[r] > 0 && !holds(r, e) ? INT64_MAX - ws.load[r] : 0; };
+    return group.largest(in.R, room_for, best) > 0 ? best : -1;
   }
 
   // Puts the expert into the rank's first empty spare slot.
@@ -189,6 +192,20 @@ struct FillPlanner : PlannerOf<P, FillResult> {  // see planner.h
   ISOLOAD_HD static void refuse(Team& team, const P& in, const FillResult& out) {
     team.for_each(in.R * in.S, [&](int p) { out.slot_to_expert[p] = in.slot_to_expert[p]; });
     team.for_each(5, [&](int i) { out.telemetry[i] = 0; });
+  }
+
+  // Plain: no dead ranks.
+  ISOLOAD_HD static bool is_plain(const P& in) { return in.alive == nullptr; }
+  template <bool kPlain>
+  ISOLOAD_HD static void prepare(P& in) {
+    if (kPlain) in.alive = nullptr;
+    lies_in_global(in.alive);
+  }
+  template <class Take>
+  ISOLOAD_HD static void fetched(P& in, FillResult& out, Take&& take) {
+    const int64_t E = in.E, num_slots = int64_t(in.R) * in.S;
+    take(in.loads, in.num_sources * E), take(in.slot_to_expert, num_slots), take(in.home_slot, E);
+    take(out.slot_to_expert, num_slots), take(in.fixed, in.R, kOrNone);
   }
 };
 

@@ -33,9 +33,9 @@ class TopUp {
       load = group.sum(load);
       if (group.rank() == 0) ws_.load[r] = load + (int64_t(fill_.fixed(r)) << kTopUpFraction);
     });
-    team_.for_each(groups(), [&](int g) { find_first(g); });
+    team_.for_each_group(groups(), [&](int g, auto& group) { find_first(group, g); });
     team_.sync();
-    if (team_.rank() == 0) fill();
+    team_.alone([&](auto& group) { fill(group); });
     fill_.publish();
     return true;
   }
@@ -50,37 +50,46 @@ class TopUp {
   ISOLOAD_HD int64_t part(int e, int n) const {
     return n > 0 ? quotient(int64_t(ws_.total[e]) << kTopUpFraction, n) : 0;
   }
-  ISOLOAD_HD void find_first(int g) {
-    const int end = (g + 1) * kTopUpGroup < in_.E ? (g + 1) * kTopUpGroup : in_.E;
-    int first = g * kTopUpGroup;
-    for (int e = first + 1; e < end; ++e)
-      if (ws_.key[e] > ws_.key[first]) first = e;
-    ws_.first[g] = first;
+  template <class Group>
+  ISOLOAD_HD void find_first(const Group& group, int g) {
+    const int begin = g * kTopUpGroup, here = in_.E - begin < kTopUpGroup ? in_.E - begin : kTopUpGroup;
+    int first;
+    group.largest(here, [&](int i) { return ws_.key[begin + i]; }, first);
+    if (group.rank() == 0) ws_.first[g] = begin + first;
   }
 
-  ISOLOAD_HD void fill() {
+  template <class Group>
+  ISOLOAD_HD void fill(Group& group) {
     int64_t left = 0;
-    for (int r = 0; r < in_.R; ++r) left += ws_.room[r];
-    while (left > 0) {
-      int hottest = ws_.first[0];
-      for (int g = 1; g < groups(); ++g)
-        if (ws_.key[ws_.first[g]] > ws_.key[hottest]) hottest = ws_.first[g];
-      if (ws_.key[hottest] <= 0) return;
-      const int to = fill_.taker(hottest);
-      if (to < 0)
-        ws_.key[hottest] = 0;  // for good: room only shrinks
-      else
-        add_replica(hottest, to), --left;
-      find_first(hottest / kTopUpGroup);
+    group.for_each(in_.R, [&](int r) { left += ws_.room[r]; });
+    for (left = group.sum(left); left > 0;) {
+      int g;
+      const int64_t most = group.largest(groups(), [&](int i) { return ws_.key[ws_.first[i]]; }, g);
+      if (most <= 0) return;
+      const int hottest = ws_.first[g], to = fill_.taker(group, hottest);
+      if (to < 0) {
+        if (group.rank() == 0) ws_.key[hottest] = 0;  // for good: room only shrinks
+      } else {
+        add_replica(group, hottest, to);
+        --left;
+      }
+      group.sync();
+      find_first(group, g);
+      group.sync();
     }
   }
 
-  ISOLOAD_HD void add_replica(int e, int to) {
-    const int64_t before = ws_.key[e], now = part(e, replicas(e) + 1);
-    for (int r = 0; r < in_.R; ++r) ws_.load[r] -= fill_.holds(r, e) ? before - now : 0;
-    fill_.place(to, e);
-    ws_.load[to] += now;
-    ws_.key[e] = now;
+  template <class Group>
+  ISOLOAD_HD void add_replica(Group& group, int e, int to) {
+    int32_t held = 0;
+    group.for_each(in_.R, [&](int r) { held += fill_.holds(r, e); });
+    const int64_t before = ws_.key[e], now = part(e, group.sum32(held) + 1);
+    group.sync();  // all have read what changes now
+    group.for_each(in_.R, [&](int r) {
+      ws_.load[r] += fill_.holds(r, e) ? now - before : r == to ? now : 0;
+    });
+    group.sync();
+    if (group.rank() == 0) fill_.place(to, e), ws_.key[e] = now;
   }
 
   Team& team_;

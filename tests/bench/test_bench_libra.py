@@ -101,7 +101,7 @@ def test_a_partner_is_one_other_expert() -> None:
     wrong = forecast.wrong(chosen, np.random.default_rng(0))
     assert sorted(wrong) == list(range(EXPERTS)) and (wrong != chosen).all()
     batch = stream.batch(stream.fold.replay[0])
-    loads = bench_libra.loads_of(batch, EXPERTS)
+    loads = batch.loads(EXPERTS)
     assert torch.equal(forecast.of(batch, 0, loads, 0)[..., wrong], loads)
 
 
@@ -109,7 +109,7 @@ def test_workloads_come_from_their_own_sources() -> None:
     made = list(workloads(steps=2, tokens=16))
     assert [stream.name.split()[0] for stream in made] == [f"W{i}" for i in range(8)]
     for stream in made:
-        loads = bench_libra.loads_of(stream.batch(1), 256)
+        loads = stream.batch(1).loads(256)
         assert torch.equal(loads[0].sum(0), torch.from_numpy(stream.batches.counts[1, 0]))
         sent = [len(ids) for ids in stream.batches.workload.topk_ids(1)]
         assert loads[0].sum(-1).tolist() == [8 * n for n in sent]

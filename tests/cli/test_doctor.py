@@ -119,11 +119,6 @@ def test_collectives_without_nccl(monkeypatch):
     assert not item("NCCL").on and item("NCCL").detail.startswith("torch is built without NCCL")
 
 
-def test_ops_that_are_not_compiled(monkeypatch, tmp_path):
-    monkeypatch.setattr(doctor, "PACKAGE", tmp_path)
-    assert item("isoload ops") == doctor.Item("isoload ops", False, "not compiled: run `make build`")
-
-
 def test_break_even_is_of_the_given_constants():
     assert item("break-even").detail.startswith(
         "borrowing an expert pays from 749 tokens inside a node (400 GB/s)"

@@ -37,7 +37,6 @@ UNNOTICED = {
     ("algorithms/plan_waterfill.h", "*out_.bound = level;\n    team_.sync();"): LAST,
     ("cuda/route.cu", "__syncthreads();  // this block's visits are written"): "other blocks miss it",
     ("algorithms/replica_tables.h", "ws.index[e] : -1;\n  });\n  team.sync();"): LAST,
-    ("algorithms/shard_tokens.h", "while (is_above() && move()) continue;\n    team_.sync();"): LAST,
     ("algorithms/share.h", "send(s, t_.order[i], row); });\n    team_.sync();"): LAST,
     ("algorithms/spare_fill.h", "static_cast<int32_t>(counts[i]);\n    team_.sync();"): LAST,
 }  # fmt: skip

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from isoload.placers.compiled import Loops, loops
+from isoload.placers.compiled import search_slots
 from reference.place_scenario import place_scenario
 from support.place_build import PLAIN, build_loops, calls_of
 
@@ -32,21 +32,21 @@ def drawn(seed, layers, experts, batches=7):
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
-    return Loops(ctypes.CDLL(str(build_loops(CSRC, tmp_path_factory.mktemp("plain"), *PLAIN))))
+    return ctypes.CDLL(str(build_loops(CSRC, tmp_path_factory.mktemp("plain"), *PLAIN)))
 
 
 @pytest.mark.parametrize("split", ["even", "exact"])
 @pytest.mark.parametrize(("ranks", "experts", "slots"), [(32, 256, 9), (64, 256, 5), (6, 40, 8)])
 def test_vectors_and_plain_loops_agree(plain, monkeypatch, ranks, experts, slots, split):
     for call in calls_of(monkeypatch, drawn(ranks, 3, experts), ranks, slots, split=split):
-        for one, other in zip(loops().scenario(**call), plain.scenario(**call), strict=True):
+        for one, other in zip(search_slots(**call), search_slots(**call, library=plain), strict=True):
             np.testing.assert_array_equal(one, other)
 
 
 @pytest.mark.parametrize("split", ["even", "exact"])
 def test_numpy_finds_the_same_objectives(monkeypatch, split):
     for call in calls_of(monkeypatch, drawn(1, 9, 16), 6, 4, split=split):
-        for one, other in zip(loops().scenario(**call), place_scenario(**call), strict=True):
+        for one, other in zip(search_slots(**call), place_scenario(**call), strict=True):
             np.testing.assert_array_equal(one, other)
 
 

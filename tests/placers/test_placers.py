@@ -213,7 +213,7 @@ def test_compiled_loops_and_numpy_give_the_same_slots(dedup):
         capacity = np.full((3, ranks), size, dtype=np.int32)
         if experts < ranks * size - ranks:  # ragged: fewer slots on some ranks of one layer
             capacity[1, : rng.integers(0, ranks)] -= 1
-        fast = compiled.loops().eplb(weight, capacity, dedup, int(rng.integers(1, 4)))
+        fast = compiled.pack_slots(weight, capacity, dedup, int(rng.integers(1, 4)))
         np.testing.assert_array_equal(fast, place_eplb.place_eplb(weight, capacity, dedup))
         assert ((fast >= 0).sum(-1) == capacity).all()
 
@@ -368,9 +368,9 @@ def with_slot(value, rank=0, slot=0):
     ],
 )
 def test_loops_refuse_what_would_not_stay_in_memory(changes, rule):
-    assert compiled.loops().scenario(**scenario_call())[0].shape == (2, 3, 3)
+    assert compiled.search_slots(**scenario_call())[0].shape == (2, 3, 3)
     with pytest.raises(ValueError, match="^" + re.escape(rule)):
-        compiled.loops().scenario(**scenario_call(**changes))
+        compiled.search_slots(**scenario_call(**changes))
 
 
 @pytest.mark.parametrize(
@@ -384,4 +384,4 @@ def test_loops_refuse_what_would_not_stay_in_memory(changes, rule):
 )
 def test_loops_of_eplb_refuse_likewise(weight, capacity, rule):
     with pytest.raises(ValueError, match="^" + re.escape(rule)):
-        compiled.loops().eplb(weight, capacity, True, 1)
+        compiled.pack_slots(weight, capacity, True, 1)

@@ -27,13 +27,11 @@ def skewed(rng, batches, layers, experts, base=3.0):
 @pytest.fixture
 def in_numpy(monkeypatch):
     """The same placers on the reference's loops."""
-    loops = compiled.loops()
 
     def call(placer, *arguments):
-        fake = type("Loops", (), {"eplb": staticmethod(loops.eplb), "scenario": staticmethod(place_scenario)})
-        monkeypatch.setattr(scenario, "loops", lambda: fake)
+        monkeypatch.setattr(scenario, "search_slots", place_scenario)
         found = placer.place(*arguments)
-        monkeypatch.setattr(scenario, "loops", lambda: loops)
+        monkeypatch.setattr(scenario, "search_slots", compiled.search_slots)
         return found
 
     return call

@@ -73,8 +73,7 @@ def test_compiled_loops_and_numpy_give_the_same_slots(seed, split, monkeypatch):
     room = replace(room, before=first.slots, home_rank=first.home_rank)
     mover = replace(placer, moves=3)
     fast = [first.slots, mover.place(later, room).slots]
-    loops = type("Loops", (), {"scenario": staticmethod(place_scenario)})
-    monkeypatch.setattr(scenario, "loops", lambda: loops)
+    monkeypatch.setattr(scenario, "search_slots", place_scenario)
     plain = [placer.place(scenarios, replace(room, before=None, home_rank=None)), mover.place(later, room)]
     for slots, found in zip(fast, plain, strict=True):
         np.testing.assert_array_equal(slots, found.slots)

@@ -8,7 +8,7 @@ from typing import Any
 
 import isoload
 from isoload.placers import scenario
-from isoload.placers.compiled import loops
+from isoload.placers.compiled import search_slots
 
 # Vectors off and one version of every loop, so that what the shipped build does with vectors is compared with sums in
 # plain order.
@@ -27,12 +27,11 @@ def calls_of(monkeypatch: Any, counts: Any, ranks: int, slots: int, **options: A
     """The arguments of every search that placing counts makes."""
     found: list[dict[str, Any]] = []
 
-    class Recorded:
-        def scenario(self, **arguments: Any) -> Any:
-            found.append(arguments)
-            return loops().scenario(**arguments)
+    def recorded(**arguments: Any) -> Any:
+        found.append(arguments)
+        return search_slots(**arguments)
 
-    monkeypatch.setattr(scenario, "loops", Recorded)
+    monkeypatch.setattr(scenario, "search_slots", recorded)
     isoload.place(counts, isoload.Topology(ranks), slots, "scenario", **options)
     monkeypatch.undo()
     return found

@@ -151,7 +151,7 @@ def failing(rank: int, readable: bool) -> None:
         call.failure = OSError("disk full")
         made.carry_failure(call)
     if not readable:
-        group._errors = torch.tensor([0, 1])
+        group._unread = torch.tensor([0, -1])
     send(made, torch.ones(3, 256, dtype=torch.bfloat16), torch.tensor(GOOD["slots"]), call)
 
 

@@ -181,12 +181,12 @@ def test_errors_of_a_device_gather_are_raised_at_the_next_look() -> None:
     batch = draw("late", 3)
     for capacity in CAPACITIES:
         transport = LocalTransport(Topology(3), capacity)
-        transport.group._errors = torch.tensor([0, 0, error_code("plan")], dtype=torch.int32)
+        transport.group._unread = torch.tensor([0, 7, -error_code("plan")], dtype=torch.int32)
         with pytest.raises(ValueError, match="rank 2 failed in stage plan"):
             send(transport, batch)
             transport.group.check()
         transport.group.check()
-        transport.group._errors = torch.tensor([0, error_code("route"), 0], dtype=torch.int32)
+        transport.group._unread = torch.tensor([0, -error_code("route"), 7], dtype=torch.int32)
         with pytest.raises(ValueError, match="rank 1 failed in stage route"):  # kept by a later gather
             transport.group.gather_loads([torch.zeros(2, dtype=torch.int32)] * 3)
 

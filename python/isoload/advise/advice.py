@@ -105,8 +105,7 @@ class Answer:
     node_rows: float
 
     def to_json(self) -> dict[str, Any]:
-        found = {**vars(self), "candidate": self.candidate._asdict()}
-        return {**found, "ms": list(self.ms), "saved_ms": list(self.saved_ms)}
+        return {**vars(self), "candidate": self.candidate._asdict()}
 
 
 @dataclass(frozen=True)
@@ -120,10 +119,6 @@ class Step:
     ms: Span
     stages: dict[str, Span]
     halved_ms: Span
-
-    def to_json(self) -> dict[str, Any]:
-        stages = {name: list(span) for name, span in self.stages.items()}
-        return {"ms": list(self.ms), "stages": stages, "halved_ms": list(self.halved_ms)}
 
 
 @dataclass(frozen=True)

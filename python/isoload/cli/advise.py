@@ -199,10 +199,10 @@ def answer(
         "gpu": times.gpu,
         "kernel": times.kernel,
         "verdict": found.verdict,
-        "gain_ms": list(found.gain_ms),
-        "gain_share": list(found.share(found.gain_ms)),
+        "gain_ms": found.gain_ms,
+        "gain_share": found.share(found.gain_ms),
         "answers": [answer.to_json() for answer in found.answers],
-        "steps": dict(zip(("now", "best"), (step.to_json() for step in found.steps or ()), strict=False)),
+        "steps": dict(zip(("now", "best"), map(vars, found.steps or ()), strict=False)),
         "flags": launch,
         "warnings": said,
     }

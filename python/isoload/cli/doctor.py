@@ -25,9 +25,6 @@ if TYPE_CHECKING:
     from isoload.cost import CostModel
     from isoload.transport import deep_ep
 
-PACKAGE = Path(__file__).parents[1]
-CUDA_OP = "isoload::plan_exact"  # stands for all ops: they are compiled for CUDA together
-
 
 @dataclass(frozen=True)
 class Item:
@@ -43,14 +40,17 @@ def report(cost: CostModel | None = None) -> list[Item]:
     """Everything isoload can use, from the interpreter up; cost: constants of the break-even point of a borrow."""
     import torch
 
+    from isoload import __version__
     from isoload.cli.engines import ENGINES, look
     from isoload.cost import CostModel
+    from isoload.ops.library import ON_CUDA
+    from isoload.ops.load import LIBRARY
 
     checks: dict[str, Callable[[], tuple[bool, str]]] = {
         "python": lambda: (True, f"{platform.python_version()} on {platform.machine()}"),
         "torch": lambda: (True, f"{torch.__version__}, {torch.get_num_threads()} CPU threads"),
-        "isoload ops": _ops,
-        "isoload CUDA ops": _cuda_ops,
+        "isoload ops": lambda: (True, f"{__version__}, {Path(LIBRARY._name).name}"),
+        "isoload CUDA ops": lambda: (ON_CUDA, "compiled in" if ON_CUDA else "this build has CPU ops only"),
         "CUDA device": _cuda_device,
         "nvcc": _nvcc,
         "NCCL": _nccl,
@@ -63,21 +63,6 @@ def report(cost: CostModel | None = None) -> list[Item]:
     engines = [Item(engine.name, *look(engine, os.environ)) for engine in ENGINES]
     items = [Item(name, *check()) for name, check in checks.items()]
     return [*items[:-2], *engines, *items[-2:]]
-
-
-def _ops() -> tuple[bool, str]:
-    from isoload import __version__
-
-    files = sorted(PACKAGE.glob("_C*.so"))
-    return (True, f"{__version__}, {files[0].name}") if files else (False, "not compiled: run `make build`")
-
-
-def _cuda_ops() -> tuple[bool, str]:
-    import torch
-
-    if torch._C._dispatch_has_kernel_for_dispatch_key(CUDA_OP, "CUDA"):
-        return True, "compiled in"
-    return False, "this build has CPU ops only"
 
 
 def _cuda_device() -> tuple[bool, str]:

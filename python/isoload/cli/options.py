@@ -45,35 +45,26 @@ FormatName = Annotated[str, typer.Option("--format", help=f"One of {FORMATS}.")]
 TopK = Annotated[
     str | None,
     typer.Option(
-        "--top-k",
-        metavar="K|MODEL",
-        help="K, experts of a token, or the model's name: where the record does not say K.",
+        metavar="K|MODEL", help="K, experts of a token, or the model's name: where the record does not say K."
     ),
 ]
 LayersText = Annotated[
-    str | None, typer.Option("--layers", metavar="LIST", help="Only these layers, by position: 0-3,7.")
+    str | None, typer.Option(metavar="LIST", help="Only these layers, by position: 0-3,7.")
 ]
 CostFile = Annotated[
     str | None,
-    typer.Option(
-        "--cost", metavar="FILE|default", help="A cost file (bench/bench_cost.py measures one), or: default."
-    ),
+    typer.Option(metavar="FILE|default", help="A cost file (bench/bench_cost.py measures one), or: default."),
 ]
 Wide = Annotated[bool, typer.Option("--wide", help="Show all figures; without it the table fits 80 columns.")]
 JsonTarget = Annotated[
     str | None,
     typer.Option(
-        "--json",
         metavar="FILE|-",
         help="Write the figures as JSON to this file, or to stdout (-) in place of the table.",
     ),
 ]
 HtmlTarget = Annotated[
     str | None,
-    typer.Option(
-        "--html",
-        metavar="FILE",
-        help="Write a page with charts to this file; needs isoload[report].",
-    ),
+    typer.Option(metavar="FILE", help="Write a page with charts to this file; needs isoload[report]."),
 ]
 Force = Annotated[bool, typer.Option("--force", help="Replace the file, if it holds the same kind of thing.")]

@@ -53,7 +53,7 @@ def rows_of(recorded: Recorded, phases: list[Phase], saved: dict[str, tuple[floa
             "layers": list(recorded.trace.layer_ids),
             "routed_by_layer": of.routed.tolist(),
             "planned_by_layer": of.planned.tolist(),
-            "saved_ms": list(saved[of.name]) if of.name in saved else None,
+            "saved_ms": saved.get(of.name),
             "saved": span_of(saved[of.name], "+") if of.name in saved else None,
         }
         for of in phases

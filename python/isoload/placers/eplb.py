@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from isoload.placers.base import Placed, Placer, Room, Slots, slots_of
-from isoload.placers.compiled import loops, num_threads
+from isoload.placers.compiled import num_threads, pack_slots
 from isoload.placers.scenarios import Scenarios
 
 Floats = np.ndarray[Any, np.dtype[np.float32]]
@@ -77,7 +77,7 @@ def pack_replicas(weight: Floats, ranks: int, slots: int, dedup: bool) -> Slots:
 
 def pack_into(weight: Floats, capacity: Slots, dedup: bool = True) -> Slots:
     """[L, R, S] experts, from loads [L, E] float32 and slots of every rank [L, R]; S is the largest, -1 = absent."""
-    return loops().eplb(weight, capacity, dedup, num_threads())
+    return pack_slots(weight, capacity, dedup, num_threads())
 
 
 def pack_once(weight: Floats, packs: int) -> Slots:

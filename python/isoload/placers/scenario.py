@@ -9,7 +9,7 @@ import numpy as np
 
 from isoload.placers.base import Floats, Ints, Placed, Placer, Room, Slots, slots_of
 from isoload.placers.budget import allocate, assign, check_budget, make_grid
-from isoload.placers.compiled import LANES, loops, num_threads
+from isoload.placers.compiled import LANES, num_threads, search_slots
 from isoload.placers.eplb import pack_into, pack_once
 from isoload.placers.scenarios import WHOLE, Scenarios
 
@@ -140,7 +140,7 @@ class ScenarioPlacer(Placer):
         spreads = SPREADS if self.search else SPREADS[1:2]
         # A pinned home is an expert's copy that stays on its node, where every rank is a node of its own.
         node = np.arange(room.num_ranks, dtype=np.int32) if self.pinned else room.node
-        slots, objective = loops().scenario(
+        slots, objective = search_slots(
             loads=np.pad(loads, ((0, len(weight) - len(loads)), (0, 0), (0, 0))).transpose(1, 2, 0),
             weight=weight,
             tick=room.tick,

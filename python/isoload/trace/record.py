@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -145,38 +145,37 @@ def trace_errors(trace: Trace) -> list[str]:
     """What is wrong with a trace, one sentence each; empty if nothing is."""
     if trace.counts is None and trace.topk_ids is None:
         return ["counts or topk_ids must be given, got neither"]
-    # Each step may rely on the ones before it.
-    return _array_errors(trace) or _shape_errors(trace) or _range_errors(trace) or _sum_errors(trace)
+    for step in (_array_errors, _shape_errors, _range_errors, _sum_errors):
+        if errors := list(step(trace)):  # each step may rely on the ones before it
+            return errors
+    return []
 
 
-def _array_errors(trace: Trace) -> list[str]:
-    errors = []
+def _array_errors(trace: Trace) -> Iterator[str]:
     for name, dims in DIMS.items():
         array = getattr(trace, name)
         if array is None:
             continue
         if not isinstance(array, np.ndarray) or array.dtype.kind not in "iu":
             got = getattr(array, "dtype", type(array).__name__)
-            errors.append(f"{name} must be a NumPy array of integers, got {got}")
+            yield f"{name} must be a NumPy array of integers, got {got}"
         elif array.ndim != dims.count(",") + 1 or 0 in array.shape:
-            errors.append(f"{name} must be {dims} and not empty, got shape {list(array.shape)}")
-    return errors
+            yield f"{name} must be {dims} and not empty, got shape {list(array.shape)}"
 
 
-def _shape_errors(trace: Trace) -> list[str]:
-    errors = []
+def _shape_errors(trace: Trace) -> Iterator[str]:
     if trace.num_experts < 1:
-        errors.append(f"num_experts must be at least 1, got {trace.num_experts}")
+        yield f"num_experts must be at least 1, got {trace.num_experts}"
     elif trace.num_experts > MAX_EXPERTS:
-        errors.append(f"num_experts must be at most {MAX_EXPERTS}, got {trace.num_experts}")
+        yield f"num_experts must be at most {MAX_EXPERTS}, got {trace.num_experts}"
     elif not 0 <= trace.top_k <= trace.num_experts:
-        errors.append(f"top_k must be in 0..{trace.num_experts} (num_experts), got {trace.top_k}")
+        yield f"top_k must be in 0..{trace.num_experts} (num_experts), got {trace.top_k}"
     if len(set(trace.layer_ids)) != len(trace.layer_ids):
-        errors.append(f"layer_ids must be distinct, got {shown(list(trace.layer_ids))}")
+        yield f"layer_ids must be distinct, got {shown(list(trace.layer_ids))}"
     elif not all(0 <= layer < 2**31 for layer in trace.layer_ids):
-        errors.append(f"layer_ids must be in 0..2^31-1, got {shown(list(trace.layer_ids))}")
+        yield f"layer_ids must be in 0..2^31-1, got {shown(list(trace.layer_ids))}"
     if trace.seq_id is not None and trace.topk_ids is None:
-        errors.append("seq_id must come with topk_ids, got none")
+        yield "seq_id must come with topk_ids, got none"
     layers, batches, ids = len(trace.layer_ids), trace.num_batches, trace.topk_ids
     shapes: dict[str, tuple[int | None, ...]] = {
         "counts": (None, layers, trace.num_experts),
@@ -190,56 +189,49 @@ def _shape_errors(trace: Trace) -> list[str]:
             continue
         if any(want not in (None, got) for want, got in zip(shape, np.shape(value), strict=True)):
             wanted = ", ".join("any" if want is None else str(want) for want in shape)
-            errors.append(f"{name} must have shape [{wanted}], got {list(np.shape(value))}")
-    return errors
+            yield f"{name} must have shape [{wanted}], got {list(np.shape(value))}"
 
 
-def _range_errors(trace: Trace) -> list[str]:
-    errors = []
+def _range_errors(trace: Trace) -> Iterator[str]:
     for name in ("counts", "tokens_per_batch"):
         array = getattr(trace, name)
         if array is not None and array.min() < 0:
-            errors.append(f"{name} must not be negative, got {array.min()}")
+            yield f"{name} must not be negative, got {array.min()}"
         elif array is not None and (total := float(array.sum(dtype=np.float64))) >= MAX_SUM:
-            errors.append(f"{name} must add up to less than 2^53, got {total:g}")
+            yield f"{name} must add up to less than 2^53, got {total:g}"
     ids = trace.topk_ids
     if ids is None:
-        return errors
+        return
     if int(ids.min()) < -1 or int(ids.max()) >= trace.num_experts:
-        errors.append(f"topk_ids must be in -1..{trace.num_experts - 1}, got {ids.min()}..{ids.max()}")
+        yield f"topk_ids must be in -1..{trace.num_experts - 1}, got {ids.min()}..{ids.max()}"
     for layer in range(ids.shape[1]):
         ordered = np.sort(ids[:, layer], axis=-1)
         twice = ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any(-1)
         if twice.any():
             token = int(twice.argmax())
             chosen = ids[token, layer].tolist()
-            errors.append(
-                f"topk_ids must not name an expert twice, got {chosen} (token {token}, layer {layer})"
-            )
-            break
-    return errors
+            yield f"topk_ids must not name an expert twice, got {chosen} (token {token}, layer {layer})"
+            return
 
 
-def _sum_errors(trace: Trace) -> list[str]:
+def _sum_errors(trace: Trace) -> Iterator[str]:
     counts, ids, tokens = trace.counts, trace.topk_ids, trace.tokens_per_batch
     if tokens is None:
-        return []
-    errors = []
+        return
     tokens = tokens.astype(np.int64)  # files hold narrow integers, where tokens * top_k would wrap
     same_tokens = ids is not None and int(tokens.sum()) == len(ids)
     if counts is None and ids is not None and not same_tokens:
-        errors.append(f"tokens_per_batch must sum to the {len(ids)} tokens of topk_ids, got {tokens.sum()}")
+        yield f"tokens_per_batch must sum to the {len(ids)} tokens of topk_ids, got {tokens.sum()}"
     if counts is not None and trace.top_k:
         excess = counts.sum(-1) > tokens[:, None] * trace.top_k
         if excess.any():
             b, layer = np.argwhere(excess)[0]
             most, got = tokens[b] * trace.top_k, counts[b, layer].sum()
-            errors.append(
+            yield (
                 f"counts must sum to at most tokens_per_batch * top_k = {most}, "
                 f"got {got} (batch {b}, layer {layer})"
             )
     if counts is not None and ids is not None and same_tokens:
         wrong = (count_batches(ids, tokens, trace.num_experts) != counts).any((1, 2))
         if wrong.any():
-            errors.append(f"counts must be those of topk_ids, got others in batch {wrong.argmax()}")
-    return errors
+            yield f"counts must be those of topk_ids, got others in batch {wrong.argmax()}"

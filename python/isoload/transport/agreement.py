@@ -31,17 +31,17 @@ def raise_failure(codes: Sequence[int]) -> None:
 
 
 @torch.library.custom_op("isoload::loads_of", mutates_args=())
-def loads_of(loads: Tensor, codes: Tensor) -> Tensor:
-    """The loads [R, E], once the codes [R] gathered beside them are 0; else raises.
+def loads_of(loads: Tensor, first: Tensor) -> Tensor:
+    """The loads [R, E] if no rank failed, as the first counts [R] of all ranks tell: minus a code; else raises.
 
-    An op of its own, so that compiled code on CPU reads the codes when it runs and not when it is traced.
+    An op of its own, so that compiled code on CPU reads them when it runs and not when it is traced.
     """
-    raise_failure(codes.tolist())
+    raise_failure([max(-count, 0) for count in first.tolist()])
     return loads.clone()
 
 
 @loads_of.register_fake
-def _(loads: Tensor, codes: Tensor) -> Tensor:
+def _(loads: Tensor, first: Tensor) -> Tensor:
     return loads.new_empty(loads.shape)
 
 

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from isoload.ops import check_device
+from isoload.ops import check_device, device_errors
 from isoload.topology import Topology
 from isoload.transport.agreement import (
     error_code,
@@ -30,8 +30,10 @@ class Group(Exchanges):
 
     def __init__(self, topology: Topology, ranks: Sequence[int]) -> None:
         super().__init__(topology, ranks)
-        self._errors: Tensor | None = None  # [R] codes that the host has not read yet
-        self._replayed: Tensor | None = None  # [R] those of captured gathers, at an address that graphs hold
+        # [R] every rank's least first count since the host looked, minus the code of a failure; the second of captured
+        # gathers, at an address that graphs hold
+        self._unread: Tensor | None = None
+        self._replayed: Tensor | None = None
         self._captures = False  # whether there are captured gathers
         self._agreed: set[tuple[Any, ...]] = set()
 
@@ -43,7 +45,7 @@ class Group(Exchanges):
         in_node: bool = False,
         summed: bool = False,
     ) -> Tensor:
-        """Every rank's counts and, in more columns, whether it failed and the facts that must be equal.
+        """Every rank's counts, or that it failed: minus its code in their place; beside them facts that must be equal.
 
         Args:
             counts: [E] int32 each, see :func:`isoload.count`.
@@ -71,45 +73,42 @@ class Group(Exchanges):
                 )
         self.agree_new("gather", ("length of counts",), [(len(row),) for row in counts], counts[0].device)
         compared = {k: v % FACT_RANGE for k, v in (facts or {}).items()} if values_readable(counts[0]) else {}
-        # a constant of one number is filled in: a copy of it would make the host wait
+        width, num_ranks = len(counts[0]), self.topology.num_ranks
         rows = [
-            torch.cat(
-                [row, row.new_tensor([code, *compared.values()]) if compared else row.new_full((1,), code)]
-            )
-            for row, code in zip(counts, errors, strict=True)
+            row.new_full(row.shape, -code) if code else row for row, code in zip(counts, errors, strict=True)
         ]
-        width = len(counts[0])
+        if summed:  # a rank's first count again, in columns of its own
+            rows = [torch.cat([row, row.narrow(0, 0, 1)]) for row in rows]
+        if compared:
+            rows = [torch.cat([row, row.new_tensor(list(compared.values()))]) for row in rows]
         if summed:
-            rows = [
-                own_columns(row, width, rank, self.topology.num_ranks)
-                for row, rank in zip(rows, self.ranks, strict=True)
-            ]
+            rows = [own_columns(*of, width, num_ranks) for of in zip(rows, self.ranks, strict=True)]
         self.traffic.bytes["gather"] += sum(map(num_bytes, rows))
         if summed:
             total = self._sum("gather", rows)
-            loads, rest = total.narrow(0, 0, width), total.narrow(0, width, len(total) - width)
-            beside = rest.view(self.topology.num_ranks, -1)
+            loads, of_ranks = total.narrow(0, 0, width), total.narrow(0, width, len(total) - width)
+            gathered = of_ranks.view(num_ranks, -1)
         else:
             gathered = self._gather("gather", rows, in_node)
-            loads, beside = gathered.narrow(1, 0, width), gathered.narrow(1, width, len(rows[0]) - width)
-        codes = beside.select(1, 0)
+            loads = gathered.narrow(1, 0, width) if compared else gathered
+        first = gathered.select(1, 0)
         if torch.compiler.is_compiling() and loads.device.type == "cpu":
-            checked: Tensor = loads_of(loads, codes)
+            checked: Tensor = loads_of(loads, first)
             return checked
-        if capturing(codes.device):
+        if capturing(first.device):
             assert self._replayed is not None, "made by the gather before"
-            torch.maximum(self._replayed, codes, out=self._replayed)
+            torch.minimum(self._replayed, first, out=self._replayed)
             self._captures = True
             return loads
-        self._errors = codes if self._errors is None else torch.maximum(self._errors, codes)
-        if self._replayed is None and may_be_kept(codes):
+        self._unread = first if self._unread is None else torch.minimum(self._unread, first)
+        if self._replayed is None and may_be_kept(first):
             with torch.inference_mode(False):  # else only inference could write it
-                self._replayed = torch.zeros(codes.shape, dtype=codes.dtype, device=codes.device)
-        if compared or codes.device.type == "cpu":  # a rank that failed has no facts to compare
+                self._replayed = torch.zeros(first.shape, dtype=first.dtype, device=first.device)
+        if compared or first.device.type == "cpu":  # a rank that failed has no facts to compare
             self.check()
         if compared:
-            met = self.topology.node_of(self.ranks[0]) if in_node else range(len(beside))
-            facts_of_ranks = beside[met.start : met.stop, 1:].tolist()
+            met = self.topology.node_of(self.ranks[0]) if in_node else range(num_ranks)
+            facts_of_ranks = gathered[met.start : met.stop, -len(compared) :].tolist()
             raise_disagreement(list(compared), facts_of_ranks, met.start)
         return loads
 
@@ -118,21 +117,21 @@ class Group(Exchanges):
 
         Then, on a GPU, what ops found wrong in this rank's values: :func:`isoload.ops.check_device`.
         """
-        if (codes := self.take_errors()) is not None:
-            self.traffic.host_syncs += codes.device.type != "cpu"
-            raise_failure(codes.tolist())
+        if (first := self.take_unread()) is not None:
+            self.traffic.host_syncs += first.device.type != "cpu"
+            _raise_gathered(first.tolist(), first.device)
         if self.traffic.rows.is_cuda:
             check_device(self.traffic.rows.device)
 
-    def take_errors(self) -> Tensor | None:
-        """[R] the codes that the host has not read yet, which are forgotten here."""
-        codes, self._errors = self._errors, None
+    def take_unread(self) -> Tensor | None:
+        """[R] the least first counts that the host has not read yet, which are forgotten here."""
+        first, self._unread = self._unread, None
         if self._captures:
             assert self._replayed is not None
             replayed = self._replayed.clone()
             self._replayed.zero_()
-            codes = replayed if codes is None else torch.maximum(codes, replayed)
-        return codes
+            first = replayed if first is None else torch.minimum(first, replayed)
+        return first
 
     def agree_new(
         self, stage: str, names: tuple[str, ...], facts: list[tuple[int, ...]], device: torch.device
@@ -178,7 +177,14 @@ class Group(Exchanges):
             raise_unlike(name, [given[name] for given in gathered])
 
 
-def own_columns(row: Tensor, width: int, rank: int, num_ranks: int) -> Tensor:
+def _raise_gathered(first: Sequence[int], device: torch.device) -> None:
+    """Raises for the first rank that failed, by the least first counts [R] of gathers on a device."""
+    if min(first) < 0 and device.type == "cuda":
+        device_errors(device)  # ops noted the counts that stand for a code: forgotten
+    raise_failure([max(-count, 0) for count in first])
+
+
+def own_columns(row: Tensor, rank: int, width: int, num_ranks: int) -> Tensor:
     """[width + R * F] the first width of a row [width + F], and the rest in the rank's columns among zeros."""
     each = len(row) - width
     beside = row.narrow(0, width, each)
@@ -292,19 +298,22 @@ class Call:
         ]
         ones = [[1] * counts[0].shape[1]] * len(counts)
         arrived = group.swap(stage, headers, ones, ones)()
-        codes = group.take_errors()
-        carried = [] if codes is None else [codes.unsqueeze(1)]
+        first = group.take_unread()
+        carried = [] if first is None else [first.unsqueeze(1)]
         table = [torch.cat([c.t(), a, *carried], dim=1) for c, a in zip(counts, arrived, strict=True)]
         group.traffic.host_syncs += 1
         joined = torch.stack(table) if len(table) > 1 else table[0].unsqueeze(0)
-        # per owned rank and peer: counts sent; counts got, error, facts; gather's error
+        # per owned rank and peer: counts sent; counts got, error, facts; the gather's first count
         host, kinds = joined.tolist(), len(counts[0])
-        self.raise_failure()
-        if carried:
-            raise_failure([peer[-1] for peer in host[0]])
-        raise_failure([peer[2 * kinds] for peer in host[0]])
-        first = 2 * kinds + 1
-        raise_disagreement(names, [peer[first : first + len(names)] for peer in host[0]])
+        try:
+            if carried:
+                _raise_gathered([peer[-1] for peer in host[0]], joined.device)
+            raise_failure([peer[2 * kinds] for peer in host[0]])
+        except ValueError:
+            self.raise_failure()
+            raise
+        at = 2 * kinds + 1
+        raise_disagreement(names, [peer[at : at + len(names)] for peer in host[0]])
         by_kind = [[list(column) for column in zip(*rank, strict=True)] for rank in host]
         return [rank[:kinds] for rank in by_kind], [rank[kinds : 2 * kinds] for rank in by_kind]
 

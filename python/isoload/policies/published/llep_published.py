@@ -62,9 +62,9 @@ class LlepPublishedPolicy(BorrowPolicy):
         """One layer's segments as slots, quota and telemetry."""
         size = len(slots) // ranks
         plain = imbalance(counts, ranks, self.measure == "expert") <= self.threshold
-        segments = home_segments(counts, ranks) if plain else llep_published(
-            counts, ranks, self.capacity, self.min_chunk
-        )  # fmt: skip
+        segments = [Segment(e, e * ranks // len(counts), 0, n) for e, n in enumerate(counts) if n]  # plain EP
+        if not plain:
+            segments = llep_published(counts, ranks, self.capacity, self.min_chunk)
         filled, quota = list(slots), [0] * len(slots)
         imports, exports = [0] * ranks, [0] * ranks
         for expert, rank, first, last in segments:
@@ -81,11 +81,6 @@ class LlepPublishedPolicy(BorrowPolicy):
             quota[rank * size + row.index(expert)] += last - first
         telemetry = [sum(imports), max(imports), max(exports), 0, int(plain)]
         return [torch.tensor(part, dtype=torch.int32) for part in (filled, quota, telemetry)]
-
-
-def home_segments(counts: list[int], ranks: int) -> list[Segment]:
-    """Plain EP as segments."""
-    return [Segment(e, e * ranks // len(counts), 0, n) for e, n in enumerate(counts) if n]
 
 
 class Segment(NamedTuple):
