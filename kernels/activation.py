@@ -93,27 +93,26 @@ def _backward_kernel(
             tl.store(start + width + column[None, :], given * gate * sigmoid, mask=inside)
 
 
-def _launch(
-    kernel: Any, tensors: list[Tensor], width: int, ends: Tensor, clamp: tuple[float, float] | None
-) -> None:
-    """Runs a kernel on contiguous tensors [C, .], the last of which it writes."""
+def _launch(kernel: Any, read: list[Tensor], ends: Tensor, written: Tensor, width: int, *more: float) -> None:
+    """Runs a kernel on contiguous tensors, of which it writes the last, [C, .]."""
     cut = tile(width)
-    tiles = cover(len(tensors[0]), cut["ROWS"]) * cover(width, cut["BLOCK"])
-    if not (tiles and len(ends)):
-        return
-    alpha, limit = map(float, clamp or (0, 0))  # an int would be compiled as one
-    *read, written = tensors
-    with torch.cuda.device_of(written):
-        kernel[(min(tiles, PROGRAMS),)](
-            *read, ends, written, len(ends), width, alpha, limit, CLAMPED=clamp is not None, **cut
-        )
+    tiles = cover(len(written), cut["ROWS"]) * cover(width, cut["BLOCK"])
+    if tiles and len(ends):
+        with torch.cuda.device_of(written):
+            kernel[(min(tiles, PROGRAMS),)](*read, ends, written, len(ends), width, *more, **cut)
+
+
+def _clamped(clamp: tuple[float, float] | None) -> tuple[float, float, bool]:
+    """alpha, limit and CLAMPED; an int would be compiled as one."""
+    alpha, limit = map(float, clamp or (0, 0))
+    return alpha, limit, clamp is not None
 
 
 def activate(gate_up: Tensor, ends: Tensor, clamp: tuple[float, float] | None) -> Tensor:
     """[C, I] from gate_up [C, 2I]: SwiGLU, or, with clamp = (alpha, limit), the clamped GLU."""
     width = gate_up.shape[1] // 2
     inner = torch.empty(len(gate_up), width, dtype=gate_up.dtype, device=gate_up.device)
-    _launch(_forward_kernel, [gate_up.contiguous(), inner], width, ends, clamp)
+    _launch(_forward_kernel, [gate_up.contiguous()], ends, inner, width, *_clamped(clamp))
     return inner
 
 
@@ -123,12 +122,12 @@ def activate_backward(
     """The gradient to gate_up [C, 2I], from grad [C, I]."""
     to_gate_up = torch.empty_like(gate_up, memory_format=torch.contiguous_format)
     read = [grad.contiguous(), gate_up.contiguous()]
-    _launch(_backward_kernel, [*read, to_gate_up], gate_up.shape[1] // 2, ends, clamp)
+    _launch(_backward_kernel, read, ends, to_gate_up, gate_up.shape[1] // 2, *_clamped(clamp))
     return to_gate_up
 
 
 @triton.jit(**BIAS_SIZES)
-def _add_kernel(y, bias, slot, ends, num_slots, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def _add_kernel(bias, slot, ends, y, num_slots, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     num_copies, across = tl.load(ends + num_slots - 1), tl.cdiv(width, BLOCK)
     for part in range(tl.program_id(0), tl.cdiv(num_copies, ROWS) * across, tl.num_programs(0)):
         row = (part // across).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -142,10 +141,4 @@ def _add_kernel(y, bias, slot, ends, num_slots, width, ROWS: tl.constexpr, BLOCK
 
 def add_bias(y: Tensor, bias: Tensor, slot: Tensor, ends: Tensor) -> None:
     """y [C, F], contiguous, gains bias [S, F] of each copy's slot [C] int64; rounded once."""
-    cut, (num_places, width) = tile(y.shape[1]), y.shape
-    tiles = cover(num_places, cut["ROWS"]) * cover(width, cut["BLOCK"])
-    if tiles and len(ends):
-        with torch.cuda.device_of(y):
-            _add_kernel[(min(tiles, PROGRAMS),)](
-                y, bias.contiguous(), slot.contiguous(), ends, len(ends), width, **cut
-            )
+    _launch(_add_kernel, [bias.contiguous(), slot.contiguous()], ends, y, y.shape[1])

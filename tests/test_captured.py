@@ -12,7 +12,7 @@ from torch import Tensor
 
 import isoload
 from isoload import Balancer, CapturedBalancer, LocalGroup, captured
-from isoload.transport import Group, error_code
+from isoload.transport import Call, Group, error_code
 from support.fake_ranks import OneRank, answer, kept_memos
 from support.host_waits import HostWaits
 from support.recorded_calls import as_if_capturing, recorded
@@ -226,9 +226,9 @@ def test_an_error_of_a_replay_reaches_the_exchange_of_row_counts() -> None:
     group._swap = lambda _stage, buffers, *_: lambda: buffers  # type: ignore[method-assign]
     counts = [torch.zeros(2, RANKS, dtype=torch.int64)]
     with pytest.raises(ValueError, match="rank 5 failed in stage count"):
-        group.swap_counts("row counts", counts, [], [[]])
+        Call(group).swap_counts("row counts", counts, [], [[]])
     graph(ids[2])
-    group.swap_counts("row counts", counts, [], [[]])
+    Call(group).swap_counts("row counts", counts, [], [[]])
 
 
 def test_a_refused_batch_tells_the_other_ranks() -> None:

@@ -107,11 +107,12 @@ def test_a_model_made_anew_counts_anew(exchanged: list[list[int]]) -> None:
 
 def test_what_persists_is_where_the_engine_routes_also_of_layers_that_never_run() -> None:
     """A model's dense layers have a Balancer, too, and one exchange takes all: on a GPU their counts must be there."""
-    layers = layers_of("own", "gathered")
-    layers.device = torch.device("meta")
-    for layer in layers.by_id.values():
-        assert layers.ready(layer.balancer) is layer.balancer
-    own = layers.by_id[0].balancer.own_counts
+    layers, placement = Layers(), make_placement()
+    topology = placement.topology
+    layers.place(placement.slot_to_expert, placement.num_experts, topology, torch.device("meta"))
+    policies = layers.settings.policies_for(shared=False)
+    assert layers.balancer(1, policies, LocalGroup(topology), "gathered").own_counts is None
+    own = layers.balancer(0, policies, LocalGroup(topology), "own").own_counts
     assert own is not None and own.recent.is_meta and own.offset.is_meta
 
 
@@ -229,6 +230,17 @@ def test_each_model_counts_its_passes_as_planned_or_left(told: dict[tuple[str, .
     assert (second["attached"], second["batches_total"], second["fallbacks_total"]) == (0, 2, 4)
     assert len(first["plan_seconds"]) == 2 and first["info", "0.1.0", "unknown", "exact", "eplb"] == 1
     assert models[0].watch.metrics is told["an engine", "a", "0"]
+
+
+def test_a_record_is_attached_where_reports_are_asked_for(told: dict[tuple[str, ...], Told]) -> None:
+    """In shadow mode, where no layer is isoload's."""
+    for given in ({"ISOLOAD_RECORD": "."}, {"ISOLOAD_REPORT_SECONDS": "3600"}):
+        assert not told
+        layers = Layers()
+        layers.start(Settings.read({"ISOLOAD_MODE": "shadow"} | given))
+        layers.measure("m", "engine", {})
+    (values,) = (of.values for of in told.values())
+    assert values["attached"] == 1 and values["info", "0.1.0", "unknown", "engine", "engine"] == 1
 
 
 def test_what_the_switch_leaves_falls_back(told: dict[tuple[str, ...], Told], tmp_path: Path) -> None:

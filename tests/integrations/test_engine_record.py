@@ -16,7 +16,6 @@ import isoload
 from isoload.advise.recorded import imbalances
 from isoload.integrations import engine_record
 from isoload.integrations.engine_record import EngineRecord
-from isoload.integrations.metrics import Metrics
 from isoload.integrations.settings import Settings
 from isoload.replay.simulate import ReplaySettings, replay
 from isoload.trace.rank_loads import read_rank_loads, read_recorded
@@ -229,15 +228,6 @@ def test_metrics_are_those_of_the_files(tmp_path: Path) -> None:
                 want = np.quantile(found[of].mean(0), part)
                 assert told.values["imbalance", phase, plan, str(part)] == pytest.approx(want)
                 assert told.values["balancedness", phase, plan, str(part)] == pytest.approx(1 / want)
-
-
-def test_metrics_of_a_record_begin_where_reports_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = Told()
-    monkeypatch.setattr(engine_record, "Metrics", lambda *_, **how: told if how.get("on") else Metrics())
-    make(settings(ISOLOAD_RECORD=".")).measure("m")
-    assert not told.values
-    make(settings(ISOLOAD_REPORT_SECONDS="3600")).measure("m")
-    assert told.values["attached"] == 1 and told.values["info", "0.1.0", "unknown", "engine", "engine"] == 1
 
 
 def test_a_line_of_own_tokens_says_whose_they_are(caplog: pytest.LogCaptureFixture) -> None:

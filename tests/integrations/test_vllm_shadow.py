@@ -111,13 +111,14 @@ def step(around: Any = lambda self, *_, **__: None, **how: bool) -> None:
 
 
 def record() -> EngineRecord | None:
-    return next(iter(MODELS.records.values()), None)
+    return next((layers.record for layers in MODELS.by_state.values()), None)
 
 
 def forget() -> None:
     """What is recorded is written."""
-    for of in MODELS.records.values():
-        of.close()
+    for layers in MODELS.by_state.values():
+        if layers.record is not None:
+            layers.record.close()
 
 
 def draw(tokens: int, seed: int) -> Tensor:
@@ -191,7 +192,7 @@ def test_layers_that_are_not_counted_are_said(engine: Path, caplog: pytest.LogCa
         route(state, 1, draw(4, 1))
         assert (of := record()) is not None and not of.recorder._now.any()
         forget()
-        MODELS.records.clear()
+        MODELS.by_state.clear()
         add(runner(), *[runner(naive=True)] * 2, data_parallel_size=2, tensor_parallel_size=1)
     assert "in shadow 1 layers of model are not counted: their kernel routes by itself" in caplog.text
     assert "model is not counted: its layers must hold tokens alike" in caplog.text and record() is None

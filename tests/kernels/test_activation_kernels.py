@@ -85,7 +85,7 @@ def test_the_tail_is_not_touched(name: str, glu: str) -> None:
         (kernel._forward_kernel, [gate_up], torch.full_like(grad, 7)),
         (kernel._backward_kernel, [grad, gate_up], torch.full_like(gate_up, 7)),
     ):
-        kernel._launch(run, [*read, written], grad.shape[1], ends, clamp_of(GLUS[glu]))
+        kernel._launch(run, read, ends, written, grad.shape[1], *kernel._clamped(clamp_of(GLUS[glu])))
         assert (written[held:] == 7).all() and not (written[:held] == 7).any()
 
 

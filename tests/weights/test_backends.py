@@ -13,7 +13,7 @@ from torch import Tensor
 
 import isoload
 from isoload.transport import CollectiveGroup, Group, LocalGroup
-from isoload.transport.peers import SameProcess
+from isoload.transport.peers import Peers
 from isoload.weights.backend import BorrowPlan
 from isoload.weights.backends import P2P_LIMIT, Pull, chunks_of, make_backend
 from isoload.weights.borrow import Borrowing
@@ -174,7 +174,7 @@ def test_a_wait_for_pulled_weights_is_not_for_those_pulled_later(monkeypatch: py
     for name, stub in (("Event", Event), ("Stream", Stream), ("current_stream", Stream)):
         monkeypatch.setattr(torch.cuda, name, stub)
     monkeypatch.setattr(torch.cuda, "stream", lambda _stream: nullcontext())
-    pull = Pull(LocalGroup(isoload.Topology(2)), SameProcess())
+    pull = Pull(LocalGroup(isoload.Topology(2)), Peers())
     pools = [[SimpleNamespace(device=torch.device("cuda"))]]
     first, second = (pull._on_side_stream(lambda i=i: enqueued.append(f"layer {i}"), pools) for i in (1, 2))
     waited.clear()  # the side stream has waited, too

@@ -141,7 +141,7 @@ class EngineLayers(ABC, Generic[AnyLayer]):
         self.settings = settings
         self.by_id: dict[int, AnyLayer] = {}
         self.detached = False  # whether the engine chooses replicas after all
-        self.tables: Tensor | None = None  # [L, P] expert in each slot, as the Balancers have it
+        self.tables = torch.empty(0, 0)  # [L, P] expert in each slot, as the Balancers have it
         seconds = settings.report_seconds
         self.meter = Meter(self.engine, seconds) if seconds else None
         self.weights: WeightCheck | None = None
@@ -171,19 +171,37 @@ class EngineLayers(ABC, Generic[AnyLayer]):
                 group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
             self.switch = Switch(self.settings.switch, len(tables), device, group, self.engine)
 
+    def balancer(
+        self, index: int, policies: Mapping[str, Policy], group: Group | None, loads: str, num_shared: int = 0
+    ) -> Balancer:
+        """One layer's; without a group, and loads, where all ranks hold the same tokens.
+
+        With what persists on the device where the engine routes: before a graph is captured, and in layers that the
+        model does not run, too, which an exchange takes with the others.
+        """
+        placement, policy = self.placement(num_shared), policies["decode"]
+        if group is None:
+            made = Balancer(placement, index, policy, tokens="same", shared_columns=False)
+        else:
+            made = Balancer(placement, index, policy, group, shared_columns=False, loads=loads)  # type: ignore[arg-type]
+        made.placed_on(self.device)
+        if made.own_counts is not None:
+            made.own_counts.move(self.device)
+        return made
+
     def add(
-        self, layer: AnyLayer, own_tokens: bool, model: str = "", decode_tokens: int | None = None
+        self, layer: AnyLayer, policies: dict[str, Policy], model: str = "", decode_tokens: int | None = None
     ) -> None:
         """One layer, made; where there is a switch, also the record of its state "shadow"."""
+        layer.plan_by(policies)
         self.by_id[layer.balancer.layer] = layer
         layer.metrics = self.metrics
         if self.switch is None:
             return
         if self.record is None and self.recorded and (self.settings.record or self.settings.report_seconds):
-            assert self.tables is not None
             self.record = EngineRecord(
                 self.settings, self.engine, model, self.engine_rank(), self.tables, self._num_experts, self._topology,
-                "own" if own_tokens else "same", self.device, decode_tokens,
+                layer.balancer.tokens, self.device, decode_tokens,
             )  # fmt: skip
             self.record.turn(False)
         layer.switch, layer.record = self.switch, self.record
@@ -191,13 +209,8 @@ class EngineLayers(ABC, Generic[AnyLayer]):
     def measure(
         self, model: str, placer: str, weights: Mapping[int, Sequence[Tensor]], num_left: int = 0
     ) -> None:
-        """Of a loaded model, where reports are asked for: its metrics begin.
-
-        Args:
-            placer: of rebalances.
-            weights: as :meth:`check_loaded`.
-            num_left: layers that isoload leaves to the engine.
-        """
+        """Of a loaded model, where reports are asked for: its metrics begin. placer: of rebalances; weights: as
+        :meth:`check_loaded`; num_left: layers that isoload leaves to the engine."""
         if not self.settings.report_seconds:
             return
         self.metrics, self.num_left = Metrics(self.engine, model, str(self.own_rank()), on=True), num_left
@@ -211,9 +224,10 @@ class EngineLayers(ABC, Generic[AnyLayer]):
                 of.metrics = self.metrics
 
     def tell_attached(self) -> None:
-        """Whether isoload chooses, or by its switch counts in shadow."""
+        """Whether isoload chooses, or counts in shadow."""
         stands = self.switch is None or self.switch.state != "off"
-        self.metrics.set("attached", float(self.chooses and stands and not self.detached))
+        ours = self.chooses or self.settings.mode == "shadow"
+        self.metrics.set("attached", float(ours and stands and not self.detached))
 
     @property
     def chooses(self) -> bool:
@@ -228,7 +242,6 @@ class EngineLayers(ABC, Generic[AnyLayer]):
         self.metrics.add("fallbacks_total", len(free) - ours + self.num_left)
 
     def _count_moved(self, tables: Tensor) -> None:
-        assert self.tables is not None
         came = arrivals(self.tables, tables, self.own_rank(), self._topology.num_ranks)
         moved = {i: number for i, number in came.items() if i in self.slot_bytes}
         self.metrics.add("experts_moved_total", sum(moved.values()))
@@ -236,7 +249,6 @@ class EngineLayers(ABC, Generic[AnyLayer]):
 
     def placement(self, num_shared: int = 0) -> Placement:
         """Of all layers, where the experts lie now."""
-        assert self.tables is not None
         if num_shared not in self._placements:
             self._placements[num_shared] = self._placed(self.tables, num_shared)
         return self._placements[num_shared]
@@ -250,7 +262,7 @@ class EngineLayers(ABC, Generic[AnyLayer]):
         Returns:
             False where there are no Balancers of this shape: they have to be made.
         """
-        if self.tables is None or self.tables.shape != tables.shape:
+        if self.tables.shape != tables.shape:
             return False
         if torch.equal(self.tables, tables):
             return True
@@ -277,7 +289,6 @@ class EngineLayers(ABC, Generic[AnyLayer]):
         if not self.by_id:
             log.warning(f"isoload {self.engine}: no weights are compared, since isoload chooses no replicas")
             return
-        assert self.tables is not None
         how = self.engine_group(), self.settings.strict, self.detach
         self.weights = WeightCheck(self.engine, weights, *how, metrics=self.metrics)
         self.weights.loaded(self.tables, self._num_experts)
@@ -285,7 +296,6 @@ class EngineLayers(ABC, Generic[AnyLayer]):
     def check_moved(self, layers: Sequence[int] | None = None) -> None:
         """The experts of these layers, or of all, have moved to where the Balancers have them."""
         if self.weights is not None:
-            assert self.tables is not None
             self.weights.moved(self.tables, layers)
 
     def detach(self) -> str:
@@ -342,14 +352,6 @@ class EngineLayers(ABC, Generic[AnyLayer]):
     def own_meter(self) -> Meter | None:
         """All ranks make the same plans: the first measures."""
         return self.meter if self.meter is not None and self.engine_rank() == 0 else None
-
-    def ready(self, balancer: Balancer) -> Balancer:
-        """With what persists on the device where the engine routes: before a graph is captured, and in layers that the
-        model does not run, too, which an exchange takes with the others."""
-        balancer.placed_on(self.device)
-        if balancer.own_counts is not None:
-            balancer.own_counts.move(self.device)
-        return balancer
 
     def exchanged(self) -> str:
         """What the ranks exchange so that copies are level, in words."""

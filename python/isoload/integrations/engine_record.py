@@ -35,13 +35,8 @@ class EngineRecord:
     have the same ones. All ranks must run the same number of passes, as where every pass holds an all-to-all.
 
     Args:
-        settings: mode shadow.
-        engine, model: their names.
-        rank: this process's of the topology's.
         tables: [L, P] on the host, the routed expert in each slot.
-        num_experts: E, routed.
         tokens: "own", or "same" where all ranks hold the same: then the first rank alone writes.
-        device: where the engine routes.
         decode_tokens: most tokens that this process routes in a pass of decode, where the engine does not say
             :attr:`phase` before a pass ends: a pass of more has prefill.
     """
@@ -83,13 +78,6 @@ class EngineRecord:
         """What is recorded, in words; layers: of the model's, how many are counted."""
         number = self.recorder.num_layers if layers is None else layers
         return f"one pass in {self.settings.record_every} of {number} layers is kept"
-
-    def measure(self, model: str) -> None:
-        """Of a loaded model, where reports are asked for: its metrics begin."""
-        if self.settings.report_seconds:
-            self.metrics = Metrics(self.engine, model, str(self.rank), on=True)
-            self.metrics.begin("engine", "engine")
-            self.metrics.set("attached", 1)
 
     def begin(self) -> None:
         """Before a pass: the first one forgets what was counted ahead of it, in graphs' captures and warm-ups."""

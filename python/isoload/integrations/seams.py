@@ -95,11 +95,6 @@ def is_there(target: str) -> bool:
     return True
 
 
-def faults(seams: Sequence[Seam]) -> list[str]:
-    """One line for every seam that is not as expected."""
-    return [fault for seam in seams if (fault := seam.at_home().fault()) is not None]
-
-
 def bare_signature(function: Any) -> inspect.Signature:
     """Names, kinds and defaults of the parameters, without annotations; of a class those of its constructor."""
     signature = inspect.signature(function)
@@ -192,13 +187,13 @@ class PlugIn:
             lost.update(serves or options)
 
         for seam in seams:
-            for fault in faults([seam]):
+            if (fault := seam.fault()) is not None:
                 lose(fault, seam.serves)
         if lost.issuperset(options):
             return wrong, []
         self.start(Settings.read({}))  # options for the model need not fit the known batch
         for name, check in checks.items():
-            for fault in wrong_checks({name: check}) if name not in lost else ():
+            if name not in lost and (fault := wrong_check(name, check)) is not None:
                 lose(fault, [name] if name in options else [])
         self.start(settings)
         live = [option for option in options if option not in lost]
@@ -224,13 +219,9 @@ def options_of(seams: Sequence[Seam]) -> list[str]:
     return list(dict.fromkeys(option for seam in seams for option in seam.serves))
 
 
-def wrong_checks(checks: Mapping[str, Callable[[], bool]]) -> list[str]:
-    """One line for every check of a known batch that fails or raises."""
-    found = []
-    for name, check in checks.items():
-        try:
-            if not check():
-                found.append(f"a known batch comes out wrong behind {name}")
-        except Exception as error:
-            found.append(f"a known batch fails behind {name} ({type(error).__name__}: {error})")
-    return found
+def wrong_check(name: str, check: Callable[[], bool]) -> str | None:
+    """What a check of a known batch finds wrong, in one line; None if nothing is."""
+    try:
+        return None if check() else f"a known batch comes out wrong behind {name}"
+    except Exception as error:
+        return f"a known batch fails behind {name} ({type(error).__name__}: {error})"

@@ -19,7 +19,7 @@ from isoload.weights.borrow import Borrowing
 from isoload.weights.layout import Layout, home_addresses, layouts, replica_moves
 from isoload.weights.migrate import FACTS, check_move, check_no_state, move_facts, move_state, move_weights
 from isoload.weights.moves import Address, Move, move_rows
-from isoload.weights.shard import Shard, hold
+from isoload.weights.shard import Shard, ShardWeights
 from isoload.weights.state import FULL, check_kind
 from isoload.weights.storage import RankWeights, new_stack, refresh_replicas
 
@@ -85,9 +85,12 @@ class StoredExperts(nn.Module):
             new = backend.new_stack
             if backend.reads_peers:
                 self.num_rows = [max(self.num_rows)] * len(self.num_rows)
-        with group.agreeing("construction"):
+        # else only inference could write them
+        with group.agreeing("construction"), torch.inference_mode(False):
             self.weights = nn.ModuleList(
-                hold(self.layouts[rank], own, self.num_rows[rank], spare, new)
+                ShardWeights(self.layouts[rank], own, self.num_rows[rank], spare, new)
+                if isinstance(own, Shard)
+                else RankWeights(self.layouts[rank], own, self.num_rows[rank], spare, new)
                 for rank, own in zip(group.ranks, experts, strict=True)
             )
             if spare:

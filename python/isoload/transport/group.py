@@ -61,8 +61,8 @@ class Group(Exchanges):
 
         Raises:
             ValueError: the same on all ranks, naming rank and stage, if any rank has an error, or the first fact that
-                differs. At once on CPU; errors on a GPU at the next :meth:`swap_counts` or, where a dispatcher makes
-                none, at the next :meth:`check`. In a CUDA graph likewise, for every replay.
+                differs. At once on CPU; errors on a GPU at the next :meth:`Call.swap_counts` or, where a dispatcher
+                makes none, at the next :meth:`check`. In a CUDA graph likewise, for every replay.
         """
         self.check_owned("counts", counts)
         self.check_owned("errors", errors := [0] * len(counts) if errors is None else errors)
@@ -117,13 +117,13 @@ class Group(Exchanges):
 
         Then, on a GPU, what ops found wrong in this rank's values: :func:`isoload.ops.check_device`.
         """
-        if (first := self._take_unread()) is not None:
+        if (first := self.take_unread()) is not None:
             self.traffic.host_syncs += first.device.type != "cpu"
             _raise_gathered(first.tolist(), first.device)
         if self.traffic.rows.is_cuda:
             check_device(self.traffic.rows.device)
 
-    def _take_unread(self) -> Tensor | None:
+    def take_unread(self) -> Tensor | None:
         """[R] the least first counts that the host has not read yet, which are forgotten here."""
         first, self._unread = self._unread, None
         if self._captures:
@@ -132,34 +132,6 @@ class Group(Exchanges):
             self._replayed.zero_()
             first = replayed if first is None else torch.minimum(first, replayed)
         return first
-
-    def swap_counts(
-        self, stage: str, counts: Owned, names: Sequence[str], facts: Sequence[Sequence[int]], code: int = 0
-    ) -> tuple[list[PerRank], list[PerRank]]:
-        """:meth:`Call.swap_counts`; code is the :func:`error_code` of the stage that failed in this process, 0 = none.
-
-        The host waits, once, and raises what it finds then, also what :meth:`gather_loads` carried.
-        """
-        headers = [
-            torch.cat([c.t(), put_on(c.device, [code, *f]).expand(c.shape[1], -1)], dim=1)
-            for c, f in zip(counts, facts, strict=True)
-        ]
-        ones = [[1] * counts[0].shape[1]] * len(counts)
-        arrived = self.swap(stage, headers, ones, ones)()
-        first = self._take_unread()
-        carried = [] if first is None else [first.unsqueeze(1)]
-        table = [torch.cat([c.t(), a, *carried], dim=1) for c, a in zip(counts, arrived, strict=True)]
-        self.traffic.host_syncs += 1
-        joined = torch.stack(table) if len(table) > 1 else table[0].unsqueeze(0)
-        # per owned rank and peer: counts sent; counts got, error, facts; the gather's first count
-        host, kinds = joined.tolist(), len(counts[0])
-        if carried:
-            _raise_gathered([peer[-1] for peer in host[0]], joined.device)
-        raise_failure([peer[2 * kinds] for peer in host[0]])
-        at = 2 * kinds + 1
-        raise_disagreement(names, [peer[at : at + len(names)] for peer in host[0]])
-        by_kind = [[list(column) for column in zip(*rank, strict=True)] for rank in host]
-        return [rank[:kinds] for rank in by_kind], [rank[kinds : 2 * kinds] for rank in by_kind]
 
     def agree_new(
         self, stage: str, names: tuple[str, ...], facts: list[tuple[int, ...]], device: torch.device
@@ -298,7 +270,8 @@ class Call:
     def swap_counts(
         self, stage: str, counts: Owned, names: Sequence[str], facts: Sequence[Sequence[int]], kinds: int = 2
     ) -> tuple[list[PerRank], list[PerRank]]:
-        """Tells every rank what will come to it.
+        """Tells every rank what will come to it. The host waits, once, and raises what it finds then, also what the
+        gather of loads carried.
 
         Args:
             stage: see :class:`Group`.
@@ -318,11 +291,31 @@ class Call:
         if self.failure is not None:
             num_ranks, code = group.topology.num_ranks, error_code(self.stage)
             counts = [torch.zeros(kinds, num_ranks, dtype=torch.int64, device=self.device)] * len(group.ranks)
+        names, facts = self._with_own(names, facts)
+        headers = [
+            torch.cat([c.t(), put_on(c.device, [code, *f]).expand(c.shape[1], -1)], dim=1)
+            for c, f in zip(counts, facts, strict=True)
+        ]
+        ones = [[1] * counts[0].shape[1]] * len(counts)
+        arrived = group.swap(stage, headers, ones, ones)()
+        first = group.take_unread()
+        carried = [] if first is None else [first.unsqueeze(1)]
+        table = [torch.cat([c.t(), a, *carried], dim=1) for c, a in zip(counts, arrived, strict=True)]
+        group.traffic.host_syncs += 1
+        joined = torch.stack(table) if len(table) > 1 else table[0].unsqueeze(0)
+        # per owned rank and peer: counts sent; counts got, error, facts; the gather's first count
+        host, kinds = joined.tolist(), len(counts[0])
         try:
-            return group.swap_counts(stage, counts, *self._with_own(names, facts), code)
+            if carried:
+                _raise_gathered([peer[-1] for peer in host[0]], joined.device)
+            raise_failure([peer[2 * kinds] for peer in host[0]])
         except ValueError:
             self.raise_failure()
             raise
+        at = 2 * kinds + 1
+        raise_disagreement(names, [peer[at : at + len(names)] for peer in host[0]])
+        by_kind = [[list(column) for column in zip(*rank, strict=True)] for rank in host]
+        return [rank[:kinds] for rank in by_kind], [rank[kinds : 2 * kinds] for rank in by_kind]
 
     def agree(
         self, stage: str, names: Sequence[str] = (), facts: Sequence[Sequence[int]] | None = None

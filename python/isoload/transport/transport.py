@@ -16,7 +16,7 @@ from isoload.transport.dispatcher import Dispatcher
 from isoload.transport.exchanges import Owned, PerRank, Shared
 from isoload.transport.group import Group
 from isoload.transport.node_dispatcher import NodeDispatcher
-from isoload.transport.peers import Peers, SameProcess
+from isoload.transport.peers import Peers
 from isoload.transport.row_dispatcher import RowDispatcher
 
 Dispatch = Literal["rank", "node"]
@@ -53,7 +53,7 @@ class LocalGroup(Group):
         return [given]
 
     def peers(self, device: torch.device) -> Peers:
-        return SameProcess()
+        return Peers()
 
 
 def make_dispatcher(

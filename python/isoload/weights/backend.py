@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
@@ -20,29 +21,21 @@ from isoload.transport.peers import Peers
 from isoload.weights.moves import Address, Move, Stacks, Wait
 
 
+@dataclass(eq=False)
 class BorrowPlan:
     """What one batch and layer borrows, the same on every rank: from home rows to places in the spare pools.
 
-    Args:
-        slot_to_expert: [P] int32, of the plan: its last spare_slots of every rank say what is borrowed.
-        home: [E, 2] int32 rank and weight row of every expert's home.
-        home_rows: the same on the host.
-        num_ranks: R.
-        spare_slots: of every rank.
+    slot_to_expert  [P] int32  of the plan: its last spare_slots of every rank say what is borrowed
+    home            [E, 2] int32 rank and weight row of every expert's home
+    home_rows       the same on the host
     """
 
-    def __init__(
-        self,
-        slot_to_expert: Tensor,
-        home: Tensor,
-        home_rows: Mapping[int, Address],
-        num_ranks: int,
-        spare_slots: int,
-    ) -> None:
-        self.slot_to_expert, self.home = slot_to_expert, home
-        self.num_ranks, self.spare_slots = num_ranks, spare_slots
-        self._home_rows = home_rows
-        self._copy: tuple[Tensor, torch.cuda.Event] | None = None
+    slot_to_expert: Tensor
+    home: Tensor
+    home_rows: Mapping[int, Address]
+    num_ranks: int
+    spare_slots: int
+    _copy: tuple[Tensor, torch.cuda.Event] | None = None
 
     @property
     def on_host(self) -> bool:
@@ -74,7 +67,7 @@ class BorrowPlan:
             spare, event = self._copy
             event.synchronize()
         return [
-            Move(self._home_rows[expert], Address(rank, place))
+            Move(self.home_rows[expert], Address(rank, place))
             for rank, experts in enumerate(spare.tolist())
             for place, expert in enumerate(experts)
             if expert >= 0
@@ -83,7 +76,7 @@ class BorrowPlan:
     @property
     def rows(self) -> int:
         """The fewest weight rows that hold every rank's homes, the same on every rank."""
-        return 1 + max(address.row for address in self._home_rows.values())
+        return 1 + max(address.row for address in self.home_rows.values())
 
     @property
     def spare(self) -> Tensor:

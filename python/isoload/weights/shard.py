@@ -6,10 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from isoload.checkpoints import Checkpoint
 from isoload.experts.weights import NAMES, ExpertWeights
 from isoload.weights.layout import Layout
 from isoload.weights.storage import RankWeights, new_stack, version_of
@@ -49,13 +47,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 class ShardWeights(RankWeights):
-    """One rank's weight rows of a layer: home rows of a Shard, replica rows in a storage of their own.
-
-    Args:
-        layout: the experts of its rows; homes in the order of the shard.
-        shard: the home rows.
-        num_rows, spare_slots, new_stack: as RankWeights.
-    """
+    """One rank's weight rows of a layer: home rows of a Shard, in its order; replica rows in a storage of their own."""
 
     def __init__(
         self,
@@ -120,20 +112,6 @@ class ShardWeights(RankWeights):
                 "original's Parameters: copy their state_dict(), and make a layer of the copy's own"
             )
         return super().__getstate__()
-
-
-def hold(
-    layout: Layout,
-    experts: ExpertWeights | Checkpoint | Shard,
-    num_rows: int,
-    spare_slots: int,
-    new_stack: Callable[[Tensor, int], Tensor],
-) -> RankWeights:
-    """One rank's weight rows, of the stacks of all experts, of their checkpoint or of its Shard; see RankWeights."""
-    with torch.inference_mode(False):  # else only inference could write them
-        if isinstance(experts, Shard):
-            return ShardWeights(layout, experts, num_rows, spare_slots, new_stack)
-        return RankWeights(layout, experts, num_rows, spare_slots, new_stack)
 
 
 def as_parameter(stack: Tensor | None) -> nn.Parameter | None:

@@ -290,10 +290,7 @@ def version_of(tensor: Tensor) -> int:
 
 
 def refresh_replicas(group: Group, ranks: Sequence[RankWeights], moves: Sequence[Move]) -> None:
-    """Copies home rows to their replicas, as after an optimizer step. All ranks call it together.
-
-    moves: see :func:`isoload.weights.layout.replica_moves`.
-    """
+    """Copies home rows to their replicas, by their moves, as after an optimizer step. All ranks call it together."""
     move_rows(group, "refresh", moves, [r.home_rows() for r in ranks], [r.replica_rows() for r in ranks])
     for rank in ranks:
         rank.note_refreshed()

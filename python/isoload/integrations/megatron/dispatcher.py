@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,22 +34,6 @@ REFUSED: dict[str, Any] = {
     "fp4": None,
     "cuda_graph_impl": "none",
 }
-
-
-@dataclass(frozen=True, eq=False)
-class Arrived:
-    """One batch on one rank, between dispatch and combine.
-
-    received   what dispatch brought
-    borrowed   [n, ...] of every weight of the borrowed experts, in the order of an expert's Parameters; none if n = 0
-    homes      where the copies of the own experts are
-    away       where the copies of the borrowed experts are
-    """
-
-    received: Received
-    borrowed: Sequence[Tensor]
-    homes: Grouping
-    away: Grouping
 
 
 class BalancedTokenDispatcher(MoETokenDispatcher):  # type: ignore[misc]  # Megatron has no types
@@ -111,30 +94,30 @@ class BalancedTokenDispatcher(MoETokenDispatcher):  # type: ignore[misc]  # Mega
             group_copies(local, first, size, number)
             for (first, size, _), number in zip(groups, places, strict=True)
         )
-        self._arrived = Arrived(received, borrowed, homes, others)
+        # For combine: what dispatch brought, the borrowed experts' stacks [n, ...] in the order of an expert's
+        # Parameters, and where the copies of the own and of the borrowed experts are.
+        self._received, self._borrowed, self._homes, self._away = received, borrowed, homes, others
         return rows, received.weights
 
     def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[C, H] copies of the own experts, [experts] how many each has, and [C] ones: weights come with the sum."""
-        ends = self._arrived.homes.ends.long()
-        copies = gather_copies(hidden_states, self._arrived.homes)[: int(ends[-1])]
+        ends = self._homes.ends.long()
+        copies = gather_copies(hidden_states, self._homes)[: int(ends[-1])]
         return copies, ends.diff(prepend=ends.new_zeros(1)).cpu(), copies.new_ones(len(copies))
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
         """[C, H] results of the own experts -> [N, H] weighted sums, with those of the borrowed ones."""
-        arrived, dtype = self._arrived, hidden_states.dtype
-        weights = arrived.received.weights
-        parts = [(padded(hidden_states, arrived.homes), arrived.homes)]
-        if arrived.borrowed:
-            ends = arrived.away.ends.tolist()
-            copies = gather_copies(arrived.received.rows, arrived.away)[: ends[-1] if ends else 0]
-            results = self._run_borrowed(copies, ends, arrived.borrowed)
-            parts.append((padded(results, arrived.away), arrived.away))
-        return weighted_sum(parts, weights, dtype)
+        received, away = self._received, self._away
+        parts = [(padded(hidden_states, self._homes), self._homes)]
+        if self._borrowed:
+            ends = away.ends.tolist()
+            copies = gather_copies(received.rows, away)[: ends[-1] if ends else 0]
+            parts.append((padded(self._run_borrowed(copies, ends), away), away))
+        return weighted_sum(parts, received.weights, hidden_states.dtype)
 
     def token_combine(self, hidden_states: Tensor) -> Tensor:
         """[N, H] -> [T, H]."""
-        (combined,) = self.dispatcher.combine([hidden_states], [self._arrived.received])
+        (combined,) = self.dispatcher.combine([hidden_states], [self._received])
         return combined
 
     def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
@@ -166,13 +149,13 @@ class BalancedTokenDispatcher(MoETokenDispatcher):  # type: ignore[misc]  # Mega
         at = torch.tensor(table, device=slots.device)
         return torch.where(slots < 0, -1, at[slots.clamp(min=0)])
 
-    def _run_borrowed(self, copies: Tensor, ends: Sequence[int], borrowed: Sequence[Tensor]) -> Tensor:
+    def _run_borrowed(self, copies: Tensor, ends: Sequence[int]) -> Tensor:
         """[C, H] copies by borrowed expert -> their results: an own expert's module with the borrowed weights."""
         module, first, results = self.experts[0], 0, []
         names = [name for name, _ in module.named_parameters()]
         for i, end in enumerate(ends):
             rows = copies[first:end]
-            weights = {name: stack[i] for name, stack in zip(names, borrowed, strict=True)}
+            weights = {name: stack[i] for name, stack in zip(names, self._borrowed, strict=True)}
             results.append(functional_call(module, weights, (rows, rows.new_ones(len(rows))))[0])
             first = end
         return torch.cat([*results, copies[first:]])

@@ -96,11 +96,8 @@ class Layers(EngineLayers[Layer]):
         return super().group(topology) if elastic.backend() is None else LoneRank(topology, self.own_rank())
 
     def follow(self, metadata: Any, algorithm: str) -> None:
-        """Takes SGLang's ExpertLocationMetadata: Balancers are made, or refreshed in place where there are some.
-
-        Args:
-            algorithm: "dynamic" or "lp"; the same on all ranks.
-        """
+        """Takes SGLang's ExpertLocationMetadata behind "dynamic" or "lp", the same on all ranks: Balancers are made, or
+        refreshed in place where there are some."""
         tables = elastic.live_tables(metadata)
         if self.refresh(tables):
             return
@@ -127,17 +124,10 @@ class Layers(EngineLayers[Layer]):
         exact = dict.fromkeys(PHASES, make_policy("exact"))
         policies = exact if waits else self.settings.policies_for(shared=False)
         self.in_prefill_graph = prefill_graphs() if self.settings.phased else None
-        how: dict[str, Any] = {"tokens": "same"}
-        if chosen.moe_a2a_backend != "none":
-            how = {"loads": self.loads_of(algorithm), "group": self.group(topology)}
-        made = [
-            Balancer(self.placement(), i, policies["decode"], shared_columns=False, **how)
-            for i in range(metadata.num_layers)
-        ]
-        for of in made:
-            layer = Layer(self.ready(of), self.own_meter())
-            layer.plan_by(policies)
-            self.add(layer, of.tokens == "own")
+        same = chosen.moe_a2a_backend == "none"
+        loads, group = ("gathered", None) if same else (self.loads_of(algorithm), self.group(topology))
+        for i in range(metadata.num_layers):
+            self.add(Layer(self.balancer(i, policies, group, loads), self.own_meter()), policies)
 
     def count(self, metadata: Any) -> None:
         """In shadow mode: makes the record of an ExpertLocationMetadata, or tells it where the experts are now."""
@@ -173,8 +163,7 @@ class Layers(EngineLayers[Layer]):
     def add_shared(self, layer: Layer) -> None:
         """Waterfill is on in this layer: the shared expert's copies are planned with the routed ones."""
         old, policies = layer.balancer, self.settings.policies_for(shared=True)
-        balancer = Balancer(self.placement(1), old.layer, policies["decode"], old.group, shared_columns=False)
-        layer.balancer = self.ready(balancer)
+        layer.balancer = self.balancer(old.layer, policies, old.group, "gathered", num_shared=1)
         layer.plan_by(policies)
 
     def phase_now(self) -> str:
@@ -228,7 +217,7 @@ class Layers(EngineLayers[Layer]):
         if self.record is None:
             return
         self.record.clear()
-        self.record.measure(model)
+        self.measure(model, "engine", {})
         if self.record.rank:
             return
         if (algorithm := moe().ep_dispatch_algorithm) is None:

@@ -35,11 +35,12 @@ def commit(
     _commit_eplb_maps_for_layer: an asynchronous one has moved those of one."""
     original(model_state, new_physical_to_logical_map, *([] if layer is None else [layer]), **named)
     MODELS.watch.progressed()
-    if (layers := MODELS.of(model_state)) is not None and layers.by_id:
+    layers = MODELS.of(model_state)
+    if layers is not None and layers.by_id:
         layers.follow(new_physical_to_logical_map, layer)
         layers.check_moved(None if layer is None else [layer])
-    if (record := MODELS.records.get(id(model_state))) is not None:
-        record.moved(replaced(record.tables, new_physical_to_logical_map, layer))
+    elif layers is not None and layers.record is not None:
+        layers.record.moved(replaced(layers.record.tables, new_physical_to_logical_map, layer))
 
 
 def map_and_record(
@@ -82,7 +83,7 @@ def step(
     pass counted is forgotten."""
     if is_profile:
         original(self, is_dummy, is_profile, **kwargs)
-        for record in MODELS.records.values():
+        for record in filter(None, (layers.record for layers in MODELS.by_state.values())):
             record.clear()
         return
     # Of synchronous rebalances there is no thread; one that is not there either way would stall, which is named, too.

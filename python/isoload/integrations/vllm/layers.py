@@ -122,28 +122,45 @@ class ModelLayers(EngineLayers[Layer]):
         experts = state.model.num_logical_experts
         check_placer("--enable-eplb", self.settings.placer, tables, experts, topology)
         self.place(tables, experts, topology, state.physical_to_logical_map.device)
-        policies, kept = self.settings.policies_for(shared=False), Counter[str]()
+        policies = self.settings.policies_for(shared=False)
         loads = self.settings.loads_for("own" if self.settings.policy is None else "gathered")
-        for i, runner in enumerate(state.model.moe_layers):
-            tokens, reason = tokens_of(runner, parallel, loads)
-            if tokens is None:
-                kept[reason] += 1
-                continue
-            how: dict[str, Any] = {"tokens": "same"}
-            if tokens == "own":
-                how = {"loads": loads, "group": self.group(topology)}
-            made = Balancer(self.placement(), i, policies["decode"], shared_columns=False, **how)
-            layer = Layer(self.ready(made), self.own_meter(), runner, tokens)
-            layer.plan_by(policies)
+        held, kept = tokens_by_layer(state, parallel, loads)
+        for i, tokens in held.items():
+            most = None if self.switch is None else most_decoded(parallel, tokens == "gathered")
+            made = self.balancer(i, policies, self.group(topology) if tokens == "own" else None, loads)
+            layer = Layer(made, self.own_meter(), state.model.moe_layers[i], tokens)
+            self.add(layer, policies, state.model_name, most)
             if layer.policies:
                 layer.decode_tokens = most_decoded(parallel, gathered=False)
-            most = None if self.switch is None else most_decoded(parallel, tokens == "gathered")
-            self.add(layer, tokens == "own", state.model_name, most)
         return kept
+
+    def count(self, state: Any, parallel: Any, name: str) -> dict[int, Counted]:
+        """In shadow mode: makes the record of an EplbModelState, under a name in metrics; the layers that it counts."""
+        from vllm.distributed.parallel_state import get_ep_group, get_node_count
+
+        held, kept = tokens_by_layer(state, parallel, "own")
+        group, kinds = get_ep_group(), {tokens == "own" for tokens in held.values()}
+        for reason, number in kept.items():
+            log.info(f"isoload: in shadow {number} layers of {state.model_name} are not counted: {reason}")
+        if len(kinds) != 1:
+            log.error(
+                f"isoload: in shadow {state.model_name} is not counted: its layers must hold tokens alike"
+            )
+            return {}
+        self.record = record = EngineRecord(
+            self.settings, self.engine, state.model_name, group.rank_in_group, state.physical_to_logical_map.cpu(),
+            state.model.num_logical_experts, engine_topology(group.world_size, get_node_count()),
+            "own" if kinds.pop() else "same", state.physical_to_logical_map.device,
+            most_decoded(parallel, "gathered" in held.values()),
+        )  # fmt: skip
+        self.measure(name, "engine", {})
+        if not record.rank:
+            stays = f"vLLM's EPLB of {state.model_name}, which chooses and rebalances as ever"
+            log.info(f"isoload: in shadow behind {stays}: {record.kept(len(held))}")
+        return {i: Counted(record, i, tokens == "gathered") for i, tokens in held.items()}
 
     def follow(self, rows: Tensor, layer: int | None = None) -> None:
         """Takes new locations: [L, P] of all layers, or [P] of one."""
-        assert self.tables is not None
         if not self.refresh(replaced(self.tables, rows, layer)):
             raise RuntimeError(f"vLLM must keep its {list(self.tables.shape)} slots, got {list(rows.shape)}")
 
@@ -211,6 +228,18 @@ def tokens_of(runner: Any, parallel: Any, loads: str) -> tuple[RankTokens | None
     return "own", ""
 
 
+def tokens_by_layer(state: Any, parallel: Any, loads: str) -> tuple[dict[int, RankTokens], Counter[str]]:
+    """:func:`tokens_of` the layers of an EplbModelState; of the others how many vLLM keeps, by reason."""
+    held, kept = dict[int, RankTokens](), Counter[str]()
+    for i, runner in enumerate(state.model.moe_layers):
+        tokens, reason = tokens_of(runner, parallel, loads)
+        if tokens is None:
+            kept[reason] += 1
+        else:
+            held[i] = tokens
+    return held, kept
+
+
 def is_draft(args: Sequence[Any], named: Mapping[str, Any]) -> bool:
     """Whether EplbState.add_model(model, model_config, model_name=None) is given a draft: vLLM names these alone."""
     return named.get("model_name", args[2] if len(args) > 2 else None) is not None
@@ -243,70 +272,35 @@ class Models:
         self.meter = Meter("vLLM", seconds) if seconds else None
         self.watch = Watchdog("vLLM", 0 if self.in_shadow else settings.stalled_seconds)
         self.by_state: dict[int, ModelLayers] = {}  # by id of EplbModelState
-        self.records: dict[int, EngineRecord] = {}  # likewise, in shadow mode
         # By address of the layer's logical_to_physical_map, which stays.
         self.by_map: dict[int, Layer | Counted] = {}
 
     def add(self, state: Any, parallel: Any, draft: bool = False, name: str = "") -> None:
         """Takes a model whose experts vLLM has placed; of drafts, which come first, no plans are measured. All ranks
         call it together. name: as served; empty: the state's."""
+        layers, name = ModelLayers(), name or state.model_name
+        layers.settings, layers.recorded = self.settings, not draft
         if self.in_shadow:
             if not draft:
-                self._count(state, parallel, name or state.model_name)
+                self._keep(state, layers, layers.count(state, parallel, name))
             return
-        layers = ModelLayers()
-        layers.settings = self.settings
         layers.meter = None if draft else self.meter
-        layers.recorded = not draft
         kept = layers.make(state, parallel)
-        maps = {state.logical_to_physical_map[i].data_ptr(): layer for i, layer in layers.by_id.items()}
-        self.by_state[id(state)] = layers
-        self.by_map.update(maps)
-        weakref.finalize(state, self._forget, id(state), list(maps))
+        self._keep(state, layers, layers.by_id)
         layers.announce(state.model_name, kept)
         weights = dict(enumerate(state.model.expert_weights)) if self.settings.report_seconds else {}
-        layers.measure(name or state.model_name, self.settings.placer, weights, sum(kept.values()))
+        layers.measure(name, self.settings.placer, weights, sum(kept.values()))
         if not draft:
             self.watch.metrics = layers.metrics
         if self.settings.check_weights:
             layers.check_loaded(dict(enumerate(state.model.expert_weights)))
 
-    def _count(self, state: Any, parallel: Any, name: str) -> None:
-        """Makes the record of a model in shadow mode."""
-        from vllm.distributed.parallel_state import get_ep_group, get_node_count
-
-        held, kept = {}, Counter[str]()
-        for i, runner in enumerate(state.model.moe_layers):
-            tokens, reason = tokens_of(runner, parallel, "own")
-            if tokens is None:
-                kept[reason] += 1
-            else:
-                held[i] = tokens
-        group, kinds = get_ep_group(), {of == "own" for of in held.values()}
-        for reason, number in kept.items():
-            log.info(f"isoload: in shadow {number} layers of {state.model_name} are not counted: {reason}")
-        if len(kinds) != 1:
-            log.error(
-                f"isoload: in shadow {state.model_name} is not counted: its layers must hold tokens alike"
-            )
-            return
-        record = EngineRecord(
-            self.settings, "vLLM", state.model_name, group.rank_in_group, state.physical_to_logical_map.cpu(),
-            state.model.num_logical_experts, engine_topology(group.world_size, get_node_count()),
-            "own" if kinds.pop() else "same", state.physical_to_logical_map.device,
-            most_decoded(parallel, "gathered" in held.values()),
-        )  # fmt: skip
-        record.measure(name)
-        maps = {
-            state.logical_to_physical_map[i].data_ptr(): Counted(record, i, tokens == "gathered")
-            for i, tokens in held.items()
-        }
-        self.records[id(state)] = record
+    def _keep(self, state: Any, layers: ModelLayers, held: Mapping[int, Layer | Counted]) -> None:
+        """Until vLLM drops the model, so that its addresses may be another's."""
+        maps = {state.logical_to_physical_map[i].data_ptr(): layer for i, layer in held.items()}
+        self.by_state[id(state)] = layers
         self.by_map.update(maps)
         weakref.finalize(state, self._forget, id(state), list(maps))
-        if not record.rank:
-            stays = f"vLLM's EPLB of {state.model_name}, which chooses and rebalances as ever"
-            log.info(f"isoload: in shadow behind {stays}: {record.kept(len(held))}")
 
     def of(self, state: Any) -> ModelLayers | None:
         """The model's, by its EplbModelState."""
@@ -314,11 +308,8 @@ class Models:
 
     def step_ended(self, states: Iterable[Any]) -> None:
         """A forward pass over these EplbModelStates is over, on all ranks, a dummy one too."""
-        for state in states:
-            if (layers := self.of(state)) is not None:
-                layers.step_ended()
-            if (record := self.records.get(id(state))) is not None:
-                record.step_ended()
+        for layers in filter(None, map(self.of, states)):
+            layers.step_ended()
 
     def check_device(self) -> None:
         """Raises ValueError for what ops found wrong in values on a GPU; called where the host waits anyway."""
@@ -326,10 +317,8 @@ class Models:
             layers.check_device()
 
     def _forget(self, state: int, maps: list[int]) -> None:
-        """vLLM has dropped a model, so that its addresses may be another's."""
-        self.by_state.pop(state, None)
-        if (record := self.records.pop(state, None)) is not None:
-            record.close()
+        if (layers := self.by_state.pop(state, None)) is not None and layers.record is not None:
+            layers.record.close()
         for address in maps:
             self.by_map.pop(address, None)
 
