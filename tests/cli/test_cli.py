@@ -240,6 +240,8 @@ def test_without_k_a_replay_says_what_it_cannot_judge(tmp_path):
     assert error_of("replay", tmp_path / "loads.npz", "--shared-experts", 1) == message
 
 
+@pytest.mark.slow
+@pytest.mark.slow
 def test_doctor():
     result = run("doctor")
     assert result.exit_code == 0 and "isoload ops" in result.stdout
@@ -324,6 +326,8 @@ def test_bugs_keep_their_traceback(trace, monkeypatch):
     assert isinstance(run("replay", trace).exception, RuntimeError)
 
 
+@pytest.mark.slow
+@pytest.mark.slow
 def test_module_and_shipped_trace():
     command = [sys.executable, "-m", "isoload", "replay", SHIPPED, "--layers", "0-2"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)

@@ -18,6 +18,7 @@ from support.moved_layer import deal
 from support.moved_layer import make_setup as make_moved
 from support.processes import run_ranks
 from support.small_layer import make_setup
+from support.sweeps import first
 
 
 def test_a_shard_given_as_a_function_ends_the_graph() -> None:
@@ -71,7 +72,7 @@ def over_shards(rank: int, distributed: bool) -> None:
     assert_equal(*found)
 
 
-@pytest.mark.parametrize("distributed", [False, True])
+@pytest.mark.parametrize("distributed", first([True, False]))
 def test_experts_of_a_shard(distributed: bool) -> None:
     run_ranks(over_shards, 2, distributed, timeout=200)
 

@@ -36,19 +36,19 @@ from support.quantised_layer import (
 )
 from support.stacks import Model
 from support.stacks import run as run_layers
-from support.sweeps import rest
+from support.sweeps import first, rest
 
 DTYPES = [torch.bfloat16, torch.float32, torch.float64, torch.float16]
 
 
 def with_formats(names: str, value: Any, others: list[Any]) -> pytest.MarkDecorator:
-    """Every format with the value, and that of most tensors with the others; the rest in `make test-all`."""
+    """fp8 with the value, the format of most tensors with the others; the rest in `make test-all`."""
 
     def case(name: str, of: Any) -> tuple[Any, ...]:
         return (name, *of) if isinstance(of, tuple) else (name, of)
 
-    few = [*(case(name, value) for name in NAMES), *(case("NVFP4", other) for other in others)]
-    more = [case(name, other) for other in others for name in NAMES if name != "NVFP4"]
+    few = [case("fp8", value), *(case("NVFP4", other) for other in others)]
+    more = [case(name, of) for of in (value, *others) for name in NAMES if case(name, of) not in few]
     return pytest.mark.parametrize(f"name, {names}", [*few, *rest(*more)], ids=str)
 
 
@@ -183,7 +183,7 @@ def assert_borrowed_after(layer: isoload.MoE, setup: Setup, rank: int) -> int:
     return assert_borrowed(layer, setup.dense)
 
 
-@pytest.mark.parametrize("borrow", ["all_to_all", "p2p"])
+@pytest.mark.parametrize("borrow", first(["all_to_all", "p2p"]))
 def test_borrowed_over_processes(borrow: str) -> None:
     assert min(run_ranks(over_processes, 3, 3, borrow)) > 0
 

@@ -24,12 +24,12 @@ def waits_of(transport: Transport, *how: str) -> tuple[list[str], int]:
     ("borrow", "rank", "predict", "policy", "local"),
     [
         ("pull", 0, "lookahead", "hedge", "held"),
-        ("pull", 0, "last", "libra", "planned"),
         ("copy", 0, "last", "hedge", "planned"),
-        ("all_to_all", 0, "lookahead", "hedge", "held"),
         ("all_to_all", 1, "last", "libra", "planned"),
         ("p2p", 1, "lookahead", "hedge", "planned"),
         *rest(
+            ("pull", 0, "last", "libra", "planned"),
+            ("all_to_all", 0, "lookahead", "hedge", "held"),
             ("pull", 0, "lookahead", "hedge", "planned"),
             ("pull", 0, "last", "libra", "held"),
             ("copy", 0, "last", "hedge", "held"),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -23,7 +24,32 @@ def rest(*cases: Any) -> list[Any]:
     return [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=marks) for case in cases]
 
 
+def first(cases: Sequence[Any], number: int = 1) -> list[Any]:
+    """The first cases of a parametrize, the others by :func:`rest`."""
+    return [*cases[:number], *rest(*cases[number:])]
+
+
+def telling(cases: Sequence[pytest.Function]) -> tuple[list[pytest.Function], list[pytest.Function]]:
+    """Few cases of one test that hold every value of each of its parameters, and the others. Values that a
+    parametrize gives together count as one; where cases tell as much, the one whose values came least often."""
+    values = {case: frozenset(enumerate(case.callspec._idlist)) for case in cases}
+    unseen, times = set().union(*values.values()), Counter[tuple[int, str]]()
+    chosen, others = [], list(cases)
+    while unseen:
+        case = max(others, key=lambda one: (len(values[one] & unseen), -sum(times[v] for v in values[one])))
+        others.remove(case)
+        chosen.append(case)
+        unseen -= values[case]
+        times.update(values[case])
+    return chosen, others
+
+
+def every() -> int:
+    """Every n-th problem of a sweep is drawn: EVERY=1 draws all, as `make test-all` does; on a GPU, where each call of
+    an op copies its arguments and waits, bench/gpu_run.py sets more."""
+    return int(os.environ.get("EVERY", "4"))
+
+
 def cut(cases: Iterable[T]) -> Iterator[T]:
-    """Every n-th with EVERY=n in the environment, as bench/gpu_run.py sets it: there each call of an op copies its
-    arguments to the GPU and waits."""
-    return islice(cases, 0, None, int(os.environ.get("EVERY", "1")))
+    """Every n-th of long loops, see :func:`every`."""
+    return islice(cases, 0, None, every())
