@@ -85,6 +85,7 @@ def test_named_paths_and_anchors_exist(page):
         assert not anchor or anchor in anchors(target), f"{path}#{anchor}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_python_examples_run(page, tmp_path):
     (tmp_path / "examples").symlink_to(

@@ -135,6 +135,7 @@ def alive(pid):
     return stats().get(pid, ("Z", 0))[0] != "Z"
 
 
+@pytest.mark.slow
 def test_ctrl_c_is_quiet():
     """As a terminal sends it, to the whole group: no traceback, exit code 130, no process left."""
     process, ranks = started(["demo", "--ranks", "2"])

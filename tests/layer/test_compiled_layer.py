@@ -52,6 +52,7 @@ def test_borrowed_experts() -> None:
     assert_equal(got, want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", first(["NVFP4", "fp8"]))
 def test_quantised_experts(name: str) -> None:
     setup = make_setup(4, dtype=torch.bfloat16)

@@ -240,6 +240,7 @@ class Layer:
         return tuple(self.moe(self.rows))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", first(["exact", "none"]))
 def test_gradients_are_finite_differences(policy: str) -> None:
     layer = Layer(policy)

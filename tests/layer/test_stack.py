@@ -20,7 +20,7 @@ from support.fp8_experts import open_experts, random_experts
 from support.live_tensors import live_tensors
 from support.quantised_experts import random_quantised
 from support.stacks import EXPERTS, HIDDEN, INNER, TOKENS, Model, close, routing_trace, run
-from support.sweeps import rest
+from support.sweeps import first, rest
 
 LOCALS = pytest.mark.parametrize("local", ["planned", "held"])
 LAYERS = 3
@@ -182,7 +182,7 @@ def test_own_parts_are_rounded_as_those_of_any_rank(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(
-    "policy", ["exact", "lp_sampled", "static", "llep", "hedge", "waterfill_sampled", "joint"]
+    "policy", first(["exact", "llep", "joint", "lp_sampled", "static", "hedge", "waterfill_sampled"], 3)
 )
 def test_any_policy_in_two_stages(policy: str) -> None:
     """Without a prediction a policy does what it does alone; hedge and llep fill from the batch's own loads."""

@@ -41,7 +41,7 @@ def waits_of(transport: Transport, *how: str) -> tuple[list[str], int]:
 )
 def test_one_wait_per_layer(borrow: str, rank: int, predict: str, policy: str, local: str) -> None:
     """With a capacity none, but for back ends that read the plan on the host."""
-    for capacity in (CAPACITY,) if local == "held" else (None, CAPACITY):
+    for capacity in (None, CAPACITY) if predict == "last" else (CAPACITY,):
         waits, syncs = wanted(capacity)
         if capacity is not None and borrow != "pull":
             waits, syncs = ["event in weights/backend.py"], 1
