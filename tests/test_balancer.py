@@ -302,6 +302,7 @@ def test_compiles_whole() -> None:
         assert torch.equal(compiled(rows), balancer(rows))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", first(["grace_sampled", "grace"]))
 def test_compiles_whole_with_what_a_policy_derived_before(policy: str) -> None:
     torch._dynamo.reset()

@@ -19,6 +19,7 @@ import gpu_library
 import gpu_run
 from gpu_run import nvcc
 from lib.gpu_steps import GPU_ONLY, Step, steps
+from support.sweeps import first
 
 ROOT = next(folder for folder in Path(__file__).parents if (folder / "setup.py").exists())
 STEPS = {

@@ -35,6 +35,7 @@ def test_processes(how: str) -> None:
     assert fuzz.run_case(seed, "ranks") == "ok"
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("kind", "cases"), [("inference", 20), ("columns", 40), ("failures", 1), ("speeds", 8), ("orders", 8)]
 )

@@ -192,6 +192,7 @@ def test_a_cost_file_without_an_end_is_refused(tmp_path):
         assert message == f"cost file must be a JSON object, got {path}: {path}: {why}"
 
 
+@pytest.mark.slow
 def test_doctor_says_when_a_borrow_pays(cost_file):
     found = json.loads(run("doctor", "--cost", cost_file, "--json", "-").stdout)
     assert {"name", "on", "detail", "asked"} == set(found[0])

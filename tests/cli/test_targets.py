@@ -95,7 +95,7 @@ def test_no_file_of_another_kind_is_replaced(folder, target):
 
 def test_a_placement_is_no_figures_and_figures_are_no_placement(folder):
     assert "replace figures, got 'plan.json' of" in refused("doctor", "--json", "plan.json", "--force")
-    assert run("doctor", "--json", "figures.json").exit_code == 0
+    assert run("inspect", "run.npz", "--json", "figures.json").exit_code == 0
     assert "of another kind" in refused(*PLACE, "-o", "figures.json", "--force")
 
 

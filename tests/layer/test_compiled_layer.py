@@ -173,6 +173,7 @@ def test_parameters_that_are_not_the_layer_s_are_refused() -> None:
                 compile_whole(function)(layer.setup.rows)
 
 
+@pytest.mark.slow
 def test_a_backward_over_changed_weights_raises() -> None:
     layer = small()
     run = compile_whole(layer)
@@ -200,6 +201,7 @@ def test_what_changes_in_a_compiled_call_counts_a_version(trains: bool) -> None:
     assert calls._version == int(calls) == 4  # per rank
 
 
+@pytest.mark.slow
 def test_a_copy_is_another_layer() -> None:
     layer = small()
     run = compile_whole(layer)
@@ -224,6 +226,7 @@ def test_a_moved_layer() -> None:
         assert_equal(run(layer.setup.rows), layer(layer.setup.rows))
 
 
+@pytest.mark.slow
 def test_one_graph_serves_layers_that_are_alike() -> None:
     layers = [small() for _ in range(12)]  # more than dynamo's limit of recompiles
     for layer in layers[1:]:
@@ -239,6 +242,7 @@ def test_one_graph_serves_layers_that_are_alike() -> None:
             assert_equal(layer(layers[0].setup.rows), layer.forward(layers[0].setup.rows))
 
 
+@pytest.mark.slow
 def test_recordings_end_with_their_graphs() -> None:
     layer = small()
     run = compile_whole(layer)

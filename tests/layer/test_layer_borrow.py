@@ -189,9 +189,9 @@ def test_checkpointing_recomputes_the_same_loans(region: int, reentrant: bool) -
         transport = LocalTransport(setup.placement.topology)
         layers = [make_setup(4, seed=seed).layer(transport, **LLEP) for seed in range(5)]
         rows = passed = setup.leaves()
-        for first in range(0, 5, region):
+        for at in range(0, 5, region):
 
-            def run(*given: torch.Tensor, some: list[isoload.MoE] = layers[first : first + region]) -> object:
+            def run(*given: torch.Tensor, some: list[isoload.MoE] = layers[at : at + region]) -> object:
                 return tuple(run_layers(some, list(given)))
 
             passed = list(checkpoint(run, *passed, use_reentrant=reentrant) if checkpointed else run(*passed))

@@ -74,6 +74,7 @@ def on_rank(rank, loads):
     return outputs, gathered, list(layer.weights[0].layout.homes)
 
 
+@pytest.mark.few(1)
 @BY_COUNTS
 def test_over_processes_with_an_empty_rank(loads):
     setup = make_setup(4)

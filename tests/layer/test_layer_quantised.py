@@ -91,6 +91,7 @@ def test_biases_and_empty_batches(name: str) -> None:
     assert all(len(y) == 0 for y in layers[0]([row[:0] for row in rows]))
 
 
+@pytest.mark.few(1)
 @EVERY_FORMAT
 def test_experts_of_a_shard(name: str) -> None:
     weights, placement, rows = experts(name), place(4, 1), draw_rows(4)
@@ -120,6 +121,7 @@ def test_changed_experts_are_refreshed(name: str) -> None:
     assert_same(layer, virtual(new, place(4, 1)), rows)
 
 
+@pytest.mark.few(1)
 @with_formats("borrow", "all_to_all", ["pull", "copy"])
 @torch.no_grad()
 def test_borrowed_on_virtual_ranks(borrow: str, name: str) -> None:
@@ -136,6 +138,7 @@ def test_borrowed_on_virtual_ranks(borrow: str, name: str) -> None:
     assert len({tuple(slots.tolist()) for slots in borrowed}) == 4
 
 
+@pytest.mark.few(1)
 @torch.no_grad()
 @with_formats("local", "held", ["planned"])
 def test_borrowed_ahead_in_a_stack(local: str, name: str) -> None:
@@ -218,6 +221,7 @@ def over_deep_ep(rank: int, ranks: int, name: str, inner: int, fp8_rows: bool, e
     return assert_borrowed(layer, setups[0].dense)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("fp8_rows", "expert_major"), [(False, True), (True, False), *rest((False, False), (True, True))]
 )

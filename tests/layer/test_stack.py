@@ -101,6 +101,7 @@ PREDICTORS: dict[str, Any] = {
 }
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("policy", "local"),
     [
@@ -250,6 +251,7 @@ def test_local_copies_are_computed_before_remote_ones_arrive(local: str) -> None
         assert spans["local"].begin < spans["dispatch"].end <= spans["remote"].begin <= spans["combine"].begin
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("copies", "slots"), [(1, 0), (300, 1), (100_000, 2)], ids=["too short", "for one", "for all"]
 )
@@ -311,6 +313,7 @@ def test_experts_in_fp8_are_what_they_stand_for(local: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
+@pytest.mark.few(1)
 @LOCALS
 def test_batches_leave_nothing_behind(local: str) -> None:
     model = Model(4)

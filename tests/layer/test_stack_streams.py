@@ -45,6 +45,7 @@ def apart(some: list[Kernel], others: list[Kernel]) -> bool:
     return not any(a.comes_behind(b) or b.comes_behind(a) for a, b in pairs)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("local", "policy"), [("held", "hedge"), ("planned", "libra"), *rest(("held", "libra"))]
 )

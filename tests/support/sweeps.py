@@ -31,11 +31,13 @@ def first(cases: Sequence[Any], number: int = 1) -> list[Any]:
 
 def telling(cases: Sequence[pytest.Function]) -> tuple[list[pytest.Function], list[pytest.Function]]:
     """Few cases of one test that hold every value of each of its parameters, and the others. Values that a
-    parametrize gives together count as one; where cases tell as much, the one whose values came least often."""
+    parametrize gives together count as one; where cases tell as much, the one whose values came least often. A test
+    marked few(n) has the n first of them."""
     values = {case: frozenset(enumerate(case.callspec._idlist)) for case in cases}
     unseen, times = set().union(*values.values()), Counter[tuple[int, str]]()
-    chosen, others = [], list(cases)
-    while unseen:
+    few = cases[0].get_closest_marker("few")
+    chosen, others, most = [], list(cases), few.args[0] if few else len(cases)
+    while unseen and len(chosen) < most:
         case = max(others, key=lambda one: (len(values[one] & unseen), -sum(times[v] for v in values[one])))
         others.remove(case)
         chosen.append(case)

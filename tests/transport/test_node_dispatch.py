@@ -78,6 +78,7 @@ EXACT = [
 DTYPES = torch.float64, torch.float32, torch.bfloat16
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("dtype", "shape", "capacity"),
     [
@@ -96,6 +97,7 @@ def test_the_same_bits_as_by_ranks_where_sums_are_exact(
                 assert torch.equal(a, b), f"{batch.name}, {name}"
 
 
+@pytest.mark.few(2)
 @SHAPED
 def test_the_same_rows_and_all_but_the_same_sums_as_by_ranks(
     shape: tuple[int, int], capacity: int | None

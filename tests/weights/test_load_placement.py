@@ -173,6 +173,7 @@ def train_and_move(setup, before, after, transport, own, **how):
     return losses, {e: [w.detach() for w, _ in homes] for e, homes in homes_of(layer).items()}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("chunk", [None, 2])
 @pytest.mark.parametrize("kind", [1, 4, 5], ids=["eplb", "random", "empty rank"])
 def test_training_over_a_move_is_dense_training(kind, chunk):

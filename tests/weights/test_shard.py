@@ -98,6 +98,7 @@ def placements(ranks):
     yield deal(random.Random(ranks), topology, size)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("how", ["parameters", "function"])
 @pytest.mark.parametrize("ranks", [1, 3, *rest(2, 4)])
 def test_is_the_dense_layer_and_trains_the_owner_s_parameters(ranks, how):
