@@ -54,16 +54,12 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a test's product of parameters `make test` runs as few cases as hold every value; the others, exhaustive
-    ones, are left to `make test-all`."""
+    """Of a test's product of parameters `make test`, and of its slow cases the gate, runs as few as hold every value;
+    the others, exhaustive ones, are left to `make test-all`."""
     tests = defaultdict(list)
     for item in items:
-        if (
-            isinstance(item, pytest.Function)
-            and hasattr(item, "callspec")
-            and not item.get_closest_marker("slow")
-        ):
-            tests[item.parent, item.function].append(item)
+        if hasattr(item, "callspec") and not item.get_closest_marker("exhaustive"):
+            tests[item.parent, item.function, item.get_closest_marker("slow") is None].append(item)
     for cases in tests.values():
         for case in telling(cases)[1]:
             case.add_marker(pytest.mark.slow)
