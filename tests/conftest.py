@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 from isoload import ops
 from isoload.ops.library import call
 from support.processes import start_autograd
-from support.sweeps import telling
+from support.sweeps import mark_by_size
 
 torch.set_num_threads(1)  # two beside a busy process make small operations slower, not faster
 start_autograd()
@@ -61,9 +61,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if hasattr(item, "callspec") and not item.get_closest_marker("exhaustive"):
             tests[item.parent, item.function, item.get_closest_marker("slow") is None].append(item)
     for cases in tests.values():
-        for case in telling(cases)[1]:
-            case.add_marker(pytest.mark.slow)
-            case.add_marker(pytest.mark.exhaustive)
+        mark_by_size(cases)
 
 
 def has_cuda(op: str) -> bool:

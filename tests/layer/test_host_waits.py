@@ -115,7 +115,7 @@ def test_shared_modules_and_small_batches(capacity: int | None) -> None:
 @CAPACITIES
 @pytest.mark.parametrize(
     ("borrow", "rank"),
-    [("pull", 0), ("copy", 0), ("all_to_all", 0), ("all_to_all", 1), ("p2p", 0), ("p2p", 1)],
+    [("pull", 0), ("copy", 0), ("all_to_all", 1), ("p2p", 0), ("all_to_all", 0), ("p2p", 1)],
 )
 def test_every_backend_of_borrowing(
     borrow: str, rank: int, capacity: int | None, num_policies: int, monkeypatch: pytest.MonkeyPatch

@@ -102,14 +102,8 @@ PREDICTORS: dict[str, Any] = {
 
 
 @pytest.mark.few(4)
-@pytest.mark.parametrize(
-    ("policy", "local"),
-    [
-        ("hedge", "planned"),
-        ("libra", "held"),
-        *rest(("hedge", "held"), ("libra", "planned"), *((EXACTLY, local) for local in ("planned", "held"))),
-    ],
-)
+@LOCALS
+@pytest.mark.parametrize("policy", ["hedge", "libra", *rest(EXACTLY)])
 @pytest.mark.parametrize("name", PREDICTORS)
 def test_any_prediction(name: str, policy: str, local: str) -> None:
     model = Model(4)

@@ -20,30 +20,36 @@ def sweep(name: str, few: int, whole: int) -> pytest.MarkDecorator:
 
 def rest(*cases: Any) -> list[Any]:
     """Cases of a parametrize, or tuples of them, that `make test-all` runs beside the telling ones of `make test`."""
-    marks = [pytest.mark.slow, pytest.mark.exhaustive]
-    return [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=marks) for case in cases]
+    return _marked(cases, pytest.mark.slow, pytest.mark.exhaustive)
 
 
 def first(cases: Sequence[Any], number: int = 1) -> list[Any]:
-    """The first cases of a parametrize, the others by :func:`rest`."""
-    return [*cases[:number], *rest(*cases[number:])]
+    """The first cases of a parametrize for `make test`, the others for the gate."""
+    return [*cases[:number], *_marked(cases[number:], pytest.mark.slow)]
 
 
-def telling(cases: Sequence[pytest.Function]) -> tuple[list[pytest.Function], list[pytest.Function]]:
-    """Few cases of one test that hold every value of each of its parameters, and the others. Values that a
-    parametrize gives together count as one; where cases tell as much, the one whose values came least often. A test
-    marked few(n) has the n first of them."""
+def _marked(cases: Sequence[Any], *marks: pytest.MarkDecorator) -> list[Any]:
+    return [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=marks) for case in cases]
+
+
+def mark_by_size(cases: Sequence[pytest.Function]) -> None:
+    """Of one test's cases few hold every value of each of its parameters; all others are exhaustive. Of the few those
+    beyond n are slow where the test is marked few(n). Values that a parametrize gives together count as one; where
+    cases tell as much, the one comes whose values came least often."""
     values = {case: frozenset(enumerate(case.callspec._idlist)) for case in cases}
     unseen, times = set().union(*values.values()), Counter[tuple[int, str]]()
-    few = cases[0].get_closest_marker("few")
-    chosen, others, most = [], list(cases), few.args[0] if few else len(cases)
-    while unseen and len(chosen) < most:
+    chosen, others = [], list(cases)
+    while unseen:
         case = max(others, key=lambda one: (len(values[one] & unseen), -sum(times[v] for v in values[one])))
         others.remove(case)
         chosen.append(case)
         unseen -= values[case]
         times.update(values[case])
-    return chosen, others
+    few = cases[0].get_closest_marker("few")
+    for case in others + (chosen[few.args[0] :] if few else []):
+        case.add_marker(pytest.mark.slow)
+    for case in others:
+        case.add_marker(pytest.mark.exhaustive)
 
 
 def every() -> int:

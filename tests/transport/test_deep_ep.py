@@ -14,7 +14,7 @@ from support.batches import MAX_TOKENS
 from support.conformance import CASES
 from support.deep_ep_transports import BUFFERS, CANCELLING, any_shape, make_dispatcher
 from support.processes import run_ranks
-from support.sweeps import rest
+from support.sweeps import first, rest
 
 ELSEWHERE = {
     "bytes": "DeepEP moves the bytes, not the group",
@@ -32,13 +32,15 @@ def all_cases(rank: int, num_ranks: int, kind: str, waits: bool) -> dict[str, st
     return failed
 
 
-GATE = [(2, "EPBuffer", False), (2, "ElasticBuffer", False), (2, "Buffer", True)]
+RUNS = [(2, "EPBuffer", True), (2, "EPBuffer", False), (2, "ElasticBuffer", False), (2, "Buffer", True)]
 MORE = [(4, "EPBuffer", True), (2, "ElasticBuffer", True), (4, "Buffer", True), (2, "Buffer", False)]
-RUNS = [(2, "EPBuffer", True), *(pytest.param(run, marks=pytest.mark.slow) for run in GATE)]
-RUNS += rest(*((run,) for run in MORE))
 
 
-@pytest.fixture(scope="module", params=RUNS, ids=str)
+@pytest.fixture(
+    scope="module",
+    params=[RUNS[0], *first([(run,) for run in RUNS[1:]], 0), *rest(*((run,) for run in MORE))],
+    ids=str,
+)
 def failures(request: pytest.FixtureRequest) -> list[dict[str, str]]:
     num_ranks, kind, waits = request.param
     return run_ranks(all_cases, num_ranks, num_ranks, kind, waits)
