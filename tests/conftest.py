@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import re
 import sys
+from collections import defaultdict
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from torch.utils._pytree import tree_map_only
 from isoload import ops
 from isoload.ops.library import call
 from support.processes import start_autograd
+from support.sweeps import mark_by_size
 
 torch.set_num_threads(1)  # two beside a busy process make small operations slower, not faster
 start_autograd()
@@ -48,6 +50,18 @@ def pytest_collection_finish() -> None:
     """Modules and thousands of tests stay to the end: no collection needs to visit them, nor a fork's to copy them."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of a test's product of parameters `make test`, and of its slow cases the gate, runs as few as hold every value;
+    the others, exhaustive ones, are left to `make test-all`."""
+    tests = defaultdict(list)
+    for item in items:
+        if hasattr(item, "callspec") and not item.get_closest_marker("exhaustive"):
+            tests[item.parent, item.function, item.get_closest_marker("slow") is None].append(item)
+    for cases in tests.values():
+        mark_by_size(cases)
 
 
 def has_cuda(op: str) -> bool:

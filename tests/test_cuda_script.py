@@ -19,6 +19,7 @@ import gpu_library
 import gpu_run
 from gpu_run import nvcc
 from lib.gpu_steps import GPU_ONLY, Step, steps
+from support.sweeps import first
 
 ROOT = next(folder for folder in Path(__file__).parents if (folder / "setup.py").exists())
 STEPS = {
@@ -113,7 +114,7 @@ def alive(group: int) -> bool:
     return True
 
 
-@pytest.mark.parametrize("kind", ["", "deaf"])
+@pytest.mark.parametrize("kind", first(["deaf", ""]))
 def test_what_runs_too_long_says_what_it_has_and_leaves_nothing(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,6 +174,7 @@ import sys
 sys.path.insert(0, {str(ROOT / "bench")!r})
 import gpu_run
 from gpu_run import Path, Step
+from support.sweeps import first
 command = lambda code: (sys.executable, "-c", code)
 gpu_run.ROOT = Path({str(tmp_path)!r})
 gpu_run.steps = lambda *_: [
@@ -270,6 +272,7 @@ def test_dry_run(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_a_hung_test_ends_with_its_process(tmp_path: Path) -> None:
     """Also one that holds the interpreter's lock, as a CUDA call may: no thread or signal handler of Python runs."""
     (tmp_path / "test_hang.py").write_text(

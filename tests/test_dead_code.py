@@ -23,6 +23,7 @@ def documented() -> set[str]:
     return {word for span in spans for word in re.findall(r"\w+", span)}
 
 
+@pytest.mark.slow
 def test_all_of_the_package_is_reached() -> None:
     users = [path for folder in ("bench", "examples", "kernels") for path in (ROOT / folder).rglob("*.py")]
     users += (ROOT / "python").glob("*.py")

@@ -85,6 +85,7 @@ def test_named_paths_and_anchors_exist(page):
         assert not anchor or anchor in anchors(target), f"{path}#{anchor}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_python_examples_run(page, tmp_path):
     (tmp_path / "examples").symlink_to(
@@ -108,6 +109,7 @@ def test_shell_blocks_say_what_they_need_and_are_run_in_ci(page):
     assert page.name == "README.md" or page.stem in run.split(",")
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "page",
     [pytest.param(page, marks=[pytest.mark.slow] * (page == MEASURED)) for page in PAGES],

@@ -312,6 +312,7 @@ def ids_of(rank: int, seed: int) -> Tensor:
     return torch.rand(6, 8, generator=torch.Generator().manual_seed(10 * seed + rank)).topk(2).indices
 
 
+@pytest.mark.slow
 def test_one_missed_by_a_rank_ends_on_both() -> None:
     def on_rank(rank: int) -> None:
         layer = two()

@@ -50,6 +50,7 @@ def test_make_targets_exist(document):
         assert re.search(rf"^{target}:", makefile, re.M), f"make {target}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: p.name)
 def test_examples_run(document, monkeypatch, tmp_path):
     for folder in (

@@ -74,7 +74,7 @@ def steps(python: str, logs: Path, xdist: bool = True) -> list[Step]:
         """Of the tests chosen those that need a GPU. One that hangs ends after a minute, with its process."""
         command = (python, "-m", "pytest", "-m", "cuda", "-o", "faulthandler_timeout=60", *chosen)
         shown = ("-vv", "-rfE", "--tb=short", "-p", "support.at_once")
-        env = {"EVERY": str(every)} if every > 1 else {}
+        env = {"EVERY": str(every)}
         dry = (*command, "--collect-only", "-qq")  # status 5 if there is none
         return Step(name, part, seconds, (*command, *shown), env, dry)
 

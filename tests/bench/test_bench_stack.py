@@ -57,6 +57,7 @@ def stack_of(line: Line, right: float = 0.8) -> tuple[StackBench, list[Any], lis
     return bench, batch, bench_stack.forecasts(routing(), right)
 
 
+@pytest.mark.slow
 def test_every_line_is_alike_over_processes_and_virtual_ranks() -> None:
     virtual = rows_on(True)
     assert [row["line"] for row in virtual] == [line.name for line in LINES]

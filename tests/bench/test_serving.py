@@ -162,6 +162,7 @@ def test_prompts_of_a_file_are_chat_requests(capsys: pytest.CaptureFixture[str])
     assert all(chat in line and "random" not in line for line in lines[2:])
 
 
+@pytest.mark.slow
 def test_cells_leave_rows_and_a_picture(serve: Any, tmp_path: Path) -> None:
     status, rows = serve("--only", "record", "none/stock", "red0/isoload", "--engine-args=--worker")
     assert status == 0 and list(rows) == ["record", "none/stock", "red0/isoload"]

@@ -32,6 +32,7 @@ def rows_of(case: SpillCase) -> list[list[int]]:
     return case.loads.reshape(case.num_ranks, -1).tolist()
 
 
+@pytest.mark.slow
 def test_never_above_the_optimum_and_near_it(bench: ModuleType) -> None:
     """With spare slots for every expert, where the bound loses nothing but what chunks may not tell apart."""
     gaps, paid = [], 0

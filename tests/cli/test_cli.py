@@ -192,6 +192,7 @@ def test_a_cost_file_without_an_end_is_refused(tmp_path):
         assert message == f"cost file must be a JSON object, got {path}: {path}: {why}"
 
 
+@pytest.mark.slow
 def test_doctor_says_when_a_borrow_pays(cost_file):
     found = json.loads(run("doctor", "--cost", cost_file, "--json", "-").stdout)
     assert {"name", "on", "detail", "asked"} == set(found[0])
@@ -240,6 +241,7 @@ def test_without_k_a_replay_says_what_it_cannot_judge(tmp_path):
     assert error_of("replay", tmp_path / "loads.npz", "--shared-experts", 1) == message
 
 
+@pytest.mark.slow
 def test_doctor():
     result = run("doctor")
     assert result.exit_code == 0 and "isoload ops" in result.stdout
@@ -324,6 +326,7 @@ def test_bugs_keep_their_traceback(trace, monkeypatch):
     assert isinstance(run("replay", trace).exception, RuntimeError)
 
 
+@pytest.mark.slow
 def test_module_and_shipped_trace():
     command = [sys.executable, "-m", "isoload", "replay", SHIPPED, "--layers", "0-2"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)

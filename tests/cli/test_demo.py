@@ -135,6 +135,7 @@ def alive(pid):
     return stats().get(pid, ("Z", 0))[0] != "Z"
 
 
+@pytest.mark.slow
 def test_ctrl_c_is_quiet():
     """As a terminal sends it, to the whole group: no traceback, exit code 130, no process left."""
     process, ranks = started(["demo", "--ranks", "2"])
@@ -145,6 +146,7 @@ def test_ctrl_c_is_quiet():
     assert ranks and not any(map(alive, ranks))
 
 
+@pytest.mark.slow
 def test_ranks_end_when_the_demo_is_killed():
     process, ranks = started(["demo", "--ranks", "2"])
     process.kill()
@@ -155,6 +157,7 @@ def test_ranks_end_when_the_demo_is_killed():
     assert ranks and not any(map(alive, ranks)) and "Traceback" not in err
 
 
+@pytest.mark.slow
 def test_a_stalled_rank_ends_the_demo():
     process, ranks = started(["demo", "--ranks", "2", "--stall-seconds", "2"])
     os.kill(max(ranks), signal.SIGSTOP)
@@ -165,6 +168,8 @@ def test_a_stalled_rank_ends_the_demo():
     assert not any(map(alive, ranks))
 
 
+@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_demo_runs_from_a_wheels_files(tmp_path):
     """What setuptools puts into a wheel, elsewhere than the repository; the compiled ops are copied beside it."""
     build = tmp_path / "build"

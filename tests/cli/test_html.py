@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from isoload.cli.app import app
 from support.documents import PLAIN, printed
 from support.pages import missing, read_page, read_png
+from support.sweeps import rest
 
 TRACE = str(Path(__file__).parents[2] / "examples" / "traces" / "gptoss20b_decode.npz")
 ADVISE = [
@@ -58,7 +59,16 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
+@pytest.mark.parametrize(
+    "command",
+    [
+        *rest(ADVISE, REPLAY),
+        [*REPLAY, "--cost", "default"],
+        *rest(INSPECT, COMMANDS["inspect-placement"]),
+        PLACE,
+    ],
+    ids=COMMANDS,
+)
 def test_a_page_holds_what_json_does(command: list[str], tmp_path: Path) -> None:
     if "--placement" in command:
         printed(PLACE)

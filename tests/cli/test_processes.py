@@ -66,7 +66,9 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", ["fails", "ends", "stops", pytest.param("sleeps", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "way", ["fails", *(pytest.param(way, marks=pytest.mark.slow) for way in ("ends", "stops", "sleeps"))]
+)
 def test_the_rank_at_fault_is_named_and_nobody_stays(way, tmp_path):
     act, message = WAYS[way]
     start = time.monotonic()
@@ -93,6 +95,7 @@ def test_a_rank_that_never_joins_is_named():
             run_ranks(body, 3, 1.0)
 
 
+@pytest.mark.slow
 def test_ranks_that_all_stall_are_all_named():
     with pytest.raises(RankError, match="^ranks 0, 1 stalled: no batch ended within 1 s$"):
         run_ranks(lambda rank, alive: sleep(), 2, 1.0)

@@ -73,6 +73,7 @@ def test_with_a_gpu_it_is_advise_on_what_was_recorded(folder: Path, tmp_path: Pa
     assert "4 passes of decode" in " ".join(shown.split())
 
 
+@pytest.mark.slow
 def test_the_page_begins_with_what_was_recorded(folder: Path, tmp_path: Path) -> None:
     target, figures = tmp_path / "page.html", tmp_path / "report.json"
     printed(["report", str(folder), *MODEL, "--html", str(target), "--json", str(figures)])

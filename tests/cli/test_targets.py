@@ -14,6 +14,7 @@ from isoload.cli.targets import check_targets
 from isoload.trace import Trace, write_trace
 from support.documents import PLAIN
 from support.sglang_recording import Recording
+from support.sweeps import rest
 
 RANKS = ("--ranks", 4)
 
@@ -94,7 +95,7 @@ def test_no_file_of_another_kind_is_replaced(folder, target):
 
 def test_a_placement_is_no_figures_and_figures_are_no_placement(folder):
     assert "replace figures, got 'plan.json' of" in refused("doctor", "--json", "plan.json", "--force")
-    assert run("doctor", "--json", "figures.json").exit_code == 0
+    assert run("inspect", "run.npz", "--json", "figures.json").exit_code == 0
     assert "of another kind" in refused(*PLACE, "-o", "figures.json", "--force")
 
 
@@ -114,8 +115,7 @@ def test_force_replaces_a_placement_of_any_format(folder, format):
         ("replay", "run.npz", *RANKS, "--policies", "even"),
         (*PLACE, "-o", "-"),
         ("inspect", "run.npz"),
-        ("inspect", "run.npz", "--placement", "plan.json"),
-        ("doctor",),
+        *rest((("inspect", "run.npz", "--placement", "plan.json"),), (("doctor",),)),
     ],
 )
 def test_what_json_writes_is_known_again(folder, command):

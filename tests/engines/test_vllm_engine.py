@@ -17,6 +17,7 @@ from vllm_cpu import map_and_record
 import isoload
 from isoload.integrations.engine_tables import replica_lists
 from isoload.trace.rank_loads import read_recorded
+from support.sweeps import rest
 
 EPLB = {
     "num_redundant_experts": 4, "window_size": 4, "step_interval": 4, "use_async": False,
@@ -200,18 +201,20 @@ def test_shadow_mode_is_stock_to_the_bit(stock: EngineRun, shadow: EngineRun) ->
     assert "one pass in 1 of 3 layers is kept" in line and shadow.lines("isoload vLLM in shadow, decode")
 
 
+@pytest.mark.parametrize("name", ["shadow", *rest("shadow_pair")])
 def test_shadow_mode_counts_what_was_routed(
-    shadow: EngineRun, shadow_pair: list[EngineRun], tmp_path_factory: pytest.TempPathFactory
+    name: str, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    recorded = [
-        read_recorded(tmp_path_factory.getbasetemp() / name) for name in ("shadow_record", "pair_record")
-    ]
-    assert [of.same_tokens for of in recorded] == [True, False]
-    for held, batches in zip(recorded, (shadow.batches[:1], shadow_pair[0].batches), strict=True):
-        assert "prefill" in held.phases and "decode" in held.phases and len(held.tables) > 1
-        check_sent(held, batches)
+    run = request.getfixturevalue(name)
+    same = name == "shadow"
+    held = read_recorded(tmp_path_factory.getbasetemp() / ("shadow_record" if same else "pair_record"))
+    assert held.same_tokens == same
+    assert "prefill" in held.phases and "decode" in held.phases and len(held.tables) > 1
+    check_sent(held, run.batches[:1] if same else run[0].batches)
 
 
+@pytest.mark.slow
+@pytest.mark.exhaustive  # another start of two engines
 def test_shadow_mode_of_ranks_with_tokens_of_their_own(oracle: Oracle, shadow_pair: list[EngineRun]) -> None:
     """Each copy where vLLM's rule puts it, tokens those of Hugging Face."""
     for rank, run in enumerate(shadow_pair):

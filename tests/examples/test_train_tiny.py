@@ -151,6 +151,7 @@ def run_script(*words):
     return done.stdout
 
 
+@pytest.mark.slow
 def test_script_prints_and_saves(tmp_path):
     path = tmp_path / "routing.npz"
     words = ["examples/train_tiny.py", "--layers=3", "--steps=2", "--ranks=2", f"--save={path}"]

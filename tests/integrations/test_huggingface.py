@@ -11,6 +11,7 @@ import torch
 
 from isoload.integrations import huggingface
 from support.processes import run_ranks
+from support.sweeps import rest
 
 E = 8
 SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -87,8 +88,14 @@ def same(got: torch.Tensor, want: torch.Tensor, bound: float = 2e-5) -> bool:
     return float((got - want).abs().max()) <= bound * max(1.0, float(want.abs().max()))
 
 
-@pytest.mark.parametrize("kind", ["Qwen3Moe", "GptOss"])
-@pytest.mark.parametrize("sizes", [{"tp_size": 2}, {"tp_size": 1, "fsdp_size": 2}], ids=["tp", "fsdp"])
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [
+        ("GptOss", {"tp_size": 2}),
+        pytest.param("Qwen3Moe", {"tp_size": 1, "fsdp_size": 2}, marks=pytest.mark.slow),
+        *rest(("Qwen3Moe", {"tp_size": 2}), ("GptOss", {"tp_size": 1, "fsdp_size": 2})),
+    ],
+)
 def test_trains_as_transformers_own_exchange(kind: str, sizes: dict[str, int], tmp_path: Path) -> None:
     path = save_model(kind, tmp_path)
     stock, ours = (run_ranks(run, 2, 2, path, name, sizes, True) for name in ("all_to_all", "isoload"))

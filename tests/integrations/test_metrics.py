@@ -132,6 +132,7 @@ of.observe("plan_seconds", 3e-5)
 """
 
 
+@pytest.mark.slow
 def test_workers_meet_in_the_engines_folder(client: Any, tmp_path: Path) -> None:
     """A rank that was started again: its gauges are the last process's, its counters those of both."""
     environ = {MULTIPROCESS: str(tmp_path), "PYTHONPATH": str(Path(metrics.__file__).parents[2])}
@@ -171,6 +172,7 @@ def test_without_prometheus_client_a_line_says_so(
     assert line.startswith("isoload: prometheus_client is not installed") and not log.filters
 
 
+@pytest.mark.slow
 def test_what_is_off_imports_nothing() -> None:
     code = (
         "import sys, isoload.integrations.engine_layers as of\n"

@@ -18,9 +18,10 @@ from support.quantised_experts import random_quantised
 from support.small_layer import make_setup
 from support.stacks import Model
 from support.stacks import run as run_layers
+from support.sweeps import first
 
 
-@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("frozen", first([True, False]))
 def test_gradients(frozen: bool) -> None:
     layer = small()
     if frozen:
@@ -51,7 +52,8 @@ def test_borrowed_experts() -> None:
     assert_equal(got, want)
 
 
-@pytest.mark.parametrize("name", ["fp8", "NVFP4"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", first(["NVFP4", "fp8"]))
 def test_quantised_experts(name: str) -> None:
     setup = make_setup(4, dtype=torch.bfloat16)
     setup.dense = random_quantised(name, *setup.dense.down.shape, seed=1)
@@ -62,6 +64,7 @@ def test_quantised_experts(name: str) -> None:
         compile_whole(layer)(setup.rows)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_stack_is_one_graph() -> None:
     model = Model(4, dtype=torch.float32)
@@ -77,6 +80,7 @@ def test_a_stack_is_one_graph() -> None:
         assert_equal(ys, run_layers(again, model.rows(batch)))
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_stack_that_reads_norms_ends_the_graph_at_them() -> None:
     """In one graph its hooks would keep the residual only after the layer has run."""
@@ -123,7 +127,7 @@ def test_a_step_is_seen() -> None:
         run(layer.setup.rows)
 
 
-@pytest.mark.parametrize("how", ["attribute", "data"])
+@pytest.mark.parametrize("how", first(["attribute", "data"]))
 def test_a_swapped_parameter_is_read_or_refused(how: str) -> None:
     """No replica, then nothing is stale and the new weights count; with replicas the call raises."""
     for replicated in (False, True):
@@ -167,6 +171,7 @@ def test_parameters_that_are_not_the_layer_s_are_refused() -> None:
                 compile_whole(function)(layer.setup.rows)
 
 
+@pytest.mark.slow
 def test_a_backward_over_changed_weights_raises() -> None:
     layer = small()
     run = compile_whole(layer)
@@ -177,7 +182,7 @@ def test_a_backward_over_changed_weights_raises() -> None:
         loss.backward()
 
 
-@pytest.mark.parametrize("trains", [False, True])
+@pytest.mark.parametrize("trains", first([True, False]))
 def test_what_changes_in_a_compiled_call_counts_a_version(trains: bool) -> None:
     """Else autograd would not find what it saved overwritten."""
     calls = torch.zeros(())
@@ -194,6 +199,7 @@ def test_what_changes_in_a_compiled_call_counts_a_version(trains: bool) -> None:
     assert calls._version == int(calls) == 4  # per rank
 
 
+@pytest.mark.slow
 def test_a_copy_is_another_layer() -> None:
     layer = small()
     run = compile_whole(layer)
@@ -218,6 +224,7 @@ def test_a_moved_layer() -> None:
         assert_equal(run(layer.setup.rows), layer(layer.setup.rows))
 
 
+@pytest.mark.slow
 def test_one_graph_serves_layers_that_are_alike() -> None:
     layers = [small() for _ in range(12)]  # more than dynamo's limit of recompiles
     for layer in layers[1:]:
@@ -233,6 +240,7 @@ def test_one_graph_serves_layers_that_are_alike() -> None:
             assert_equal(layer(layers[0].setup.rows), layer.forward(layers[0].setup.rows))
 
 
+@pytest.mark.slow
 def test_recordings_end_with_their_graphs() -> None:
     layer = small()
     run = compile_whole(layer)

@@ -19,7 +19,7 @@ def token_ids(seed: int, length: int = 9) -> Tensor:
 
 
 # Plain; with biases; with shared experts. The others' blocks are like qwen3's.
-NAMES = ["qwen3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt_oss", "deepseek_v3"))]
+NAMES = [pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3", "gpt_oss", "deepseek_v3")]
 NAMES += rest(*(name for name in MODELS if name not in ("qwen3", "gpt_oss", "deepseek_v3")))
 
 

@@ -18,6 +18,7 @@ from support.moved_layer import deal
 from support.moved_layer import make_setup as make_moved
 from support.processes import run_ranks
 from support.small_layer import make_setup
+from support.sweeps import first
 
 
 def test_a_shard_given_as_a_function_ends_the_graph() -> None:
@@ -71,7 +72,8 @@ def over_shards(rank: int, distributed: bool) -> None:
     assert_equal(*found)
 
 
-@pytest.mark.parametrize("distributed", [False, True])
+@pytest.mark.slow
+@pytest.mark.parametrize("distributed", first([True, False]))
 def test_experts_of_a_shard(distributed: bool) -> None:
     run_ranks(over_shards, 2, distributed, timeout=200)
 
@@ -114,6 +116,7 @@ def over_processes(rank: int, ranks: int) -> None:
         assert_equal(run([setup.rows[rank]]), layer([setup.rows[rank]]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_over_processes(ranks: int) -> None:
     """Row counts that only the host has, in one graph; the second of 3 ranks has no tokens."""

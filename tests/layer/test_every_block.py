@@ -17,6 +17,7 @@ from isoload.integrations.huggingface import BalancedExperts, Settings
 from isoload.layer.modules import BlockGate
 from isoload.layer.stack import norm_before
 from isoload.policies import make_policy
+from support.sweeps import rest
 from support.transformers_blocks import E, block_classes, blocks_of, folders_of_configurations, make, run
 
 pytest.importorskip("transformers", minversion="5.24", reason="older ones have fewer blocks")
@@ -48,7 +49,7 @@ NO_LOOKAHEAD = {
     "Qwen4ExpTextSparseMoeBlock": NO_NORM,
     "ZayaSparseMoeBlock": "got a ZayaRouter in ZayaSparseMoeBlock, which takes router_states",
 }
-# One of each way in which a router is read or refused; the others are in `make test-gate`
+# One of each way in which a router is read or refused; the others are in `make test-all`
 TELLING = (
     "AfmoeSparseMoeBlock",
     "DeepseekV3MoE",
@@ -122,9 +123,7 @@ def test_the_page_lists_them() -> None:
     assert listed == [sorted(names) for names in folders], "the page lists models of another transformers"
 
 
-@pytest.mark.parametrize(
-    "block", [pytest.param(name, marks=() if name in TELLING else pytest.mark.slow) for name in CLASSES]
-)
+@pytest.mark.parametrize("block", [*TELLING, *rest(*(name for name in CLASSES if name not in TELLING))])
 def test_taken_or_refused(block: str) -> None:
     torch.set_num_threads(1)
     stock = make(block, CLASSES[block])

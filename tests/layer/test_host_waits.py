@@ -92,6 +92,7 @@ def test_every_policy(policy: str, capacity: int | None, more: int) -> None:
     assert short(waits_of(transport, num_shared, policy=policy)) == wanted(capacity), num_shared
 
 
+@pytest.mark.few(1)
 @CAPACITIES
 @pytest.mark.parametrize("policy", ["exact", "llep"])
 def test_dispatch_by_nodes(policy: str, capacity: int | None) -> None:
@@ -101,6 +102,7 @@ def test_dispatch_by_nodes(policy: str, capacity: int | None) -> None:
     assert short(waits_of(transport, policy=policy)) == wanted(capacity)
 
 
+@pytest.mark.few(1)
 @CAPACITIES
 def test_shared_modules_and_small_batches(capacity: int | None) -> None:
     for how in ({"module": True}, {"min_tokens": 1000}):
@@ -108,11 +110,12 @@ def test_shared_modules_and_small_batches(capacity: int | None) -> None:
         assert short(waits_of(transport, policy="exact", **how)) == wanted(capacity), how
 
 
+@pytest.mark.few(4)
 @sweep("num_policies", 1, len(BORROWING))
 @CAPACITIES
 @pytest.mark.parametrize(
     ("borrow", "rank"),
-    [("pull", 0), ("copy", 0), ("all_to_all", 0), ("all_to_all", 1), ("p2p", 0), ("p2p", 1)],
+    [("pull", 0), ("copy", 0), ("all_to_all", 1), ("p2p", 0), ("all_to_all", 0), ("p2p", 1)],
 )
 def test_every_backend_of_borrowing(
     borrow: str, rank: int, capacity: int | None, num_policies: int, monkeypatch: pytest.MonkeyPatch
@@ -136,6 +139,7 @@ def test_every_backend_of_borrowing(
         assert short(waits_of(transport, policy=policy, borrow=borrow)) == expected, policy
 
 
+@pytest.mark.few(1)
 @CAPACITIES
 def test_a_process_with_one_rank(capacity: int | None) -> None:
     for loads in ("gathered", "node", "own"):

@@ -15,6 +15,7 @@ from isoload.experts.compute import run_experts
 from isoload.experts.weights import ExpertWeights, SwiGLU
 from isoload.transport import LocalTransport
 from isoload.transport.agreement import error_code, loads_of
+from support.sweeps import first
 
 EXPERTS, TOP_K, HIDDEN, INNER, MAX_TOKENS = 6, 3, 8, 16, 13
 
@@ -123,6 +124,7 @@ def breaking_functions(chain: Chain, rows: list[Tensor]) -> set[str]:
     return {reason.user_stack[-1].name for reason in explained.break_reasons}
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_without_fixed_shapes_the_graph_ends_where_dispatch_reads_the_row_counts() -> None:
     chain = Chain(2, None)
@@ -171,7 +173,7 @@ def both_ways(layer: Any, leaves: list[Tensor], rows: list[Tensor], autocast: bo
     return [*outputs, *torch.autograd.grad(torch.cat(outputs).double().square().sum(), leaves)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", first([torch.float16, torch.float32, torch.bfloat16]))
 def test_a_compiled_layer_has_the_bits_of_the_eager_one(dtype: torch.dtype) -> None:
     """Regression: torch's shape rule of grouped_mm refuses all dtypes but bf16."""
     torch._dynamo.reset()
@@ -237,7 +239,8 @@ class Layer:
         return tuple(self.moe(self.rows))
 
 
-@pytest.mark.parametrize("policy", ["none", "exact"])
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", first(["exact", "none"]))
 def test_gradients_are_finite_differences(policy: str) -> None:
     layer = Layer(policy)
     assert layer.moe.has_replicas

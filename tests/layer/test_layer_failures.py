@@ -121,6 +121,7 @@ def test_an_interrupted_rank_tells_the_others(capacity: int | None) -> None:
     assert first.startswith("ValueError: rank 1 failed in stage count, so all ranks stop")
 
 
+@pytest.mark.slow
 def test_a_rank_that_swallows_its_error_fails_the_others_after_the_timeout() -> None:
     """It is still there, so no connection closes: the group's timeout is all that ends the wait."""
 

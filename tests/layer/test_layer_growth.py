@@ -89,6 +89,7 @@ def test_a_thousand_training_steps_leave_nothing_behind(monkeypatch: pytest.Monk
     assert resident_bytes() - resident < 8_000_000
 
 
+@pytest.mark.slow
 def test_placements_that_are_dropped_are_freed() -> None:
     """A placement and what is derived from it point at each other: the garbage collector has to come by."""
     print("seed 52")

@@ -36,19 +36,19 @@ from support.quantised_layer import (
 )
 from support.stacks import Model
 from support.stacks import run as run_layers
-from support.sweeps import rest
+from support.sweeps import first, rest
 
 DTYPES = [torch.bfloat16, torch.float32, torch.float64, torch.float16]
 
 
 def with_formats(names: str, value: Any, others: list[Any]) -> pytest.MarkDecorator:
-    """Every format with the value, and that of most tensors with the others; the rest in `make test-all`."""
+    """fp8 with the value, the format of most tensors with the others; the rest in `make test-all`."""
 
     def case(name: str, of: Any) -> tuple[Any, ...]:
         return (name, *of) if isinstance(of, tuple) else (name, of)
 
-    few = [*(case(name, value) for name in NAMES), *(case("NVFP4", other) for other in others)]
-    more = [case(name, other) for other in others for name in NAMES if name != "NVFP4"]
+    few = [case("fp8", value), *(case("NVFP4", other) for other in others)]
+    more = [case(name, of) for of in (value, *others) for name in NAMES if case(name, of) not in few]
     return pytest.mark.parametrize(f"name, {names}", [*few, *rest(*more)], ids=str)
 
 
@@ -63,9 +63,7 @@ def assert_borrowed(layer: isoload.MoE, weights: ExpertWeights) -> int:
     return int((spare >= 0).sum())
 
 
-@with_formats(
-    "ranks, dtype", (4, torch.bfloat16), [*((4, dtype) for dtype in DTYPES[1:]), (1, torch.bfloat16)]
-)
+@with_formats("ranks, dtype", (4, torch.bfloat16), [(4, torch.float16), (1, torch.float32)])
 def test_replicas_and_moves(ranks: int, dtype: torch.dtype, name: str) -> None:
     weights, rows = experts(name), draw_rows(ranks, dtype)
     layers = [virtual(w, place(ranks, 1)) for w in (weights, open_quantised(name, weights, dtype))]
@@ -93,6 +91,7 @@ def test_biases_and_empty_batches(name: str) -> None:
     assert all(len(y) == 0 for y in layers[0]([row[:0] for row in rows]))
 
 
+@pytest.mark.few(1)
 @EVERY_FORMAT
 def test_experts_of_a_shard(name: str) -> None:
     weights, placement, rows = experts(name), place(4, 1), draw_rows(4)
@@ -122,6 +121,7 @@ def test_changed_experts_are_refreshed(name: str) -> None:
     assert_same(layer, virtual(new, place(4, 1)), rows)
 
 
+@pytest.mark.few(1)
 @with_formats("borrow", "all_to_all", ["pull", "copy"])
 @torch.no_grad()
 def test_borrowed_on_virtual_ranks(borrow: str, name: str) -> None:
@@ -138,6 +138,7 @@ def test_borrowed_on_virtual_ranks(borrow: str, name: str) -> None:
     assert len({tuple(slots.tolist()) for slots in borrowed}) == 4
 
 
+@pytest.mark.few(1)
 @torch.no_grad()
 @with_formats("local", "held", ["planned"])
 def test_borrowed_ahead_in_a_stack(local: str, name: str) -> None:
@@ -183,7 +184,8 @@ def assert_borrowed_after(layer: isoload.MoE, setup: Setup, rank: int) -> int:
     return assert_borrowed(layer, setup.dense)
 
 
-@pytest.mark.parametrize("borrow", ["all_to_all", "p2p"])
+@pytest.mark.slow
+@pytest.mark.parametrize("borrow", first(["all_to_all", "p2p"]))
 def test_borrowed_over_processes(borrow: str) -> None:
     assert min(run_ranks(over_processes, 3, 3, borrow)) > 0
 
@@ -219,6 +221,7 @@ def over_deep_ep(rank: int, ranks: int, name: str, inner: int, fp8_rows: bool, e
     return assert_borrowed(layer, setups[0].dense)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("fp8_rows", "expert_major"), [(False, True), (True, False), *rest((False, False), (True, True))]
 )
@@ -226,7 +229,7 @@ def test_borrowed_by_deep_ep(fp8_rows: bool, expert_major: bool) -> None:
     assert min(run_ranks(over_deep_ep, 2, 2, "fp8", 256, fp8_rows, expert_major, timeout=150)) > 0
 
 
-@EVERY_FORMAT
+@pytest.mark.parametrize("name", first(["NVFP4", *(name for name in NAMES if name != "NVFP4")]))
 def test_deep_ep_borrows_rows_of_any_size(name: str) -> None:
     """Scales of 4 bytes and more: DeepEP moves multiples of 32."""
     assert min(run_ranks(over_deep_ep, 2, 2, name, 40, False, False, timeout=150)) > 0

@@ -20,7 +20,7 @@ from support.fp8_experts import open_experts, random_experts
 from support.live_tensors import live_tensors
 from support.quantised_experts import random_quantised
 from support.stacks import EXPERTS, HIDDEN, INNER, TOKENS, Model, close, routing_trace, run
-from support.sweeps import rest
+from support.sweeps import first, rest
 
 LOCALS = pytest.mark.parametrize("local", ["planned", "held"])
 LAYERS = 3
@@ -101,14 +101,9 @@ PREDICTORS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("policy", "local"),
-    [
-        ("hedge", "planned"),
-        ("libra", "held"),
-        *rest(("hedge", "held"), ("libra", "planned"), *((EXACTLY, local) for local in ("planned", "held"))),
-    ],
-)
+@pytest.mark.few(4)
+@LOCALS
+@pytest.mark.parametrize("policy", ["hedge", "libra", *rest(EXACTLY)])
 @pytest.mark.parametrize("name", PREDICTORS)
 def test_any_prediction(name: str, policy: str, local: str) -> None:
     model = Model(4)
@@ -182,7 +177,7 @@ def test_own_parts_are_rounded_as_those_of_any_rank(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(
-    "policy", ["exact", "lp_sampled", "static", "llep", "hedge", "waterfill_sampled", "joint"]
+    "policy", first(["exact", "llep", "joint", "lp_sampled", "static", "hedge", "waterfill_sampled"], 3)
 )
 def test_any_policy_in_two_stages(policy: str) -> None:
     """Without a prediction a policy does what it does alone; hedge and llep fill from the batch's own loads."""
@@ -250,6 +245,7 @@ def test_local_copies_are_computed_before_remote_ones_arrive(local: str) -> None
         assert spans["local"].begin < spans["dispatch"].end <= spans["remote"].begin <= spans["combine"].begin
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("copies", "slots"), [(1, 0), (300, 1), (100_000, 2)], ids=["too short", "for one", "for all"]
 )
@@ -311,6 +307,7 @@ def test_experts_in_fp8_are_what_they_stand_for(local: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
+@pytest.mark.few(1)
 @LOCALS
 def test_batches_leave_nothing_behind(local: str) -> None:
     model = Model(4)

@@ -45,7 +45,10 @@ def apart(some: list[Kernel], others: list[Kernel]) -> bool:
     return not any(a.comes_behind(b) or b.comes_behind(a) for a, b in pairs)
 
 
-@pytest.mark.parametrize(("local", "policy"), [("held", "hedge"), ("held", "libra"), ("planned", "libra")])
+@pytest.mark.few(1)
+@pytest.mark.parametrize(
+    ("local", "policy"), [("held", "hedge"), ("planned", "libra"), *rest(("held", "libra"))]
+)
 def test_the_plan_runs_beside_local_compute(local: str, policy: str) -> None:
     """From the gathered loads on; joined before what leaves is computed, the fill comes after what leaves."""
     with fake_stack(LocalTransport(VIRTUAL, CAPACITY), "lookahead", local, policy, "pull") as fake:

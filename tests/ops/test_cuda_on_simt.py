@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from support import simt_build
 from support.chain import NODES
 from support.launches import OF_MANY
 from support.simt_scenarios import LARGE, SCENARIOS, bits
-from support.sweeps import rest, sweep
+from support.sweeps import rest
 
 SEEDS = (0, 1)
 pytestmark = pytest.mark.slow  # compiling all kernels takes both cores for half a minute
@@ -89,6 +90,8 @@ CHOSEN = {
     "borrow": "equals_reference",
     "device_errors": "noted",
 }
+# Of all kernels the scenarios above tell the gate enough; of these their ops' own tests too.
+IN_GATE = ("every_op", "number_rows", "share", "plan_exact", "borrow", "device_errors")
 # Of these the large ones are for `make test-all` alone.
 LARGER = {
     "count": "5001 and dtype1",
@@ -218,7 +221,7 @@ def test_every_kernel_misses_a_barrier(removed: Any) -> None:
     assert not kernels - {found["kernel"] for found in removed if found["finding"]}
 
 
-@pytest.mark.parametrize("name", ["top_up", "number_rows", *rest("round_split", "share")])
+@pytest.mark.parametrize("name", ["number_rows", *rest("top_up", "round_split", "share")])
 def test_a_barrier_removed_from_the_source_is_noticed(name: str, tmp_path: Path) -> None:
     """A barrier that the run-time skips is one that is not there: the same by way of the compiler."""
     file, text = REMOVED[name]
@@ -247,8 +250,7 @@ def test_kernels_start_early_unless_it_is_switched_off(wanted: str, early: int, 
     assert python(package, "-c", call, ISOLOAD_PDL=wanted).stdout == f"1 {early}\n"
 
 
-@sweep("every", 5, 1)
-@pytest.mark.parametrize("op", CHOSEN)
+@pytest.mark.parametrize(("op", "every"), [*product(IN_GATE, [5]), *rest(*product(CHOSEN, [1]))])
 def test_op(op: str, every: int, package: Path) -> None:
     """The op's own tests, with lanes in a drawn order."""
     without = f" and not ({LARGER[op]})" if every > 1 and op in LARGER else ""

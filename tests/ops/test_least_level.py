@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from isoload import ops
 from support import native_build
+from support.sweeps import rest
 
 MAX_COPIES = 2**31 - 1
 MAX_TICKS = 2**20
@@ -28,14 +29,16 @@ tick = (
 speeds = st.lists(tick, min_size=1, max_size=24) | st.lists(st.integers(900, 1300), min_size=60, max_size=70)
 
 
-@pytest.mark.parametrize("flags", [("-O2",), ("-O3", "-march=native", "-ffp-contract=fast")], ids=" ".join)
+@pytest.mark.parametrize(
+    "flags", [("-O2",), *rest((("-O3", "-march=native", "-ffp-contract=fast"),))], ids=" ".join
+)
 def test_quotients_are_those_of_integers(tmp_path: Path, flags: Sequence[str]) -> None:
     native_build.need(flags)
     source = native_build.TESTS / "native" / "quotients.cpp"
     program = native_build.build(native_build.CSRC, tmp_path / "quotients", flags, source)
-    done = subprocess.run([program, "300000"], capture_output=True, text=True)
+    done = subprocess.run([program, "60000"], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
-    assert int(done.stdout.split()[0]) > 1_000_000
+    assert int(done.stdout.split()[0]) > 200_000
 
 
 def halved(ticks: Sequence[int], wanted: int, base: Sequence[int] = (), limits: Sequence[int] = ()) -> int:
@@ -49,7 +52,7 @@ def halved(ticks: Sequence[int], wanted: int, base: Sequence[int] = (), limits: 
     return low + bisect_left(range(2**53), wanted, key=lambda more: room(low + more))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(speeds, st.integers(0, 3), copies)
 @example([1] + [MAX_TICKS] * 20, 0, MAX_COPIES)
 @example([MAX_TICKS] * 3, 2, MAX_COPIES)
@@ -76,7 +79,7 @@ def pourings(draw: st.DrawFn) -> tuple[list[int], list[int], list[int], list[int
     return ticks, base, tokens, draw(st.sampled_from([[], list(order)]))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(pourings(), st.booleans())
 def test_level_of_a_pouring_is_what_halving_finds(
     drawn: tuple[list[int], list[int], list[int], list[int]], equal: bool

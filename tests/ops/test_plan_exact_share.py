@@ -13,7 +13,6 @@ import reference
 from isoload import ops
 from support.cases import MAX_COPIES, Case, draw, instances
 from support.exact_splits import int32, random_fixed, random_ticks
-from support.sweeps import cut
 
 FIXED = {"sweeps": 1, "budget": 3}
 
@@ -43,7 +42,7 @@ def assert_same(got: ops.ExactSplit, split: ops.ExactSplit, send_counts: Tensor,
 @pytest.mark.parametrize("per_case", [0, 1])
 def test_equals_plan_exact_and_share(per_case: int) -> None:
     rng = np.random.default_rng(per_case)
-    for case in cut(instances(4, seed=8000 + per_case, max_ranks=96)):
+    for case in instances(4, seed=8000 + per_case, max_ranks=96):
         loads, tables, options = torch.from_numpy(case.loads), case.tables(), draw_options(rng, case)
         options["ranks_per_node"] = int(rng.choice(nodes_of(case.num_ranks)))
         split = ops.plan_exact(loads, tables, **options)

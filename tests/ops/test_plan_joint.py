@@ -15,7 +15,6 @@ from isoload.replica_tables import ReplicaTables
 from isoload.shared_experts import per_expert
 from support.cases import MAX_COPIES, Case, draw, instances
 from support.exact_splits import int32, random_ticks
-from support.sweeps import cut
 
 FIXED = {"sweeps": 1, "budget": 3}
 EVEN = {"sweeps": 0, "budget": 0}
@@ -79,7 +78,7 @@ def assert_same(got: ops.JointSplit, expected: ops.JointSplit, named: object) ->
 @pytest.mark.parametrize("per_case", [0, 1])
 def test_equals_the_ops_it_joins(per_case: int) -> None:
     rng = np.random.default_rng(per_case)
-    for case in cut(instances(3, seed=8400 + per_case, max_ranks=96)):
+    for case in instances(3, seed=8400 + per_case, max_ranks=96):
         num_shared = int(rng.choice([1, 1, 2, 5]))
         if case.total + num_shared > MAX_COPIES:
             continue

@@ -158,7 +158,7 @@ def test_status_is_true(dtype: torch.dtype) -> None:
             assert split.status.item() == (CONVERGED if converged else OPEN), case.name
             assert split.iterations.item() == most or converged, case.name
             cut += not converged
-    assert cut > 100
+    assert cut > 50
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -12,7 +12,6 @@ from isoload import ops
 from support.cases import Case, instances
 from support.exact_splits import SLOTS, int32, strided
 from support.relaxed_layers import layers, reals
-from support.sweeps import cut
 
 DTYPES = (torch.float32, torch.float64)
 TABLES = ops.replica_tables(SLOTS, 4, 4)  # experts 0, 1, 2 in two slots each, 3 on one rank
@@ -32,7 +31,7 @@ def check_quota(case: Case, split: Tensor, quota: Tensor) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rounds_the_split_of_plan_lp(dtype: torch.dtype) -> None:
-    for case in cut(instances(3, seed=3000, max_ranks=72)):
+    for case in instances(3, seed=3000, max_ranks=72):
         loads = torch.from_numpy(case.loads)
         lp = ops.plan_lp(loads, case.tables(), dtype=dtype)
         quota = ops.round_split(lp.split, loads, case.tables())

@@ -14,7 +14,6 @@ from isoload import ops
 from isoload.ops import Order
 from isoload.replica_tables import ReplicaTables
 from support.cases import MAX_COPIES, Case, draw, instances
-from support.sweeps import cut
 
 FAMILIES = (
     *("eplb", "random", "chain", "clique", "duplicates", "zero_loads", "one_expert", "no_replicas"),
@@ -165,7 +164,7 @@ def test_all_copies_of_the_largest_batch() -> None:
 
 @pytest.mark.parametrize("order", ["locality", "rank_major"])
 def test_by_rank_sums_every_rank_s_own_row(order: Order) -> None:
-    for case, kind, quota in cut(shared(seed=300, max_ranks=32)):
+    for case, kind, quota in shared(seed=300, max_ranks=32):
         loads, tables, ranks = torch.from_numpy(case.loads), case.tables(), case.num_ranks
         for per_node in nodes_of(ranks)[-2:]:
             rows = torch.stack([ops.share(loads, quota, tables, per_node, r, order) for r in range(ranks)])

@@ -14,7 +14,6 @@ from torch import Tensor
 import reference
 from isoload import ops
 from support.cases import MAX_COPIES, Case, draw, instances
-from support.sweeps import cut
 
 FAMILIES = (
     *("eplb", "random", "ring", "clique", "duplicates", "zero_loads", "one_expert", "no_replicas"),
@@ -49,7 +48,7 @@ def senders(case: Case) -> np.ndarray:
 
 
 def test_every_source_sends_its_own_copies() -> None:
-    for case, quota in cut(shared(seed=100)):
+    for case, quota in shared(seed=100):
         sent = share_all(case, quota)
         assert (sent >= 0).all(), case.name
         per_expert = np.zeros((case.num_experts + 1, case.num_ranks), dtype=np.int64)
@@ -60,7 +59,7 @@ def test_every_source_sends_its_own_copies() -> None:
 
 def test_slots_receive_their_quota_within_the_bound() -> None:
     exact, far = 0, 0
-    for case, quota in cut(shared(seed=200)):
+    for case, quota in shared(seed=200):
         error = np.abs(share_all(case, quota).sum(0) - quota.numpy())
         bound = np.maximum(0, senders(case) - 1)
         assert (error <= bound).all(), case.name

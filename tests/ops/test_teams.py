@@ -59,7 +59,7 @@ def test_more_lanes_than_ranks_without_a_race(thread_program: Path) -> None:
     assert_agree(native_build.run(thread_program, threads=32, instances=60, seed=2, room=32), 60)
 
 
-@sweep("instances", 500, 2000)
+@sweep("instances", 150, 2000)
 def test_eight_lanes_give_the_same_bits(instances: int, folder: Path) -> None:
     native_build.need(PLAIN)
     program = native_build.build(CSRC, folder / "plain", PLAIN)
@@ -67,7 +67,7 @@ def test_eight_lanes_give_the_same_bits(instances: int, folder: Path) -> None:
         assert_agree(native_build.run(program, threads, instances, seed, room), instances)
 
 
-@sweep("instances", 100, 300)
+@sweep("instances", 40, 300)
 def test_memory_and_arithmetic_are_sound(instances: int, folder: Path) -> None:
     native_build.need(ADDRESS)
     program = native_build.build(CSRC, folder / "address", ADDRESS)

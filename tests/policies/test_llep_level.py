@@ -14,6 +14,7 @@ from isoload import ops
 from isoload.trace import read_trace
 from support.spill_bounds import least_cost_bound
 from support.spills import SpillCase, check_spill, draw_loads, in_order
+from support.sweeps import every
 from support.ultra_ep import least_level
 
 SHIPPED = Path(__file__).parents[2] / "examples" / "traces" / "gptoss20b_decode.npz"
@@ -53,14 +54,14 @@ def peak(spill: ops.Spill, ranks: int) -> int:
 
 def test_never_above_ultra_ep_nor_spill_cost() -> None:
     sums = np.zeros(3)
-    for case in [*drawn(300), *recorded(200, 0)]:
+    for case in [*drawn(count := 300 // every()), *recorded(count, 0)]:
         loads = torch.from_numpy(case.loads)
         plan = isoload.plan(loads, placement(case), 0, "llep", min_chunk=1, threshold=1.0, tolerance=0.0)
         cheap = peak(case.spill(capacity_factor=None, import_costs=(0, 0)), case.num_ranks)
         rule = least_level(case)
         assert int(plan.peak) <= min(cheap, rule), (case.name, int(plan.peak), cheap, rule)
         sums += np.array([int(plan.peak), cheap, rule]) / case.loads.sum() * case.num_ranks
-    excess = sums / 500 - 1
+    excess = sums / (2 * count) - 1
     assert excess[0] < 0.75 * excess[1:].min(), "on the mean clearly below both"
 
 
@@ -112,7 +113,7 @@ def test_nothing_is_borrowed_where_replicas_suffice(policy: str) -> None:
         {"min_chunk": 1, "threshold": 1.0, "tolerance": 0.0} if policy == "llep" else {"expert_bytes": 1}
     )
     met = lent = 0
-    for seed in range(250):
+    for seed in range(250 // every()):
         rng = np.random.default_rng([17, seed])
         ranks, experts = int(rng.choice([4, 8])), 32
         shares = rng.dirichlet(np.full(experts, 0.5 + rng.random()))
@@ -135,7 +136,7 @@ def test_nothing_is_borrowed_where_replicas_suffice(policy: str) -> None:
         met += meets
         lent += int(plan.telemetry[0]) > 0
         assert not meets or int(plan.telemetry[0]) == 0, seed
-    assert met > 30 and lent > 30, (met, lent)
+    assert met > 5 and lent > 5, (met, lent)
 
 
 @pytest.mark.parametrize("policy", ["llep", "spill_cost"])

@@ -15,9 +15,10 @@ import isoload
 from isoload.trace import read_trace
 from reference.plan_spill import capacity_of, lend
 from reference.spill_tries import Layer, SpillRules
+from support.sweeps import every
 
 SHIPPED = Path(__file__).parents[2] / "examples" / "traces" / "gptoss20b_decode.npz"
-COUNT, EXPERTS, UNLIMITED = 500, 32, 2**31 - 1
+COUNT, EXPERTS, UNLIMITED = 400 // every(), 32, 2**31 - 1
 LLEP = {"min_chunk": 1, "threshold": 1.0, "tolerance": 0.0}
 EXPERT_BYTES = 4_000_000
 

@@ -94,6 +94,7 @@ def test_what_comes_from_files_is_text() -> None:
     assert is_page(made) and not is_page("<!DOCTYPE html><html></html>")
 
 
+@pytest.mark.slow
 def test_the_largest_page_is_below_five_megabytes() -> None:
     """61 layers on 64 ranks: four heat maps of loads, two of rows, no two neighbours alike."""
     draw = np.random.default_rng(0)

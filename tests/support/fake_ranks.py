@@ -61,7 +61,7 @@ def answer(tensor: Tensor, num_counts: int = 2) -> list[Any]:
 
 
 def gate(rows: Tensor) -> tuple[Tensor, Tensor]:
-    weights, ids = rows.float().cumsum(1).repeat(1, 2).softmax(-1).topk(3)
+    weights, ids = rows.float().cumsum(1).repeat(1, 2).softmax(-1).topk(2)
     return ids, weights
 
 

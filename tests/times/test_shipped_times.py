@@ -71,6 +71,7 @@ def test_the_notice_names_the_source_and_its_licence() -> None:
         assert part in text
 
 
+@pytest.mark.slow
 def test_nothing_is_needed_but_the_files() -> None:
     for path in FOLDER.glob("*.py"):
         assert not re.search(

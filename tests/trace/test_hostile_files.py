@@ -127,7 +127,7 @@ def broadcast(path):
     torch.save({"logical_count": torch.zeros(1, dtype=torch.int64).expand(1056, 2**17, 1)}, path)
 
 
-@pytest.mark.parametrize("write", [unfolding, broadcast])
+@pytest.mark.parametrize("write", [broadcast, pytest.param(unfolding, marks=pytest.mark.slow)])
 def test_a_small_file_that_unfolds_to_a_gigabyte(tmp_path, write):
     """Refused before memory is taken."""
     path = tmp_path / "bomb"

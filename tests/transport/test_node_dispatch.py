@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import traceback
 from collections import Counter
-from itertools import cycle, product
 from typing import Any
 
 import numpy as np
@@ -22,10 +21,8 @@ from support.sweeps import rest
 
 CAPACITIES = [None, MAX_TOKENS]
 SHAPES = [(4, 2), (6, 3), (6, 2), (8, 4)]  # ranks, ranks of a node
-PAIRS = list(zip(SHAPES, cycle(CAPACITIES), strict=False))  # every shape and either capacity
-OTHERS = [pair for pair in product(SHAPES, CAPACITIES) if pair not in PAIRS]
-SHAPED = pytest.mark.parametrize(("shape", "capacity"), [*PAIRS, *rest(*OTHERS)])
-WIDE = ("equals_local", "gradients", "sums")
+SHAPED = pytest.mark.parametrize("shape", SHAPES)
+EITHER = pytest.mark.parametrize("capacity", CAPACITIES)
 # on forked ranks; the others, which take longer, where time is
 FEW = ("rows", "sums", "traffic", "bytes", "started_dispatch", "gradients", "backward_everywhere")
 
@@ -34,14 +31,9 @@ def local(ranks: int, per_node: int, capacity: int | None, dispatch: Any = "node
     return LocalTransport(Topology(ranks, per_node), capacity, dispatch=dispatch)
 
 
-@pytest.mark.parametrize(
-    ("case", "shape", "capacity"),
-    [
-        *((case, *PAIRS[0]) for case in CASES),
-        *((case, *PAIRS[1]) for case in CASES if case not in WIDE),
-        *rest(*((case, *OTHERS[0]) for case in WIDE)),
-    ],
-)
+@EITHER
+@pytest.mark.parametrize("shape", SHAPES[:2])
+@pytest.mark.parametrize("case", CASES)
 def test_local(case: str, shape: tuple[int, int], capacity: int | None) -> None:
     CASES[case](lambda: local(*shape, capacity))
 
@@ -68,22 +60,10 @@ def linear(transport: Transport, batch: Batch) -> dict[str, list[Tensor | None]]
     return {"out": list(out), "x": [v.grad for v in x], "weights": [w.grad for w in weights]}
 
 
-# Every shape and either capacity in float64.
-EXACT = [
-    *((torch.float64, *pair) for pair in PAIRS),
-    (torch.float32, *PAIRS[1]),
-    (torch.bfloat16, *PAIRS[0]),
-]
-DTYPES = torch.float64, torch.float32, torch.bfloat16
-
-
-@pytest.mark.parametrize(
-    ("dtype", "shape", "capacity"),
-    [
-        *EXACT,
-        *rest(*(case for case in product(DTYPES, SHAPES, CAPACITIES) if case not in EXACT)),
-    ],
-)
+@pytest.mark.few(3)
+@EITHER
+@SHAPED
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_the_same_bits_as_by_ranks_where_sums_are_exact(
     dtype: torch.dtype, shape: tuple[int, int], capacity: int | None
 ) -> None:
@@ -95,6 +75,8 @@ def test_the_same_bits_as_by_ranks_where_sums_are_exact(
                 assert torch.equal(a, b), f"{batch.name}, {name}"
 
 
+@pytest.mark.few(2)
+@EITHER
 @SHAPED
 def test_the_same_rows_and_all_but_the_same_sums_as_by_ranks(
     shape: tuple[int, int], capacity: int | None
@@ -111,6 +93,7 @@ def test_the_same_rows_and_all_but_the_same_sums_as_by_ranks(
                 torch.testing.assert_close(value, want, rtol=1e-12, atol=1e-12)
 
 
+@EITHER
 @SHAPED
 def test_a_token_may_go_to_one_slot_several_times(shape: tuple[int, int], capacity: int | None) -> None:
     batch = draw("repeated", shape[0], absent=0.1)
@@ -127,6 +110,7 @@ def listed(got: Any) -> list[Any]:
     return torch.cat([got.rows.double(), got.slots.double(), got.weights.double()], dim=1).tolist()
 
 
+@EITHER
 @SHAPED
 def test_between_nodes_a_token_is_one_row_to_each(shape: tuple[int, int], capacity: int | None) -> None:
     ranks, per_node = shape
@@ -250,7 +234,8 @@ MORE = [name for name in CASES if name not in FEW]
 @pytest.mark.parametrize(
     ("cases", "capacity"),
     [
-        (FEW, MAX_TOKENS),
+        (FEW[:2], MAX_TOKENS),
+        pytest.param(FEW[2:], MAX_TOKENS, marks=pytest.mark.slow),
         pytest.param(MORE, None, marks=pytest.mark.slow),
         *rest((FEW, None), (MORE, MAX_TOKENS)),
     ],

@@ -26,7 +26,6 @@ from support.processes import run_ranks
 from support.sweeps import rest
 
 CAPACITIES = [None, MAX_TOKENS]
-WIDE = ("equals_local", "gradients")  # every batch in every dtype, forward and backward
 SLOTS_PER_RANK = draw("default", 3).slots_per_rank
 
 
@@ -35,8 +34,7 @@ SLOTS_PER_RANK = draw("default", 3).slots_per_rank
     ("case", "num_ranks"),
     [
         *product(CASES, (1, 3)),
-        *((case, 8) for case in CASES if case not in WIDE),
-        *rest(*((case, 8) for case in WIDE)),
+        *rest(*((case, 8) for case in CASES)),
     ],
 )
 def test_local(case: str, num_ranks: int, capacity: int | None) -> None:
@@ -63,11 +61,10 @@ def all_cases(rank: int, num_ranks: int, capacity: int | None) -> dict[str, str]
     return failed
 
 
-GROUPS = [(2, None), (3, MAX_TOKENS)]
-MORE = [pytest.param((4, None), marks=pytest.mark.slow)]
+GROUPS = [(2, None), pytest.param((3, MAX_TOKENS), marks=pytest.mark.slow), *rest(((4, None),))]
 
 
-@pytest.fixture(scope="module", params=[*GROUPS, *MORE], ids=str)
+@pytest.fixture(scope="module", params=GROUPS, ids=str)
 def failures(request: pytest.FixtureRequest) -> list[dict[str, str]]:
     """All cases on one group of forked ranks."""
     num_ranks, capacity = request.param

@@ -182,6 +182,7 @@ def test_a_rank_that_is_gone_fails_the_others_at_its_stage(
     assert time.monotonic() - start < 2 * GROUP_TIMEOUT
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_stuck_fails_the_others_after_the_timeout() -> None:
     def body(rank: int) -> None:
         fail_at(rank, "combine", lambda: time.sleep(30), None)
