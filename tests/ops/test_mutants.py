@@ -96,8 +96,8 @@ MUTANTS = {
     ),
     "ties flipped": Mutant(
         "csrc/algorithms/plan_exact_paths.h",
-        "key(last_hop ? room(r) : 0, r)",
-        "key(last_hop ? room(r) : 0, INT32_MAX - r)",
+        "key(last_hop ? room(r) : 0, r); k > most",
+        "key(last_hop ? room(r) : 0, r); k >> 32 >= most >> 32",
         "plan_exact::test_equals_reference",
     ),
     "speeds ignored": Mutant(
