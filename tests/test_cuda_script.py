@@ -174,7 +174,6 @@ import sys
 sys.path.insert(0, {str(ROOT / "bench")!r})
 import gpu_run
 from gpu_run import Path, Step
-from support.sweeps import first
 command = lambda code: (sys.executable, "-c", code)
 gpu_run.ROOT = Path({str(tmp_path)!r})
 gpu_run.steps = lambda *_: [
