@@ -12,7 +12,6 @@ from support import simt_build
 from support.simt import Runtime
 
 pytestmark = pytest.mark.slow  # compiles for half a minute
-pytestmark = pytest.mark.slow  # compiles for half a minute
 LANES = 64
 # name: the kinds that are found, on two blocks
 PROBES = {
