@@ -58,6 +58,7 @@ def rows_over_deep_ep(rank: int, expert_major: bool) -> list[dict[str, Any]]:
     return found + narrow
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("expert_major", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_rows_over_a_double_of_deep_ep(expert_major: bool) -> None:
     virtual = {row["policy"]: row for row in virtual_rows()[1:]}

@@ -74,6 +74,7 @@ def test_named(bench: ModuleType) -> None:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spare", [1, 2])
 def test_the_bound_of_few_slots_is_below_the_optimum_and_near_it(bench: ModuleType, spare: int) -> None:
     gaps = []
@@ -88,6 +89,7 @@ def test_the_bound_of_few_slots_is_below_the_optimum_and_near_it(bench: ModuleTy
     assert np.mean(gaps) < 0.01, np.mean(gaps)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spare", [1, 2])
 def test_the_bound_of_few_slots_with_a_price(bench: ModuleType, spare: int) -> None:
     tighter = 0

@@ -94,6 +94,7 @@ def test_a_rank_reads_its_own_experts_only(monkeypatch: pytest.MonkeyPatch, tmp_
     assert sorted(seen) == sorted([0] * known + 6 * [e for own in layer.weights for e in own.layout.experts])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_files", [0, 1, 3])
 def test_gpt_oss_in_bfloat16(num_files: int, tmp_path: Path) -> None:
     mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")

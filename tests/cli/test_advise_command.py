@@ -32,6 +32,7 @@ def test_the_table_and_the_json_are_of_the_same_figures(tmp_path: Path) -> None:
     printed(["advise", TRACE, *ASKED, "--json", str(target), "--force"])  # it is recognised as advise's
 
 
+@pytest.mark.slow
 def test_a_whole_step_is_shown_by_its_stages(tmp_path: Path) -> None:
     target, words = tmp_path / "advice.json", ["advise", TRACE, *ASKED, "--dense-ms", "9"]
     shown = printed(words)

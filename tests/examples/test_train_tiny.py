@@ -106,6 +106,7 @@ def dense():
     return train_dense(make_settings(layers=BLOCKS))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 def test_losses_and_gradients_are_the_dense_model_s(trained, dense, policy):
     losses, grads = dense

@@ -21,6 +21,7 @@ from support.stacks import run as run_layers
 from support.sweeps import first
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("frozen", first([True, False]))
 def test_gradients(frozen: bool) -> None:
     layer = small()

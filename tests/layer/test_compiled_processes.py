@@ -21,6 +21,7 @@ from support.small_layer import make_setup
 from support.sweeps import first
 
 
+@pytest.mark.slow
 def test_a_shard_given_as_a_function_ends_the_graph() -> None:
     setup = make_setup(2, dtype=torch.float32)
     placement = isoload.place(torch.ones(1, 11), setup.topology, placer="trivial")

@@ -65,6 +65,7 @@ def test_never_above_ultra_ep_nor_spill_cost() -> None:
     assert excess[0] < 0.75 * excess[1:].min(), "on the mean clearly below both"
 
 
+@pytest.mark.slow
 def test_near_the_optimum_of_a_milp() -> None:
     gaps, before = [], []
     for seed in range(12):

@@ -268,6 +268,7 @@ def test_shared_experts_never_wait_for_the_device(policy):
         assert isoload.planning.plan_layers(torch.stack([loads] * 2), placement, policy).bound.shape == (2,)
 
 
+@pytest.mark.slow
 def test_the_gathered_chain_compiles_whole():
     placement, ids, loads = make_case("eight on two nodes")
     placement.layer(0, "cpu")

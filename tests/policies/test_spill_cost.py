@@ -37,6 +37,7 @@ INSTANCES = {
 }
 
 
+@pytest.mark.slow
 def test_near_the_bound_of_a_milp() -> None:
     gaps = []
     for name, case in INSTANCES.items():
