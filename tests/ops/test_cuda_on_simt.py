@@ -27,10 +27,13 @@ pytestmark = pytest.mark.slow  # compiling all kernels takes both cores for half
 
 # Barriers that no scenario misses and that stay, by the text behind which they stand, and why.
 LAST = "a planner's last: its caller's lanes may read the result, as those of tests/native/teams.cpp do"
+SHUFFLED = "each read ends before the shuffles behind it, which order lanes but promise nothing of memory"
+ALONE = "alone's own: publish has one before it reads"
 UNNOTICED = {
-    ("algorithms/plan_exact_warp_paths.h", "group_.sync();  // all have read the levels"): (
-        "each read ends before the shuffles behind it, which order lanes but promise nothing of memory"
-    ),
+    ("algorithms/plan_exact_warp_paths.h", "group_.sync();  // all have read the levels"): SHUFFLED,
+    ("algorithms/top_up.h", "group.sync();  // all have read what changes now"): SHUFFLED,
+    ("algorithms/top_up.h", "team_.alone([&](auto& group) { fill(group); });"): ALONE,
+    ("algorithms/plan_replication.h", "team_.alone([&](auto& group) {"): ALONE,
     ("algorithms/plan_active.h", "// unlimited: the solve was not cut short\n    team_.sync();"): LAST,
     ("algorithms/plan_exact.h", "out.telemetry[i] = telemetry[i];\n    }\n    team_.sync();"): LAST,
     ("algorithms/plan_lp.h", "static_cast<int32_t>(status);\n    }\n    team_.sync();"): LAST,
