@@ -28,6 +28,7 @@ def run_demo(trace, ranks, layer, stall_seconds=60.0):
     return demo.run_demo(trace, ranks, layer, stall_seconds)
 
 
+@pytest.mark.slow
 def test_demo_reports_every_policy():
     done = CliRunner().invoke(app, ["demo", "--json", "-"])
     assert done.exit_code == 0, done.output

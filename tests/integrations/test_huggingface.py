@@ -88,6 +88,7 @@ def same(got: torch.Tensor, want: torch.Tensor, bound: float = 2e-5) -> bool:
     return float((got - want).abs().max()) <= bound * max(1.0, float(want.abs().max()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "sizes"),
     [

@@ -213,6 +213,7 @@ def test_a_copy_is_another_layer() -> None:
         assert_equal(compile_whole(other)(layer.setup.rows), other(layer.setup.rows))
 
 
+@pytest.mark.slow
 def test_a_moved_layer() -> None:
     """The graph from before the move."""
     layer = small()

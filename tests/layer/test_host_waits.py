@@ -83,6 +83,7 @@ def waits_of(
         return host.waits, group.traffic.host_syncs - before
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize(("capacity", "more"), SHARED)
 @pytest.mark.parametrize("policy", ON_DEVICE)
 def test_every_policy(policy: str, capacity: int | None, more: int) -> None:

@@ -29,6 +29,7 @@ tick = (
 speeds = st.lists(tick, min_size=1, max_size=24) | st.lists(st.integers(900, 1300), min_size=60, max_size=70)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags", [("-O2",), *rest((("-O3", "-march=native", "-ffp-contract=fast"),))], ids=" ".join
 )

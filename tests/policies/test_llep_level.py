@@ -52,6 +52,7 @@ def peak(spill: ops.Spill, ranks: int) -> int:
     return int(spill.quota.view(ranks, -1).sum(1).max())
 
 
+@pytest.mark.slow
 def test_never_above_ultra_ep_nor_spill_cost() -> None:
     sums = np.zeros(3)
     for case in [*drawn(count := 300 // every()), *recorded(count, 0)]:
