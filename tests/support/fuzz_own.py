@@ -20,10 +20,13 @@ def check_own(case: FuzzCase) -> None:
     experts = min(experts, ranks * size)
     slots = draw_slots(rng, ranks, size, experts)
     source = int(rng.integers(ranks))
-    counts = draw_counts(rng, slots, experts)
+    half = 2**30 // (ranks + 2)  # of the copies that there may be
+    counts = draw_counts(rng, slots, experts, half)
     how: dict[str, Any] = {"offset": draw_offsets(rng, ranks), "layer": int(rng.integers(100))}
     if rng.random() < 0.5:  # shared experts at home
-        how["fixed"] = torch.from_numpy(rng.integers(0, 2**17, (LAYERS, ranks)).astype(np.int32))
+        how["fixed"] = torch.from_numpy(
+            rng.integers(0, min(2**17, half // ranks), (LAYERS, ranks)).astype(np.int32)
+        )
     if rng.random() < 0.3:
         how["ticks"] = torch.from_numpy(rng.integers(512, 4097, ranks).astype(np.int32))
     tables = ops.replica_tables(torch.from_numpy(slots), ranks, experts)
@@ -49,9 +52,9 @@ def draw_slots(rng: Rng, ranks: int, size: int, experts: int) -> np.ndarray:
     return slots.reshape(LAYERS, -1)
 
 
-def draw_counts(rng: Rng, slots: np.ndarray, experts: int) -> np.ndarray:
-    """[LAYERS, E] int32 of the experts that have a slot, skewed, less than 2^28 together."""
-    most = rng.choice([1, 4, 100, 2**20, 2**28 // experts])
+def draw_counts(rng: Rng, slots: np.ndarray, experts: int, total: int) -> np.ndarray:
+    """[LAYERS, E] int32 of the experts that have a slot, skewed, at most total together."""
+    most = min(rng.choice([1, 4, 100, 2**20, total // experts]), total // experts)
     counts = (most * rng.random((LAYERS, experts)) ** rng.choice([1, 4, 12])).astype(np.int32)
     counts[rng.random(counts.shape) < rng.choice([0.0, 0.3, 0.9])] = 0
     held = np.zeros((LAYERS, experts), dtype=bool)
