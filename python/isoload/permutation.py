@@ -98,8 +98,14 @@ def sum_rows(
 def sum_rows_backward(
     grad: Tensor, copies: Tensor, weights: Tensor, position: Tensor, copy: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of a weighted :func:`sum_rows`, from grad [N, H] of its result: to copies [C, H], anything at places
-    without a copy; to weights [N, K], 0 for absent copies. copy: [C] the copy ``n * K + k`` at each place, if any."""
+    """Gradients of a weighted :func:`sum_rows`, from grad [N, H] of its result.
+
+    Args:
+        copy: [C] the copy ``n * K + k`` at each place, any where there is none.
+
+    Returns:
+        to copies [C, H], anything at places without a copy; to weights [N, K], 0 for absent copies.
+    """
     if kernels.fit(grad, copies, weights):
         from isoload.kernels import permutation  # imports Triton
 

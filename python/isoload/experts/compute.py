@@ -82,8 +82,15 @@ def run_sorted(
 ) -> Tensor:
     """For each row ``weight * expert(row)``, of rows that came by slot, one copy each: nothing is sorted or added up.
 
-    As :func:`run_experts`, but for weights [N, 1] and ends: slot s's rows end before ends[s]; slots count through the
-    groups. More ends than slots have no rows.
+    Args:
+        rows: [N, H] in the groups' dtype, by slot; beside quantised groups in any dtype, without gradients.
+        weights: [N, 1] float32 gate weights.
+        ends: slot s's rows end before ends[s]; slots count through the groups.
+        groups: stacks of weights: the resident rows, then the spare pool. More ends than slots have no rows.
+        activation: between the two projections.
+
+    Returns:
+        [N, H] in rows' dtype. Autocast changes nothing inside.
     """
     slots = sum(group.num_slots for group in groups)
     bounds = [0, *ends[:slots]]

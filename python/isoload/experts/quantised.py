@@ -69,9 +69,15 @@ def dequantise(weight: Tensor, scale: Tensor, scale_2: Tensor | None = None, *, 
 
     Takes 8 bytes for each value on the way, beside the result.
 
-    weight: [..., out, in] e4m3, or [..., out, in / 2] bytes. out counts through the matrices where scale, [..., blocks
-    of out, blocks of in] in a dtype of FORMATS, has one dimension more. scale_2: [..., n] float32, for n equal parts of
-    out. The result is [..., out, in].
+    Args:
+        weight: [..., out, in] e4m3, or [..., out, in / 2] bytes. out counts through the matrices where scale has one
+            dimension more.
+        scale: [..., blocks of out, blocks of in] in a dtype of FORMATS.
+        scale_2: [..., n] float32, for n equal parts of out.
+        dtype: of the result.
+
+    Returns:
+        [..., out, in].
     """
     form, values = FORMATS[weight.dtype, scale.dtype], _open_weights(weight)
     shape = values.shape
@@ -121,10 +127,17 @@ def check_stay(stacks: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype]) 
 def quantised_linear(
     x: Tensor, stacks: Sequence[Tensor], bias: Tensor | None, grouping: Grouping, grouped: bool
 ) -> Tensor:
-    """[C, in] sorted copies by the dequantised matrices of their slots -> [C, out], undefined behind the last copy.
+    """Sorted copies by the dequantised matrices of their slots; the tail behind the last copy is undefined.
 
-    stacks: weight, scale and, if there is one, scale_2, see :func:`dequantise`. bias: [S, out], rounded to x's dtype.
-    grouped: whether grouped_mm takes matrices of x's dtype and this size; else plain products.
+    Args:
+        x: [C, in].
+        stacks: weight, scale and, if there is one, scale_2, [S, ...] each: see :func:`dequantise`.
+        bias: [S, out], rounded to x's dtype.
+        grouping: of the copies, see isoload.permutation.
+        grouped: whether grouped_mm takes matrices of x's dtype and this size; else plain products.
+
+    Returns:
+        [C, out] in x's dtype.
     """
     bias = None if bias is None else bias.to(x.dtype)
     if x.device.type == "cpu" or not grouped:

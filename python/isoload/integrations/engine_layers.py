@@ -209,8 +209,13 @@ class EngineLayers(ABC, Generic[AnyLayer]):
     def measure(
         self, model: str, placer: str, weights: Mapping[int, Sequence[Tensor]], num_left: int = 0
     ) -> None:
-        """Of a loaded model, where reports are asked for: its metrics begin. placer: of rebalances; weights: as
-        :meth:`check_loaded`; num_left: layers that isoload leaves to the engine."""
+        """Of a loaded model, where reports are asked for: its metrics begin.
+
+        Args:
+            placer: of rebalances.
+            weights: as :meth:`check_loaded`.
+            num_left: layers that isoload leaves to the engine.
+        """
         if not self.settings.report_seconds:
             return
         self.metrics, self.num_left = Metrics(self.engine, model, str(self.own_rank()), on=True), num_left

@@ -35,8 +35,13 @@ class EngineRecord:
     have the same ones. All ranks must run the same number of passes, as where every pass holds an all-to-all.
 
     Args:
+        settings: mode shadow.
+        engine, model: their names.
+        rank: this process's of the topology's.
         tables: [L, P] on the host, the routed expert in each slot.
+        num_experts: E, routed.
         tokens: "own", or "same" where all ranks hold the same: then the first rank alone writes.
+        device: where the engine routes.
         decode_tokens: most tokens that this process routes in a pass of decode, where the engine does not say
             :attr:`phase` before a pass ends: a pass of more has prefill.
     """

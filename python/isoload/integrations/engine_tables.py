@@ -35,8 +35,14 @@ def engine_topology(num_ranks: int, num_nodes: int) -> Topology:
 def placement_of(
     physical_to_logical: Tensor, num_experts: int, topology: Topology, num_shared: int = 0
 ) -> Placement:
-    """From an engine's map [L, P] of so many routed experts; num_shared 1: every rank has one more slot, its last, that
-    holds the shared expert."""
+    """From an engine's map.
+
+    Args:
+        physical_to_logical: [L, P] routed expert in each slot.
+        num_experts: routed experts.
+        topology: R ranks; P/R consecutive slots lie on each.
+        num_shared: 1: every rank has one more slot, its last, that holds the shared expert.
+    """
     slots = physical_to_logical.cpu().to(torch.int32)
     if num_shared:
         layers, ranks = len(slots), topology.num_ranks
@@ -94,8 +100,13 @@ def running(before: Tensor | None, num_slots: int) -> Tensor | None:
 def lay_out(
     counts: Tensor, topology: Topology, slots_per_rank: int, placer: str, before: Tensor | None
 ) -> ReplicaLists:
-    """By a placer of the registry, for counts [L, E] or [batches, L, E]; one that can starts from where the experts lie
-    (before: :func:`running`), so that fewer move."""
+    """By a placer of the registry; one that can starts from where the experts lie, so that fewer move.
+
+    Args:
+        counts: [L, E] or [batches, L, E] copies per routed expert.
+        placer: name and options, as the variable has them.
+        before: :func:`running`.
+    """
     name, options = parse_placer(placer)
     start = None
     if before is not None and PLACERS[name].takes_before:

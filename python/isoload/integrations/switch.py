@@ -29,7 +29,10 @@ class Switch:
     Args:
         path: of the file: ``on``, ``off``, ``shadow`` or ``on:layers=0-7,9``, by position. While it is not there, or
             says something else, all stays as it was.
+        num_layers: L.
+        device: where the engine routes.
         group: the ranks, over gloo; None: this one alone.
+        engine: its name.
     """
 
     def __init__(

@@ -39,8 +39,14 @@ class WeightCheck:
     metrics: Metrics = field(default_factory=Metrics)
 
     def loaded(self, slot_to_expert: Tensor, num_experts: int) -> None:
-        """Takes every expert's weights from its lowest slot in [L, P] on the host, as the model was loaded; replicas
-        must have the same. Raises SystemExit: strict, and they have not."""
+        """Takes every expert's weights from its lowest slot; replicas must have the same.
+
+        Args:
+            slot_to_expert: [L, P] on the host, as the model was loaded.
+
+        Raises:
+            SystemExit: strict, and they have not.
+        """
         if not (layers := sorted(self.weights)):
             return
         tables, sums = slot_to_expert[layers], self._sums(layers)
@@ -48,8 +54,14 @@ class WeightCheck:
         self._judge(layers, tables, sums, "at load")
 
     def moved(self, slot_to_expert: Tensor, layers: Sequence[int] | None = None) -> None:
-        """After a rebalance of some layers, or of all, to [L, P] on the host. Raises SystemExit: strict, and a slot has
-        other weights."""
+        """After a rebalance of some layers, or of all.
+
+        Args:
+            slot_to_expert: [L, P] on the host, as the engine routes now.
+
+        Raises:
+            SystemExit: strict, and a slot has other weights.
+        """
         layers = sorted(self.weights if layers is None else self.weights.keys() & set(layers))
         if layers:
             self._judge(layers, slot_to_expert[layers], self._sums(layers), "after a rebalance")

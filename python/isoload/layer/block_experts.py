@@ -123,7 +123,11 @@ def put_in(blocks: Sequence[nn.Module], made: Sequence[BlockExperts]) -> list[Mo
 
 
 def find_blocks(parts: Iterable[nn.Module], given: str) -> list[tuple[nn.Module, nn.Module]]:
-    """The MoE blocks inside of each part, in order, after the part: what every door takes; else ValueError."""
+    """The MoE blocks inside of each part, in order, after the part: what every door takes.
+
+    Raises:
+        ValueError: there is none in `given`.
+    """
     parts = list(parts)
     found = [(part, block) for part in parts for block in part.modules() if is_known(block)]
     if not found:

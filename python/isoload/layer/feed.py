@@ -69,7 +69,10 @@ class Feed:
 
     The first layer is predicted by its loads of the batch before (:class:`isoload.predict.Last`).
 
-    num_shared: columns behind those of the routed experts, in choices and loads.
+    Args:
+        predictor: for the layers after the first.
+        num_routed: E.
+        num_shared: columns behind those of the routed experts, in choices and loads.
     """
 
     def __init__(self, predictor: Predictor, num_routed: int, num_shared: int) -> None:

@@ -288,7 +288,11 @@ class LibraStack:
 
 
 def norm_before(layer: nn.Module, block: nn.Module) -> nn.Module:
-    """The norm of a decoder's layer whose output is a block's rows; raises ValueError where none is known."""
+    """The norm of a decoder's layer whose output is a block's rows.
+
+    Raises:
+        ValueError: there is none that is known.
+    """
     name = next((n for n in NORMS if isinstance(getattr(layer, n, None), nn.Module)), "")
     # FlexOlmo norms what comes out of attention and of the block, not the block's rows
     of_attention = name == NORMS[-1] and hasattr(layer, AFTER)

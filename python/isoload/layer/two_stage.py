@@ -161,7 +161,10 @@ def run_local_first(batch: Batch, bring: Callable[[Tensor], list[Received]]) -> 
     """[T, H] of every owned rank: compute held copies; plan and bring the others, on a GPU meanwhile; compute these.
 
     On a GPU the next layer's weights are fetched once the others are on their way, elsewhere before anything computes.
-    bring: what arrives of the copies without one of the :func:`held_slots`, which it is given.
+
+    Args:
+        batch: with slots filled before.
+        bring: held slots as of :func:`held_slots` -> what arrived of the copies without one.
     """
     layer, chosen, borrowed = batch.layer, batch.chosen, batch.borrowed
     assert batch.filled is not None

@@ -40,8 +40,14 @@ class GatheredTokens:
     def received(
         self, ranks: Sequence[int], num_tokens: Sequence[int], slots: Sequence[Tensor], slots_per_rank: int
     ) -> list[Received]:
-        """What a dispatch would bring to the owned ranks, of so many tokens; slots: [R][C, K] of all ranks' copies,
-        -1 = goes nowhere."""
+        """What a dispatch would bring to ranks.
+
+        Args:
+            ranks: whose part is taken: the owned ones.
+            num_tokens: their T.
+            slots: [R][C, K] global slots of all ranks' copies, -1 = goes nowhere.
+            slots_per_rank: S.
+        """
         num_ranks, capacity = len(self.rows), len(self.rows[0])
         equal = [capacity] * num_ranks
         sent = []

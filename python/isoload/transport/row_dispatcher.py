@@ -109,8 +109,14 @@ class RowDispatcher(Dispatcher):
     def _exchange_counts(
         self, call: Call, counts: Owned, facts: list[tuple[int, ...]], like: Tensor
     ) -> tuple[list[PerRank], list[PerRank]] | None:
-        """Once all ranks have given arguments that fit: every owned rank's counts [num_counts, R] sent and got, rows
-        and copies first of all; None: shapes are fixed. They meet on the device of like."""
+        """Once all ranks have given arguments that fit: every owned rank's counts sent and got; None: shapes are fixed.
+
+        Args:
+            call: that may have failed.
+            counts: [num_counts, R] int64 each: rows and copies to every destination, first of all.
+            facts: FACTS of every owned rank.
+            like: on whose device the ranks meet.
+        """
         group = self.group
         if self.max_tokens_per_rank is None:
             return call.swap_counts(COUNTS_STAGE, counts, FACTS, facts, self.num_counts)
@@ -195,9 +201,15 @@ def pack_hop(
     own: Sequence[int],
     capacity: int | None,
 ) -> tuple[list[RowMap], Owned]:
-    """Where every owned rank's rows go, and what it sends: of rows [T, H], slots [T, K], weights [T, K] and numbers
-    of the rows to every destination. own: the destination that a rank belongs to; capacity: see
-    :func:`isoload.ops.pack_rows`."""
+    """Where every owned rank's rows go, and what it sends.
+
+    Args:
+        tokens: rows [T, H], slots [T, K], weights [T, K] and the numbers of the rows to every destination.
+        slots_per_place: slots of a destination.
+        sent, got: [R] rows each.
+        own: the destination that a rank itself belongs to.
+        capacity: see :func:`isoload.ops.pack_rows`.
+    """
     maps, payload = [], []
     for r, (rows, slots, weights, numbers) in enumerate(zip(*tokens, strict=True)):
         packed, *places = pack_rows(

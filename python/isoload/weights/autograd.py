@@ -137,8 +137,12 @@ def join_rows(
 
     Stacks whose Parameters require no gradient get none, replicas and borrowed rows included, and none travels.
 
-    Backward exchanges gradients on every rank if there are moves to replica rows, or if any rank has borrowed. noted:
-    what a recompute must find again, see :func:`check_recomputed`.
+    Args:
+        rows: [N, H] of every owned rank.
+        replicas: the moves from home rows to all replica rows; if there are any, backward exchanges gradients, on every
+            rank.
+        borrowed: by any rank: then it does so, too.
+        noted: what a recompute must find again, see :func:`check_recomputed`.
     """
     trained, homes = trained_stacks(ranks), [rank.home_rows() for rank in ranks]
     held = [

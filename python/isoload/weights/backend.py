@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import ClassVar
 
@@ -35,7 +35,7 @@ class BorrowPlan:
     home_rows: Mapping[int, Address]
     num_ranks: int
     spare_slots: int
-    _copy: tuple[Tensor, torch.cuda.Event] | None = None
+    _copy: tuple[Tensor, torch.cuda.Event] | None = field(default=None, init=False)
 
     @property
     def on_host(self) -> bool:

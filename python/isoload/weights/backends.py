@@ -205,7 +205,10 @@ BACKENDS: dict[str, type[Backend]] = {b.name: b for b in (Pull, Copy, AllToAll, 
 def make_backend(group: Group, name: str | None, device: torch.device, own_memory: bool = True) -> Backend:
     """The group's backend of a name; None: ``pull`` where ranks can read each other's memory, else ``all_to_all``.
 
-    own_memory: whether home rows lie in memory of new_stack; that of a Shard no other process can read.
+    Args:
+        name: in BACKENDS, or None.
+        device: of the weights.
+        own_memory: whether home rows lie in memory of new_stack; that of a Shard no other process can read.
     """
     if name is not None and name not in BACKENDS:
         raise ValueError(f"borrow must be one of {', '.join(BACKENDS)}, got {name!r}")

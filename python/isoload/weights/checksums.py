@@ -101,8 +101,15 @@ def expert_checksums(sums: Tensor, slot_to_expert: Tensor, num_experts: int) -> 
 def wrong_slots(
     sums: Tensor, slot_to_expert: Tensor, own: Tensor, layers: Sequence[int], num_ranks: int
 ) -> list[WrongSlot]:
-    """Slots with another sum than their expert has, by layer and slot: sums [L, P] of slots that should hold experts
-    [L, P], whose :func:`expert_checksums` are own; layers: their numbers."""
+    """Slots with another sum than their expert has, by layer and slot.
+
+    Args:
+        sums: [L, P] int64 of every slot, as it is.
+        slot_to_expert: [L, P] expert that each should hold.
+        own: [L, E] :func:`expert_checksums`.
+        layers: their L numbers.
+        num_ranks: R; P/R consecutive slots lie on each.
+    """
     per_rank = sums.shape[1] // num_ranks
     found = []
     for i, slot in (sums != own.gather(1, slot_to_expert.long())).nonzero().tolist():

@@ -32,8 +32,12 @@ class Layout:
 
 
 def layouts(placed: PlacedLayers, before: Sequence[Layout] | None = None) -> list[Layout]:
-    """[R] the rows of every rank for one layer; the same on every rank, from the host's placement alone. Given those of
-    before, experts keep their rows where they can."""
+    """[R] the rows of every rank for one layer; the same on every rank, from the host's placement alone.
+
+    Args:
+        placed: one layer.
+        before: the rows now; experts then keep their rows where they can.
+    """
     host, num_ranks = placed.host, placed.topology.num_ranks
     assert placed.layer is not None
     slots = host.arrays[0][placed.layer].reshape(num_ranks, -1)
@@ -78,8 +82,12 @@ def replica_moves(layouts: Sequence[Layout]) -> list[Move]:
 
 
 def keep_rows(before: Sequence[int], homes: Sequence[int], replicas: Sequence[int]) -> list[int]:
-    """The experts of a rank row by row, homes first: one that lies in its part already keeps its row of before; those
-    that cannot stay take the free rows in order."""
+    """The experts of a rank row by row, homes first: one that lies in its part already keeps its row.
+
+    Args:
+        before: expert in each weight row, -1 = none.
+        homes, replicas: what the rank is to hold; those that cannot stay take the free rows in this order.
+    """
     after: list[int] = []
     for experts in (homes, replicas):
         part = [*before, *[-1] * (len(homes) + len(replicas))][len(after) : len(after) + len(experts)]

@@ -116,7 +116,11 @@ def add_back(group: Group, stage: str, moves: Sequence[Move], grads: Stacks, tot
     A row's gradients are added by ascending rank that they come from, then in order of the list, in
     max(float32, dtype), and rounded once: the same sum every time and on every backend.
 
-    grads: [rows, ...] of the targets' stacks; totals: of the sources' stacks, in the gradients' dtype or a wider one.
+    Args:
+        stage: that traffic and errors name.
+        moves: that brought the rows.
+        grads: [rows, ...] of the targets' stacks.
+        totals: [rows, ...] of the sources' stacks, in the dtype of the gradients or a wider one.
     """
     parts = parts_of(group, moves)
     buffers = [pack_rows(stacks, part.arriving) for stacks, part in zip(grads, parts, strict=True)]

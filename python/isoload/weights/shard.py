@@ -47,7 +47,13 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 class ShardWeights(RankWeights):
-    """One rank's weight rows of a layer: home rows of a Shard, in its order; replica rows in a storage of their own."""
+    """One rank's weight rows of a layer: home rows of a Shard, replica rows in a storage of their own.
+
+    Args:
+        layout: the experts of its rows; homes in the order of the shard.
+        shard: the home rows.
+        num_rows, spare_slots, new_stack: as RankWeights.
+    """
 
     def __init__(
         self,

@@ -96,8 +96,11 @@ class Layers(EngineLayers[Layer]):
         return super().group(topology) if elastic.backend() is None else LoneRank(topology, self.own_rank())
 
     def follow(self, metadata: Any, algorithm: str) -> None:
-        """Takes SGLang's ExpertLocationMetadata behind "dynamic" or "lp", the same on all ranks: Balancers are made, or
-        refreshed in place where there are some."""
+        """Takes SGLang's ExpertLocationMetadata: Balancers are made, or refreshed in place where there are some.
+
+        Args:
+            algorithm: "dynamic" or "lp"; the same on all ranks.
+        """
         tables = elastic.live_tables(metadata)
         if self.refresh(tables):
             return

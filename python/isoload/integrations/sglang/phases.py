@@ -19,8 +19,11 @@ def phase_of(batch: Any) -> str:
 
 
 def prefill_graphs() -> Callable[[], bool]:
-    """SGLang's own word whether what runs now is captured for prefill, where each phase has a policy; ValueError where
-    ranks would not agree, or this SGLang says no such word."""
+    """SGLang's own word whether what runs now is captured for prefill, where each phase has a policy.
+
+    Raises:
+        ValueError: ranks would not agree, or this SGLang says no such word.
+    """
     from sglang.srt.utils import get_bool_env_var
 
     one = f"{POLICY.name} must be one for prefill and decode"

@@ -36,8 +36,15 @@ def installed() -> list[Package]:
 
 
 def load_buffer(name: str | None = None) -> Any:
-    """The class of a buffer, imported: the one of a name, or the preferred one of what is installed. Raises ValueError
-    if no package has it, RuntimeError if the package does not start here."""
+    """The class of a buffer, imported.
+
+    Args:
+        name: in BUFFERS; None = the preferred one of what is installed.
+
+    Raises:
+        ValueError: if no installed package has it.
+        RuntimeError: if the package does not start here; its own error says why.
+    """
     if name is not None and name not in BUFFERS:
         raise ValueError(f"kind must be one of {', '.join(BUFFERS)}, got {name!r}")
     for package in installed():
