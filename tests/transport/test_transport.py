@@ -188,6 +188,16 @@ def test_errors_of_a_device_gather_are_raised_at_the_next_look() -> None:
             transport.group.gather_loads([torch.zeros(2, dtype=torch.int32)] * 3)
 
 
+def test_a_failure_stands_though_the_loads_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where the host looks later."""
+    group = LocalTransport(Topology(3)).group
+    look, counts = group.check, [torch.ones(2, dtype=torch.int32)] * 3
+    monkeypatch.setattr(group, "check", lambda: None)
+    group.gather_loads(counts, [0, 0, error_code("plan")]).zero_()
+    with pytest.raises(ValueError, match="rank 2 failed in stage plan"):
+        look()
+
+
 def test_a_step_leaves_nothing_behind() -> None:
     batch = draw("freed", 3)
     transport = LocalTransport(Topology(3))

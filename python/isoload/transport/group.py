@@ -100,7 +100,8 @@ class Group(Exchanges):
             torch.minimum(self._replayed, first, out=self._replayed)
             self._captures = True
             return loads
-        self._unread = first if self._unread is None else torch.minimum(self._unread, first)
+        # A copy: who writes to the loads, which are the caller's, hides no failure.
+        self._unread = first.clone() if self._unread is None else torch.minimum(self._unread, first)
         if self._replayed is None and may_be_kept(first):
             with torch.inference_mode(False):  # else only inference could write it
                 self._replayed = torch.zeros(first.shape, dtype=first.dtype, device=first.device)
