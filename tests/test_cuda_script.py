@@ -25,7 +25,7 @@ ROOT = next(folder for folder in Path(__file__).parents if (folder / "setup.py")
 STEPS = {
     1: [
         *("machine", "library", "imports", "memset", "check", "headline"),
-        *("cuda", "device_errors", "captured", "layer", "memcheck"),
+        *("cuda", "device_errors", "captured", "layer", "deep_ep", "memcheck"),
     ],
     2: [
         *("library", "bench", "ncu", "ncu_details", "kernels", "dispatch"),

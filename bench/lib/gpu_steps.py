@@ -52,6 +52,7 @@ GPU_ONLY = {
     "tests/ops/test_device_errors.py": ("device_errors", 1, 15),
     "tests/test_cuda_captured.py": ("captured", 1, 20),
     "tests/layer/test_cuda_layer.py": ("layer", 1, 45),
+    "tests/layer/test_cuda_deep_ep.py": ("deep_ep", 1, 70),
     "tests/experts/test_kernels_cuda.py": ("kernels_cuda", 2, 40),
     "tests/layer/test_cuda_forward.py": ("forward", 2, 25),
     "tests/layer/test_cuda_gradients.py": ("gradients", 2, 15),
@@ -107,7 +108,7 @@ def steps(python: str, logs: Path, xdist: bool = True) -> list[Step]:
         bench("check", 1, 40, "bench_cuda", "--check"),
         bench("headline", 1, 40, "bench_cuda", "--quick", "--results", logs / "part1"),
         *only(1),
-        sanitizer("memcheck", 1, 80),
+        sanitizer("memcheck", 1, 40),
     ]
     second = [
         library(2),

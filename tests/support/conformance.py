@@ -183,7 +183,7 @@ def check_traffic(make: Make) -> None:
         expected = np.zeros((num_ranks, num_ranks), dtype=np.int64)
         _, rows = sent_rows(transport, batch)
         expected[list(transport.group.ranks)] = rows[list(transport.group.ranks)]
-        assert np.array_equal(transport.group.traffic.rows.numpy(), expected), batch.name
+        assert np.array_equal(transport.group.traffic.rows.cpu().numpy(), expected), batch.name
         assert transport.group.traffic.host_syncs == transport.dispatcher.host_waits, batch.name
 
 

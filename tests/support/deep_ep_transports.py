@@ -10,6 +10,7 @@ from isoload import Topology
 from isoload.transport import Call, CollectiveGroup, Dispatcher, Received, Transport
 from isoload.transport.deep_ep import DeepEPDispatcher
 from isoload.transport.deep_ep.limits import Shape
+from isoload.transport.deep_ep.transport import make_buffer
 from isoload.transport.deep_ep.wires import WIRES
 from support import deep_ep_double
 from support.batches import MAX_TOKENS
@@ -64,18 +65,10 @@ def make_dispatcher(
     **how: Any,
 ) -> DeepEPDispatcher:
     """Over a new buffer of a class, for batches of up to MAX_TOKENS tokens."""
-    if made.__name__ == "Buffer":
-        buffer = made(group.process_group, low_latency_mode=how.get("low_latency", False))
-    else:
-        buffer = made(
-            group.process_group,
-            num_max_tokens_per_rank=MAX_TOKENS,
-            hidden=hidden,
-            num_topk=top_k,
-            deterministic=how.get("deterministic", True),
-        )
     tokens = how.get("max_tokens_per_rank", MAX_TOKENS)
     shape = Shape(group.topology.num_ranks, slots_per_rank, top_k, hidden, tokens)
+    low_latency, deterministic = how.get("low_latency", False), how.get("deterministic", True)
+    buffer = make_buffer(made, group.process_group, shape, low_latency, deterministic, 0)
     fp8, expert_major = how.get("fp8", False), how.get("expert_major", False)
     return DeepEPDispatcher(group, buffer, shape, waits, fp8, expert_major)
 

@@ -29,7 +29,9 @@ def test_deepseek_v3_fits_every_buffer(kind: str) -> None:
     [
         ("EPBuffer", {"slots_per_rank": 513, "num_ranks": 2}, "slots_per_rank must be at most 512"),
         ("ElasticBuffer", {"slots_per_rank": 257, "num_ranks": 2}, "slots_per_rank must be at most 256"),
-        ("Buffer", {"slots_per_rank": 1025}, "slots_per_rank must be at most 1024"),
+        ("Buffer", {"slots_per_rank": 129}, "slots_per_rank must be at most 128"),
+        ("Buffer", {"slots_per_rank": 65, "num_ranks": 16}, "slots_per_rank must be at most 64"),
+        ("Buffer", {"hidden": 8192}, "hidden must be at most 7936 for DeepEP's Buffer, got 8192"),
         ("EPBuffer", {"slots_per_rank": 257}, "ranks x slots_per_rank must be at most 2048"),
         ("EPBuffer", {"top_k": 33}, "top_k must be at most 32"),
         ("Buffer, low latency", {"top_k": 17}, "top_k must be at most 16"),

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from isoload.topology import Topology
 from isoload.transport.collective import CollectiveGroup
 from isoload.transport.deep_ep.dispatcher import DeepEPDispatcher
-from isoload.transport.deep_ep.limits import LIMITS, Shape
+from isoload.transport.deep_ep.limits import LIMITS, NODE, Shape
 from isoload.transport.deep_ep.packages import load_buffer
 from isoload.transport.group import Group
 from isoload.transport.transport import Transport
@@ -96,7 +96,9 @@ def make_buffer(
             return made(group, 0, size, low_latency_mode=True, num_qps_per_rank=shape.slots_per_rank)
         configs = made.get_dispatch_config(ranks), made.get_combine_config(ranks)
         nvlink = max(c.get_nvl_buffer_size_hint(row_bytes, ranks) for c in configs)
-        rdma = max(c.get_rdma_buffer_size_hint(row_bytes, ranks) for c in configs)
+        rdma = 0
+        if ranks > NODE:  # a DeepEP built without NVSHMEM has no hint
+            rdma = max(c.get_rdma_buffer_size_hint(row_bytes, ranks) for c in configs)
         return made(group, nvlink, rdma)
     more = {}
     if made.__name__ == "EPBuffer":

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from isoload.transport.deep_ep.limits import LIMITS, Shape
+from isoload.transport.deep_ep.limits import LIMITS, NODE, Shape
 from isoload.value_checks import put_on
 
 # Rows in fp8: e4m3 with a float32 scale per BLOCK columns of a token, DeepSeek-V3's recipe
@@ -236,7 +236,6 @@ class LowLatencyWire(Wire):
         return (sums if own is None else (sums.float() + own.float()).to(sums.dtype)), None
 
 
-LEGACY_NODE = 8  # ranks that Buffer joins by NVLink; its exchange between nodes always waits
 # by class of the buffer
 WIRES: dict[str, type[Wire]] = {w.kind: w for w in (EPWire, ElasticWire, LegacyWire)}
 
@@ -250,9 +249,9 @@ def wire_of(buffer: Any, shape: Shape, waits: bool, fp8: bool = False, expert_ma
         if waits:
             raise ValueError("waits must be False for DeepEP's Buffer, low latency, got True")
         return LowLatencyWire(buffer, shape, waits, fp8, expert_major)
-    if name == "Buffer" and not waits and shape.num_ranks > LEGACY_NODE:
+    if name == "Buffer" and not waits and shape.num_ranks > NODE:
         raise ValueError(
-            f"waits must be True for DeepEP's Buffer over more than {LEGACY_NODE} ranks, got False over "
+            f"waits must be True for DeepEP's Buffer over more than {NODE} ranks, got False over "
             f"{shape.num_ranks}"
         )
     return WIRES[name](buffer, shape, waits, fp8, expert_major)

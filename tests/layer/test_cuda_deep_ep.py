@@ -1,0 +1,229 @@
+"""DeepEP itself between processes that share one GPU: the conformance suite of every transport, a layer, a graph.
+
+Its Buffer reaches peers by CUDA IPC, within one device too; the GPU runs the processes by turns, so no time tells
+anything. The other buffers stand on NCCL, which takes a GPU for each rank, and low latency on NVSHMEM.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import isoload
+from isoload.experts.weights import ExpertWeights
+from isoload.transport import CollectiveGroup, LocalTransport, Received, Transport
+from isoload.transport.deep_ep import DeepEPTransport, packages
+from isoload.transport.deep_ep.wires import from_fp8, to_fp8
+from support.batches import draw
+from support.conformance import CASES, TOLERANCES
+from support.cuda_layer import in_processes
+from support.deep_ep_transports import AnyShape
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    pytest.mark.skipif(
+        not any("Buffer" in package.buffers for package in packages.installed()),
+        reason="no DeepEP with Buffer",
+    ),
+]
+DEVICE = "cuda"
+RANKS, EXPERTS, HIDDEN, INNER, TOP_K, TOKENS = 2, 16, 256, 128, 4, 64
+ELSEWHERE = {"bytes"}  # DeepEP moves them, not the group
+KEPT: list[Any] = []
+
+
+def kept(made: Any) -> Any:
+    """To the end of the process: the end of a buffer is a meeting of all ranks."""
+    KEPT.append(made)
+    return made
+
+
+class OnGPU(AnyShape):
+    """What the suite hands over lies on the CPU, and so does what it gets."""
+
+    def __init__(self, *args: Any, **how: Any) -> None:
+        super().__init__(*args, **how)
+        self.received: dict[int, list[Received]] = {}
+
+    def dispatch(
+        self, x: Any, slots: Any, weights: Any, slots_per_rank: int, call: Any = None
+    ) -> list[Received]:
+        there = ([value.to(DEVICE) for value in values] for values in (x, slots, weights))
+        received = super().dispatch(*there, slots_per_rank, call)
+        self.received[id(received[0].handle)] = received
+        return [
+            replace(got, rows=got.rows.cpu(), slots=got.slots.cpu(), weights=got.weights.cpu())
+            for got in received
+        ]
+
+    def combine(self, y: Any, received: list[Received], own: Any = None) -> list[Tensor]:
+        there = self.received[id(received[0].handle)]
+        mine = None if own is None else [value.to(DEVICE) for value in own]
+        return [out.cpu() for out in super().combine([value.to(DEVICE) for value in y], there, mine)]
+
+
+def failed_cases(rank: int, ranks: int, waits: bool) -> dict[str, str]:
+    made, failed = packages.load_buffer("Buffer"), {}
+
+    def make() -> Transport:
+        group = CollectiveGroup(isoload.Topology(ranks))
+        return Transport(group, kept(OnGPU(group, made, waits)))
+
+    for name in sorted(CASES.keys() - ELSEWHERE):
+        try:
+            CASES[name](make)
+        except Exception:
+            failed[name] = traceback.format_exc()
+    torch.cuda.synchronize()
+    return failed
+
+
+@pytest.mark.parametrize(("ranks", "waits"), [(2, True), (2, False), (4, True)])
+def test_conformance(ranks: int, waits: bool, tmp_path: Path) -> None:
+    for rank, failed in enumerate(in_processes(partial(failed_cases, waits=waits), ranks, tmp_path)):
+        assert not failed, f"rank {rank}: {''.join(failed.values())}"
+
+
+def in_fp8(rank: int, ranks: int) -> list[bool]:
+    batch, found = draw("fp8", ranks, dtype=torch.bfloat16, width=HIDDEN), []
+    for waits in (True, False):
+        group, made = CollectiveGroup(isoload.Topology(ranks)), packages.load_buffer("Buffer")
+        dispatcher = kept(OnGPU(group, made, waits, fp8=True))
+        x = batch.x[rank].clone().requires_grad_()
+        (got,) = dispatcher.dispatch([x], [batch.slots[rank]], [batch.weights[rank]], batch.slots_per_rank)
+        wanted = torch.stack([batch.x[source][token] for source, token, *_ in batch.received_by(rank)])
+        (out,) = dispatcher.combine([got.rows * 2], [got])
+        out.float().sum().backward()
+        visited = [
+            len({slot // batch.slots_per_rank for slot in own if slot >= 0})
+            for own in batch.slots[rank].tolist()
+        ]
+        real = (got.slots >= 0).any(1)
+        found.append(torch.equal(got.rows[real], from_fp8(*to_fp8(wanted.to(DEVICE))).cpu()))
+        found.append(torch.equal(x.grad[:, 0].float(), 2 * torch.tensor(visited).float()))
+    torch.cuda.synchronize()
+    return found
+
+
+def test_rows_in_fp8(tmp_path: Path) -> None:
+    """They arrive rounded as isoload rounds them; gradients are not rounded."""
+    assert in_processes(in_fp8, RANKS, tmp_path) == [[True] * 4] * RANKS
+
+
+def layer_on(transport: Transport, fails: Callable[[], bool] = bool, **how: Any) -> isoload.MoE:
+    draw = torch.Generator().manual_seed(3)
+    router = torch.randn(EXPERTS, HIDDEN, generator=draw).to(DEVICE)
+    skew = torch.linspace(4, 0, EXPERTS).to(DEVICE)
+    dense = ExpertWeights.random(EXPERTS, HIDDEN, INNER, generator=draw, dtype=torch.bfloat16)
+    dense = ExpertWeights(dense.gate_up.to(DEVICE), dense.down.to(DEVICE), None, None)
+    topology = transport.group.topology
+    placement = isoload.place(torch.ones(1, EXPERTS), topology, slots_per_rank=EXPERTS // RANKS + 2)
+
+    def gate(rows: Tensor) -> tuple[Tensor, Tensor]:
+        if fails():
+            raise RuntimeError("no choice")
+        weights, ids = (rows.float() @ router.T + skew).softmax(-1).topk(TOP_K)
+        return ids, weights
+
+    return isoload.MoE(gate, dense, transport, placement, **how)
+
+
+def rows_of(rank: int, seed: int = 0) -> Tensor:
+    draw = torch.Generator().manual_seed(7 * seed + rank)
+    return torch.randn(TOKENS, HIDDEN, generator=draw).bfloat16().to(DEVICE)
+
+
+def deep_ep(ranks: int, waits: bool) -> Transport:
+    shape = {
+        "hidden": HIDDEN,
+        "top_k": TOP_K,
+        "slots_per_rank": EXPERTS // RANKS + 2,
+        "max_tokens_per_rank": TOKENS,
+    }
+    return kept(DeepEPTransport(isoload.Topology(ranks), kind="Buffer", waits=waits, **shape))
+
+
+def outputs_and_gradients(rank: int, ranks: int) -> list[list[Tensor]]:
+    found = []
+    layers = [layer_on(deep_ep(ranks, waits)) for waits in (True, False)]
+    for layer in layers:
+        rows = rows_of(rank).requires_grad_()
+        out = layer(rows)
+        out.float().square().sum().backward()
+        plan = layer.balancer.last_plan
+        assert plan is not None and torch.equal(plan.peak, plan.bound)
+        found.append([value.detach().cpu() for value in (out, rows.grad)])
+    torch.cuda.synchronize()
+    return found
+
+
+def test_a_layer_is_that_of_one_process(tmp_path: Path) -> None:
+    rows = [rows_of(rank).requires_grad_() for rank in range(RANKS)]
+    whole = layer_on(LocalTransport(isoload.Topology(RANKS)))(rows)
+    torch.stack([out.float().square().sum() for out in whole]).sum().backward()
+    for rank, found in enumerate(in_processes(outputs_and_gradients, RANKS, tmp_path)):
+        for mine in found:
+            for value, wanted in zip(mine, (whole[rank].detach(), rows[rank].grad), strict=True):
+                limit = TOLERANCES[torch.bfloat16] * float(wanted.abs().max())
+                assert (value.float() - wanted.cpu().float()).abs().max() <= limit
+
+
+def replayed(rank: int, ranks: int) -> list[Tensor]:
+    """By its own counts a rank needs no exchange but DeepEP's: all of a forward is one graph."""
+    layer = layer_on(deep_ep(ranks, False), loads="own")
+    found: list[Tensor] = []
+    with torch.no_grad():
+        rows = rows_of(rank)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                layer(rows)
+        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = layer(rows)
+        for seed in range(1, 4):
+            rows.copy_(rows_of(rank, seed))
+            graph.replay()
+            torch.cuda.synchronize()
+            found += [out.cpu(), layer(rows).cpu()]
+            torch.cuda.synchronize()
+    return found
+
+
+def test_a_forward_is_one_graph(tmp_path: Path) -> None:
+    for found in in_processes(replayed, RANKS, tmp_path):
+        assert found[0].any() and not torch.equal(found[0], found[2])
+        for a, b in zip(found[::2], found[1::2], strict=True):
+            assert torch.equal(a, b)
+
+
+def told(rank: int, ranks: int) -> list[str]:
+    """What a rank raises in three batches, in the second of which rank 1 fails."""
+    said, failing = [], iter([False, rank == 1, False])
+    layer = layer_on(deep_ep(ranks, True), lambda: next(failing))
+    for _ in range(3):
+        try:
+            layer(rows_of(rank))
+            said.append("")
+        except (RuntimeError, ValueError) as error:
+            said.append(str(error))
+    torch.cuda.synchronize()
+    return said
+
+
+def test_a_rank_that_fails_is_told_before_deep_ep_waits_for_it(tmp_path: Path) -> None:
+    others, own = in_processes(told, RANKS, tmp_path)
+    assert own == ["", "no choice", ""]
+    assert others[0] == others[2] == "" and "rank 1" in others[1]
