@@ -97,8 +97,8 @@ LIMITS = {
     ),
     "Buffer, low latency": Limits(
         slots_per_rank=1024,
-        num_slots=160 * 1024,
-        top_k=16,
+        num_slots=14 * 132,  # fewer than 15 for each multiprocessor, which an H100 has 132 of
+        top_k=11,
         hidden=(2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192),
         tokens_multiple=4,
     ),
