@@ -179,16 +179,15 @@ def _check_loads(loads: Tensor, placed: PlacedLayers, policy: Policy, keep_local
         raise ValueError(f"keep_local must be False for policy {policy.name}, which draws or fixes the share")
     if loads.shape == placed.shape_per_source:
         return
-    sums, sources = list(placed.home_slot.shape), list(placed.shape_per_source)
-    if loads.shape != placed.home_slot.shape:
-        raise ValueError(f"loads must be {sums} or, per source rank, {sources}, got {list(loads.shape)}")
-    for reads_sources, what in (
-        (placed.num_shared > 0, "a placement with shared experts"),
-        (policy.needs == "per_source", f"policy {policy.name}"),
-        (keep_local, "keep_local"),
-    ):
-        if reads_sources:
-            raise ValueError(f"loads must be per source rank, {sources}, for {what}, got the sum {sums}")
+    sums, sources = placed.home_slot.shape, list(placed.shape_per_source)
+    if loads.shape != sums:
+        raise ValueError(
+            f"loads must be {list(sums)} or, per source rank, {sources}, got {list(loads.shape)}"
+        )
+    if placed.num_shared or policy.needs == "per_source" or keep_local:
+        what = f"policy {policy.name}" if policy.needs == "per_source" else "keep_local"
+        what = "a placement with shared experts" if placed.num_shared else what
+        raise ValueError(f"loads must be per source rank, {sources}, for {what}, got the sum {list(sums)}")
 
 
 def shared_part(per_slot: Tensor, placed: PlacedLayers) -> Tensor:
