@@ -1,10 +1,12 @@
 // route_shared: one block matches the tokens of this rank to the ranks they visit, with the same choices as
 // csrc/cpu/route_shared.h. The ranks choose one after the other, so more blocks would only wait for each
-// other. What is too much for match_few.cuh lies in global memory.
+// other; who visits whom is found ahead by a kernel of many blocks. What is too much for matching.cuh lies in
+// global memory.
 #include "algorithms/quotient.h"
 #include "cuda/cuda.h"
+#include "cuda/fetch.cuh"
 #include "cuda/launch.cuh"
-#include "cuda/match_few.cuh"
+#include "cuda/matchers.cuh"
 #include "cuda/stable_rank.cuh"
 #include "rank_set.h"
 
@@ -14,6 +16,7 @@ namespace {
 template <int W>
 using Team = BlockTeam<W == 1 ? 32 : 16>;  // larger sets take more registers than 32 warps have
 constexpr int kFree = -2;                  // a token with a slot, without a rank yet
+constexpr int kReaders = 256;
 
 struct Counters {
   int32_t line[kMaxRanks + 1];   // the share, then the budgets left over, laid end to end
@@ -200,55 +203,84 @@ __global__ void __launch_bounds__(Team<W>::kLanes, 1)
   for (int j = 0; j < in.num_shared; ++j) matcher.match(j);
 }
 
-// The ranks of the K slots at `slots`.
-template <class Id>
-__device__ uint64_t visits_of(const Id* slots, int K, int64_t P, const Divisor& slots_per_rank,
-                              int32_t* errors) {
-  constexpr int kAhead = 8;
-  RankSet<1> visits;
+// all [size]: the visits of all tokens, a block a part of them.
+template <bool kBits, class Id>
+__global__ void __launch_bounds__(kReaders)
+    route_shared_visits_kernel(SharedRoute in, const Id* slots, int32_t* all, int32_t* errors) {
+  take_turn();
+  using Visits = typename MatcherOf<kBits>::Visits;
+  constexpr int kAhead = 4;
+  __shared__ int32_t data[64 * kPartWords];
+  const Visits part{data, kPartWords}, to{all, words_of(in.T)};
+  const int size = Visits::size(in.R, kPartWords);
+  for (int i = threadIdx.x; i < size; i += kReaders) data[i] = 0;
+  __syncthreads();
+  const int64_t P = int64_t(in.R) * in.S, first = blockIdx.x * cpu::kPartRows;
+  const int copies = static_cast<int>(in.T - first < cpu::kPartRows ? in.T - first : cpu::kPartRows) * in.K;
+  const Divisor K(in.K > 0 ? in.K : 1), slots_per_rank(in.S);
+  const Id* const here = slots + first * in.slots_width;
   int32_t faults = 0;
-  for (int k = 0; k < K; k += kAhead) {
+  for (int i = threadIdx.x; i < copies; i += kAhead * kReaders) {
+    int token[kAhead];
     Id slot[kAhead];
-    fetch_ahead<1>(slots + k, K - k, slot);
 #pragma unroll
     for (int a = 0; a < kAhead; ++a) {
-      const bool is_slot = slot[a] >= 0 && slot[a] < P;
-      visits.insert_if(is_slot, slots_per_rank.quotient(is_slot ? static_cast<int>(slot[a]) : 0));
-      faults |= is_slot || slot[a] == -1 ? 0 : kSharedSlot;
+      const int at = i + a * kReaders;
+      token[a] = K.quotient(at);
+      slot[a] = at < copies ? here[int64_t(token[a]) * in.slots_width + at - token[a] * in.K] : Id(-1);
+    }
+#pragma unroll
+    for (int a = 0; a < kAhead; ++a) {
+      if (slot[a] >= 0 && slot[a] < P)
+        part.add(slots_per_rank.quotient(static_cast<int>(slot[a])), token[a]);
+      else if (slot[a] != -1)
+        faults = kSharedSlot;
     }
   }
   report(errors, faults);
-  return visits.word[0];
+  __syncthreads();
+  for (int i = threadIdx.x; i < size; i += kReaders) all[to.of_part(blockIdx.x, i)] = data[i];
 }
 
-template <class Id, class Out>
-__global__ void __launch_bounds__(FewMatcher::kLanes, 1)
-    route_shared_few_kernel(SharedRoute in, const Id* slots, Out* out, int32_t* errors) {
+template <bool kBits, class Out>
+__global__ void __launch_bounds__(Matching::kLanes, 1)
+    route_shared_few_kernel(SharedRoute in, const int32_t* all, Out* out) {
   take_turn();
-  __shared__ FewMatcher::Shared shared;
-  FewMatcher matcher(shared, in);
-  const Divisor slots_per_rank(in.S);
-  matcher.read([&](int t) {
-    return visits_of(slots + int64_t(t) * in.slots_width, in.K, int64_t(in.R) * in.S, slots_per_rank, errors);
-  });
+  using Matcher = MatcherOf<kBits>;
+  using Rolled = BlockTeam<Matcher::kWarps, true>;
+  __shared__ typename Rolled::Group group;
+  const Rolled team(group);
+  auto& shared = *reinterpret_cast<typename Matcher::Shared*>(shared_memory);
+  const typename Matcher::Visits visits{reinterpret_cast<int32_t*>(&shared + 1), words_of(in.T)};
+  fetch(team, all, visits.size(in.R, visits.words), visits.data);
+  wait_for_fetched(team);
+  Matcher matcher(shared, in, visits);
   for (int j = 0; j < in.num_shared; ++j) matcher.match(j, out);
 }
 
 }  // namespace
 
 int64_t route_shared_bytes(const SharedRoute& in) {
-  if (FewMatcher::fits(in)) return 0;
-  return with_words(in.R, [&](auto W) { return in.T * int64_t(sizeof(RankSet<W>)); });
+  return with_matcher(
+      in, [&](auto bits) { return visits_bytes<MatcherOf<bits.value>>(in); },
+      [&] { return with_words(in.R, [&](auto W) { return in.T * int64_t(sizeof(RankSet<W>)); }); });
 }
 
 template <class Id, class Out>
 const char* route_shared(const SharedRoute& in, const Id* slots, Out* out, void* global, void* stream) {
-  if (FewMatcher::fits(in))
-    return launch(route_shared_few_kernel<Id, Out>, in.T > 0, FewMatcher::kLanes, 0, stream, in, slots, out,
-                  error_word());
-  return with_words(in.R, [&](auto W) {
-    return launch(route_shared_kernel<W, Id, Out>, in.T > 0, Team<W>::kLanes, 0, stream, in, slots, out,
-                  global, error_word());
+  auto few = [&](auto bits) {
+    auto* const all = static_cast<int32_t*>(global);
+    if (const char* refused = launch(route_shared_visits_kernel<bits.value, Id>, cpu::num_parts(in.T),
+                                     kReaders, 0, stream, in, slots, all, error_word()))
+      return refused;
+    return launch(route_shared_few_kernel<bits.value, Out>, in.T > 0, Matching::kLanes,
+                  matching_bytes<MatcherOf<bits.value>>(in), stream, in, all, out);
+  };
+  return with_matcher(in, few, [&] {
+    return with_words(in.R, [&](auto W) {
+      return launch(route_shared_kernel<W, Id, Out>, in.T > 0, Team<W>::kLanes, 0, stream, in, slots, out,
+                    global, error_word());
+    });
   });
 }
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +38,17 @@ pytestmark = [
 DEVICE = "cuda"
 RANKS, EXPERTS, HIDDEN, INNER, TOP_K, TOKENS = 2, 16, 256, 128, 4, 64
 ELSEWHERE = {"bytes"}  # DeepEP moves them, not the group
-KEPT: list[Any] = []
+KEPT: list[Any] = []  # to the end of the process: the end of a buffer is a meeting of all ranks
 
 
-def kept(made: Any) -> Any:
-    """To the end of the process: the end of a buffer is a meeting of all ranks."""
-    KEPT.append(made)
-    return made
+@cache
+def buffer_by_size() -> Any:
+    """DeepEP's Buffer, of which one of each size serves all layers, as in a model."""
+    made = packages.load_buffer("Buffer")
+    once: Any = cache(lambda *size: made(*size))
+    once.__name__ = made.__name__
+    once.get_dispatch_config, once.get_combine_config = made.get_dispatch_config, made.get_combine_config
+    return once
 
 
 class OnGPU(AnyShape):
@@ -72,11 +76,11 @@ class OnGPU(AnyShape):
 
 
 def failed_cases(rank: int, ranks: int, waits: bool) -> dict[str, str]:
-    made, failed = packages.load_buffer("Buffer"), {}
+    failed = {}
 
     def make() -> Transport:
         group = CollectiveGroup(isoload.Topology(ranks))
-        return Transport(group, kept(OnGPU(group, made, waits)))
+        return Transport(group, OnGPU(group, buffer_by_size(), waits))
 
     for name in sorted(CASES.keys() - ELSEWHERE):
         try:
@@ -96,8 +100,7 @@ def test_conformance(ranks: int, waits: bool, tmp_path: Path) -> None:
 def in_fp8(rank: int, ranks: int) -> list[bool]:
     batch, found = draw("fp8", ranks, dtype=torch.bfloat16, width=HIDDEN), []
     for waits in (True, False):
-        group, made = CollectiveGroup(isoload.Topology(ranks)), packages.load_buffer("Buffer")
-        dispatcher = kept(OnGPU(group, made, waits, fp8=True))
+        dispatcher = OnGPU(CollectiveGroup(isoload.Topology(ranks)), buffer_by_size(), waits, fp8=True)
         x = batch.x[rank].clone().requires_grad_()
         (got,) = dispatcher.dispatch([x], [batch.slots[rank]], [batch.weights[rank]], batch.slots_per_rank)
         wanted = torch.stack([batch.x[source][token] for source, token, *_ in batch.received_by(rank)])
@@ -149,7 +152,8 @@ def deep_ep(ranks: int, waits: bool) -> Transport:
         "slots_per_rank": EXPERTS // RANKS + 2,
         "max_tokens_per_rank": TOKENS,
     }
-    return kept(DeepEPTransport(isoload.Topology(ranks), kind="Buffer", waits=waits, **shape))
+    KEPT.append(DeepEPTransport(isoload.Topology(ranks), kind="Buffer", waits=waits, **shape))
+    return KEPT[-1]
 
 
 def outputs_and_gradients(rank: int, ranks: int) -> list[list[Tensor]]:

@@ -23,7 +23,7 @@ from support import fills, pourings, spills
 from support.borrow_plans import SHAPES, draw_plan, draw_values
 from support.cases import Case, draw, instances
 from support.chain import NODES, chain, draw_batch
-from support.routings import routings
+from support.routings import draw_row, draw_slots, routings
 from support.shared_copies import draw_copies
 
 no_device = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -161,6 +161,15 @@ def test_waterfill_on_every_pouring() -> None:
             for candidates in ("all", "node", "visited"):
                 arguments, options = pourings.draw(family, ranks, 5, candidates).arguments(candidates)
                 assert_same(f"{family}-{ranks}", ops.plan_waterfill, *arguments, **options)
+
+
+@pytest.mark.parametrize(("ranks", "tokens"), [(16, 16_384), (64, 8_000), (8, 40_000)])
+def test_shared_routes_of_many_tokens(ranks: int, tokens: int) -> None:
+    rng = np.random.default_rng([32, ranks, tokens])
+    slots, slots_per_rank = draw_slots(rng, ranks, tokens)
+    row = draw_row(rng, ranks, 2 * int((slots >= 0).any(1).sum()))
+    for strict in (False, True):
+        assert_same(f"{ranks}", ops.route_shared, slots, row, slots_per_rank, 1, 2, strict=strict)
 
 
 @pytest.mark.parametrize("num_shared", [1, 3])

@@ -83,8 +83,8 @@ CHOSEN = {
     "shard_tokens": "layers_at_once",
     "route": "equals_reference_where or nothing or 12-empty_slots",
     "route_numbered": "(equals_reference and (700 or 129)) or other_columns",
-    "route_columns": "apart_and and (700 or 129) or many or 4096-64",
-    "route_shared": "equals_reference and 1-True or many_tokens",
+    "route_columns": "apart_and and (700 or 129) or many or 4097-64",
+    "route_shared": "equals_reference and 1-True or many_tokens and not 32769",
     "route_shared_sampled": "equals_reference",
     "append_shared_expert": "equals_reference",
     "number_rows": "equals_reference",
@@ -98,7 +98,7 @@ IN_GATE = ("every_op", "number_rows", "share", "plan_exact", "borrow", "device_e
 # Of these the large ones are for `make test-all` alone.
 LARGER = {
     "count": "5001 and dtype1",
-    "route_columns": "dtype1 or 4096",
+    "route_columns": "dtype1 or 4097",
     "plan_waterfill": "300-3",
     "plan_lp": "layers_at_once and dtype1",
 }

@@ -98,10 +98,9 @@ def test_many_tokens(top_k: int) -> None:
         assert torch.equal(batch.together(columns), batch.apart(columns))
 
 
-@pytest.mark.parametrize("ranks", [64, 65])
-@pytest.mark.parametrize("tokens", [4096, 4097])
+@pytest.mark.parametrize(("tokens", "ranks"), [(4097, 64), (4097, 65), (9001, 24), (32768, 3), (32769, 3)])
 def test_more_than_one_block_matches(tokens: int, ranks: int) -> None:
-    """Up to 4096 tokens, 64 ranks, blocks that look up match too. Where they meet in parts is left as it was."""
+    """Up to 32768 tokens, 64 ranks, blocks that look up match too. Where they meet in parts is left as it was."""
     batch = Batch(ranks, "eplb", tokens, 2)
     parts = batch.counted.parts.clone()
     for columns in (batch.columns, batch.columns._replace(strict=True)):

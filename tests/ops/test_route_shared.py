@@ -27,10 +27,15 @@ def test_equals_reference(num_shared: int, strict: bool) -> None:
 
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize(
-    ("ranks", "tokens", "k"), [(3, 1024, 2), (16, 1025, 8), (64, 2100, 12), (40, 4096, 70), (12, 4097, 4)]
+    ("ranks", "tokens", "k"),
+    [
+        *((3, 1024, 2), (64, 900, 12), (16, 1025, 8), (40, 4096, 70), (60, 5001, 9), (31, 17001, 2)),
+        *((2, 32768, 2), (3, 32769, 1)),
+    ],
 )
 def test_many_tokens(ranks: int, tokens: int, k: int, strict: bool) -> None:
-    """Up to 64 ranks and 4096 tokens one block holds all; some are absent, some visit one rank with all their slots."""
+    """Up to 64 ranks a block keeps all: up to 1024 tokens, or, as bits, 32768. Some are absent, some visit one rank with
+    all their slots."""
     rng = np.random.default_rng([ranks, tokens, k])
     slots = rng.choice(2 * ranks, (tokens, k), p=rng.dirichlet(np.full(2 * ranks, 1.0)))
     slots[rng.random((tokens, k)) < 0.1] = -1

@@ -24,7 +24,7 @@ NO_KERNEL = {
     "empty_strided", "expand", "lift_fresh", "narrow", "new_empty", "new_empty_strided", "permute", "reshape",
     "select", "slice", "split", "split_with_sizes", "squeeze", "t", "transpose", "unbind", "unsqueeze", "view",
 }  # fmt: skip
-OF_MANY = {"number_rows": 2, "group_copies": 2}  # kernels of an op, of many copies
+OF_MANY = {"number_rows": 2, "group_copies": 2, "route_shared": 2}  # kernels of an op, of many copies
 
 
 def kernels_of(name: str, args: tuple[Any, ...]) -> int:
@@ -39,7 +39,7 @@ def kernels_of(name: str, args: tuple[Any, ...]) -> int:
     if name == "balance_same":
         return 4
     if name == "route":
-        return 2 if args[7] is not None and (len(args[0]) > 4096 or args[6] > 64) else 1
+        return 2 if args[7] is not None and (len(args[0]) > 32768 or args[6] > 64) else 1
     return OF_MANY.get(name, 1)
 
 

@@ -35,6 +35,7 @@ TOKENS = (
     "route, shared columns",
     "number_rows",
     "group_copies",
+    "route_shared",
 )
 FEW, MANY, WIDE = (16, 32, 64), (16, 32, 4100), (32, 32, 64)  # ranks, replicas, tokens
 TURNS, WIDER = (16, 32, 1100), (72, 32, 600)
@@ -293,7 +294,7 @@ OF_LAYERS: dict[str, tuple[Callable[[Layer], object], tuple[int, int, int]]] = {
         TURNS,
     ),
     "route_shared, spread": (spread, FEW),
-    "route_shared, turns": (spread, TURNS),
+    "route_shared, by bits": (lambda x: [spread(x), strangers(x)], MANY),
     "route_shared, more ranks": (lambda x: [spread(x), strangers(x)], WIDER),
     "route_shared, strangers": (strangers, FEW),
     "group_copies, more slots": (lambda x: ops.group_copies(x.slots, 0, 3 * size(x)), FEW),
