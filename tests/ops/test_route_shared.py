@@ -34,8 +34,8 @@ def test_equals_reference(num_shared: int, strict: bool) -> None:
     ],
 )
 def test_many_tokens(ranks: int, tokens: int, k: int, strict: bool) -> None:
-    """Up to 64 ranks a block keeps all: up to 1024 tokens, or, as bits, 32768. Some are absent, some visit one rank with
-    all their slots."""
+    """Up to 64 ranks a block keeps all: up to 1024 tokens, or, as bits, 32768. Some are absent, some visit one rank
+    with all their slots."""
     rng = np.random.default_rng([ranks, tokens, k])
     slots = rng.choice(2 * ranks, (tokens, k), p=rng.dirichlet(np.full(2 * ranks, 1.0)))
     slots[rng.random((tokens, k)) < 0.1] = -1
