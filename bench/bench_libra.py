@@ -35,7 +35,8 @@ import torch
 from torch import Tensor
 
 import isoload
-from isoload import planning, predict
+from isoload import predict
+from isoload.balancing import planning
 from isoload.policies import Policy, make_policy, parse_policy
 from isoload.policies.shared_base import rank_copies
 from isoload.replay.batches import SourceBatch
@@ -99,7 +100,7 @@ def place(stream: Stream, slots: int, placer: str) -> isoload.Placement:
     return isoload.place(counts, isoload.Topology(stream.ranks), size, placer, spare_slots=spare)
 
 
-def routed_slots(plan: isoload.records.Plan, loads: Tensor, batch: SourceBatch) -> Tensor:
+def routed_slots(plan: isoload.records.plan.Plan, loads: Tensor, batch: SourceBatch) -> Tensor:
     """[L, T, K]."""
     layers, ranks = range(len(loads)), range(batch.num_ranks)
     return torch.stack(
@@ -107,7 +108,7 @@ def routed_slots(plan: isoload.records.Plan, loads: Tensor, batch: SourceBatch) 
     )
 
 
-def copies_of(plan: isoload.records.Plan, loads: Tensor, batch: SourceBatch) -> Tensor:
+def copies_of(plan: isoload.records.plan.Plan, loads: Tensor, batch: SourceBatch) -> Tensor:
     """[L, R, R] copies from source to rank; a sampled plan's are counted from routed slots."""
     if plan.quota is not None:
         return rank_copies(loads, plan)
@@ -119,7 +120,7 @@ def copies_of(plan: isoload.records.Plan, loads: Tensor, batch: SourceBatch) -> 
     )
 
 
-def figures(plan: isoload.records.Plan, loads: Tensor, batch: SourceBatch) -> Row:
+def figures(plan: isoload.records.plan.Plan, loads: Tensor, batch: SourceBatch) -> Row:
     """Of every layer of one batch."""
     copies = copies_of(plan, loads, batch)
     peak, total = copies.sum(-2).amax(-1), copies.sum((-2, -1))
@@ -137,7 +138,9 @@ def imbalance(stream: Stream, most: int) -> list[Row]:
     ahead_of, cells = forecasts(stream), {}
     spared, resident = ({n: place(stream, n, placer) for n in SPARE} for placer in ("trivial", "eplb"))
 
-    def add(key: tuple[str, int, str], plan: isoload.records.Plan, loads: Tensor, batch: SourceBatch) -> None:
+    def add(
+        key: tuple[str, int, str], plan: isoload.records.plan.Plan, loads: Tensor, batch: SourceBatch
+    ) -> None:
         cells.setdefault(key, []).append(figures(plan, loads, batch))
 
     for index in stream.fold.replay[: most or None]:

@@ -31,8 +31,8 @@ from numpy.typing import NDArray
 
 import isoload
 from isoload import ops
-from isoload.own_counts import offsets
-from isoload.own_counts.targets import exact_quota, scaled
+from isoload.balancing.own_counts import offsets
+from isoload.balancing.own_counts.targets import exact_quota, scaled
 from isoload.policies.static import StaticPolicy
 from isoload.trace import read_trace
 from lib import table

@@ -119,8 +119,8 @@ def bench_case(ranks: int, replicas: int, quantum: int, rival_layers: int, seed:
     placement, loads = make_case(ranks, replicas, seed)
     batch, single, public = bench_exact(placement, loads)
     alone = over_instances(single)
-    plans = isoload.planning.plan_layers(loads, placement)
-    even = isoload.planning.plan_layers(loads, placement, policy="even")
+    plans = isoload.balancing.planning.plan_layers(loads, placement)
+    even = isoload.balancing.planning.plan_layers(loads, placement, policy="even")
     mean = loads.sum(1).double() / ranks
     rivals = bench_rivals(placement, loads, single[:rival_layers])
     return {

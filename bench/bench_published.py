@@ -28,9 +28,9 @@ import isoload
 from isoload.advise import Candidate, Model, Question, advise, judge_by
 from isoload.advise.advice import PLAN_US
 from isoload.advise.constants import layer_time
-from isoload.placement import Placement
+from isoload.balancing.planning import plan
 from isoload.placers import place
-from isoload.planning import plan
+from isoload.records.placement import Placement
 from isoload.times import LayerTime
 from isoload.trace import Trace, read_trace
 from lib import published_steps as steps

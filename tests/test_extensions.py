@@ -94,7 +94,7 @@ class Highest(isoload.policies.Policy):
 
     name = "highest"
 
-    def split(self, demand: Demand, placed: PlacedLayers) -> isoload.records.Plan:
+    def split(self, demand: Demand, placed: PlacedLayers) -> isoload.records.plan.Plan:
         loads = demand.loads if demand.loads.dim() == 1 else demand.loads.sum(0, dtype=torch.int32)
         last = (placed.tables.field("offsets")[1:] - 1).long()
         quota = torch.zeros_like(placed.slot_to_expert)
@@ -117,7 +117,8 @@ def test_a_policy_in_one_file(highest: str) -> None:
     plan = balancer.last_plan
     assert plan is not None
     assert (
-        isoload.records.plan_errors(plan, torch.stack([isoload.count(rows, EXPERTS) for rows in ids])) == []
+        isoload.records.plan.plan_errors(plan, torch.stack([isoload.count(rows, EXPERTS) for rows in ids]))
+        == []
     )
     assert torch.equal(isoload.count(torch.cat(slots), placement.num_slots), plan.quota)
     exact = isoload.Balancer(placement, 0, "exact", isoload.LocalGroup(make_topology()))

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 import isoload
-import isoload.balancer
+import isoload.balancing.balancer
 import isoload.layer.moe
 from isoload.experts.weights import ExpertWeights, SwiGLU
-from isoload.placed_layers import PlacedLayers
+from isoload.records.placed_layers import PlacedLayers
 from isoload.transport import Received, Transport
 from isoload.weights.borrow import Borrowed
 from lib.clocks import Timer
@@ -86,9 +86,9 @@ class StageClock:
         """What is timed: the stage, and where its function is looked up."""
         layer = self.layer
         called: list[tuple[str, Any, str]] = [
-            ("count", isoload.balancer, "count_owned"),
+            ("count", isoload.balancing.balancer, "count_owned"),
             ("gather", layer.group, "gather_loads"),
-            ("plan", isoload.balancer, "plan_and_share"),
+            ("plan", isoload.balancing.balancer, "plan_and_share"),
             ("route", layer.balancer, "route"),
             ("dispatch", layer.dispatcher, "dispatch"),
             ("experts", isoload.layer.moe, "run_experts"),

@@ -50,7 +50,7 @@ print(simt_build.build(folder))
 GPU_ONLY = {
     "tests/ops/test_cuda.py": ("cuda", 1, 45),
     "tests/ops/test_device_errors.py": ("device_errors", 1, 15),
-    "tests/test_cuda_captured.py": ("captured", 1, 20),
+    "tests/balancing/test_cuda_captured.py": ("captured", 1, 20),
     "tests/layer/test_cuda_layer.py": ("layer", 1, 45),
     "tests/layer/test_cuda_deep_ep.py": ("deep_ep", 1, 70),
     "tests/experts/test_kernels_cuda.py": ("kernels_cuda", 2, 40),

@@ -95,7 +95,7 @@ class RankBench:
             "returned_weight_bytes": weight_bytes,
         }
 
-    def borrow(self, made: isoload.records.Plan) -> float:
+    def borrow(self, made: isoload.records.plan.Plan) -> float:
         """Bringing the weights alone, nothing beside it."""
         if not imports(made) or self.layer.borrowing is None:
             return 0.0

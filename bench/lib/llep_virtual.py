@@ -36,7 +36,7 @@ Sorted = tuple[ExpertWeights, Tensor, Tensor]  # weights, copies [C, H], ends [S
 class Routed:
     """One plan on one batch: slots [R*T, K] of all tokens, how many experts move, and what planning took."""
 
-    plan: isoload.records.Plan
+    plan: isoload.records.plan.Plan
     slots: Tensor
     moved: int
     plan_ms: float
@@ -119,7 +119,7 @@ def multiply(copies: list[Sorted]) -> None:
         F.grouped_mm(inner, weights.down.transpose(1, 2), offs=ends)
 
 
-def imports(plan: isoload.records.Plan) -> int:
+def imports(plan: isoload.records.plan.Plan) -> int:
     """Experts that a plan moves."""
     return int(plan.telemetry[0]) if plan.policy.borrows and plan.telemetry is not None else 0
 

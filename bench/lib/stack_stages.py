@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import isoload
-import isoload.balancer
+import isoload.balancing.balancer
 import isoload.layer.moe
 import isoload.layer.two_stage
 from isoload import predict
@@ -72,9 +72,9 @@ class StackClock(StageClock):
     def calls(self) -> list[tuple[str, Any, str]]:
         layer, two_stage = self.layer, isoload.layer.two_stage
         called: list[tuple[str, Any, str]] = [
-            ("gather", isoload.balancer, "count_owned"),
+            ("gather", isoload.balancing.balancer, "count_owned"),
             ("gather", layer.group, "gather_loads"),
-            ("plan", isoload.balancer, "plan_and_share"),
+            ("plan", isoload.balancing.balancer, "plan_and_share"),
             ("plan", layer.balancer, "route"),
             ("plan", two_stage, "route"),
             ("dispatch", layer.dispatcher, "dispatch"),

@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from isoload.placement import Placement
 from isoload.placers import place
+from isoload.records.placement import Placement
 from isoload.replay.batches import Batches, SourceBatch, make_batches
 from isoload.replay.calibration import Fold
 from isoload.topology import Topology

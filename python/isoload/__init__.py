@@ -3,18 +3,18 @@
 What most programs need, in the order in which one learns it; all else by module (isoload.layer.BlockExperts).
 """
 
-from isoload.balancer import Balancer
-from isoload.captured import CapturedBalancer
-from isoload.counting import count
+from isoload.balancing.balancer import Balancer
+from isoload.balancing.captured import CapturedBalancer
+from isoload.balancing.counting import count
+from isoload.balancing.planning import plan, share
+from isoload.balancing.routing import route
 from isoload.experts.weights import ExpertWeights
 from isoload.formats import read_placement, write_placement
 from isoload.layer import LibraStack, MoE, balance
 from isoload.online import Rebalancer, Recorder
-from isoload.placement import Placement
 from isoload.placers import PLACERS, place
-from isoload.planning import plan, share
 from isoload.policies import POLICIES
-from isoload.routing import route
+from isoload.records.placement import Placement
 from isoload.topology import Topology
 from isoload.trace import read_trace
 from isoload.transport import CollectiveGroup, CollectiveTransport, LocalGroup, LocalTransport

@@ -1,5 +1,5 @@
 """``python -m isoload`` is the command ``isoload``."""
 
-from isoload.cli import main
+from isoload_command import main
 
 main()

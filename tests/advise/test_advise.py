@@ -25,7 +25,7 @@ from isoload.advise.advice import PLAN_US
 from isoload.advise.candidates import NOW, grid, placed, sent, targets
 from isoload.advise.constants import layer_time
 from isoload.advise.launch import flags
-from isoload.planning import plan_layers
+from isoload.balancing.planning import plan_layers
 from isoload.replay.timeline import rows_between
 from isoload.times import AllToAllTime, ExpertTime, LayerTime
 from isoload.times.exchanges import Curve

@@ -21,9 +21,9 @@ from isoload.advise.recorded import (
     tokens_of,
     trace_of,
 )
+from isoload.replay.rank_loads import read_recorded
 from isoload.replay.simulate import ReplaySettings, replay
 from isoload.trace import Trace
-from isoload.trace.rank_loads import read_recorded
 from support.recorded_runs import by_turns, save_run
 
 EXPERTS, K, RANKS, LAYERS, TOKENS, SLOTS = 32, 4, 8, 2, 16, 5

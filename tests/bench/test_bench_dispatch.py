@@ -129,12 +129,16 @@ def test_the_clock_changes_nothing_and_leaves_nothing() -> None:
     given = batch.rows, batch.ids, batch.weights
     with torch.no_grad():
         alone = layer.compute(*given)
-        before = layer.dispatcher.dispatch, isoload.balancer.plan_and_share, layer.borrowing.borrow
+        before = layer.dispatcher.dispatch, isoload.balancing.balancer.plan_and_share, layer.borrowing.borrow
         with StageClock(layer, bench.timer, bench.meet) as clock:
             timed = layer.compute(*given)
     assert all(map(torch.equal, alone, timed))
     assert clock.ms.keys() == set(STAGES)
-    assert before == (layer.dispatcher.dispatch, isoload.balancer.plan_and_share, layer.borrowing.borrow)
+    assert before == (
+        layer.dispatcher.dispatch,
+        isoload.balancing.balancer.plan_and_share,
+        layer.borrowing.borrow,
+    )
 
 
 def test_an_expert_with_the_weights_of_another_is_found() -> None:

@@ -8,10 +8,10 @@ from typing import get_args
 import pytest
 from typer.testing import CliRunner
 
+from isoload.balancing.own_counts import Loads
 from isoload.cli import options
 from isoload.cli.app import app
 from isoload.formats import FORMATS
-from isoload.own_counts import Loads
 from isoload.placers import PLACERS
 from isoload.policies import POLICIES
 from isoload.replay.batches import ASSIGNMENTS

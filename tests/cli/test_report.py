@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 import isoload
 from isoload.advise.recorded import phases
 from isoload.cli.app import app
-from isoload.trace.rank_loads import read_recorded
+from isoload.replay.rank_loads import read_recorded
 from support.documents import PLAIN, printed
 from support.pages import missing, read_page
 from support.recorded_runs import save_run

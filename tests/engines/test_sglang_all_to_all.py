@@ -12,7 +12,7 @@ import pytest
 from checkpoint import PROMPTS, make_qwen3_moe
 from engine_runs import EngineRun, check_sent, in_shadow, run_sglang
 
-from isoload.trace.rank_loads import read_recorded
+from isoload.replay.rank_loads import read_recorded
 
 ALL_TO_ALL = {
     "moe_a2a_backend": "deepep", "deepep_mode": "normal", "enable_dp_attention": True, "dp_size": 2,

@@ -16,9 +16,9 @@ from typer.testing import CliRunner
 from isoload import Balancer, Placement, Topology
 from isoload.advise.recorded import phases
 from isoload.cli.app import app
+from isoload.replay.rank_loads import read_recorded
 from isoload.replay.simulate import ReplaySettings, replay
 from isoload.trace import Trace
-from isoload.trace.rank_loads import read_recorded
 
 EPLB = {
     "ep_num_redundant_experts": 4, "ep_dispatch_algorithm": "dynamic", "enable_eplb": True,

@@ -15,7 +15,7 @@ import torch
 from checkpoint import PROMPTS, make_qwen3_moe
 from engine_runs import EngineRun, run_sglang
 
-from isoload.trace.rank_loads import read_recorded
+from isoload.replay.rank_loads import read_recorded
 
 EPLB = {
     "ep_num_redundant_experts": 4, "ep_dispatch_algorithm": "dynamic", "enable_eplb": True,

@@ -16,7 +16,7 @@ from vllm_cpu import map_and_record
 
 import isoload
 from isoload.integrations.engine_tables import replica_lists
-from isoload.trace.rank_loads import read_recorded
+from isoload.replay.rank_loads import read_recorded
 from support.sweeps import rest
 
 EPLB = {

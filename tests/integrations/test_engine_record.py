@@ -17,8 +17,8 @@ from isoload.advise.recorded import imbalances
 from isoload.integrations import engine_record
 from isoload.integrations.engine_record import EngineRecord
 from isoload.integrations.settings import Settings
+from isoload.replay.rank_loads import read_rank_loads, read_recorded
 from isoload.replay.simulate import ReplaySettings, replay
-from isoload.trace.rank_loads import read_rank_loads, read_recorded
 from support.host_waits import HostWaits
 from support.launches import Launches
 from support.told_metrics import Told

@@ -20,7 +20,7 @@ from isoload.integrations.engine_tables import replica_lists
 from isoload.integrations.settings import Settings
 from isoload.integrations.switch import AGREE_EVERY
 from isoload.integrations.vllm import MODELS, dispatch, layers
-from isoload.trace.rank_loads import read_recorded
+from isoload.replay.rank_loads import read_recorded
 from support.oracles import flow_optimum
 from support.processes import rank_outcomes, run_ranks
 

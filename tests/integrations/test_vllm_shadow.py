@@ -19,7 +19,7 @@ from isoload.integrations.engine_tables import replica_lists
 from isoload.integrations.settings import Settings
 from isoload.integrations.vllm import MODELS, dispatch
 from isoload.integrations.vllm.layers import served_name
-from isoload.trace.rank_loads import read_recorded
+from isoload.replay.rank_loads import read_recorded
 
 EXPERTS, RANKS, SIZE, LAYERS = 8, 2, 5, 3
 PARALLEL = {

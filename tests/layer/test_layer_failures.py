@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from isoload import balancer
+from isoload.balancing import balancer
 from isoload.experts.weights import SwiGLU
 from isoload.layer import moe
 from isoload.transport import CollectiveTransport

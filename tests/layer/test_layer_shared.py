@@ -137,4 +137,4 @@ def test_refuses():
     with pytest.raises(ValueError, match="topk_ids must not repeat an expert within a token"):
         layer(setup.rows)
     with pytest.raises(ValueError, match=r"topk_ids must be in -1\.\.10, got 11"):
-        isoload.routing.route_fixed(torch.tensor([[11]]), setup.placement.layer(0, "cpu"), 0)
+        isoload.balancing.routing.route_fixed(torch.tensor([[11]]), setup.placement.layer(0, "cpu"), 0)

@@ -7,9 +7,9 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import isoload
+from isoload.balancing.planning import plan_and_share
 from isoload.experts.weights import ClampedGLU, ExpertWeights
 from isoload.layer.moe import MoE
-from isoload.planning import plan_and_share
 from isoload.transport import CollectiveTransport, LocalTransport
 from support.processes import rank_outcomes, run_ranks
 from support.small_layer import (
@@ -128,7 +128,7 @@ def test_recompute_makes_the_same_plan(reentrant, monkeypatch):
     def run(*rows):
         return tuple(layer(list(rows)))
 
-    monkeypatch.setattr("isoload.balancer.plan_and_share", noted)
+    monkeypatch.setattr("isoload.balancing.balancer.plan_and_share", noted)
 
     grads = []
     for call in (run, lambda *rows: checkpoint(run, *rows, use_reentrant=reentrant)):

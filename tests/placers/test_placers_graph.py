@@ -98,7 +98,10 @@ def test_experts_that_do_not_divide_leave_some_ranks_one_more_replica(packed: bo
     for row in slots:
         copies = np.bincount(row, minlength=10)
         assert copies.min() == 1 and copies.max() == 2 and copies.sum() == 16
-    assert isoload.placement.placement_errors(isoload.place(counts, isoload.Topology(4), 4, "graph")) == []
+    assert (
+        isoload.records.placement.placement_errors(isoload.place(counts, isoload.Topology(4), 4, "graph"))
+        == []
+    )
 
 
 def test_no_further_slots_means_no_replicas() -> None:

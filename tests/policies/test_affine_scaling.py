@@ -109,7 +109,7 @@ def test_rounded_and_drawn_plans(options):
     loads = torch.stack([torch.stack([isoload.count(row, 64) for row in layer]) for layer in ids])
     steps = options.get("iterations", 5)
     whole = isoload.plan(loads, placement, policy="lp", method="affine", **options)
-    assert isoload.records.plan_errors(whole, loads) == []
+    assert isoload.records.plan.plan_errors(whole, loads) == []
     assert whole.telemetry.tolist() == [[steps, 0, 0, 0]] * 2
     sampled = isoload.plan(loads, placement, policy="lp_sampled", method="affine", **options)
     assert sampled.quota is None

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import isoload
-from isoload import ops, planning
+from isoload import ops
+from isoload.balancing import planning
 from isoload.policies import POLICIES, make_policy, parse_policy
 
 RANKS, EXPERTS, SPARE = 8, 32, 3
@@ -47,7 +48,7 @@ def predicted(loads: Tensor, seed: int) -> Tensor:
     return (loads - loads // 2) + (loads // 2)[:, others]
 
 
-def local_part(plan: isoload.records.Plan, loads: Tensor) -> Tensor:
+def local_part(plan: isoload.records.plan.Plan, loads: Tensor) -> Tensor:
     """[R, P] copies whose expert has a slot on their own rank, in the first such slot; slot by slot."""
     rows, size = (
         torch.zeros(RANKS, len(plan.slot_to_expert), dtype=torch.int32),
@@ -71,7 +72,7 @@ def test_libra_keeps_local_copies_and_its_plan_is_one(name: str, replicas: int) 
             isoload.plan(loads, placement, 0, policy),
             isoload.plan(loads, placement, 0, policy, filled=filled),
         ):
-            assert isoload.records.plan_errors(plan, loads) == [] and plan.policy == policy
+            assert isoload.records.plan.plan_errors(plan, loads) == [] and plan.policy == policy
             shares = isoload.share(loads, plan)
             assert torch.equal(shares.sum(0, dtype=torch.int32), plan.quota)
             local = local_part(plan, loads)
@@ -101,7 +102,7 @@ def test_hedge_splits_exactly_and_fills_all_slots(replicas: int) -> None:
         for forecast in (loads, predicted(loads, seed)):
             filled = planning.fill(forecast, placement, 0, "hedge")
             plan = isoload.plan(loads, placement, 0, "hedge", filled=filled)
-            assert isoload.records.plan_errors(plan, loads) == []
+            assert isoload.records.plan.plan_errors(plan, loads) == []
             assert plan.peak.item() == plan.bound.item()
             assert filled.telemetry[0] == RANKS * SPARE and plan.telemetry is filled.telemetry
             level = make_policy("llep", {"min_chunk": 1, "threshold": 0.0, "tolerance": 0.0})
@@ -125,10 +126,10 @@ def test_shared_experts_stay_and_layers_equal_one_by_one(name: str) -> None:
     placement = place(1, num_shared=1)
     loads = torch.stack([draw_loads(seed, 1) for seed in range(2)])
     policy, options = parse_policy(name)
-    plans = isoload.planning.plan_layers(loads, placement, policy, **options)
+    plans = isoload.balancing.planning.plan_layers(loads, placement, policy, **options)
     for layer in range(2):
         one = isoload.plan(loads[layer], placement, layer, policy, **options)
-        assert isoload.records.plan_errors(one, loads[layer]) == []
+        assert isoload.records.plan.plan_errors(one, loads[layer]) == []
         assert torch.equal(one.quota, plans[layer].quota) and torch.equal(one.peak, plans[layer].peak)
 
 
@@ -142,7 +143,7 @@ def test_dead_ranks_borrow_nothing(name: str) -> None:
     loads[-1] = 0
     policy, options = parse_policy(name)
     plan = isoload.plan(loads, placement, 0, policy, **options)
-    assert isoload.records.plan_errors(plan, loads) == []
+    assert isoload.records.plan.plan_errors(plan, loads) == []
     assert (plan.slot_to_expert.view(RANKS, -1)[-1] == -1).all()
     assert plan.quota.view(RANKS, -1)[-1].sum() == 0
 

@@ -39,7 +39,7 @@ def test_parts_are_those_of_the_weights_in_the_nearest_tier(locality):
 
 def test_layers_at_once_are_layers_one_by_one():
     placement, loads = draw(3)
-    whole = isoload.planning.plan_layers(loads, placement, "grace")
+    whole = isoload.balancing.planning.plan_layers(loads, placement, "grace")
     for layer in range(2):
         assert torch.equal(whole.quota[layer], isoload.plan(loads[layer], placement, layer, "grace").quota)
 

@@ -106,7 +106,7 @@ def test_streams_differ_by_seed_step_layer_and_rank():
 
 def test_layers_at_once_are_layers_one_by_one():
     placement, loads = draw(3)
-    whole = isoload.planning.plan_layers(loads, placement, "grace_sampled")
+    whole = isoload.balancing.planning.plan_layers(loads, placement, "grace_sampled")
     for layer in range(2):
         one = isoload.plan(loads[layer], placement, layer, "grace_sampled")
         assert torch.equal(whole[layer].weights, one.weights)

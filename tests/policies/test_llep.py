@@ -45,7 +45,7 @@ def test_plans_are_valid_and_never_above_plain_ep(policy: str, split_by: str) ->
     for seed in range(30):
         loads = skewed(seed)
         plan = isoload.plan(loads, placement, 0, policy, split_by=split_by)
-        assert isoload.records.plan_errors(plan, loads) == [], seed
+        assert isoload.records.plan.plan_errors(plan, loads) == [], seed
         assert int(plan.peak) <= busiest(loads), seed
         better += int(plan.peak) < busiest(loads)
         if split_by == "exact":
@@ -87,7 +87,7 @@ def test_all_layers_at_once_equal_one_by_one(policy: str) -> None:
     slots = one.slot_to_expert.expand(3, -1)
     placement = isoload.Placement(slots, one.topology, EXPERTS, spare_slots=8)
     loads = torch.stack([skewed(seed) for seed in range(3)])
-    plans = isoload.planning.plan_layers(loads, placement, policy)
+    plans = isoload.balancing.planning.plan_layers(loads, placement, policy)
     for i in range(3):
         plan = isoload.plan(loads[i], placement, i, policy)
         for name in ("slot_to_expert", "quota", "peak", "bound", "telemetry"):
@@ -100,7 +100,7 @@ def test_shared_experts_stay_home_and_dead_ranks_help_nobody() -> None:
     loads = torch.zeros(4, 13, dtype=torch.int32)
     loads[:, 0], loads[:, 12] = 900, 10
     plan = isoload.plan(loads, placement, 0, "llep", threshold=1.0, min_chunk=1, tolerance=0.0)
-    assert isoload.records.plan_errors(plan, loads) == [] and plan.quota is not None
+    assert isoload.records.plan.plan_errors(plan, loads) == [] and plan.quota is not None
     per_rank = plan.quota.view(4, -1).sum(1)
     assert int(per_rank[3]) == 0 and int(per_rank.max()) == -(-3640 // 3), per_rank
 
@@ -136,7 +136,7 @@ def test_published_segments_become_a_plan_where_they_fit() -> None:
     crowded = torch.tensor([90, 90, 90, 0, 0, 0], dtype=torch.int32)
     fits = place(2, 6, 2)
     assert (
-        isoload.records.plan_errors(isoload.plan(crowded, fits, 0, "llep_published", **options), crowded)
+        isoload.records.plan.plan_errors(isoload.plan(crowded, fits, 0, "llep_published", **options), crowded)
         == []
     )
     with pytest.raises(

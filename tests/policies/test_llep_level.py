@@ -102,9 +102,9 @@ def test_small_batches_borrow_nothing_at_the_defaults() -> None:
     for batch in range(batches):
         rows = ids[batch * 128 : (batch + 1) * 128]
         loads = torch.stack([torch.bincount(rows[:, i].ravel(), minlength=experts) for i in range(layers)])
-        plan = isoload.planning.plan_layers(loads.int(), place, "llep")
+        plan = isoload.balancing.planning.plan_layers(loads.int(), place, "llep")
         assert plan.telemetry is not None and int(plan.telemetry[:, 0].sum()) == 0, batch
-    lent = isoload.planning.plan_layers(loads.int(), place, "llep", min_chunk=1, threshold=1.0)
+    lent = isoload.balancing.planning.plan_layers(loads.int(), place, "llep", min_chunk=1, threshold=1.0)
     assert lent.telemetry is not None and int(lent.telemetry[:, 0].sum()) > 0
 
 
@@ -132,7 +132,7 @@ def test_nothing_is_borrowed_where_replicas_suffice(policy: str) -> None:
         loads = torch.from_numpy(rng.multinomial(100_000, drift / drift.sum())).int()
         exact = isoload.plan(loads, placed, 0, "exact")
         plan = isoload.plan(loads, placed, 0, policy, **options)
-        assert isoload.records.plan_errors(plan, loads) == [] and plan.telemetry is not None
+        assert isoload.records.plan.plan_errors(plan, loads) == [] and plan.telemetry is not None
         assert int(plan.peak) <= int(exact.peak), seed
         meets = int(exact.peak) <= -(-100_000 // ranks)
         met += meets
@@ -151,7 +151,7 @@ def test_within_the_node(policy: str) -> None:
         placed = isoload.Placement(torch.from_numpy(case.slots)[None], topology, 32, spare_slots=4)
         loads = torch.from_numpy(case.loads)
         plan = isoload.plan(loads, placed, 0, policy, within="node", **options)
-        assert isoload.records.plan_errors(plan, loads) == [] and plan.telemetry is not None
+        assert isoload.records.plan.plan_errors(plan, loads) == [] and plan.telemetry is not None
         assert int(plan.telemetry[3]) == 0
         bound = max(-(-int(node) // 4) for node in case.loads.reshape(2, -1).sum(1))
         assert int(plan.peak) >= bound

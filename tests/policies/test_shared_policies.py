@@ -8,7 +8,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import isoload
-from isoload.planning import plan_and_share, share_routed
+from isoload.balancing.planning import plan_and_share, share_routed
 from isoload.replay.batches import make_batches
 from isoload.shared_experts import per_expert
 from support.oracles import lp_optimum
@@ -86,7 +86,7 @@ def test_every_copy_is_routed_once_and_as_planned(policy, name):
         pytest.skip("nor ranks that are down")
     for layer in range(2):
         plan = isoload.plan(loads, placement, layer, policy)
-        assert isoload.records.plan_errors(plan, loads) == []
+        assert isoload.records.plan.plan_errors(plan, loads) == []
         slots = route_all(ids, loads, plan)
         for rows, wanted in zip(slots, ids, strict=True):
             held = torch.where(rows < 0, -1, plan.slot_to_expert[rows.clamp(min=0)])
@@ -226,7 +226,7 @@ def test_candidates_and_rules_change_what_is_routed():
 def test_all_layers_at_once_equal_one_by_one(policy):
     placement, _, loads = make_case("eight on two nodes")
     both = torch.stack([loads, loads.flip(0)])
-    plans = isoload.planning.plan_layers(both, placement, policy)
+    plans = isoload.balancing.planning.plan_layers(both, placement, policy)
     rows = None if plans.quota is None or policy == "waterfill_sampled" else isoload.share(both, plans)
     for layer in range(2):
         one, part = isoload.plan(both[layer], placement, layer, policy), plans[layer]
@@ -265,7 +265,9 @@ def test_shared_experts_never_wait_for_the_device(policy):
         plan = isoload.plan(loads, placement, 1, policy)
         slots = isoload.route(ids, loads, plan, rank=3)
         assert slots.shape == ids.shape and slots.dtype == ids.dtype and slots.device.type == "cuda"
-        assert isoload.planning.plan_layers(torch.stack([loads] * 2), placement, policy).bound.shape == (2,)
+        assert isoload.balancing.planning.plan_layers(
+            torch.stack([loads] * 2), placement, policy
+        ).bound.shape == (2,)
 
 
 @pytest.mark.slow
@@ -353,7 +355,7 @@ def test_waterfill_leaves_dead_ranks_alone(candidates, alive):
     ids = draw_ids(3, 4, 30, 1)
     loads = gather(ids, placement)
     plan = isoload.plan(loads, placement, 0, "waterfill", candidates=candidates)
-    assert isoload.records.plan_errors(plan, loads) == []
+    assert isoload.records.plan.plan_errors(plan, loads) == []
     slots = torch.cat(route_all(ids, loads, plan))
     per_rank = torch.bincount(slots[slots >= 0] // placement.slots_per_rank, minlength=4)
     assert not per_rank[~torch.tensor(alive)].any()

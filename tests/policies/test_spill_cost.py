@@ -72,7 +72,7 @@ def loads(*hot_experts: tuple[int, int], experts: int = 32) -> torch.Tensor:
     return counts
 
 
-def imports(plan: isoload.records.Plan, home_slot: list[int], size: int, spare: int) -> tuple[int, int]:
+def imports(plan: isoload.records.plan.Plan, home_slot: list[int], size: int, spare: int) -> tuple[int, int]:
     """Experts in spare slots: borrowed inside their node, and from other nodes."""
     near = far = 0
     for p, expert in enumerate(plan.slot_to_expert.tolist()):

@@ -93,7 +93,7 @@ def as_if_alone(placement: isoload.Placement, loads: Tensor, capacity: float | N
     return Outcome(max(attempt.cost), len(attempt.lender), attempt.peak())
 
 
-def outcome(plan: isoload.records.Plan, price: int) -> Outcome:
+def outcome(plan: isoload.records.plan.Plan, price: int) -> Outcome:
     ranks, spare = plan.topology.num_ranks, plan.placed.spare_slots
     assert plan.quota is not None
     load = plan.quota.view(ranks, -1).sum(1)

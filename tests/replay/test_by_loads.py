@@ -5,8 +5,8 @@ import pytest
 import torch
 
 import isoload
+from isoload.balancing.own_counts import offsets
 from isoload.cli.replay import replay_header, replay_warnings
-from isoload.own_counts import offsets
 from isoload.replay import simulate
 from isoload.replay.simulate import ReplaySettings
 from isoload.replica_tables import ReplicaTables

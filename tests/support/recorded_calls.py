@@ -78,7 +78,7 @@ def as_if_capturing() -> Iterator[None]:
 
 
 def recorded(call: Callable[[], list[Tensor]]) -> tuple[Callable[[], None], list[Tensor]]:
-    """In the place of isoload.captured.cuda_graph."""
+    """In the place of isoload.balancing.captured.cuda_graph."""
     calls = RecordedCalls()
     with as_if_capturing(), calls:
         result = call()

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 import isoload
-from isoload.trace.rank_loads import RankLoads
+from isoload.replay.rank_loads import RankLoads
 from isoload.trace.record import Ints
 
 

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import isoload
+from isoload.replay.rank_loads import RankLoads, read_rank_loads, read_recorded
 from isoload.trace import Trace, read_trace, write_trace
-from isoload.trace.rank_loads import RankLoads, read_rank_loads, read_recorded
 
 TABLE = np.array([[0, 1, 2, 0], [2, 1, 0, 2], [0, 1, 2, 1]])
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from isoload.advise.candidates import NOW, Candidate, grid, placed, sent_batches
 from isoload.advise.loads import Judged
 from isoload.advise.models import Model
-from isoload.placement import Placement
+from isoload.records.placement import Placement
 from isoload.replay.timeline import ENDS, Floats, rows_between, timeline
 from isoload.times import LayerTime
 from isoload.topology import Topology

@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from isoload.advise.advice import Question, Run, run_of
 from isoload.advise.candidates import Candidate
 from isoload.advise.loads import JUDGED
-from isoload.planning import plan_layers, share_routed
+from isoload.balancing.planning import plan_layers, share_routed
 from isoload.replay.judge import Floats, exact_imbalance, routed_imbalance
+from isoload.replay.rank_loads import Recorded
 from isoload.trace import Trace
-from isoload.trace.rank_loads import Recorded
 from isoload.trace.record import counts_of_slots
 
 SERVED, PLANNED = (Candidate("as served", 0, split) for split in ("none", "exact"))

@@ -69,11 +69,11 @@ def _run_policy(
     import torch
     from torch import Tensor
 
+    from isoload.balancing.planning import plan
     from isoload.experts.compute import run_experts
     from isoload.experts.weights import ExpertWeights, SwiGLU
     from isoload.layer.moe import MoE
     from isoload.placers import place
-    from isoload.planning import plan
     from isoload.replay.batches import make_batches
     from isoload.transport import CollectiveTransport
 

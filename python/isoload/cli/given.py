@@ -15,8 +15,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from isoload.files.reading import shown
 from isoload.formats import UnknownRanks, read_placement
 from isoload.options import parse_layers
-from isoload.placement import Placement
 from isoload.placers import make_placer, place
+from isoload.records.placement import Placement
 from isoload.replay.calibration import strictest
 from isoload.replay.simulate import ReplaySettings
 from isoload.topology import Topology

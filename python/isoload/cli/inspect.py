@@ -12,7 +12,7 @@ from isoload.cli.options import Force, HtmlTarget, JsonTarget, LayersText, TopK,
 from isoload.cli.tables import Column, Figure, Row, columns_of, page_table, percent, say, write_out
 
 if TYPE_CHECKING:
-    from isoload.placement import Placement
+    from isoload.records.placement import Placement
     from isoload.trace import Trace
 
 

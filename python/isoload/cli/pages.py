@@ -11,7 +11,7 @@ import numpy as np
 from isoload.report import charts, figure, page, prose, section
 
 if TYPE_CHECKING:
-    from isoload.placement import Placement
+    from isoload.records.placement import Placement
     from isoload.replay.metrics import Tally
     from isoload.replay.simulate import Replay
     from isoload.trace import Trace

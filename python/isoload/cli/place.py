@@ -15,7 +15,7 @@ from isoload.cli.tables import NO_FREEDOM, Figure, Row, columns_of, page_table, 
 from isoload.files.writing import descriptor_of
 
 if TYPE_CHECKING:
-    from isoload.placement import Placement
+    from isoload.records.placement import Placement
 
 UNITS = (
     "max/mean rank load, mean over batches and layers. even: replicas share alike; exact: the best split, as isoload's "

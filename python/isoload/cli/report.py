@@ -14,7 +14,7 @@ from isoload.cli.tables import Figure, Row, columns_of, page_table, say, write_o
 
 if TYPE_CHECKING:
     from isoload.advise.recorded import Phase
-    from isoload.trace.rank_loads import Recorded
+    from isoload.replay.rank_loads import Recorded
 
 FIGURES = (
     Figure("phase", "", "phase"),
@@ -103,8 +103,8 @@ def report(
     """What isoload would have made of the passes that an engine in shadow mode recorded."""
     from isoload.advise.recorded import phases
     from isoload.cli.targets import check_targets
+    from isoload.replay.rank_loads import read_recorded
     from isoload.trace import write_trace
-    from isoload.trace.rank_loads import read_recorded
 
     check_targets([recorded], force, json, html=html)
     if (gpu is None) != (model is None):

@@ -11,7 +11,7 @@ from isoload.files.reading import parse_json, read_text
 from isoload.files.writing import to_json_text, write_text
 from isoload.formats import engines, own, tensorrt_llm
 from isoload.formats.engines import UnknownRanks
-from isoload.placement import Placement
+from isoload.records.placement import Placement
 from isoload.topology import Topology
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from isoload.files.reading import MAX_LAYERS, Rows, check_keys, integer_rows, shown
-from isoload.placement import Placement
+from isoload.records.placement import Placement
 from isoload.topology import Topology
 
 SGLANG = "physical_to_logical_map"

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from isoload.files.reading import check_keys, integer_rows, is_number, shown
-from isoload.placement import Placement
+from isoload.records.placement import Placement
 from isoload.topology import Topology
 
 NAME, VERSION = "isoload-placement", 1

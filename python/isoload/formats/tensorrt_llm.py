@@ -11,7 +11,7 @@ from typing import Any
 
 from isoload.files.reading import check_keys, shown
 from isoload.formats.engines import ASSIGNMENTS, assignments, engine_slots, made
-from isoload.placement import Placement
+from isoload.records.placement import Placement
 from isoload.topology import Topology
 
 KEYS = {"num_slots", ASSIGNMENTS, "layer_updates_per_iter"}

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from isoload.balancer import Balancer
+from isoload.balancing.balancer import Balancer
 from isoload.integrations.engine_record import EngineRecord
 from isoload.integrations.engine_tables import arrivals, placement_of
 from isoload.integrations.meter import Meter
@@ -24,8 +24,8 @@ from isoload.integrations.switch import Switch
 from isoload.integrations.watchdog import Watchdog
 from isoload.integrations.weight_check import WeightCheck
 from isoload.ops import check_device
-from isoload.placement import Placement
 from isoload.policies import Policy
+from isoload.records.placement import Placement
 from isoload.topology import Topology
 from isoload.transport import CollectiveGroup, Group, LocalGroup
 from isoload.transport.agreement import checksum

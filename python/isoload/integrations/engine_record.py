@@ -13,14 +13,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from isoload.counting import count, without_padding
+from isoload.balancing.counting import count, without_padding
 from isoload.integrations.metrics import Metrics
 from isoload.integrations.settings import Settings
 from isoload.online import Recorder
-from isoload.placement import Placement
+from isoload.records.placement import Placement
 from isoload.replay.judge import Floats, exact_imbalance, routed_imbalance
+from isoload.replay.rank_loads import RankLoads
 from isoload.topology import Topology
-from isoload.trace.rank_loads import RankLoads
 
 log = logging.getLogger("isoload")
 Bools = NDArray[np.bool_]

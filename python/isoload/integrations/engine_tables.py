@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from isoload.integrations.settings import PLACER
-from isoload.placement import Placement
 from isoload.placers import PLACERS, parse_placer, place
+from isoload.records.placement import Placement
 from isoload.topology import Topology
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from isoload.balancer import Balancer
+from isoload.balancing.balancer import Balancer
 from isoload.integrations.engine_tables import placement_of
-from isoload.placement import Placement
+from isoload.records.placement import Placement
 from isoload.topology import Topology
 
 SLOTS = torch.tensor([[0, 1, 2, 3, 0, 1, 4, 5]])

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from isoload.balancing.planning import plan
 from isoload.integrations.metrics import Metrics
-from isoload.planning import plan
-from isoload.records import Plan
+from isoload.records.plan import Plan
 
 log = logging.getLogger("isoload")
 COLUMNS = 5  # batches, sum of imbalance before, after, batches with peak == bound, batches that have a peak

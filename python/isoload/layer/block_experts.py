@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from isoload.layer.modules import block_experts, is_fused, saved_names
 from isoload.layer.moe import MoE
-from isoload.placement import Placement
 from isoload.placers import place
 from isoload.policies import POLICIES, Policy, make_policy
+from isoload.records.placement import Placement
 from isoload.topology import Topology
 from isoload.transport import LocalTransport, Transport
 from isoload.weights.state import HOMES

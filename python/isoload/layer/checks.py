@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from isoload.checkpoints import Checkpoint
 from isoload.experts.quantised import check_no_gradients, check_stay
 from isoload.experts.weights import Activation, ClampedGLU, ExpertWeights, SwiGLU, describe
-from isoload.placement import Placement
+from isoload.records.placement import Placement
 from isoload.transport import DTYPES, CollectiveGroup, Group
 from isoload.weights.shard import Shard, check_shard
 from isoload.weights.storage import RankWeights

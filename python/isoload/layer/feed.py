@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from isoload import ops
+from isoload.balancing.planning import Gathered
 from isoload.layer.compiled import between_graphs
 from isoload.layer.moe import Chosen
-from isoload.planning import Gathered
 from isoload.predict import Last, Linear, LoadsPredictor, Lookahead, Predictor, TokensPredictor
 
 MOST = 2**31 - 1  # copies of a batch: predicted ones stay below, whatever a predictor says

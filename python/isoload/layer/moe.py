@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from isoload.balancer import Balancer
+from isoload.balancing.balancer import Balancer
+from isoload.balancing.own_counts import Exchanged, Loads
+from isoload.balancing.planning import Gathered
 from isoload.checkpoints import Checkpoint
 from isoload.experts.compute import count_copies, run_experts, run_sorted
 from isoload.experts.weights import Activation, ExpertWeights, SwiGLU
@@ -18,11 +20,9 @@ from isoload.layer.compiled import Choose, handle_of, run_in_graph
 from isoload.layer.routers import Routing, given_choices
 from isoload.layer.stored import StoredExperts
 from isoload.ops import append_shared_expert
-from isoload.own_counts import Exchanged, Loads
-from isoload.placement import Placement
-from isoload.planning import Gathered
 from isoload.policies import Policy
-from isoload.records import Plan
+from isoload.records.placement import Placement
+from isoload.records.plan import Plan
 from isoload.transport import DTYPES, Call, Received, Transport
 from isoload.value_checks import values_readable
 from isoload.weights.autograd import BringAgain, join_rows, trained_stacks
@@ -164,7 +164,7 @@ class MoE(StoredExperts):
         return self.balancer.last_plan
 
     def exchange(self, *others: MoE) -> Exchanged:
-        """Renews the targets of this layer and of others: :func:`isoload.own_counts.exchange`. All ranks call it."""
+        """:func:`isoload.balancing.own_counts.exchange` of this layer and of others. All ranks call it."""
         return self.balancer.exchange(*(other.balancer for other in others))
 
     def forward(self, x: Tensor | Sequence[Tensor], num_tokens: int | None = None) -> Tensor | list[Tensor]:

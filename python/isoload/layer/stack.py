@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from isoload.balancing.planning import Gathered, fill
 from isoload.cost import CostModel
 from isoload.layer.block_experts import find_blocks, is_known, put_in, take_over
 from isoload.layer.compiled import Choose
@@ -18,10 +19,9 @@ from isoload.layer.modules import BlockGate
 from isoload.layer.moe import MoE
 from isoload.layer.stack_checks import check_layers, check_local, count_slots, make_predictor
 from isoload.layer.two_stage import Batch, Span, run_held, run_planned
-from isoload.placed_layers import PlacedLayers
-from isoload.placement import Placement
-from isoload.planning import Gathered, fill
 from isoload.predict import LoadsPredictor, Lookahead, Predictor
+from isoload.records.placed_layers import PlacedLayers
+from isoload.records.placement import Placement
 from isoload.topology import Topology
 from isoload.transport import Call, Transport, checksum
 from isoload.value_checks import capturing, values_readable

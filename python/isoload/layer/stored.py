@@ -8,10 +8,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from isoload.balancer import Balancer
+from isoload.balancing.balancer import Balancer
 from isoload.experts.weights import NAMES
 from isoload.layer.checks import Experts, check_wrappers, device_of
-from isoload.placement import Placement
+from isoload.records.placement import Placement
 from isoload.transport import Call, Group
 from isoload.weights.backend import Backend
 from isoload.weights.backends import make_backend

@@ -16,10 +16,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from isoload.balancing.planning import Gathered
+from isoload.balancing.routing import route
 from isoload.layer.moe import Chosen, MoE
-from isoload.placed_layers import PlacedLayers
-from isoload.planning import Gathered
-from isoload.routing import route
+from isoload.records.placed_layers import PlacedLayers
 from isoload.transport import Group, Received
 from isoload.transport.gathered_tokens import GatheredTokens, start_gather_tokens
 from isoload.weights.borrow import Borrowed

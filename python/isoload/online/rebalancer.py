@@ -11,11 +11,11 @@ from typing import Any, Literal
 import numpy as np
 from torch.optim import Optimizer
 
-from isoload.balancer import Balancer
+from isoload.balancing.balancer import Balancer
 from isoload.layer import MoE
 from isoload.online.recorder import Recorder
-from isoload.placement import Placement
 from isoload.placers import make_placer, place
+from isoload.records.placement import Placement
 from isoload.replay.judge import Ints, even_imbalance, exact_imbalance
 from isoload.weights.shard import ShardWeights
 

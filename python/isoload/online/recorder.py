@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from isoload.counting import count
+from isoload.balancing.counting import count
 from isoload.layer.modules import is_fused
 from isoload.trace import Trace, write_trace
 from isoload.transport import Call, Group

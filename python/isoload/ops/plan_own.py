@@ -36,7 +36,7 @@ def plan_own(
             2^31 / (R + 2).
         tables: of the same layers.
         offset: [R] int32 (leading L as above) what this source shall take each rank to carry already, in 2^-20 of its
-            copies, 0..2^20; see :func:`isoload.own_counts.offsets`. Zeros: level the source's own copies.
+            copies, 0..2^20; see :func:`isoload.balancing.own_counts.offsets`. Zeros: level the source's own copies.
         source: this rank, 0..R-1.
         fixed: [R] int32 copies of this source that each rank carries besides (leading L as above).
         ticks: [R] int32 cost of one copy per rank, 1..2^20 (1024 = nominal); None = 1 each. The sum is then that of

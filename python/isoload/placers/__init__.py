@@ -13,7 +13,6 @@ import numpy as np
 import torch
 
 from isoload.options import make, parse
-from isoload.placement import Placement
 from isoload.placers.base import Ints, Placed, Placer, Room, Slots
 from isoload.placers.craft import CraftPlacer
 from isoload.placers.eplb import EplbPlacer
@@ -23,6 +22,7 @@ from isoload.placers.scenario import ScenarioPlacer
 from isoload.placers.scenarios import Scenarios, make_scenarios
 from isoload.placers.trivial import TrivialPlacer
 from isoload.placers.weights import merged, weights_by_load
+from isoload.records.placement import Placement
 from isoload.topology import NOMINAL_TICKS, Topology
 from isoload.trace import Trace
 

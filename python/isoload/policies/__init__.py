@@ -1,6 +1,5 @@
 """Online policies: one file each, one protocol (base.py), one registry. published/: forms of others, to compare."""
 
-from isoload.placed_layers import PlacedLayers
 from isoload.policies.base import (
     POLICIES,
     Demand,
@@ -32,6 +31,7 @@ from isoload.policies.shared_local import SharedLocalPolicy
 from isoload.policies.spill_cost import SpillCostPolicy
 from isoload.policies.static import StaticPolicy
 from isoload.policies.waterfill import WaterfillPolicy
+from isoload.records.placed_layers import PlacedLayers
 
 for _policy in (
     NonePolicy,

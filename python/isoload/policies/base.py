@@ -26,8 +26,8 @@ from torch import Tensor
 from isoload import ops
 from isoload.ops import Order
 from isoload.options import check_options, make, parse
-from isoload.placed_layers import HostPlacement, PlacedLayers
-from isoload.records import Plan, rank_cost
+from isoload.records.placed_layers import HostPlacement, PlacedLayers
+from isoload.records.plan import Plan, rank_cost
 
 GOLDEN = 0x9E3779B97F4A7C15  # spreads layer, step and rank over the 64-bit seeds of sampled routes
 Needs = Literal["sum", "per_source"]
@@ -62,7 +62,7 @@ class Policy:
 
     needs    which loads it reads: [E] sums or [R, E] per source rank
     borrows  whether it fills spare slots, so that weights must be copied there before the experts run
-    ahead    whether its fill is worth making before the batch, from predicted loads (:func:`isoload.planning.fill`)
+    ahead    whether its fill is worth making before the batch, from predicted loads (isoload.balancing.planning.fill)
     samples  whether routed copies draw their slots: its plans have weights in place of a quota
     keeps_local  whether copies whose expert has a slot on their own rank stay there, whatever the loads
     """

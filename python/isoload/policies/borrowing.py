@@ -11,10 +11,10 @@ from torch import Tensor
 
 from isoload import ops
 from isoload.ops import Order
-from isoload.placed_layers import HostPlacement, PlacedLayers
 from isoload.policies.base import Demand, Needs, Policy, chosen_plan, make_policy, solve
 from isoload.policies.exact import ExactPolicy
-from isoload.records import Plan
+from isoload.records.placed_layers import HostPlacement, PlacedLayers
+from isoload.records.plan import Plan
 
 EXACT = ExactPolicy()
 Made = TypeVar("Made")
@@ -24,7 +24,7 @@ class BorrowPolicy(Policy, ABC):
     """Base: :meth:`fill` fills the spare slots; the copies go as it says, or as another policy splits them.
 
     Options, for who has them: split_by, "fill" or any policy, e.g. "exact", "lp", "joint" or a Policy; in plans of a
-    fill without a quota, or that was made from other loads (:func:`isoload.planning.fill`), "fill" means "exact".
+    fill without a quota, or that was made from other loads (isoload.balancing.planning.fill), "fill" means "exact".
     slots: the most spare slots of a rank that are filled, the last ones; None = all.
     """
 

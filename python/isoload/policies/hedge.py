@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from isoload import ops
-from isoload.placed_layers import PlacedLayers
 from isoload.policies.base import Demand
 from isoload.policies.borrowing import BorrowPolicy, fill_spare, plan_spill
+from isoload.records.placed_layers import PlacedLayers
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from isoload.ops import Objective
-from isoload.placed_layers import PlacedLayers
 from isoload.policies.base import Demand, exact_plan
 from isoload.policies.exact import ExactPolicy
 from isoload.policies.shared_base import SharedPolicy, add_exactly, live_bound, total_shared
-from isoload.records import Plan
+from isoload.records.placed_layers import PlacedLayers
+from isoload.records.plan import Plan
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from isoload import ops
-from isoload.placed_layers import PlacedLayers
 from isoload.policies.base import Demand, Policy, chosen_plan
 from isoload.policies.borrowing import EXACT, BorrowPolicy, fill_spare, routed_homes
 from isoload.policies.exact import ExactPolicy
 from isoload.policies.keeping import split_above_local
-from isoload.records import Plan
+from isoload.records.placed_layers import PlacedLayers
+from isoload.records.plan import Plan
 
 
 @dataclass(frozen=True)

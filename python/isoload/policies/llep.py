@@ -8,10 +8,10 @@ import torch
 
 from isoload import ops
 from isoload.ops import Within
-from isoload.placed_layers import PlacedLayers
 from isoload.policies.base import Demand, Policy
 from isoload.policies.borrowing import EXACT, BorrowPolicy, plan_spill
-from isoload.records import Plan, rank_cost
+from isoload.records.placed_layers import PlacedLayers
+from isoload.records.plan import Plan, rank_cost
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ from typing import Literal
 import torch
 
 from isoload import ops
-from isoload.placed_layers import HostPlacement, PlacedLayers
 from isoload.policies.base import Demand, Policy, chosen_plan, sum_sources
 from isoload.policies.published.affine_scaling import plan_affine
-from isoload.records import Plan
+from isoload.records.placed_layers import HostPlacement, PlacedLayers
+from isoload.records.plan import Plan
 from isoload.topology import NOMINAL_TICKS
 
 Precision = Literal["float32", "float64"]

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from isoload import ops
 from isoload.ops import Candidates, Order
-from isoload.placed_layers import HostPlacement, PlacedLayers
 from isoload.policies.base import EVEN, Demand, Policy, make_policy, solve
-from isoload.records import Plan
+from isoload.records.placed_layers import HostPlacement, PlacedLayers
+from isoload.records.plan import Plan
 from isoload.shared_experts import Rule, SharedPlan, shared_copies, widened
 
 

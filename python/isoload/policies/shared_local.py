@@ -8,7 +8,7 @@ import torch
 
 from isoload.policies.base import Demand
 from isoload.policies.shared_base import SharedPolicy, bound_with_shared
-from isoload.records import Plan, rank_cost
+from isoload.records.plan import Plan, rank_cost
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from isoload.cost import DEEPSEEK_V3_FP8, DEFAULT_BANDWIDTHS, break_even
 from isoload.ops import Within
-from isoload.placed_layers import PlacedLayers
 from isoload.policies.base import Demand, Policy
 from isoload.policies.borrowing import BorrowPolicy, plan_spill
+from isoload.records.placed_layers import PlacedLayers
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from isoload.ops import Candidates
-from isoload.placed_layers import HostPlacement, PlacedLayers
 from isoload.policies.base import EVEN, Demand, exact_plan
 from isoload.policies.even import EvenPolicy
 from isoload.policies.shared_base import (
@@ -18,7 +17,8 @@ from isoload.policies.shared_base import (
     live_bound,
     total_shared,
 )
-from isoload.records import Plan
+from isoload.records.placed_layers import HostPlacement, PlacedLayers
+from isoload.records.plan import Plan
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from isoload.counting import count
+from isoload.balancing.counting import count
 from isoload.trace import Trace
 from isoload.trace.record import Ints, count_batches
 

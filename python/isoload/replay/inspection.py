@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from isoload.placement import Placement
 from isoload.placers.base import Room
 from isoload.placers.budget import assign, make_grid
 from isoload.placers.eplb import pack_into
+from isoload.records.placement import Placement
 from isoload.replay.judge import Floats, even_imbalance, exact_imbalance
 from isoload.topology import Topology
 from isoload.trace import Ints, Trace

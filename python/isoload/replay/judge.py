@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from isoload.placement import Placement
+from isoload.balancing.planning import plan_layers
 from isoload.placers.weights import rank_loads
-from isoload.planning import plan_layers
+from isoload.records.placement import Placement
 from isoload.replay.calibration import calibration_folds
 from isoload.trace import Trace
 

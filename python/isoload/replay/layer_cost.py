@@ -10,8 +10,8 @@ import numpy.typing as npt
 import torch
 
 from isoload.cost import CostModel, exchange_seconds, import_seconds, lent, rank_bytes, rank_seconds
-from isoload.placement import Placement
-from isoload.records import Plan
+from isoload.records.placement import Placement
+from isoload.records.plan import Plan
 from isoload.replay.metrics import RoutedBatch
 from isoload.topology import NOMINAL_TICKS
 

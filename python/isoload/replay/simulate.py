@@ -15,20 +15,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from isoload.balancer import Balancer
+from isoload.balancing.balancer import Balancer
+from isoload.balancing.own_counts import Loads
+from isoload.balancing.planning import fill, plan, plan_layers
+from isoload.balancing.routing import route
 from isoload.cost import CostModel
-from isoload.own_counts import Loads
-from isoload.placement import Placement
 from isoload.placers import parse_placer, place
-from isoload.planning import fill, plan, plan_layers
 from isoload.policies import POLICIES, Policy, make_policy, parse_policy
-from isoload.records import Plan
+from isoload.records.placement import Placement
+from isoload.records.plan import Plan
 from isoload.replay.batches import Batches, SourceBatch, make_batches
 from isoload.replay.calibration import Fold, calibration_folds, strictest
 from isoload.replay.layer_cost import CostTally
 from isoload.replay.metrics import PolicyFigures, RoutedBatch, Tally, count_routed
 from isoload.replay.prediction import Forecast, check_prediction
-from isoload.routing import route
 from isoload.topology import Topology
 from isoload.trace import Trace
 from isoload.transport import LocalGroup

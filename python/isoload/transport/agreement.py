@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from isoload.placement import Placement
+from isoload.records.placement import Placement
 
 STAGE_BYTES = 40  # of a stage's name, where ranks tell each other
 STAGES = ("count", "plan", "route", "dispatch", "experts", "combine", "placement")

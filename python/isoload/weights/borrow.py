@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from isoload.placed_layers import PlacedLayers
+from isoload.records.placed_layers import PlacedLayers
 from isoload.transport import Group
 from isoload.value_checks import capturing
 from isoload.weights.backend import Backend, BorrowPlan

@@ -41,7 +41,7 @@ def register() -> None:
     )
     for_data_parallel_attention()
     if os.environ.get("ISOLOAD_SGLANG") == "1":
-        HookRegistry.register("isoload.balancer.Balancer.exchange", say_exchange, HookType.AROUND)
+        HookRegistry.register("isoload.balancing.balancer.Balancer.exchange", say_exchange, HookType.AROUND)
     if "ENGINE_FLIP" in os.environ:
         HookRegistry.register(
             "sglang.srt.eplb.expert_location_updater._update_expert_weights", flip_a_bit, HookType.AROUND

@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import Tensor, bincount, long, tensor
 
-from isoload.trace.rank_loads import Recorded
+from isoload.replay.rank_loads import Recorded
 
 HARNESS = Path(__file__).parent
 PACKAGE = HARNESS.parents[2] / "python"

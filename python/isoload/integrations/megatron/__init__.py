@@ -14,9 +14,9 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import nn
 
 from isoload.integrations.megatron.dispatcher import BalancedTokenDispatcher
-from isoload.placement import Placement
 from isoload.placers import place
 from isoload.policies import Policy
+from isoload.records.placement import Placement
 from isoload.topology import Topology
 from isoload.transport import CollectiveTransport
 

@@ -13,11 +13,11 @@ from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from isoload.balancer import Balancer
+from isoload.balancing.balancer import Balancer
 from isoload.integrations.megatron.lending import Lend, Loans, loans
 from isoload.ops import group_copies
 from isoload.permutation import gather_copies, weighted_sum
-from isoload.placement import Placement
+from isoload.records.placement import Placement
 from isoload.results import Grouping
 from isoload.transport import Call, CollectiveTransport, Received
 from isoload.value_checks import values_readable

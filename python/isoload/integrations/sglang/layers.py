@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from isoload.balancer import Balancer
+from isoload.balancing.balancer import Balancer
 from isoload.integrations.engine_layers import JOINED_BY_ALL, EngineLayer, EngineLayers, LoneRank
 from isoload.integrations.engine_record import EngineRecord
 from isoload.integrations.engine_tables import engine_topology

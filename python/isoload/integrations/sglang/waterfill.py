@@ -7,10 +7,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from isoload.balancer import Balancer
+from isoload.balancing.balancer import Balancer
 from isoload.integrations.sglang.layers import LAYERS, Layer
-from isoload.placement import Placement
 from isoload.policies.waterfill import WaterfillPolicy
+from isoload.records.placement import Placement
 from isoload.topology import Topology
 
 

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from isoload.balancer import Balancer
-from isoload.counting import count
+from isoload.balancing.balancer import Balancer
+from isoload.balancing.counting import count
 from isoload.integrations.engine_layers import EXCHANGED, JOINED_BY_ALL, EngineLayer, EngineLayers
 from isoload.integrations.engine_record import EngineRecord
 from isoload.integrations.engine_tables import check_placer, engine_topology

@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 import torch
 
-from isoload.placed_layers import PlacedLayers
 from isoload.policies.base import Demand, Policy, sum_sources
 from isoload.policies.borrowing import BorrowPolicy, routed_homes
 from isoload.policies.llep import check_rules
+from isoload.records.placed_layers import PlacedLayers
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
-from isoload.placed_layers import PlacedLayers
 from isoload.policies.base import Demand, Seeded, sampled_plan
 from isoload.policies.lp import LpPolicy, telemetry
-from isoload.records import Plan
+from isoload.records.placed_layers import PlacedLayers
+from isoload.records.plan import Plan
 
 
 @dataclass(frozen=True)

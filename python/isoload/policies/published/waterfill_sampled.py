@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from isoload import ops
-from isoload.placed_layers import HostPlacement
 from isoload.policies.base import Demand, Seeded, sample_seed
 from isoload.policies.shared_base import SharedPolicy, bound_with_shared, rank_copies
-from isoload.records import Plan
+from isoload.records.placed_layers import HostPlacement
+from isoload.records.plan import Plan
 from isoload.shared_experts import SharedPlan
 from isoload.trace import read_trace
 

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 import isoload
-from isoload.planning import plan_and_share, share_routed
+from isoload.balancing.planning import plan_and_share, share_routed
 from isoload.policies import Policy
 from isoload.policies.exact import ExactPolicy
 from isoload.policies.hedge import HedgePolicy
 from isoload.policies.joint import JointPolicy
 from isoload.policies.waterfill import WaterfillPolicy
-from isoload.records import Plan
+from isoload.records.plan import Plan
 from support.small_batches import EXPERTS, RANKS, draw_ids, gather, make_placement, make_topology
 
 RANK = 3

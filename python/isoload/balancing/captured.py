@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isoload.balancer import Balancer
-from isoload.counting import check_ids, check_one_each
-from isoload.records import Plan
+from isoload.balancing.balancer import Balancer
+from isoload.balancing.counting import check_ids, check_one_each
+from isoload.records.plan import Plan
 from isoload.transport import Call
 from isoload.value_checks import values_readable
 

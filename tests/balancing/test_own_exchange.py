@@ -14,7 +14,7 @@ from torch import Tensor
 
 import isoload
 from isoload import Balancer, CollectiveGroup, LocalGroup, ops
-from isoload.own_counts import offsets
+from isoload.balancing.own_counts import offsets
 from support.processes import die, rank_outcomes, run_ranks
 from support.small_batches import EXPERTS, RANKS, draw_ids, make_placement, make_topology
 
@@ -294,7 +294,7 @@ def test_refuses_a_price_without_targets() -> None:
 def test_refuses_to_be_captured() -> None:
     (layer,) = balancers()
     with (
-        patch("isoload.own_counts.renewal.capturing", lambda _device: True),
+        patch("isoload.balancing.own_counts.renewal.capturing", lambda _device: True),
         pytest.raises(
             ValueError, match="exchange must be outside of a CUDA graph: it waits for the other ranks"
         ),

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from isoload import ops
+from isoload.balancing.planning import share_routed
 from isoload.ops import Counted, Order
-from isoload.placed_layers import PlacedLayers
-from isoload.planning import share_routed
 from isoload.policies import Policy, Seeded, StaticPolicy, sample_seed
-from isoload.records import Plan
+from isoload.records.placed_layers import PlacedLayers
+from isoload.records.plan import Plan
 from isoload.shared_experts import check_shared_columns
 from isoload.value_checks import values_readable
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from isoload import ops
-from isoload.placed_layers import PlacedLayers
-from isoload.placement import Placement
 from isoload.policies import Policy
 from isoload.policies.exact import ExactPolicy
+from isoload.records.placed_layers import PlacedLayers
+from isoload.records.placement import Placement
 from isoload.replica_tables import ReplicaTables
 from isoload.results import RECENT_LOSS
 from isoload.shared_experts import shared_copies, widened
@@ -42,7 +42,7 @@ class OwnSplit(NamedTuple):
 
     @property
     def own_peak(self) -> Tensor:
-        """[n] int64 largest cost that each source causes on a rank, in units of isoload.records.Plan.peak."""
+        """[n] int64 largest cost that each source causes on a rank, in units of isoload.records.plan.Plan.peak."""
         ticks = self.placed.ticks
         return (self.copies if ticks is None else self.copies * ticks).amax(1)
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import isoload
+from isoload.balancing.routing import route_fixed
 from isoload.policies import StaticPolicy
-from isoload.routing import route_fixed
 from isoload.weights.layout import layouts
 
 EXPERTS, RANKS, K = 12, 4, 3

@@ -9,7 +9,7 @@ import torch
 
 import isoload
 from isoload import Balancer, CapturedBalancer, LocalGroup
-from isoload.captured import cuda_graph
+from isoload.balancing.captured import cuda_graph
 from support.small_batches import EXPERTS, LAYERS, K, draw_ids, make_placement, make_topology
 
 pytestmark = [

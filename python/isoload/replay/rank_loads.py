@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from isoload.placement import Placement
+from isoload.records.placement import Placement
 from isoload.topology import Topology
 from isoload.trace import Trace, read_trace
 from isoload.trace.archives import check_bytes, max_bytes

@@ -8,7 +8,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import isoload
-from isoload import planning
+from isoload.balancing import planning
 from support.small_batches import (
     EXPERTS,
     LAYERS,
@@ -47,7 +47,7 @@ def test_route_realises_every_quota(policy, placement):
     for layer in range(LAYERS):
         plan = isoload.plan(loads, placement, layer=layer, policy=policy)
         assert plan.realisation == "quota" and plan.layer == layer
-        assert isoload.records.plan_errors(plan, loads) == []
+        assert isoload.records.plan.plan_errors(plan, loads) == []
         slots = torch.cat([isoload.route(ids[r], loads, plan, rank=r) for r in range(RANKS)])
         assert torch.equal(isoload.count(slots, placement.num_slots), plan.quota)
         held = plan.slot_to_expert[slots.clamp(min=0)]
@@ -57,7 +57,7 @@ def test_route_realises_every_quota(policy, placement):
 @pytest.mark.parametrize("policy", [*QUOTA_POLICIES, *SAMPLED_POLICIES])
 def test_all_layers_at_once_equal_one_by_one(policy, placement):
     loads = torch.stack([gather(draw_ids(seed)) for seed in range(LAYERS)])
-    plans = isoload.planning.plan_layers(loads, placement, policy=policy)
+    plans = isoload.balancing.planning.plan_layers(loads, placement, policy=policy)
     assert isoload.plan(loads, placement, policy=policy).bound.tolist() == plans.bound.tolist()
     for layer in range(LAYERS):
         one = isoload.plan(loads[layer], placement, layer=layer, policy=policy)
@@ -123,7 +123,7 @@ def test_speeds_shift_load_to_faster_ranks(counts):
     placement = isoload.place(counts, topology, slots_per_rank=12)
     loads = counts[0].to(torch.int32)
     plan = isoload.plan(loads, placement, layer=0)
-    assert isoload.records.plan_errors(plan, loads) == []
+    assert isoload.records.plan.plan_errors(plan, loads) == []
     assert int(plan.peak) == int(plan.bound)
     copies = plan.quota.view(4, -1).sum(1)
     assert copies[3] > copies[0] > copies[2]
@@ -145,7 +145,9 @@ def test_planning_never_waits_for_the_device(policy, topology, counts):
             assert isoload.share(loads, plan).shape == (RANKS, placement.num_slots)
         slots = isoload.route(ids, loads, plan, rank=3)
         assert slots.shape == ids.shape and slots.dtype == ids.dtype and slots.device.type == "cuda"
-        plans = isoload.planning.plan_layers(torch.stack([loads] * LAYERS), placement, policy=policy)
+        plans = isoload.balancing.planning.plan_layers(
+            torch.stack([loads] * LAYERS), placement, policy=policy
+        )
         assert plans.bound.shape == (LAYERS,)
 
 
@@ -200,7 +202,7 @@ def test_plan_errors_finds_each_broken_promise(placement):
     plan = isoload.plan(loads, placement, layer=0)
 
     def broken(**fields):
-        return isoload.records.plan_errors(dataclasses.replace(plan, **fields), loads)
+        return isoload.records.plan.plan_errors(dataclasses.replace(plan, **fields), loads)
 
     more = plan.quota.clone()
     more[int(plan.quota.argmax())] += 1
@@ -222,7 +224,7 @@ def setup(placement):
         ids=ids[0],
         wide=torch.full_like(ids[0], EXPERTS),
         plan=isoload.plan(good, placement, layer=0),
-        plans=isoload.planning.plan_layers(torch.stack([good] * LAYERS), placement),
+        plans=isoload.balancing.planning.plan_layers(torch.stack([good] * LAYERS), placement),
         sampled=isoload.plan(good, placement, layer=0, policy="dynamic"),
     )
 
@@ -268,7 +270,7 @@ BAD_CALLS = {
         r"loads must be \[32\] or, per source rank, \[8, 32\], got \[8, 31\]",
     ),
     "loads of all layers": (
-        lambda s: isoload.planning.plan_layers(s.good, s.placement),
+        lambda s: isoload.balancing.planning.plan_layers(s.good, s.placement),
         r"loads must be \[3, 32\] or, per source rank, \[3, 8, 32\], got \[8, 32\]",
     ),
     "sum for a per-source policy": (

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from isoload import ops
-from isoload.placed_layers import PlacedLayers
+from isoload.records.placed_layers import PlacedLayers
 from isoload.topology import Topology
 from isoload.value_checks import may_be_kept
 

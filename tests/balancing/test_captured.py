@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 import isoload
-from isoload import Balancer, CapturedBalancer, LocalGroup, captured
+from isoload import Balancer, CapturedBalancer, LocalGroup
+from isoload.balancing import captured
 from isoload.transport import Call, Group, error_code
 from support.fake_ranks import OneRank, answer, kept_memos
 from support.host_waits import HostWaits

@@ -15,16 +15,16 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from isoload.counting import check_one_each, count_owned, without_padding
+from isoload.balancing.counting import check_one_each, count_owned, without_padding
+from isoload.balancing.own_counts import Exchanged, Loads, exchange, make_own_counts
+from isoload.balancing.planning import Gathered, plan_and_share
+from isoload.balancing.routing import route_counted, route_fixed, route_sent
 from isoload.ops import Counted
-from isoload.own_counts import Exchanged, Loads, exchange, make_own_counts
-from isoload.placed_layers import PlacedLayers, own_layers, refreshing
-from isoload.placement import Placement, check_same_shape
-from isoload.planning import Gathered, plan_and_share
 from isoload.policies import Policy, Seeded, make_policy
 from isoload.policies.exact import ExactPolicy
-from isoload.records import Plan
-from isoload.routing import route_counted, route_fixed, route_sent
+from isoload.records.placed_layers import PlacedLayers, own_layers, refreshing
+from isoload.records.placement import Placement, check_same_shape
+from isoload.records.plan import Plan
 from isoload.steps import first_step, in_backward, next_step
 from isoload.topology import Topology
 from isoload.transport import Call, Group, LocalGroup, checksum
@@ -56,12 +56,13 @@ class Balancer:
             waterfill or joint where the placement has shared experts.
         loads: "gathered": a batch is planned by all ranks' counts, gathered in the forward; certified. "node": by those
             of each node, gathered there. "own": by each rank's own, with no exchange in the forward. Both split towards
-            targets that :meth:`exchange` renews, see :mod:`isoload.own_counts`. "last": by those of batches before
-            the last :meth:`exchange`. The policy is then exact, shared experts stay home, and last_plan is None.
+            targets that :meth:`exchange` renews, see :mod:`isoload.balancing.own_counts`. "last": by those of batches
+            before the last :meth:`exchange`. The policy is then exact, shared experts stay home, and last_plan is None.
         gather: "sources": of gathered loads all ranks have those of every source, [R, E]. "sum": only their sum [E], by
             an all-reduce. Each rank then cuts its own copies by :func:`isoload.ops.share_alone`, so that a slot gets
             about its quota. Not for shared experts, nor for policies that need loads per source.
-        price: whether targets are corrected by what came of the last ones, see isoload.own_counts.targets.new_price.
+        price: whether targets are corrected by what came of the last ones, see
+            isoload.balancing.own_counts.targets.new_price.
         min_tokens: with fewer tokens over all ranks nothing is gathered or planned: each expert goes to its ``static``
             replica, shared ones stay home, and last_plan is None. The same on all ranks.
         shared_columns: whether topk_ids carry the shared experts in their last columns, as
@@ -324,7 +325,7 @@ class Balancer:
         return slots
 
     def exchange(self, *others: Balancer) -> Exchanged:
-        """Renews the targets of this layer and of others by own counts: :func:`isoload.own_counts.exchange`."""
+        """Renews the targets of this layer and of others: :func:`isoload.balancing.own_counts.exchange`."""
         return exchange([self, *others])
 
     def load(self, placement: Placement) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import isoload
 from isoload import Balancer, CollectiveGroup, LocalGroup, ops
-from isoload.own_counts.counts import LastCounts
+from isoload.balancing.own_counts.counts import LastCounts
 from isoload.steps import in_backward
 from support.processes import run_ranks
 from support.small_batches import EXPERTS, LAYERS, RANKS, K, draw_ids, gather, make_placement, make_topology

@@ -9,11 +9,11 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from isoload.own_counts.counts import LastCounts, OwnCounts
-from isoload.own_counts.targets import exact_quota, new_price, offsets, rank_copies, scaled
-from isoload.placed_layers import PlacedLayers
-from isoload.placement import Placement, check_same_shape
-from isoload.records import rank_cost
+from isoload.balancing.own_counts.counts import LastCounts, OwnCounts
+from isoload.balancing.own_counts.targets import exact_quota, new_price, offsets, rank_copies, scaled
+from isoload.records.placed_layers import PlacedLayers
+from isoload.records.placement import Placement, check_same_shape
+from isoload.records.plan import rank_cost
 from isoload.topology import Topology
 from isoload.transport import Group
 from isoload.value_checks import capturing
@@ -23,7 +23,7 @@ class Exchanged(NamedTuple):
     """What an exchange found out, the same on all ranks.
 
     imbalance [L] float64: max/mean rank load of what all sources sent in the last batch of each; nan where that is
-    nothing. With ranks of different speeds a load is a cost, as in :class:`isoload.records.Plan`.
+    nothing. With ranks of different speeds a load is a cost, as in :class:`isoload.records.plan.Plan`.
     """
 
     imbalance: Tensor

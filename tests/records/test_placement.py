@@ -11,7 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from isoload import Placement, Topology
-from isoload.placement import placement_errors
+from isoload.records.placement import placement_errors
 
 # Three ranks of four slots, six experts. Layer 0: expert 0 on ranks 0 and 2; expert 5 twice on rank 1.
 LAYERS = [

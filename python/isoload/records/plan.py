@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from isoload.placed_layers import PlacedLayers
+from isoload.records.placed_layers import PlacedLayers
 from isoload.replica_tables import ReplicaTables
 from isoload.shared_experts import SharedPlan, pick_layer
 from isoload.topology import Topology

@@ -1,0 +1,1 @@
+"""From a router's ids to slots: count, gather, plan, share, route."""

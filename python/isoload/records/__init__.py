@@ -1,0 +1,1 @@
+"""The records that all ranks agree about: placement, its layers on a device, plan."""
