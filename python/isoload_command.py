@@ -10,9 +10,9 @@ def main() -> None:
     words = sys.argv[1:]
     if len(words) <= 2 and words[-1:] in ([], ["--help"]):
         leave_package_empty()
-    from isoload.cli import main
+    from isoload import cli
 
-    main()
+    cli.main()
 
 
 def leave_package_empty() -> None:
