@@ -18,13 +18,12 @@ import torch
 from torch import Tensor
 
 import isoload
-from isoload.experts.weights import ExpertWeights
 from isoload.transport import CollectiveGroup, LocalTransport, Received, Transport
 from isoload.transport.deep_ep import DeepEPTransport, packages
 from isoload.transport.deep_ep.wires import from_fp8, to_fp8
 from support.batches import draw
 from support.conformance import CASES, TOLERANCES
-from support.cuda_layer import in_processes
+from support.cuda_layer import in_processes, make_skewed
 from support.deep_ep_transports import AnyShape
 
 pytestmark = [
@@ -123,19 +122,14 @@ def test_rows_in_fp8(tmp_path: Path) -> None:
 
 
 def layer_on(transport: Transport, fails: Callable[[], bool] = bool, **how: Any) -> isoload.MoE:
-    draw = torch.Generator().manual_seed(3)
-    router = torch.randn(EXPERTS, HIDDEN, generator=draw).to(DEVICE)
-    skew = torch.linspace(4, 0, EXPERTS).to(DEVICE)
-    dense = ExpertWeights.random(EXPERTS, HIDDEN, INNER, generator=draw, dtype=torch.bfloat16)
-    dense = ExpertWeights(dense.gate_up.to(DEVICE), dense.down.to(DEVICE), None, None)
+    choose, dense = make_skewed(EXPERTS, HIDDEN, INNER, TOP_K)
     topology = transport.group.topology
     placement = isoload.place(torch.ones(1, EXPERTS), topology, slots_per_rank=EXPERTS // RANKS + 2)
 
     def gate(rows: Tensor) -> tuple[Tensor, Tensor]:
         if fails():
             raise RuntimeError("no choice")
-        weights, ids = (rows.float() @ router.T + skew).softmax(-1).topk(TOP_K)
-        return ids, weights
+        return choose(rows)
 
     return isoload.MoE(gate, dense, transport, placement, **how)
 

@@ -20,6 +20,7 @@ from torch import Tensor
 import isoload
 from isoload.experts.weights import ExpertWeights, compute_path
 from isoload.transport import CollectiveTransport, LocalTransport, Transport
+from support.cuda_layer import make_skewed
 
 pytestmark = [
     pytest.mark.cuda,
@@ -52,20 +53,11 @@ def make_layer(request: pytest.FixtureRequest) -> Callable[[int | None], isoload
 
 def layer_on(transport: Transport, policy: str) -> isoload.MoE:
     """A bfloat16 layer whose gate and experts do not make the host wait."""
-    draw = torch.Generator().manual_seed(3)
-    router = torch.randn(EXPERTS, HIDDEN, generator=draw).to(DEVICE)
-    skew = torch.linspace(4, 0, EXPERTS).to(DEVICE)
-    dense = ExpertWeights.random(EXPERTS, HIDDEN, INNER, generator=draw, dtype=torch.bfloat16)
-    dense = ExpertWeights(dense.gate_up.to(DEVICE), dense.down.to(DEVICE), None, None)
+    gate, dense = make_skewed(EXPERTS, HIDDEN, INNER, TOP_K)
     ranks, spare = transport.group.topology.num_ranks, 2 * (policy == "llep")
     own = EXPERTS if ranks == 1 else EXPERTS // ranks + 2  # two of them replicas, or spare
     how = {"slots_per_rank": own, "spare_slots": spare, "placer": "trivial" if spare else "eplb"}
     placement = isoload.place(torch.ones(1, EXPERTS), transport.group.topology, **how)
-
-    def gate(rows: Tensor) -> tuple[Tensor, Tensor]:
-        weights, ids = (rows.float() @ router.T + skew).softmax(-1).topk(TOP_K)
-        return ids, weights
-
     options = {"min_chunk": 1, "threshold": 1.0} if spare else {}
     return isoload.MoE(gate, dense, transport, placement, policy=policy, **options)
 

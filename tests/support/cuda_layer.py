@@ -37,6 +37,20 @@ def make_layer(setup: SimpleNamespace, device: str, transport: Transport, **how:
     return isoload.MoE(gate, dense, transport, setup.placement, **how)
 
 
+def make_skewed(experts: int, hidden: int, inner: int, top_k: int) -> tuple[Any, ExpertWeights]:
+    """A gate that prefers the first experts, and bfloat16 experts, on the GPU: neither makes the host wait."""
+    draw = torch.Generator().manual_seed(3)
+    router = torch.randn(experts, hidden, generator=draw).to(DEVICE)
+    skew = torch.linspace(4, 0, experts).to(DEVICE)
+    dense = ExpertWeights.random(experts, hidden, inner, generator=draw, dtype=torch.bfloat16)
+
+    def gate(rows: Tensor) -> tuple[Tensor, Tensor]:
+        weights, ids = (rows.float() @ router.T + skew).softmax(-1).topk(top_k)
+        return ids, weights
+
+    return gate, ExpertWeights(dense.gate_up.to(DEVICE), dense.down.to(DEVICE), None, None)
+
+
 def train(layer: nn.Module, rows: list[Tensor]) -> list[Tensor | None]:
     """Outputs and all gradients of one step, on the CPU."""
     rows = [row.clone().requires_grad_() for row in rows]
