@@ -8,11 +8,15 @@ from types import ModuleType
 def main() -> None:
     """Entry point."""
     words = sys.argv[1:]
-    if len(words) <= 2 and words[-1:] in ([], ["--help"]):
-        leave_package_empty()
-    from isoload import cli
+    try:
+        if len(words) <= 2 and words[-1:] in ([], ["--help"]):
+            leave_package_empty()
+        from isoload import cli
 
-    cli.main()
+        cli.main()
+    except KeyboardInterrupt:  # outside of a command: in an import
+        sys.stderr.write("error: interrupted\n")
+        sys.exit(130)
 
 
 def leave_package_empty() -> None:

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from isoload.cli import options
 from isoload.cli.tables import Column, Figure, Row, columns_of, page_table, say, write_out
+from isoload.files.writing import printable
 
 if TYPE_CHECKING:
     from isoload.advise import Advice, Judged, Question
@@ -139,7 +140,7 @@ def print_advice(
     if launch:
         say(console, ("", [f"To run {advice.answers[0].candidate.label}:"]))
         for line in launch:  # to be copied: never broken
-            console.print(Text(f"  {line}"), soft_wrap=True)
+            console.print(Text(f"  {printable(line)}"), soft_wrap=True)
     say(console, ("dim", units(advice, batches)), ("yellow", said))
 
 
@@ -223,8 +224,10 @@ def answer(
 def advise(
     gpu: Annotated[str, typer.Option(help="The GPU, as isoload.times.available() names it.")],
     model: Annotated[str, typer.Option(metavar="NAME|FILE", help="A model's name, or its config.json.")],
-    ranks: Annotated[int, typer.Option(help="R, ranks of the expert-parallel group.")],
-    tokens_per_rank: Annotated[int, typer.Option(help="Of a step: its prompts' tokens, or its requests.")],
+    ranks: Annotated[int, options.Range(1), typer.Option(help="R, ranks of the expert-parallel group.")],
+    tokens_per_rank: Annotated[
+        int, options.Range(1), typer.Option(help="Of a step: its prompts' tokens, or its requests.")
+    ],
     trace: Annotated[
         Path | None, typer.Argument(metavar="[TRACE]", help="As replay takes it. Without one: --skew.")
     ] = None,
@@ -238,24 +241,35 @@ def advise(
         str | None, typer.Option(help="Of the experts, as isoload.times.available() names it.")
     ] = None,
     step_ms: Annotated[
-        float | None, typer.Option(help="A whole step's time as you measured it; percentages are of it.")
+        float | None,
+        options.Range(0.001, 10**7),
+        typer.Option(help="A whole step's time as you measured it; percentages are of it."),
     ] = None,
     dense_ms: Annotated[
         float | None,
+        options.Range(0.001, 10**7),
         typer.Option(help="Attention and the dense part of a step, all layers: models a whole one."),
     ] = None,
     memory_per_rank: Annotated[
-        float | None, typer.Option(help="GiB of a rank that more slots may take, all layers.")
+        float | None,
+        options.Range(0, 10**6),
+        typer.Option(help="GiB of a rank that more slots may take, all layers."),
     ] = None,
-    rebalance_seconds: Annotated[float, typer.Option(help="What a rebalance takes.")] = 0.0,
-    every: Annotated[int, typer.Option(help="Steps between two rebalances.")] = 0,
-    context: Annotated[int, typer.Option(help="Tokens of a request, for what its KV cache takes.")] = 4096,
+    rebalance_seconds: Annotated[
+        float, options.Range(0, 10**6), typer.Option(help="What a rebalance takes.")
+    ] = 0.0,
+    every: Annotated[int, options.Range(0), typer.Option(help="Steps between two rebalances.")] = 0,
+    context: Annotated[
+        int, options.Range(1), typer.Option(help="Tokens of a request, for what its KV cache takes.")
+    ] = 4096,
     skew: Annotated[
         str | None,
         typer.Option(metavar="zipf:POWER", help="In place of a trace, a guess: how shares of experts fall."),
     ] = None,
     drift: Annotated[
-        float, typer.Option(help="Of --skew: the part of a batch whose experts are others.")
+        float,
+        options.Range(0, 1),
+        typer.Option(help="Of --skew: the part of a batch whose experts are others."),
     ] = 0.3,
     wide: options.Wide = False,
     json: options.JsonTarget = None,

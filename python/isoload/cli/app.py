@@ -10,7 +10,7 @@ from isoload.cli.advise import advise
 from isoload.cli.convert import convert
 from isoload.cli.demo import demo
 from isoload.cli.doctor import doctor
-from isoload.cli.errors import one_line_errors
+from isoload.cli.errors import Command, Group, one_line_errors
 from isoload.cli.inspect import inspect
 from isoload.cli.place import place
 from isoload.cli.replay import replay
@@ -19,21 +19,27 @@ from isoload.cli.report import report
 app = typer.Typer(
     name="isoload",
     help="Equal load for the ranks of expert-parallel Mixture-of-Experts layers.",
-    no_args_is_help=True,
+    cls=Group,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
 for command in (replay, advise, report, place, convert, inspect, demo, doctor):
-    app.command()(one_line_errors(command))
+    app.command(cls=Command)(one_line_errors(command))
 
 
 @app.callback(invoke_without_command=True)
-def _root(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+def _root(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
     if version:
         from isoload import __version__
 
         print(f"isoload {__version__}")
         raise typer.Exit
+    if context.invoked_subcommand is None:
+        print(context.get_help(), end="")
+        raise typer.Exit(2)
 
 
 def main() -> None:

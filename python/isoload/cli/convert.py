@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from isoload.cli.options import Force, FormatName
+from isoload.cli.options import Force, FormatName, Range
 from isoload.cli.place import placement_line
 from isoload.cli.tables import say
 
@@ -17,7 +17,7 @@ def convert(
     source: Annotated[Path, typer.Argument(metavar="FILE", help="A placement file, of any format.")],
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The new file.")],
     file_format: FormatName,
-    ranks: Annotated[int | None, typer.Option(help="R, where the file does not say it.")] = None,
+    ranks: Annotated[int | None, Range(1), typer.Option(help="R, where the file does not say it.")] = None,
     force: Force = False,
 ) -> None:
     """Write a placement file in another format."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from isoload.cli.options import Force, JsonTarget
+from isoload.cli.options import Force, JsonTarget, Range
 from isoload.cli.tables import Figure, Row, columns_of, say, write_out
 
 if TYPE_CHECKING:
@@ -143,10 +143,12 @@ def _summarise(policy: str, reports: list[dict[str, Any]]) -> Row:
 
 def demo(
     trace: Annotated[Path | None, typer.Argument(metavar="[TRACE]", help="Default: the shipped one.")] = None,
-    ranks: Annotated[int, typer.Option(help="R, processes to start.")] = 4,
-    layer: Annotated[int, typer.Option(help="Layer whose routing is used, by position.")] = 12,
+    ranks: Annotated[int, Range(1), typer.Option(help="R, processes to start.")] = 4,
+    layer: Annotated[int, Range(0), typer.Option(help="Layer whose routing is used, by position.")] = 12,
     stall_seconds: Annotated[
-        float, typer.Option(help="A rank that ends no batch for so long has stalled, which ends the demo.")
+        float,
+        Range(0.001, 86400),
+        typer.Option(help="A rank that ends no batch for so long has stalled, which ends the demo."),
     ] = 60.0,
     json: JsonTarget = None,
     force: Force = False,

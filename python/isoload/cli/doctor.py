@@ -20,6 +20,7 @@ from rich.text import Text
 
 from isoload.cli.options import CostFile, Force, JsonTarget
 from isoload.cli.tables import write_out
+from isoload.files.writing import printable
 
 if TYPE_CHECKING:
     from isoload.cost import CostModel
@@ -157,7 +158,7 @@ def print_doctor(items: Sequence[Item], console: Console) -> None:
     width = max(len(item.name) for item in items)
     for item in items:
         on, colour = ("on", "green") if item.on else ("off", "yellow")
-        line = Text(f"{item.name:<{width}}  ").append(f"{on:<3}", colour).append(f"  {item.detail}")
+        line = Text(f"{item.name:<{width}}  ").append(f"{on:<3}", colour).append(f"  {printable(item.detail)}")
         console.print(line, soft_wrap=True)
 
 

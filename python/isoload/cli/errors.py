@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
+import sys
 from collections.abc import Callable, Collection
 from functools import wraps
 from inspect import signature
@@ -10,8 +13,17 @@ from typing import Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.text import Text
+from typer.core import TyperCommand, TyperGroup
 
+from isoload.cli.options import check_ranges
+from isoload.files.writing import printable
+
+# typer has its own copy of click or imports click, depending on its version.
+CLICK_ERROR: Any = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
+NOT_WRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # errors of a stream without a file name
+INTERRUPTED = 130  # exit code of a process that Ctrl-C ended: 128 + SIGINT
 OTHER_NAMES = {"num_ranks": "ranks", "num_shared": "shared_experts"}
 
 
@@ -28,6 +40,7 @@ def one_line_errors(command: Callable[..., None]) -> Callable[..., None]:
     def run(*args: Any, **options: Any) -> None:
         code = 2
         try:
+            check_ranges(command, options)
             return command(*args, **options)
         except OSError as error:
             if error.filename is None:
@@ -37,10 +50,60 @@ def one_line_errors(command: Callable[..., None]) -> Callable[..., None]:
             text = in_options(str(error), parameters)
         except RankError as error:
             text, code = str(error), 1
-        Console(stderr=True, highlight=False).print(Text(f"error: {text}", style="red"), soft_wrap=True)
+        print_error(text)
         raise typer.Exit(code)
 
     return run
+
+
+def print_error(text: str) -> None:
+    """Print one red line to stderr."""
+    line = Text(f"error: {printable(text)}", style="red")
+    Console(stderr=True, highlight=False).print(line, soft_wrap=True)
+
+
+class Command(TyperCommand):
+    """Command whose help shows square brackets as written: rich takes ``[report]`` for a style."""
+
+    def __init__(self, *args: Any, **given: Any) -> None:
+        super().__init__(*args, **given)
+        for text in (self, *self.params):
+            text.help = escape(getattr(text, "help", None) or "")  # type: ignore[union-attr]
+
+
+class Group(TyperGroup):
+    """Group of commands that ends in one red line for a wrong option, a full disk and Ctrl-C."""
+
+    def main(self, *args: Any, standalone_mode: bool = True, **given: Any) -> Any:
+        if not standalone_mode:
+            return super().main(*args, standalone_mode=False, **given)
+        try:
+            code = super().main(*args, standalone_mode=False, **given) or 0
+            sys.stdout.flush()
+        except CLICK_ERROR as error:
+            print_error(error.format_message())
+            code = error.exit_code
+        except (KeyboardInterrupt, typer.Abort):
+            code = INTERRUPTED
+        except BrokenPipeError:  # the reader has ended, for example head
+            code = 1
+            discard_stdout()
+        except OSError as error:
+            if error.filename is not None or error.errno not in NOT_WRITTEN:
+                raise
+            code = 1
+            discard_stdout()
+            print_error(f"stdout: {error.strerror}")
+        if code == INTERRUPTED:
+            print_error("interrupted")
+        sys.exit(code)
+
+
+def discard_stdout() -> None:
+    """Drop what stdout still buffers: the interpreter would fail on it again at its end, with a traceback."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, sys.stdout.fileno())
+    os.close(null)
 
 
 def in_options(message: str, parameters: Collection[str]) -> str:

@@ -13,6 +13,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from isoload.files.reading import shown
+from isoload.files.writing import printable
 from isoload.formats import UnknownRanks, read_placement
 from isoload.options import parse_layers
 from isoload.placers import make_placer, place
@@ -104,7 +105,7 @@ def made_by(placement: Placement, trace: Trace) -> str | None:
 
 def load_trace(path: Path, layers: str | None = None, top_k: str | None = None) -> Trace:
     """The trace of some layers, with K where it is known."""
-    with Console(stderr=True).status(f"reading {escape(str(path))}"):
+    with Console(stderr=True).status(f"reading {escape(printable(str(path)))}"):
         trace = with_top_k(read_trace(path), top_k)
     return trace if layers is None else trace.select_layers(parse_layers(layers, trace.num_layers))
 

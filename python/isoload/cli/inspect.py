@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from isoload.cli.options import Force, HtmlTarget, JsonTarget, LayersText, TopK, TracePath, Wide
+from isoload.cli.options import Force, HtmlTarget, JsonTarget, LayersText, Range, TopK, TracePath, Wide
 from isoload.cli.tables import Column, Figure, Row, columns_of, page_table, percent, say, write_out
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ def inspect(
     context: typer.Context,
     trace: TracePath,
     ranks: Annotated[
-        int, typer.Option(help="R, ranks that hold the experts in order, without replicas.")
+        int, Range(1), typer.Option(help="R, ranks that hold the experts in order, without replicas.")
     ] = 8,
     placement: Annotated[
         str | None,

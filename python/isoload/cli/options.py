@@ -6,10 +6,43 @@ Hence the names here; tests/cli/test_help.py compares them with the registries.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, NamedTuple, get_args, get_type_hints
 
 import typer
+
+MAX_COUNT = 2**31 - 1  # counts of tokens, slots and batches are int32
+
+
+class Range(NamedTuple):
+    """Bounds of a numeric option, both included: ``Annotated[int, Range(1), typer.Option(...)]``.
+
+    typer's own min and max accept nan.
+    """
+
+    least: float
+    most: float = MAX_COUNT
+
+
+@cache
+def ranges(command: Callable[..., None]) -> dict[str, Range]:
+    """Return the ranges of a command's numeric options, by parameter."""
+    hints = get_type_hints(command, include_extras=True)
+    parts = [(name, part) for name, hint in hints.items() for part in get_args(hint)]
+    return {name: part for name, part in parts if isinstance(part, Range)}
+
+
+def check_ranges(command: Callable[..., None], given: Mapping[str, Any]) -> None:
+    """Raise ValueError for a number outside its option's range; nan and infinities are outside every range."""
+    for name, (least, most) in ranges(command).items():
+        value = given[name]
+        if value is None or least <= value <= most:
+            continue
+        rule = f"at least {least}" if value < least and most == MAX_COUNT else f"in {least}..{most}"
+        raise ValueError(f"--{name.replace('_', '-')} must be {rule}, got {value!s:.40}")
+
 
 POLICIES = (
     "none, static, even, dynamic, exact, exact_active, lp, lp_sampled, shared_local, waterfill, waterfill_sampled, "
@@ -33,9 +66,10 @@ TracePath = Annotated[
         metavar="TRACE", help="An npz trace, or a record of SGLang, TensorRT-LLM, vLLM, vllm-ascend."
     ),
 ]
-RanksPerNode = Annotated[int, typer.Option(help="Ranks that share a node. 0: all.")]
+RanksPerNode = Annotated[int, Range(0), typer.Option(help="Ranks that share a node. 0: all.")]
 SlotsPerRank = Annotated[
     int,
+    Range(0),
     typer.Option(
         help="S, shared and spare slots included. 0: E/R, an eighth of it (at least 1) more, and those."
     ),

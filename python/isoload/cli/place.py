@@ -62,7 +62,7 @@ def place(
         list[Path], typer.Argument(metavar="TRACE...", help="What was recorded; traces weigh alike.")
     ],
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The placement file.")],
-    ranks: Annotated[int, typer.Option(help="R, ranks of the expert-parallel group.")],
+    ranks: Annotated[int, options.Range(1), typer.Option(help="R, ranks of the expert-parallel group.")],
     ranks_per_node: options.RanksPerNode = 0,
     slots_per_rank: options.SlotsPerRank = 0,
     placer: options.PlacerName = "scenario",
@@ -75,9 +75,13 @@ def place(
             help=f"Batches of the first trace held back to judge: {options.CALIBRATIONS}. {options.CALIBRATE_DEFAULT}"
         ),
     ] = None,
-    expert_bytes: Annotated[int, typer.Option(help="Of one expert's weights; 0: not known.")] = 0,
+    expert_bytes: Annotated[
+        int, options.Range(0, 2**50), typer.Option(help="Of one expert's weights; 0: not known.")
+    ] = 0,
     replica_memory: Annotated[
-        int, typer.Option(help="Bytes of a rank for replicas of all layers: fewer, where they help. Ragged.")
+        int,
+        options.Range(0, 2**50),
+        typer.Option(help="Bytes of a rank for replicas of all layers: fewer, where they help. Ragged."),
     ] = 0,
     json: options.JsonTarget = None,
     html: options.HtmlTarget = None,

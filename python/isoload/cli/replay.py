@@ -143,12 +143,16 @@ def replay_json(replay: Replay) -> Row:
 def replay(
     context: typer.Context,
     trace: options.TracePath,
-    ranks: Annotated[int, typer.Option(help="R, ranks of the expert-parallel group.")] = 8,
+    ranks: Annotated[int, options.Range(1), typer.Option(help="R, ranks of the expert-parallel group.")] = 8,
     ranks_per_node: options.RanksPerNode = 0,
     slots_per_rank: options.SlotsPerRank = 0,
-    spare_slots: Annotated[int, typer.Option(help="Slots of every rank that stay empty.")] = 0,
+    spare_slots: Annotated[
+        int, options.Range(0), typer.Option(help="Slots of every rank that stay empty.")
+    ] = 0,
     shared_experts: Annotated[
-        int, typer.Option(help="Shared experts that every token gets besides; every rank holds each.")
+        int,
+        options.Range(0),
+        typer.Option(help="Shared experts that every token gets besides; every rank holds each."),
     ] = 0,
     placer: options.PlacerName = "eplb",
     placement: Annotated[
@@ -163,15 +167,18 @@ def replay(
     top_k: options.TopK = None,
     batch_tokens: Annotated[
         int | None,
+        options.Range(1),
         typer.Option(help="Tokens per batch. Default: the trace's own, else 1024 (drawn: at most 4096)."),
     ] = None,
     max_batches: Annotated[
-        int, typer.Option(help="Batches replayed per calibration, the first ones. 0: all.")
+        int, options.Range(0), typer.Option(help="Batches replayed per calibration, the first ones. 0: all.")
     ] = 0,
     assign: Annotated[
         str, typer.Option(help=f"How whole sequences go to source ranks: {options.ASSIGNMENTS}.")
     ] = "contiguous",
-    seed: Annotated[int, typer.Option(help="Of drawn tokens and of policies that draw.")] = 0,
+    seed: Annotated[
+        int, options.Range(0), typer.Option(help="Of drawn tokens and of policies that draw.")
+    ] = 0,
     predict: Annotated[
         str,
         typer.Option(
@@ -191,7 +198,9 @@ def replay(
         typer.Option(help=f"What exact plans by: {options.LOADS}. Other policies plan by all ranks' loads."),
     ] = "gathered",
     exchange_every: Annotated[
-        int, typer.Option(help="Batches after which ranks exchange, where loads are not gathered.")
+        int,
+        options.Range(1),
+        typer.Option(help="Batches after which ranks exchange, where loads are not gathered."),
     ] = 16,
     layers: options.LayersText = None,
     cost: options.CostFile = None,

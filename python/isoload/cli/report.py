@@ -88,7 +88,11 @@ def report(
         str | None, typer.Option(help="prefill or decode, of which advice is. Default: that of most passes.")
     ] = None,
     dtype: Annotated[str | None, typer.Option(help="Of the experts' weights, as advise takes it.")] = None,
-    step_ms: Annotated[float | None, typer.Option(help="A whole step's time as you measured it.")] = None,
+    step_ms: Annotated[
+        float | None,
+        options.Range(0.001, 10**7),
+        typer.Option(help="A whole step's time as you measured it."),
+    ] = None,
     trace: Annotated[
         str | None,
         typer.Option(

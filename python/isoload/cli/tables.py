@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.text import Text
 
-from isoload.files.writing import descriptor_of, write_json, write_text
+from isoload.files.writing import descriptor_of, printable, write_json, write_text
 
 WIDTH = 80  # of a terminal: what is printed without --wide
 MIB = 2.0**20
@@ -94,8 +94,8 @@ def table(columns: Sequence[Column]) -> tuple[list[str], list[str]]:
     for group, members in groupby(columns, key=lambda column: column.group):
         inside = []
         for column in members:
-            width = max(map(len, (column.title, *column.cells)))
-            lines = [column.title, *column.cells]
+            lines = [column.title, *map(printable, column.cells)]
+            width = max(map(len, lines))
             inside.append([f"{line:<{width}}" if not blocks else f"{line:>{width}}" for line in lines])
         joined = [" ".join(parts) for parts in zip(*inside, strict=True)]
         width = max(len(group), len(joined[0]))
@@ -114,7 +114,7 @@ def say(console: Console, *parts: tuple[str, Sequence[str]] | list[Column]) -> N
     for part in parts:
         if isinstance(part, tuple):
             style, lines = part
-            styled = [(piece, style) for line in lines for piece in textwrap.wrap(line, WIDTH)]
+            styled = [(piece, style) for line in lines for piece in textwrap.wrap(printable(line), WIDTH)]
         else:
             heading, rows = table(part)
             styled = [

@@ -7,6 +7,7 @@ import os
 import shutil
 import stat
 import sys
+import unicodedata
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,19 @@ def check_target(target: str | None, name: str = "json") -> None:
     folder = found is None and not Path(os.path.realpath(target)).parent.is_dir()
     if folder or (found is not None and stat.S_ISDIR(found.st_mode)):
         raise ValueError(f"{name} must be a file in an existing folder or -, got {target!r}")
+
+
+def printable(text: str) -> str:
+    """Return text with control characters and lone surrogates as backslash escapes.
+
+    A name in a file may contain ESC sequences, which a terminal executes, or an undecodable byte, which no stream
+    can encode.
+    """
+    if text.isprintable():
+        return text
+    unsafe = ("Cc", "Cf", "Cs", "Zl", "Zp")
+    parts = (c.encode("unicode_escape").decode() if unicodedata.category(c) in unsafe else c for c in text)
+    return "".join(parts)
 
 
 def to_json_text(value: Any, indent: int | None = None) -> str:

@@ -6,7 +6,7 @@ import html
 from collections.abc import Sequence
 from typing import Any
 
-from isoload.files.writing import to_json_text
+from isoload.files.writing import printable, to_json_text
 from isoload.report.charts import Spec, draw
 from isoload.report.style import STYLE
 
@@ -78,7 +78,7 @@ def page(
     kicker = " · ".join(map(text, what))
     sentences = "".join(f"<p class=lead>{text(line)}</p>" for line in lead)
     values = text(to_json_text(figures, indent=1))
-    return f"""<!DOCTYPE html>
+    document = f"""<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8">{MARK}
 <meta name="viewport" content="width=device-width, initial-scale=1"><meta name="color-scheme" content="light dark">
 <title>{text(title)}</title><style>{STYLE}</style></head>
@@ -86,3 +86,4 @@ def page(
 {"".join(body)}<section><h2>All figures</h2><details><summary>As --json writes them</summary>
 <pre tabindex="0">{values}</pre></details></section></main></body></html>
 """
+    return "\n".join(map(printable, document.split("\n")))
