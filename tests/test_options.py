@@ -42,6 +42,22 @@ def test_every_option_refuses_what_is_not_of_its_type(kind: str) -> None:
     assert tried > 30
 
 
+@pytest.mark.parametrize("kind", MAKERS)
+def test_every_number_must_be_finite(kind: str) -> None:
+    classes, make, _ = MAKERS[kind]
+    options = [
+        (name, option)
+        for name, of in classes.items()
+        for option, types in types_of(of).items()
+        if float in types
+    ]
+    for name, option in options:
+        for value in (float("nan"), float("inf"), float("-inf")):
+            with pytest.raises(ValueError, match=rf"^{option} must be finite, got {value}"):
+                make(name, {option: value})
+    assert options
+
+
 def test_a_layer_without_freedom_refuses_what_its_others_would() -> None:
     """Regression: exact:objective=nonsense raised at the first layer that had replicas, in its first batch."""
     topology = isoload.Topology(2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
+from math import isfinite
 from numbers import Integral, Real
 from types import NoneType
 from typing import Any, TypeVar, get_args, get_type_hints
@@ -46,6 +47,8 @@ def check_options(made: Any) -> None:
         value = getattr(made, name)
         if not any(_is(value, kind) for kind in types):
             raise ValueError(f"{name} must be {_listed(types)}, got {value!r}")
+        if isinstance(value, float) and not isfinite(value):
+            raise ValueError(f"{name} must be finite, got {value}")
 
 
 def types_of(made: type) -> dict[str, tuple[Any, ...]]:

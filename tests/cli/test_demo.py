@@ -138,12 +138,12 @@ def alive(pid):
 
 @pytest.mark.slow
 def test_ctrl_c_is_quiet():
-    """As a terminal sends it, to the whole group: no traceback, exit code 130, no process left."""
+    """As a terminal sends it, to the whole group: one line, exit code 130, no process left."""
     process, ranks = started(["demo", "--ranks", "2"])
     os.kill(max(ranks), signal.SIGSTOP)  # so that it cannot end before
     os.killpg(process.pid, signal.SIGINT)
     out, err = process.communicate(timeout=60)
-    assert (process.returncode, out, err) == (130, "", "")
+    assert (process.returncode, out, err) == (130, "", "error: interrupted\n")
     assert ranks and not any(map(alive, ranks))
 
 

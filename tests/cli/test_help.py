@@ -1,11 +1,14 @@
 """Help is the commands' own, needs no torch, and lists the names that there are."""
 
+import inspect
 import os
+import re
 import subprocess
 import sys
-from typing import get_args
+from typing import get_args, get_type_hints
 
 import pytest
+from typer.models import ParameterInfo
 from typer.testing import CliRunner
 
 from isoload.balancing.own_counts import Loads
@@ -44,6 +47,19 @@ def test_what_is_no_help_has_the_whole_package():
     code = "import sys; sys.argv = ['isoload', 'doctor', '--cost', '--help']; import isoload_command as c; c.main()"
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ})
     assert said.stderr.startswith("error: cost file must be a JSON object, got --help"), said.stderr
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_help_text_is_shown_as_it_was_written(name):
+    """Square brackets, too, which rich takes for a style: isoload[report]."""
+    (command,) = [each.callback for each in app.registered_commands if each.callback.__name__ == name]
+    texts = [inspect.getdoc(command)]
+    for hint in get_type_hints(command, include_extras=True).values():
+        texts += [part.help for part in get_args(hint) if isinstance(part, ParameterInfo)]
+    shown = CliRunner().invoke(app, [name, "--help"], env=PLAIN | {"COLUMNS": "1000"}).stdout
+    words = re.sub(r"[\s\u2502]+", " ", shown)
+    for text in texts:
+        assert " ".join(text.split()) in words
 
 
 def test_names_in_help_are_those_that_there_are():

@@ -80,7 +80,7 @@ def _run_policy(
     batches = make_batches(trace)
     half = len(batches.counts) // 2
     experts = trace.num_experts
-    placement = place(batches.counts[:half], topology, -(-experts // topology.num_ranks) + 1)
+    placement = place(batches.counts[:half], topology, min(experts, -(-experts // topology.num_ranks) + 1))
     dense = ExpertWeights.random(experts, HIDDEN, INNER, generator=torch.Generator().manual_seed(0))
     current: list[Tensor] = []  # what the gate answers: this rank's recorded choices
 

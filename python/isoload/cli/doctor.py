@@ -158,7 +158,8 @@ def print_doctor(items: Sequence[Item], console: Console) -> None:
     width = max(len(item.name) for item in items)
     for item in items:
         on, colour = ("on", "green") if item.on else ("off", "yellow")
-        line = Text(f"{item.name:<{width}}  ").append(f"{on:<3}", colour).append(f"  {printable(item.detail)}")
+        line = Text(f"{item.name:<{width}}  ").append(f"{on:<3}", colour)
+        line.append(f"  {printable(item.detail)}")
         console.print(line, soft_wrap=True)
 
 
