@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
+import signal
 import weakref
 from pathlib import Path
 from typing import Any
@@ -171,3 +173,24 @@ def test_where_isoload_detaches_graphs_follow(tmp_path: Path) -> None:
     assert layers.detach() == "SGLang chooses replicas from now on" and layers.detached
     switch, layer = (of() for of in kept)
     assert switch is not None and layer is not None and stands(switch) == ["theirs"] * 4
+
+
+def test_a_pipe_does_not_block_the_engine(
+    at_once: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "switch"
+    os.mkfifo(path)
+
+    def waited(*_: Any) -> None:
+        raise AssertionError("the switch waits for a writer")
+
+    before = signal.signal(signal.SIGALRM, waited)
+    signal.alarm(10)
+    try:
+        switch = make(path)
+        assert not any(passes(switch, 2 * AGREE_EVERY)) and switch.state == "on"
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+    (record,) = [record for record in caplog.records if record.levelno == logging.ERROR]
+    assert record.getMessage().endswith(f"ISOLOAD_SWITCH {path}: {path}: is no regular file; on stays")

@@ -129,7 +129,7 @@ DAMAGED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         "slot_to_expert must be in 0..2, slot_copies not negative",
     ),
     "another table": ({}, {"slot_to_expert": TABLE[:, ::-1]}, "counts must be those of slot_copies"),
-    "passes": ({"passes": [3]}, {}, "passes must be 2 integers, got 1"),
+    "passes": ({"passes": [3]}, {}, "passes must be 2 integers, got [3]"),
 }
 
 

@@ -14,13 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from isoload.files.reading import open_regular
 from isoload.options import parse_layers
 
 log = logging.getLogger("isoload")
 AGREE_EVERY = 16  # forward passes between two words of the first rank
 READ_EVERY = 1.0  # seconds between two readings of the file
 STATES = ("off", "on", "shadow")
-LONGEST = 1000  # characters of the file
+LONGEST = 1000  # bytes of the file
 
 
 class Switch:
@@ -46,7 +47,7 @@ class Switch:
             self.flags = torch.ones(num_layers, dtype=torch.bool, device=device)
         self._layers = list(self.flags.unbind())  # views made once
         self.on = [True] * num_layers  # the flags, for the host
-        self._text, self._next, self._passes = "", 0.0, 0
+        self._fault, self._next, self._passes = "", 0.0, 0
 
     @property
     def state(self) -> str:
@@ -85,23 +86,20 @@ class Switch:
         if time.monotonic() < self._next:
             return before
         self._next = time.monotonic() + READ_EVERY
+        fault, found = "", before
         try:
-            with self.path.open() as file:
-                text = file.read(LONGEST).strip()
+            with open_regular(self.path) as file:  # a pipe would block the engine in its pass
+                text = file.read(LONGEST).decode(errors="backslashreplace").strip()
+            if text:  # else it is being written
+                found = parse(text, len(self.flags))
         except FileNotFoundError:
-            return before
-        except (OSError, UnicodeError) as error:
-            text = f"{type(error).__name__}: {error}"
-        if not text:  # it is being written
-            return before
-        try:
-            return parse(text, len(self.flags))
-        except ValueError as error:
-            if text != self._text:  # once
-                log.error(f"isoload {self.engine}: ISOLOAD_SWITCH {self.path}: {error}; {self.state} stays")
-            return before
-        finally:
-            self._text = text
+            pass
+        except (OSError, ValueError) as error:
+            fault = str(error)
+            if fault != self._fault:  # once
+                log.error(f"isoload {self.engine}: ISOLOAD_SWITCH {self.path}: {fault}; {self.state} stays")
+        self._fault = fault
+        return found
 
 
 def parse(text: str, num_layers: int) -> list[int]:

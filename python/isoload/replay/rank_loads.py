@@ -15,16 +15,22 @@ from typing import Any
 import numpy as np
 import torch
 
+from isoload.files.reading import shown
 from isoload.records.placement import Placement
 from isoload.topology import Topology
-from isoload.trace import Trace, read_trace
-from isoload.trace.archives import check_bytes, max_bytes
-from isoload.trace.npz import write_trace
+from isoload.trace import Trace
+from isoload.trace.archives import check_bytes, max_bytes, read_arrays, read_members
+from isoload.trace.npz import read_npz, write_trace
 from isoload.trace.record import Ints, counts_of_slots
 
 RECORDED_BY = "isoload in shadow mode"
 ONE_RUN = 300  # seconds within which the processes of one run start to record
-ABOUT = {"rank": int, "num_ranks": int, "ranks_per_node": int, "tokens": str, "started": int, "passes": list}
+MAX_COPIES = 2**31  # of a slot in a batch: counts are int32
+TABLES = ("slot_copies", "slot_to_expert")
+TOKENS, PHASES = ("own", "same"), ("prefill", "decode")
+ABOUT = {
+    "rank": int, "num_ranks": int, "ranks_per_node": int, "tokens": str, "started": int, "passes": list, "model": str,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,34 +88,78 @@ def counts_by_expert(slot_to_expert: Ints, slot_copies: Ints, num_experts: int) 
 
 
 def read_rank_loads(path: Path) -> RankLoads:
-    """ValueError: another file, or a damaged one, by name."""
-    trace = read_trace(path)
-    about, phases = trace.provenance, trace.cluster
-    if about.get("recorded by") != RECORDED_BY or trace.counts is None or phases is None:
-        raise ValueError(f"{path}: must be a file that shadow mode wrote (ISOLOAD_RECORD)")
-    for key, kind in ABOUT.items():
-        if type(about.get(key)) is not kind:
-            raise ValueError(f"{path}: {key} must be of type {kind.__name__}, got {about.get(key)!r:.40}")
-    with np.load(path, allow_pickle=False) as archive:
-        found = {key: archive[key] for key in ("slot_copies", "slot_to_expert") if key in archive.files}
-    copies, table = found.get("slot_copies"), found.get("slot_to_expert")
-    batches = len(trace.counts)
-    if copies is None or table is None or copies.ndim != 3 or copies.shape != (batches, *table.shape):
-        raise ValueError(f"{path}: slot_copies must be [batches, L, P] and slot_to_expert [L, P]")
-    kinds = {copies.dtype.kind, table.dtype.kind}
-    if not kinds <= {"i", "u"} or table.min() < 0 or table.max() >= trace.num_experts or copies.min() < 0:
-        raise ValueError(
-            f"{path}: slot_to_expert must be in 0..{trace.num_experts - 1}, slot_copies not negative"
-        )
-    if not np.array_equal(counts_by_expert(table, copies, trace.num_experts), trace.counts):
-        raise ValueError(f"{path}: counts must be those of slot_copies")
-    if len(about["passes"]) != batches or not all(type(number) is int for number in about["passes"]):
-        raise ValueError(f"{path}: passes must be {batches} integers, got {len(about['passes'])}")
-    topology = Topology(about["num_ranks"], about["ranks_per_node"])
+    """Read one rank's file.
+
+    Raises:
+        ValueError: another file, or a damaged one; naming the file.
+        OSError: a file that cannot be opened.
+    """
+    limit = max_bytes(None)
+    fields = read_npz(path, limit)
+    arrays, _ = read_arrays(path, TABLES, limit)
+    try:
+        trace = Trace(**fields)
+        topology = _check_about(trace)
+        copies, table = _check_tables(trace, topology, *map(arrays.get, TABLES))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    about, phases = trace.provenance, trace.cluster or ()
     return RankLoads(
         copies, table, tuple(about["passes"]), phases, trace.num_experts, trace.top_k, about["rank"], topology,
-        about["tokens"], about["started"], str(about.get("model", "")),
+        about["tokens"], about["started"], about.get("model", ""),
     )  # fmt: skip
+
+
+def _check_about(trace: Trace) -> Topology:
+    """Return the topology that a file states; raise ValueError if shadow mode did not write its facts."""
+    about, phases = trace.provenance, trace.cluster
+    if about.get("recorded by") != RECORDED_BY or trace.counts is None or phases is None:
+        raise ValueError("must be a file that shadow mode wrote (ISOLOAD_RECORD)")
+    for key, kind in ABOUT.items():
+        if type(value := about.get(key, "" if key == "model" else None)) is not kind:
+            raise ValueError(f"{key} must be of type {kind.__name__}, got {shown(value)}")
+    topology = Topology(about["num_ranks"], about["ranks_per_node"])
+    rank, tokens, passes = about["rank"], about["tokens"], about["passes"]
+    if not 0 <= rank < topology.num_ranks:
+        raise ValueError(f"rank must be in 0..{topology.num_ranks - 1}, got {rank}")
+    for name, value, choices in (
+        ("tokens", tokens, TOKENS),
+        *(("cluster", phase, PHASES) for phase in phases),
+    ):
+        if value not in choices:
+            raise ValueError(f"{name} must be {' or '.join(choices)}, got {shown(value)}")
+    batches = len(trace.counts)
+    if len(passes) != batches or not all(type(number) is int for number in passes):
+        raise ValueError(f"passes must be {batches} integers, got {shown(passes)}")
+    if sorted(set(passes)) != passes:
+        raise ValueError(f"passes must be in ascending order, got {shown(passes)}")
+    return topology
+
+
+def _check_tables(
+    trace: Trace, topology: Topology, copies: Ints | None, table: Ints | None
+) -> tuple[Ints, Ints]:
+    """Return slot_copies [B, L, P] and slot_to_expert [L, P] if they agree with each other and with the counts."""
+    assert trace.counts is not None
+    batches = len(trace.counts)
+    if copies is None or table is None or copies.ndim != 3 or copies.shape != (batches, *table.shape):
+        raise ValueError("slot_copies must be [batches, L, P] and slot_to_expert [L, P]")
+    layers, slots = table.shape
+    if layers != trace.num_layers or not slots or slots % topology.num_ranks:
+        raise ValueError(
+            f"slot_to_expert must be [{trace.num_layers}, P], P a multiple of {topology.num_ranks} ranks, got "
+            f"{list(table.shape)}"
+        )
+    kinds = {copies.dtype.kind, table.dtype.kind}
+    if not kinds <= {"i", "u"} or table.min() < 0 or table.max() >= trace.num_experts or copies.min() < 0:
+        raise ValueError(f"slot_to_expert must be in 0..{trace.num_experts - 1}, slot_copies not negative")
+    if copies.max() >= MAX_COPIES:
+        raise ValueError(f"slot_copies must be below 2^31, got {copies.max()}")
+    table = table.astype(np.int64)
+    for of_slots, of_experts in zip(copies, trace.counts, strict=True):
+        if not np.array_equal(counts_of_slots(table, of_slots, trace.num_experts), of_experts):
+            raise ValueError("counts must be those of slot_copies")
+    return copies, table
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,7 +214,8 @@ def read_recorded(path: str | Path) -> Recorded:
     paths = sorted(given.glob("rank*-*.npz")) if given.is_dir() else [given]
     if not paths:
         raise ValueError(f"{given}: holds no file that shadow mode wrote (rank00000-*.npz)")
-    check_bytes(given, sum(p.stat().st_size for p in paths), max_bytes(None))
+    # All files are in memory at once.
+    check_bytes(given, sum(member.file_size for p in paths for member in read_members(p)), max_bytes(None))
     files = [read_rank_loads(p) for p in paths]
     last = max(of.started for of in files)
     kept = [of for of in files if last - of.started <= ONE_RUN]
@@ -224,4 +275,10 @@ def _join(
         first.model or path.stem, first.num_experts, first.top_k, np.stack(counts), cluster=tuple(phases),
         layer_ids=tuple(map(int, routed)), provenance={"recorded by": RECORDED_BY, "model": first.model},
     )  # fmt: skip
-    return Recorded(trace, tuple(sent), tuple(kept), np.array(table_of), first.topology, left)
+    recorded = Recorded(trace, tuple(sent), tuple(kept), np.array(table_of), first.topology, left)
+    try:
+        for table in range(len(kept)):
+            recorded.placement(table_of.index(table))
+    except ValueError as error:  # a table without some expert
+        raise ValueError(f"{path}: {error}") from None
+    return recorded

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import os
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from isoload.files.reading import MAX_ARRAYS, open_regular, shown
 
@@ -56,3 +60,37 @@ def is_npz(path: Path, members: Sequence[zipfile.ZipInfo]) -> bool:
     if all(name.endswith(".npy") for name in names):
         return True
     raise ValueError(f"{path}: is neither an npz nor a torch file")
+
+
+def read_arrays(
+    path: Path, names: Collection[str], limit: int
+) -> tuple[dict[str, npt.NDArray[Any]], list[str]]:
+    """Return the named arrays of an npz that are in it, and the names of its other arrays, which are not unfolded.
+
+    Args:
+        path: of the npz.
+        names: of arrays, as np.savez takes them.
+        limit: most bytes that the named arrays may take in memory.
+
+    Raises:
+        ValueError: another file, a damaged one or one above the limit; naming the file.
+        OSError: a file that cannot be opened.
+    """
+    members = read_members(path)
+    if not is_npz(path, members):
+        raise ValueError(f"{path}: is a torch file, not an npz")
+    wanted = {f"{name}.npy" for name in names}
+    check_bytes(path, sum(member.file_size for member in members if member.filename in wanted), limit)
+    try:
+        with open_regular(path) as file, np.load(file, allow_pickle=False) as archive:
+            arrays = {key: archive[key] for key in archive.files if key in names}
+            others = [key for key in archive.files if key not in arrays]
+    except Exception as error:
+        # damaged bytes surface from zipfile, zlib, tokenize or NumPy, as a dozen types
+        raise ValueError(f"{path}: cannot be read as an npz of plain arrays ({str(error)[:200]})") from None
+    for key, array in arrays.items():
+        if not isinstance(array, np.ndarray):  # NumPy hands over the bytes of a member without a header
+            raise ValueError(
+                f"{path}: {key}.npy must be an array in NumPy's format, got {len(array)} other bytes"
+            )
+    return arrays, others

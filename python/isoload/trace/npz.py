@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from isoload.files.reading import MAX_EXPERTS, MAX_NOTES, open_regular, parse_json, read_text, shown
-from isoload.trace.archives import check_bytes
+from isoload.files.reading import MAX_EXPERTS, MAX_NOTES, parse_json, read_text, shown
+from isoload.trace.archives import check_bytes, read_arrays
 from isoload.trace.record import DIMS, Ints, Trace
 
 ARRAYS = (*DIMS, "cluster")
@@ -28,20 +28,9 @@ _JSON_FIELDS = {"name": (str, "a string"), "num_experts": (int, "an integer"), "
 def read_npz(path: Path, limit: int) -> dict[str, Any]:
     """The fields of the Trace in an .npz, and in the .json beside one of before, not checked against each other.
 
-    limit: most bytes of the .json.
+    limit: most bytes of the arrays, and of the .json.
     """
-    try:
-        with open_regular(path) as file, np.load(file, allow_pickle=False) as archive:
-            arrays = {key: archive[key] for key in archive.files if key in (*ARRAYS, ABOUT)}
-            others = [key for key in archive.files if key not in arrays]
-    except Exception as error:
-        # damaged bytes surface from zipfile, zlib, tokenize or NumPy, as a dozen types
-        raise ValueError(f"{path}: cannot be read as an npz of plain arrays ({str(error)[:200]})") from None
-    for key, array in arrays.items():
-        if not isinstance(array, np.ndarray):  # NumPy hands over the bytes of a member without a header
-            raise ValueError(
-                f"{path}: {key}.npy must be an array in NumPy's format, got {len(array)} other bytes"
-            )
+    arrays, others = read_arrays(path, (*ARRAYS, ABOUT), limit)
     if "counts" not in arrays and "topk_ids" not in arrays:
         names = ", ".join(others) or "none"
         raise ValueError(f"{path}: holds neither counts nor topk_ids, its arrays are {names}")

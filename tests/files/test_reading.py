@@ -1,0 +1,63 @@
+"""Files that isoload reads: opened in one place, which refuses pipes and devices, so that no engine waits for one."""
+
+from __future__ import annotations
+
+import ast
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from isoload.files.reading import open_regular, read_text
+
+PACKAGE = Path(__file__).parents[2] / "python" / "isoload"
+OPENS = {"open", "fdopen", "read_text", "read_bytes", "safe_open", "load_file", "ZipFile", "mmap"}
+LOADS = {"load", "fromfile", "memmap", "loadtxt", "genfromtxt"}
+LIBRARIES = {"np", "numpy", "torch", "pickle", "json", "tomllib", "yaml"}
+ALLOWED = {
+    "files/reading.py os.open": "open_regular itself",
+    "files/reading.py os.fdopen": "open_regular itself",
+    "files/writing.py open": "writes",
+    "trace/npz.py new.open": "writes",
+    "cli/errors.py os.open": "writes to /dev/null",
+    "trace/archives.py zipfile.ZipFile": "reads what open_regular opened",
+    "trace/archives.py np.load": "reads what open_regular opened",
+    "trace/sglang_dump.py torch.load": "reads what open_regular opened",
+    "trace/tensorrt_llm_statistics.py safe_open": "open_regular has opened the file before",
+    "checkpoints/tensors.py safe_open": "open_regular has opened the file before",
+    "times/shipped.py read_text": "data of this package",
+    "integrations/seams.py read_text": "data of this package",
+    "transport/deep_ep/packages.py p.read_text": "sources of an installed package",
+}
+
+
+def calls(path: Path) -> Iterator[str]:
+    """The calls in a module that may open a file, as they are written."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(node, ast.Call):
+            continue
+        if isinstance(node.func, ast.Name) and node.func.id in OPENS - {"read_text"}:
+            yield node.func.id
+        if isinstance(node.func, ast.Attribute):
+            owner = node.func.value.id if isinstance(node.func.value, ast.Name) else ""
+            if node.func.attr in OPENS or (owner in LIBRARIES and node.func.attr in LOADS):
+                yield f"{owner}.{node.func.attr}".lstrip(".")
+
+
+def test_no_module_opens_a_file_but_through_files_reading() -> None:
+    found = {
+        f"{path.relative_to(PACKAGE)} {call}"
+        for path in PACKAGE.rglob("*.py")
+        if "kernels" not in path.parts
+        for call in calls(path)
+    }
+    assert found == set(ALLOWED)
+
+
+def test_what_is_no_regular_file_is_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", tmp_path, Path("/dev/zero")):
+        for read in (open_regular, read_text):
+            with pytest.raises(ValueError, match=f"^{path}: is no regular file$"):
+                read(path)
