@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import tracemalloc
+import zipfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -130,6 +132,23 @@ DAMAGED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     ),
     "another table": ({}, {"slot_to_expert": TABLE[:, ::-1]}, "counts must be those of slot_copies"),
     "passes": ({"passes": [3]}, {}, "passes must be 2 integers, got [3]"),
+    "a pass twice": ({"passes": [3, 3]}, {}, "passes must be in ascending order, got [3, 3]"),
+    "tokens": ({"tokens": "x"}, {}, "tokens must be own or same, got 'x'"),
+    "a rank": ({"rank": 2}, {}, "rank must be in 0..1, got 2"),
+    "a negative rank": ({"rank": -1}, {}, "rank must be in 0..1, got -1"),
+    "ranks": ({"num_ranks": 10**9}, {}, "num_ranks must be an integer in 1..1024, got 1000000000"),
+    "nodes": ({"ranks_per_node": 3}, {}, "ranks_per_node must divide"),
+    "slots": (
+        {"num_ranks": 3, "ranks_per_node": 3},
+        {},
+        "slot_to_expert must be [3, P], P a multiple of 3 ranks, got [3, 4]",
+    ),
+    "a model": ({"model": 7}, {}, "model must be of type str, got 7"),
+    "copies": (
+        {},
+        {"slot_copies": np.full((2, 3, 4), 2**31)},
+        "slot_copies must be below 2^31, got 2147483648",
+    ),
 }
 
 
@@ -139,6 +158,48 @@ def test_files_that_are_refused(tmp_path: Path, name: str) -> None:
     path = rewritten(loads().save(tmp_path), about, **arrays)
     with pytest.raises(ValueError, match=re.escape(f"{path}: {said}")):
         read_rank_loads(path)
+
+
+def test_a_phase_that_is_none_is_refused(tmp_path: Path) -> None:
+    path = loads(phases=("decode", "other")).save(tmp_path)
+    with pytest.raises(
+        ValueError, match=re.escape(f"{path}: cluster must be prefill or decode, got 'other'")
+    ):
+        read_rank_loads(path)
+
+
+def test_a_table_without_an_expert_is_refused_with_the_folder(tmp_path: Path) -> None:
+    lacking = np.where(TABLE == 1, 0, TABLE)
+    for rank in (0, 1):
+        loads(rank, slot_to_expert=lacking).save(tmp_path)
+    with pytest.raises(ValueError, match=re.escape(f"{tmp_path}: ")):
+        read_recorded(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["slot_copies", "slot_to_expert", "counts"])
+def test_a_small_file_that_unfolds_to_gigabytes_takes_no_memory(tmp_path: Path, name: str) -> None:
+    """2.8 MB of zeros took 2.9 GiB before the file was refused."""
+    path = loads(tokens="same").save(tmp_path)
+    header = b"\x93NUMPY\x01\x00v\x00{'descr': '|u1', 'fortran_order': False, 'shape': (2, 3, 500000000), }"
+    with zipfile.ZipFile(path) as archive:
+        members = {of: archive.read(of) for of in archive.namelist() if of != f"{name}.npy"}
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
+        for of, data in members.items():
+            archive.writestr(of, data)
+        archive.writestr(f"{name}.npy", header.ljust(127) + b"\n" + bytes(2**10))
+    data = path.read_bytes()  # the directory states 3 GB, as if they were there
+    at = data.rindex(b"PK\x01\x02") + 24
+    path.write_bytes(data[:at] + (3 * 10**9).to_bytes(4, "little") + data[at + 4 :])
+    for given in (path, tmp_path):
+        tracemalloc.start()
+        try:
+            with pytest.raises(ValueError) as raised:
+                read_recorded(given)
+            most = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+        assert most < 2**22
+        assert f"{given}: unfolds to 2861 MiB, above the limit of 1024 MiB" in str(raised.value)
 
 
 def test_another_trace_is_none(tmp_path: Path) -> None:
