@@ -119,10 +119,22 @@ def test_every_placer_of_counts_stays_the_dense_layer_while_it_moves(placer, opt
         assert sum(moved) and found.after < found.before
 
 
-def test_a_placer_that_needs_tokens_is_named_when_it_plans():
-    stack = Stack(2, placer="grace", moves=None)
-    with pytest.raises(ValueError, match="grace"):
-        stack.run(9, 2)
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        (
+            {"placer": "grace"},
+            "counts must be traces with per-token choices .* for placer grace, got counts alone",
+        ),
+        ({"placer": "eplb", "groups": 5}, "groups must divide the 12 experts, got 5"),
+        ({"placer": "graph", "graph": "torus"}, ""),
+        ({"placer": "craft", "replicas": 100}, "replicas must be"),
+    ],
+)
+def test_a_placer_that_cannot_place_here_is_refused_at_construction(how, message):
+    """It failed every + delay batches later, in the running model."""
+    with pytest.raises(ValueError, match=f"^placer {how['placer']} cannot replace this placement: {message}"):
+        Stack(2, moves=None, **how)
 
 
 def test_nothing_moves_for_little():

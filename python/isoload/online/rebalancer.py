@@ -153,11 +153,7 @@ class Rebalancer:
 
     def _plan(self, counts: Ints, now: Placement) -> Rebalanced:
         counts = counts[counts.sum((1, 2)) > 0]
-        start = now if self._starts_before else None
-        shape = now.slots_per_rank, self.placer, now.spare_slots, now.num_shared
-        new = place(counts, now.topology, *shape, before=start, **self.options)
-        if start is None:
-            new = replace(new, layer_ids=now.layer_ids)
+        new = self._place(counts, now)
         judge = exact_imbalance if self.split == "exact" else even_imbalance
         before, after = (judge(placement, counts) for placement in (now, new))  # [batches, L]
         if before.mean() - after.mean() < self.least_gain:
@@ -166,6 +162,13 @@ class Rebalancer:
         gain = before.mean(0) - after.mean(0)
         order = [int(layer) for layer in np.argsort(-gain, kind="stable") if changed[layer]]
         return Rebalanced(new, float(before.mean()), float(after.mean()), tuple(order))
+
+    def _place(self, counts: Ints, now: Placement) -> Placement:
+        """Place the experts of counts [batches, L, E] into the slots of the placement before."""
+        start = now if self._starts_before else None
+        shape = now.slots_per_rank, self.placer, now.spare_slots, now.num_shared
+        new = place(counts, now.topology, *shape, before=start, **self.options)
+        return replace(new, layer_ids=now.layer_ids) if start is None else new
 
     def _check(self) -> None:
         for name, least in (("every", 1), ("layers_per_step", 1), ("delay", 1), ("least_gain", 0)):
@@ -193,10 +196,13 @@ class Rebalancer:
                 f"every must be at least delay + L / layers_per_step = {self.delay + moving}, so that one plan is "
                 f"carried out before the next is begun, got {self.every}"
             )
-        make_placer(self.placer, self.options)
         held = [w for layer in self.layers if isinstance(layer, MoE) for w in layer.weights]
         if any(isinstance(weights, ShardWeights) for weights in held) and not self.options.get("pinned"):
             raise ValueError(
                 "pinned must be True where a layer is made of Shards, whose homes stay, got False: a placement that "
                 "moves them cannot be loaded"
             )
+        try:  # once: a placer that needs more than counts, or other ranks or slots, would fail in the running model
+            self._place(np.ones((1, first.num_layers, first.num_routed), dtype=np.int64), first)
+        except ValueError as error:
+            raise ValueError(f"placer {self.placer} cannot replace this placement: {error}") from None
