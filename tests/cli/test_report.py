@@ -80,7 +80,7 @@ def test_the_page_begins_with_what_was_recorded(folder: Path, tmp_path: Path) ->
     text = target.read_text()
     assert missing(json.loads(figures.read_text()), read_page(text)) == []
     assert text.index("As recorded") < text.index("The candidates") and "Imbalance by layer, prefill" in text
-    words = ["--html", str(target), "--json", str(figures), "--force"]
+    words = ["--html", str(target), "--json", str(figures)]
     printed(["report", str(folder), *MODEL, *words])  # both are known again
 
 

@@ -101,4 +101,6 @@ HtmlTarget = Annotated[
     str | None,
     typer.Option(metavar="FILE", help="Write a page with charts to this file; needs isoload[report]."),
 ]
-Force = Annotated[bool, typer.Option("--force", help="Replace the file, if it holds the same kind of thing.")]
+Force = Annotated[
+    bool, typer.Option("--force", help="Replace a placement (-o), or a file of any kind (--json, --html).")
+]

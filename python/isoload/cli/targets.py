@@ -1,4 +1,4 @@
-"""What a command may write to: nothing that it reads, nothing that holds something else."""
+"""What a command may write to: nothing that it reads, and nothing else of value without --force."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def check_targets(
     Args:
         reads: files and folders that the command reads. What lies in a folder belongs to it, and to an .npz the .json
             of the same stem.
-        force: a file of the same kind may be replaced; no other file ever.
+        force: whether a placement may be replaced, by a placement alone, and any file by figures or a page.
         json, output, html: where figures go, a placement, and a page, for which what draws it must be there.
     """
     named = {"output": output, "json": json, "html": html}
@@ -68,16 +68,26 @@ def _belongs(target: str, path: Path) -> bool:
 
 
 def _check_old(name: str, target: str, force: bool) -> None:
-    """Refuses to replace a file, but for one of the same kind where that is asked for."""
+    """Raise ValueError for a file that must not be replaced.
+
+    Figures and pages can be made again, so they are replaced without --force; a placement may be in use.
+    """
     kind, holds = KINDS[name]
-    if not force:
-        raise ValueError(f"{name} must be a new file, or --force be given to replace {kind}, got {target!r}")
     try:
-        same = holds(read_text(Path(target)))
+        same = bool(holds(read_text(Path(target))))
     except ValueError:
         same = False
-    if not same:
-        raise ValueError(f"{name} must be a new file or replace {kind}, got {target!r} of another kind")
+    if name == "output":
+        if not force:
+            raise ValueError(
+                f"{name} must be a new file, or --force be given to replace {kind}, got {target!r}"
+            )
+        if not same:
+            raise ValueError(f"{name} must be a new file or replace {kind}, got {target!r} of another kind")
+    elif not (same or force):
+        raise ValueError(
+            f"{name} must be a new file or replace {kind}, got {target!r} of another kind, which takes --force"
+        )
 
 
 def _holds_figures(content: Any) -> bool:
