@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -25,6 +27,7 @@ from isoload.advise.advice import PLAN_US
 from isoload.advise.candidates import NOW, grid, placed, sent, targets
 from isoload.advise.constants import layer_time
 from isoload.advise.launch import flags
+from isoload.advise.models import WEIGHT_BYTES
 from isoload.balancing.planning import plan_layers
 from isoload.replay.timeline import rows_between
 from isoload.times import AllToAllTime, ExpertTime, LayerTime
@@ -249,6 +252,33 @@ def test_every_model_has_constants_or_says_what_there_are(name: str) -> None:
     assert layer_time("h200", "sglang", "decode", MODELS["deepseek-v3"], isoload.Topology(8))[
         0
     ].experts.kernel == ("sglang_deepep_decode")
+
+
+def test_a_refusal_lists_what_would_be_accepted() -> None:
+    """For this engine, phase and dtype: the list had shapes that another engine was measured with."""
+    found = set()
+    for gpu, engine, phase in product(("h100", "h200", "b200"), ("sglang", "vllm"), ("prefill", "decode")):
+        for dtype in WEIGHT_BYTES:
+            model = replace(MODELS["qwen3-30b"], hidden=6144, intermediate=2560, dtype=dtype)
+            try:
+                layer_time(gpu, engine, phase, model, isoload.Topology(8))
+                continue
+            except ValueError as error:
+                said = re.fullmatch(
+                    r"model must have experts that \w+ was measured with on \w+ for \w+ in \w+ \((.*)\), got "
+                    rf"qwen3-30b, 6144 x 2560 {dtype}(?:; 6144 x 2560 was measured in (.*): choose one by dtype)?",
+                    str(error),
+                )
+            assert said is not None
+            shapes = re.findall(r"(\d+) x (\d+)", said[1])
+            assert shapes or said[1] == "none"
+            others = [replace(model, hidden=int(hidden), intermediate=int(inner)) for hidden, inner in shapes]
+            others += [replace(model, dtype=other) for other in (said[2] or "").split(", ") if other]
+            assert model not in others
+            for other in others:
+                layer_time(gpu, engine, phase, other, isoload.Topology(8))
+            found |= {(engine, bool(shapes), said[2] is not None)}
+    assert ("sglang", True, True) in found and len(found) > 2
 
 
 def test_a_model_is_read_from_its_configuration(tmp_path) -> None:

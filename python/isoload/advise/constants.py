@@ -40,20 +40,14 @@ def layer_time(
         raise ValueError(f"gpu must be one of {', '.join(gpus)}, got {gpu!r:.40}")
     shape: dict[str, Any] = {"hidden": model.hidden, "intermediate": model.intermediate, "dtype": model.dtype}
     other = f"_{PHASES[phase == 'prefill']}"
-    fitting = [
+    usable = [
         row
         for row in rows
         if row["gpu"] == full and row["kernel"].startswith(f"{engine}_") and not row["kernel"].endswith(other)
-        if all(row[key] == value for key, value in shape.items())
     ]
+    fitting = [row for row in usable if all(row[key] == value for key, value in shape.items())]
     if not fitting:
-        there = {
-            f"{row['hidden']} x {row['intermediate']} {row['dtype']}" for row in rows if row["gpu"] == full
-        }
-        raise ValueError(
-            f"model must have experts that {engine} was measured with on {full} ({', '.join(sorted(there))}), got "
-            f"{model.name}, {model.hidden} x {model.intermediate} {model.dtype}"
-        )
+        raise ValueError(_no_experts(f"{engine} was measured with on {full} for {phase}", usable, model))
     names = sorted({row["kernel"] for row in fitting})
     if kernel is not None and kernel not in names:
         raise ValueError(f"kernel must be one of {', '.join(names)}, got {kernel!r:.80}")
@@ -61,6 +55,19 @@ def layer_time(
     experts = ExpertTime.load(full, kernel or best["kernel"], **shape)
     steps, notes = _exchange(full, ALL_TO_ALL[engine][phase], model, topology)
     return LayerTime(steps[0], experts, steps[1]), notes
+
+
+def _no_experts(where: str, usable: list[dict[str, Any]], model: Model) -> str:
+    """Return the error for experts without constants, with the shapes and dtypes that have some."""
+    own = model.hidden, model.intermediate
+    shapes = sorted({(row["hidden"], row["intermediate"]) for row in usable if row["dtype"] == model.dtype})
+    dtypes = sorted({row["dtype"] for row in usable if (row["hidden"], row["intermediate"]) == own})
+    listed = ", ".join(f"{hidden} x {inner}" for hidden, inner in shapes) or "none"
+    also = f"; {own[0]} x {own[1]} was measured in {', '.join(dtypes)}: choose one by dtype" if dtypes else ""
+    return (
+        f"model must have experts that {where} in {model.dtype} ({listed}), got {model.name}, {own[0]} x {own[1]} "
+        f"{model.dtype}{also}"
+    )
 
 
 def layer_times(
