@@ -59,6 +59,12 @@ def test_replay_prints_a_row_per_policy(trace):
     assert result.stderr == ""
 
 
+def test_a_policy_that_borrowed_nothing_says_so_under_the_table(trace):
+    result = run("replay", trace, "--ranks", 4, "--spare-slots", 1, "--policies", "none,llep")
+    said = " ".join(result.stdout.split())
+    assert "llep borrowed no expert in any batch: min_chunk is 1024; it would borrow at min_chunk=" in said
+
+
 def test_json_to_stdout_is_nothing_but_json(trace):
     result = run("replay", trace, "--policies", "none, exact", "--layers", "0,2", "--ranks", 2, "--json", "-")
     found = json.loads(result.stdout)

@@ -124,6 +124,7 @@ def replay_warnings(replay: Replay) -> list[str]:
         found.append(
             "The record does not say top-k: copies are drawn one by one, rows not counted (--top-k)."
         )
+    found += replay.notes
     if replay.settings.get("exchanges") == 0:
         found.append("Nothing was exchanged: the replayed batches are not more than --exchange-every.")
     if not replay.settings["layers_with_freedom"]:

@@ -26,6 +26,7 @@ from isoload.records.placement import Placement
 from isoload.records.plan import Plan
 from isoload.replay.batches import Batches, SourceBatch, make_batches
 from isoload.replay.calibration import Fold, calibration_folds, strictest
+from isoload.replay.idle_borrowing import IdleBorrowing
 from isoload.replay.layer_cost import CostTally
 from isoload.replay.metrics import PolicyFigures, RoutedBatch, Tally, count_routed
 from isoload.replay.prediction import Forecast, check_prediction
@@ -70,6 +71,7 @@ class Replay:
     batches: int
     policies: tuple[PolicyFigures, ...]
     costs: tuple[dict[str, Any], ...] = ()  # a row per policy if the settings have a cost model
+    notes: tuple[str, ...] = ()  # sentences about policies that borrowed nothing
     # What each policy's row sums up.
     tallies: tuple[Tally, ...] = field(default=(), repr=False, compare=False)
 
@@ -128,6 +130,7 @@ def _replay(
     folds = [Fold(fold.calibrate, fold.replay[: settings.max_batches or None]) for fold in whole]
     tallies = [Tally(name, topology, trace.top_k > 0) for name in settings.policies]
     costs = [CostTally(model) for _ in settings.policies] if model else []
+    idle = [IdleBorrowing(name) for name in settings.policies]
     tokens = done = 0
     total = sum(len(fold.replay) for fold in folds)
     for fold in folds:
@@ -145,7 +148,7 @@ def _replay(
         for index in fold.replay:
             batch = batches.source_batch(index, settings.num_ranks, settings.assign)
             batch = batch.with_shared(trace.num_experts, settings.shared_experts)
-            _replay_batch(batch, index, placement, settings, forecast, by_loads, tallies, costs)
+            _replay_batch(batch, index, placement, settings, forecast, by_loads, tallies, costs, idle)
             tokens, done = tokens + batch.num_tokens, done + 1
             on_batch(done, total)
     figures = tuple(tally.figures() for tally in tallies)
@@ -158,7 +161,10 @@ def _replay(
     predicted = tuple(tally.figures() for tally in costs)
     for row in predicted:
         row["layer_us_change"] = row["layer_us_mean"] / predicted[0]["layer_us_mean"] - 1
-    return Replay(trace.name, resolved, tokens, trace.num_layers, total, figures, predicted, tuple(tallies))
+    notes = tuple(note for each in idle if (note := each.note()))
+    return Replay(
+        trace.name, resolved, tokens, trace.num_layers, total, figures, predicted, notes, tuple(tallies)
+    )
 
 
 def fitting(placement: Placement, trace: Trace, settings: ReplaySettings) -> Placement:
@@ -195,6 +201,7 @@ def _replay_batch(
     by_loads: dict[str, LayersByLoads],
     tallies: list[Tally],
     costs: list[CostTally],
+    idle: list[IdleBorrowing],
 ) -> None:
     ranks, loads = range(batch.num_ranks), batch.loads(placement.num_experts)
     best = "joint" if placement.num_shared else "exact"
@@ -205,7 +212,9 @@ def _replay_batch(
         if by_own := by_loads.get(tally.policy):
             slots = by_own.route(batch, tally)
         else:
-            plans = _timed_plans(loads, ahead, placement, _policy(tally.policy, settings, index), tally)
+            policy = _policy(tally.policy, settings, index)
+            plans = _timed_plans(loads, ahead, placement, policy, tally)
+            idle[position].add(plans, loads, placement, policy)
             routes = [
                 torch.cat([route(batch.on_rank(layer, rank), loads[layer], made, rank) for rank in ranks])
                 for layer, made in enumerate(plans)
