@@ -20,6 +20,7 @@ app = typer.Typer(
     name="isoload",
     help="Equal load for the ranks of expert-parallel Mixture-of-Experts layers.",
     cls=Group,
+    rich_markup_mode="rich",  # older versions of typer have another default; Command escapes for this one
     add_completion=False,
     pretty_exceptions_enable=False,
 )

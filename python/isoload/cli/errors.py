@@ -67,18 +67,19 @@ class Command(TyperCommand):
 
     def __init__(self, *args: Any, **given: Any) -> None:
         super().__init__(*args, **given)
-        for text in (self, *self.params):
-            text.help = escape(getattr(text, "help", None) or "")  # type: ignore[union-attr]
+        texts: list[Any] = [self, *self.params]
+        for text in texts:
+            text.help = escape(text.help or "")
 
 
 class Group(TyperGroup):
     """Group of commands that ends in one red line for a wrong option, a full disk and Ctrl-C."""
 
-    def main(self, *args: Any, standalone_mode: bool = True, **given: Any) -> Any:
-        if not standalone_mode:
-            return super().main(*args, standalone_mode=False, **given)
+    def main(self, *args: Any, **given: Any) -> Any:
+        if not given.get("standalone_mode", True):
+            return super().main(*args, **given)
         try:
-            code = super().main(*args, standalone_mode=False, **given) or 0
+            code = super().main(*args, **given | {"standalone_mode": False}) or 0
             sys.stdout.flush()
         except CLICK_ERROR as error:
             print_error(error.format_message())
