@@ -165,6 +165,9 @@ class LibraStack:
         """
         found = find_blocks(layers, "layers")
         blocks = [block for _, block in found]
+        if placement is not None and len({id(part) for part, _ in found}) == len(found):
+            numbers = [i for i, part in enumerate(layers) if any(part is holder for holder, _ in found)]
+            placement = placement.for_model(numbers)
         if predict == "lookahead":
             predict = Lookahead(
                 [BlockGate(block) for block in blocks], [norm_before(*pair) for pair in found]

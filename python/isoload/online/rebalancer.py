@@ -157,7 +157,7 @@ class Rebalancer:
         shape = now.slots_per_rank, self.placer, now.spare_slots, now.num_shared
         new = place(counts, now.topology, *shape, before=start, **self.options)
         if start is None:
-            new = replace(new, layer_ids=now.layer_ids)
+            new = replace(new, layer_ids=now.layer_ids, identity=now.identity)
         judge = exact_imbalance if self.split == "exact" else even_imbalance
         before, after = (judge(placement, counts) for placement in (now, new))  # [batches, L]
         if before.mean() - after.mean() < self.least_gain:

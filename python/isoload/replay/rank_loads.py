@@ -17,14 +17,12 @@ import torch
 
 from isoload.records.placement import Placement
 from isoload.topology import Topology
-from isoload.trace import Trace, read_trace
+from isoload.trace import Trace
 from isoload.trace.archives import check_bytes, max_bytes
-from isoload.trace.npz import write_trace
+from isoload.trace.npz import read_npz, write_trace
+from isoload.trace.identity import Identity
 from isoload.trace.record import Ints, counts_of_slots
-
-RECORDED_BY = "isoload in shadow mode"
-ONE_RUN = 300  # seconds within which the processes of one run start to record
-ABOUT = {"rank": int, "num_ranks": int, "ranks_per_node": int, "tokens": str, "started": int, "passes": list}
+from isoload.trace.shadow import ONE_RUN, RECORDED_BY, check_about, dense_rows_dropped
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,6 +48,7 @@ class RankLoads:
     tokens: str
     started: int
     model: str = ""
+    identity: Identity = Identity()
 
     @property
     def counts(self) -> Ints:
@@ -70,6 +69,7 @@ class RankLoads:
         }
         name = f"rank{self.rank:05d}-{self.started}-{os.getpid()}-{self.passes[0]:09d}"
         given: dict[str, Any] = {"counts": self.counts, "cluster": self.phases, "provenance": about}
+        given["identity"] = self.identity
         path = Path(folder, f"{name}.npz")
         tables = {"slot_copies": self.slot_copies, "slot_to_expert": self.slot_to_expert}
         write_trace(Trace(name, self.num_experts, self.top_k, **given), path, **tables)
@@ -83,13 +83,11 @@ def counts_by_expert(slot_to_expert: Ints, slot_copies: Ints, num_experts: int) 
 
 def read_rank_loads(path: Path) -> RankLoads:
     """ValueError: another file, or a damaged one, by name."""
-    trace = read_trace(path)
+    trace = Trace(**read_npz(path, max_bytes(None)))
     about, phases = trace.provenance, trace.cluster
     if about.get("recorded by") != RECORDED_BY or trace.counts is None or phases is None:
         raise ValueError(f"{path}: must be a file that shadow mode wrote (ISOLOAD_RECORD)")
-    for key, kind in ABOUT.items():
-        if type(about.get(key)) is not kind:
-            raise ValueError(f"{path}: {key} must be of type {kind.__name__}, got {about.get(key)!r:.40}")
+    check_about(path, trace)
     with np.load(path, allow_pickle=False) as archive:
         found = {key: archive[key] for key in ("slot_copies", "slot_to_expert") if key in archive.files}
     copies, table = found.get("slot_copies"), found.get("slot_to_expert")
@@ -103,12 +101,10 @@ def read_rank_loads(path: Path) -> RankLoads:
         )
     if not np.array_equal(counts_by_expert(table, copies, trace.num_experts), trace.counts):
         raise ValueError(f"{path}: counts must be those of slot_copies")
-    if len(about["passes"]) != batches or not all(type(number) is int for number in about["passes"]):
-        raise ValueError(f"{path}: passes must be {batches} integers, got {len(about['passes'])}")
     topology = Topology(about["num_ranks"], about["ranks_per_node"])
     return RankLoads(
         copies, table, tuple(about["passes"]), phases, trace.num_experts, trace.top_k, about["rank"], topology,
-        about["tokens"], about["started"], str(about.get("model", "")),
+        about["tokens"], about["started"], str(about.get("model", "")), trace.identity,
     )  # fmt: skip
 
 
@@ -148,7 +144,8 @@ class Recorded:
     def placement(self, batch: int) -> Placement:
         """Where the experts lay."""
         table = torch.from_numpy(self.tables[self.table_of[batch]].astype(np.int32))
-        return Placement(table, self.topology, self.trace.num_experts, layer_ids=self.trace.layer_ids)
+        layers = {"layer_ids": self.trace.layer_ids, "identity": self.trace.identity}
+        return Placement(table, self.topology, self.trace.num_experts, **layers)
 
 
 def read_recorded(path: str | Path) -> Recorded:
@@ -223,5 +220,6 @@ def _join(
     trace = Trace(
         first.model or path.stem, first.num_experts, first.top_k, np.stack(counts), cluster=tuple(phases),
         layer_ids=tuple(map(int, routed)), provenance={"recorded by": RECORDED_BY, "model": first.model},
+        identity=dense_rows_dropped(first.identity),
     )  # fmt: skip
     return Recorded(trace, tuple(sent), tuple(kept), np.array(table_of), first.topology, left)
