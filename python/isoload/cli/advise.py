@@ -287,6 +287,6 @@ def advise(
     )
     question = replace(question, gathers=engine == "vllm" or chosen.is_deepseek, dense_ms=dense_ms)
     judged = judge_by(loaded, chosen, ranks, tokens_per_rank)
-    source = " ".join(map(str, traces)) if traces else None
+    source = reading.shell_words(traces, loaded, model) if traces else None
     made = answer(question, loaded, judged, (engine, phase, kernel), notes, source, guessed=not traces)
     write_out(json, made.figures, partial(made.show, wide=wide), html=html, page=made.page)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -117,6 +118,14 @@ class Reading(NamedTuple):
     allow_missing_ranks: bool = False
     first_moe_layer: int | None = None
     model: str | None = None
+
+    def shell_words(self, paths: Sequence[Path], trace: Trace, model: str) -> str:
+        """Return files and options with which `isoload place` reads them and writes a file for SGLang."""
+        names = ("stages", "same_layers", "allow_missing_ranks")
+        options = [f"--{name.replace('_', '-')}" for name in names if getattr(self, name)]
+        if trace.identity.numbering != "model":
+            options += ["--model", model]
+        return shlex.join([*map(str, paths), *options])
 
     def stated(self, record: Record) -> Record:
         """Return a trace or placement with the statement."""
