@@ -14,7 +14,7 @@ from isoload.files.reading import MAX_LAYERS, shown
 
 KINDS = ("mlp_layer_types", "moe_layer_freq", "hybrid_override_pattern")  # an entry per layer
 LISTS = ("moe_layers", "moe_layers_enum")  # the numbers of the MoE layers
-SPARSE = (1, "sparse", "moe", "E")
+SPARSE = (1, "sparse", "moe", "hash_moe", "E")
 # Every step-th layer has experts. The last of each step layers has them, but for Jamba, which names an offset, and for
 # DeepSeek's moe_layer_freq, which counts from layer 0.
 STEPS = ("decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_interval")
