@@ -1,4 +1,4 @@
-"""The shape of the repository: imports run one way, torch stays in the binding, nothing grows past 400 lines."""
+"""The shape of the repository: imports run one way, torch stays in the binding, nothing grows past 600 lines."""
 
 import ast
 import os
@@ -148,10 +148,10 @@ def test_algorithms_use_no_containers():
         ), path
 
 
-def test_no_file_grows_past_400_lines():
+def test_no_file_grows_past_600_lines():
     sources = tracked("*.py", "*.h", "*.cpp", "*.cu")
     assert len(sources) > 30
-    assert [str(p) for p in sources if len(p.read_text().splitlines()) > 400] == []
+    assert [str(p) for p in sources if len(p.read_text().splitlines()) > 600] == []
 
 
 LISTED = re.findall(r"^  OP\((\w+), \\\n", (ROOT / "csrc/ops/list.h").read_text(), re.M)

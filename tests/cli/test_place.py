@@ -12,6 +12,7 @@ import isoload
 from isoload.cli.app import app
 from isoload.placers import parse_placer
 from isoload.trace import Trace, write_trace
+from isoload.trace import Identity
 from support.documents import PLAIN
 from support.sglang_recording import EXPERTS, MOE, Recording
 
@@ -74,7 +75,9 @@ def test_before_against_and_several_traces(trace, tmp_path):
         run("place", trace, "-o", first, "--ranks", 4, "--slots-per-rank", 3, "--placer", "eplb").exit_code
         == 0
     )
-    args = ["place", trace, trace, "-o", second, "--ranks", 4, "--placer", "scenario:moves=1:split=exact"]
+    again = tmp_path / "again.npz"
+    isoload.trace.write_trace(replace(isoload.read_trace(trace), name="again"), again)
+    args = ["place", trace, again, "-o", second, "--ranks", 4, "--placer", "scenario:moves=1:split=exact"]
     result = run(*args, "--before", first, "--against", first, "--calibrate", "first-half", "--json", "-")
     rows = json.loads(result.stdout)["placers"]
     assert [row["placer"] for row in rows] == [
@@ -102,9 +105,9 @@ def test_before_and_against_are_of_the_layers_that_they_name(trace, tmp_path):
         said = error_of(
             *args[:-1], "scenario", option, foreign, "-o", tmp_path / "x.json", "--slots-per-rank", 3
         )
-        assert said == f"{option[2:]} must have all layers of the trace, it has no layer 3"
+        assert said.startswith(f"{option[2:]} has layers 50, 60 (the model's own layer numbers) and no layer 3")
     fewer = isoload.place(np.ones((2, 6)), isoload.Topology(4), 3)
-    isoload.write_placement(replace(fewer, layer_ids=(3, 5)), foreign, "isoload")
+    isoload.write_placement(replace(fewer, layer_ids=(3, 5), identity=Identity("model")), foreign, "isoload")
     said = error_of(*args[:-1], "eplb", "--against", foreign, "-o", tmp_path / "x.json")
     assert said == "against must have 8 routed experts, got 6"
 
@@ -153,7 +156,7 @@ def test_a_placement_is_replayed_by_layer_ids(trace, tmp_path):
     swapped = isoload.trace.Trace("other", 8, 2, counts=np.ones((2, 1, 8), int), layer_ids=(4,))
     write_trace(swapped, tmp_path / "other.npz")
     missing = error_of("replay", tmp_path / "other.npz", "--placement", target)
-    assert missing == "layer_ids must be of the placement's layers, it has no layer 4"
+    assert missing.startswith("placement has layers 3, 5 (the model's own layer numbers) and no layer 4, which trace other")
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,8 @@ COUNTS = np.random.default_rng(0).integers(1, 99, (2, 6))
 
 def made(**arguments):
     trace = isoload.trace.Trace("t", 6, counts=COUNTS[None], layer_ids=(1, 3))
-    return isoload.place(trace, TOPOLOGY, **{"slots_per_rank": 3, "placer": "scenario", **arguments})
+    placement = isoload.place(trace, TOPOLOGY, **{"slots_per_rank": 3, "placer": "scenario", **arguments})
+    return placement.with_moe_layers(moe_layers=(1, 3))
 
 
 @pytest.mark.parametrize("name", ENGINES)
@@ -128,8 +129,8 @@ def test_what_an_engines_file_cannot_hold(message, name, tmp_path):
 
 
 def test_vllm_ascend_refuses_an_expert_twice_on_a_rank(tmp_path):
-    twice = isoload.Placement(torch.tensor([[0, 0, 1, 2]]), isoload.Topology(2), 3, layer_ids=(7,))
-    message = "^an expert must lie once on a rank for vllm-ascend, not so layer 7, rank 0$"
+    twice = isoload.Placement(torch.tensor([[0, 0, 1, 2]]), isoload.Topology(2), 3).with_moe_layers(7)
+    message = "^an expert must lie once on a rank for vllm-ascend, not so layer 0, rank 0$"
     with pytest.raises(ValueError, match=message):
         isoload.write_placement(twice, tmp_path / "p", "vllm-ascend")
 
@@ -201,9 +202,11 @@ def test_convert(tmp_path):
     assert "".join(done.stdout.split()) == "".join(
         f"{p}: 2 layers, 6 experts, 3 slots on each of 4 ranks, format sglang".split()
     )
-    assert run(p, "-o", q, "--format", "vllm", "--ranks", 4).exit_code == 0
+    (tmp_path / "config.json").write_text('{"num_hidden_layers": 4, "interleave_moe_layer_step": 2}')
+    back = run(p, "-o", q, "--format", "vllm", "--ranks", 4, "--model", tmp_path / "config.json")
+    assert back.exit_code == 0, back.stderr
     found = isoload.read_placement(q, TOPOLOGY)
-    assert torch.equal(found.slot_to_expert[[1, 3]], made().slot_to_expert)
+    assert torch.equal(found.slot_to_expert, made().slot_to_expert)
     for how, message in (
         ([p], f"{p}: --ranks must be given: SGLang's file does not say how many ranks there are"),
         ([tmp_path / "own", "--ranks", 8], f"ranks must be 4 with placement {tmp_path / 'own'}, got 8"),

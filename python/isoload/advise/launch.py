@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
-
 from isoload.advise.candidates import Candidate
 from isoload.topology import Topology
 
@@ -13,7 +11,8 @@ FILE = "placement.json"
 def flags(engine: str, candidate: Candidate, topology: Topology, slots: int, trace: str | None) -> list[str]:
     """Lines to type: environment and options and, where the engine starts from a file, the command that makes it.
 
-    slots: of a rank. trace: the file that the placement is made of; None: there is none.
+    slots: of a rank. trace: files that the placement is made of and options that read them, quoted for a shell; None:
+    there are none.
     """
     made = engine == "sglang" and candidate.placer != "trivial" and trace is not None
     lines = _vllm(candidate, topology) if engine == "vllm" else _sglang(candidate, topology, made)
@@ -23,7 +22,7 @@ def flags(engine: str, candidate: Candidate, topology: Topology, slots: int, tra
     if made:
         per_node = topology.ranks_per_node
         size = f"--ranks {topology.num_ranks} --ranks-per-node {per_node} --slots-per-rank {slots}"
-        what = f"{shlex.quote(str(trace))} -o {FILE} --format sglang {size} --placer {candidate.placer}"
+        what = f"{trace} -o {FILE} --format sglang {size} --placer {candidate.placer}"
         lines.insert(0, f"isoload place {what}")
     return lines
 

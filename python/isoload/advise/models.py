@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from isoload.files.reading import MAX_NOTES, parse_json, read_text
+from isoload.trace.moe_layers import moe_layers_of
 
 # By the measured kernels' words. Scales: a byte for 32 of mxfp4 and for 16 of nvfp4, two for 128 of int4.
 WEIGHT_BYTES = {
@@ -59,6 +60,8 @@ MODELS = {
     )
 }
 
+FIRST_MOE_LAYER = {"deepseek-v3": 3, "kimi-k2": 1, "glm-4.5": 3}  # the others have no dense layers
+
 KEYS = {  # a field of Model, and the keys of config.json that say it, the first that is there
     "hidden": ("hidden_size",),
     "intermediate": ("moe_intermediate_size", "intermediate_size"),
@@ -84,9 +87,39 @@ def find_model(given: str, dtype: str | None = None) -> Model:
     return Model(**{**vars(model), "dtype": dtype or model.dtype})
 
 
-def _read(path: Path, dtype: str | None) -> Model:
+def find_moe_layers(given: str) -> tuple[str, tuple[int, ...]]:
+    """Return a model's name and the numbers of its MoE layers.
+
+    Args:
+        given: a model of MODELS, with the organisation or without, in any case; or the path of a config.json.
+
+    Raises:
+        ValueError: no such name and no such file; a file that does not describe its layers.
+    """
+    if Path(given).is_file():
+        path = Path(given)
+        try:
+            return _name(path), moe_layers_of(_config(path))
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
+    name = given.rpartition("/")[2].lower()
+    if name not in MODELS:
+        raise ValueError(f"model must be one of {', '.join(MODELS)}, or a config.json, got {given!r:.100}")
+    first = FIRST_MOE_LAYER.get(name, 0)
+    return name, tuple(range(first, first + MODELS[name].layers))
+
+
+def _config(path: Path) -> dict[str, Any]:
     config = parse_json(read_text(path, MAX_NOTES))
-    config = config.get("text_config", config) if isinstance(config, dict) else {}
+    return config.get("text_config", config) if isinstance(config, dict) else {}
+
+
+def _name(path: Path) -> str:
+    return path.stem if path.stem != "config" else path.parent.name or "config"
+
+
+def _read(path: Path, dtype: str | None) -> Model:
+    config = _config(path)
 
     def number(*keys: str, default: int | None = None) -> int:
         value = next((config[key] for key in keys if config.get(key) is not None), default)
@@ -107,9 +140,9 @@ def _read(path: Path, dtype: str | None) -> Model:
     if dtype is None and method not in WEIGHT_BYTES | PUBLISHED:
         raise ValueError(f"dtype must be given for {path}, whose quant_method is {method!r:.40}")
     return Model(
-        path.stem if path.stem != "config" else path.parent.name or "config",
+        _name(path),
         **kept,
-        layers=layers - number("first_k_dense_replace", default=0),
+        layers=len(moe_layers_of(config)),
         dtype=dtype or PUBLISHED.get(method, method),
         kv_bytes=2 * layers * per_layer,
         is_deepseek=str(config.get("model_type")).startswith(("deepseek", "kimi")),

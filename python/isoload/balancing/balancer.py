@@ -23,7 +23,7 @@ from isoload.ops import Counted
 from isoload.policies import Policy, Seeded, make_policy
 from isoload.policies.exact import ExactPolicy
 from isoload.records.placed_layers import PlacedLayers, own_layers, refreshing
-from isoload.records.placement import Placement, check_same_shape
+from isoload.records.placement import Placement, check_same_shape, position
 from isoload.records.plan import Plan
 from isoload.steps import first_step, in_backward, next_step
 from isoload.topology import Topology
@@ -47,6 +47,7 @@ class Balancer:
     Args:
         placement: where the experts lie.
         layer: position of this layer in the placement.
+        layer_id: in place of layer, the model's own number of this layer.
         policy: a name in isoload.POLICIES or a Policy; options go with the name. One that borrows names experts in
             ``last_plan`` whose weights must be copied before the experts run (the layer does so).
         group: joins the ranks, one for all layers. None: one rank, or tokens="same".
@@ -85,6 +86,7 @@ class Balancer:
         loads: Loads = "gathered",
         gather: Gather = "sources",
         price: bool = False,
+        layer_id: int | None = None,
         **options: Any,
     ) -> None:
         if tokens not in ("own", "same"):
@@ -106,6 +108,7 @@ class Balancer:
         self._steps: dict[torch.device, Tensor] = {}  # [] int64, batches that drew: read by captured graphs
         self._checksums: dict[str, int] = {}
         with self.group.agreeing("construction") as facts:
+            self.layer = layer = position(placement, layer, layer_id)
             self.own_counts = make_own_counts(loads, tokens, placement, self.group, price)
             if group is not None and group.topology.num_ranks != num_ranks:
                 raise ValueError(

@@ -228,8 +228,11 @@ def advise(
     tokens_per_rank: Annotated[
         int, options.Range(1), typer.Option(help="Of a step: its prompts' tokens, or its requests.")
     ],
-    trace: Annotated[
-        Path | None, typer.Argument(metavar="[TRACE]", help="As replay takes it. Without one: --skew.")
+    traces: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            metavar="[TRACE...]", help="Recorded routing, as replay takes it. Without one: --skew."
+        ),
     ] = None,
     ranks_per_node: options.RanksPerNode = 0,
     engine: Annotated[str, typer.Option(help="sglang or vllm.")] = "sglang",
@@ -271,6 +274,9 @@ def advise(
         options.Range(0, 1),
         typer.Option(help="Of --skew: the part of a batch whose experts are others."),
     ] = 0.3,
+    stages: options.Stages = False,
+    same_layers: options.SameLayers = False,
+    allow_missing_ranks: options.AllowMissingRanks = False,
     wide: options.Wide = False,
     json: options.JsonTarget = None,
     html: options.HtmlTarget = None,
@@ -279,16 +285,17 @@ def advise(
     """Whether balancing pays on your GPUs: milliseconds of a step, and the flags for the best way to run."""
     from isoload.advise import Question, find_model, guessed_trace, judge_by
     from isoload.advise.constants import layer_time
-    from isoload.cli.given import load_trace
+    from isoload.cli.given import Reading, load_trace
     from isoload.cli.targets import check_targets
     from isoload.topology import Topology
 
-    check_targets([trace], force, json, html=html)
+    check_targets(traces or [], force, json, html=html)
     chosen = find_model(model, dtype)
     topology = Topology(ranks, ranks_per_node)
-    if (trace is None) == (skew is None):
-        raise ValueError(f"skew must be given in place of a trace, got {skew!r} and {trace}")
-    loaded = guessed_trace(str(skew), drift, chosen) if trace is None else load_trace(trace)
+    if bool(traces) == (skew is not None):
+        raise ValueError(f"skew must be given in place of a trace, got {skew!r} and {traces}")
+    reading = Reading(stages, same_layers, allow_missing_ranks)
+    loaded = load_trace(traces, reading=reading) if traces else guessed_trace(str(skew), drift, chosen)
     times, notes = layer_time(gpu, engine, phase, chosen, topology, kernel)
     memory = None if memory_per_rank is None else memory_per_rank * GIB
     question = Question(
@@ -296,6 +303,6 @@ def advise(
     )
     question = replace(question, gathers=engine == "vllm" or chosen.is_deepseek, dense_ms=dense_ms)
     judged = judge_by(loaded, chosen, ranks, tokens_per_rank)
-    source = None if trace is None else str(trace)
-    made = answer(question, loaded, judged, (engine, phase, kernel), notes, source, guessed=trace is None)
+    source = reading.shell_words(traces, loaded, model) if traces else None
+    made = answer(question, loaded, judged, (engine, phase, kernel), notes, source, guessed=not traces)
     write_out(json, made.figures, partial(made.show, wide=wide), html=html, page=made.page)

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from isoload.cli.options import Force, FormatName, Range
+from isoload.cli.options import ExtraLayers, FirstMoeLayer, Force, FormatName, ModelLayers, Range
 from isoload.cli.place import placement_line
 from isoload.cli.tables import say
 
@@ -18,10 +18,16 @@ def convert(
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The new file.")],
     file_format: FormatName,
     ranks: Annotated[int | None, Range(1), typer.Option(help="R, where the file does not say it.")] = None,
+    first_moe_layer: FirstMoeLayer = None,
+    model: ModelLayers = None,
+    extra_layers: ExtraLayers = None,
     force: Force = False,
 ) -> None:
-    """Write a placement file in another format."""
-    from isoload.cli.given import read_given
+    """Write a placement file in another format.
+
+    Engines number layers differently: SGLang and TensorRT-LLM as the model does, vLLM and vllm-ascend among the MoE layers.
+    """
+    from isoload.cli.given import Reading, read_given, with_extra
     from isoload.cli.targets import check_targets
     from isoload.formats import check_format, write_placement
     from isoload.topology import Topology
@@ -29,6 +35,7 @@ def convert(
     check_targets([source], force, output=str(output))
     check_format(file_format, output, "output")
     found = read_given(str(source), None if ranks is None else Topology(ranks))
+    found = with_extra(Reading(first_moe_layer=first_moe_layer, model=model).stated(found), extra_layers)
     write_placement(found, output, file_format)
     if str(output) != "-":
         line = f"{placement_line(found, str(output))}, format {file_format}"

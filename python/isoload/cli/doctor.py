@@ -12,14 +12,15 @@ import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
 from isoload.cli.options import CostFile, Force, JsonTarget
-from isoload.cli.tables import write_out
+from isoload.cli.tables import say, write_out
+from isoload.files.reading import open_regular
 from isoload.files.writing import printable
 
 if TYPE_CHECKING:
@@ -163,15 +164,63 @@ def print_doctor(items: Sequence[Item], console: Console) -> None:
         console.print(line, soft_wrap=True)
 
 
-def doctor(cost: CostFile = None, json: JsonTarget = None, force: Force = False) -> None:
+def file_items(paths: Sequence[Path]) -> list[Item]:
+    """What placement files and records are about."""
+    from isoload.cli.given import load_traces, placement_facts, record_facts
+    from isoload.formats import UnknownRanks, read_placement
+    from isoload.topology import Topology
+
+    one = paths[0]
+    if len(paths) > 1 or one.is_dir() or not holds_text(one):
+        facts = [record_facts(trace) for trace in load_traces(paths)]
+    else:
+        try:
+            placement = read_placement(one)
+            ranks = f"{placement.topology.num_ranks} on nodes of {placement.topology.ranks_per_node}"
+            facts = [{**placement_facts(placement), "ranks": ranks}]
+        except UnknownRanks:  # the engine alone knows them
+            known = placement_facts(read_placement(one, Topology(1)))
+            slots = known.pop("slots").partition(" ")[0]
+            facts = [{**known, "slots": f"{slots} in a layer", "ranks": "not stated by this format"}]
+        except ValueError as error:
+            if "is no placement file" not in str(error) and "is not JSON" not in str(error):
+                raise
+            facts = [record_facts(trace) for trace in load_traces(paths)]
+    return [Item(label, True, text) for record in facts for label, text in record.items()]
+
+
+def holds_text(path: Path) -> bool:
+    """Whether a file is no archive of arrays."""
+    with open_regular(path) as file:
+        return file.read(2) != b"PK"
+
+
+def doctor(
+    files: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            metavar="[FILE...]", help="Placement file or record to describe, in place of this machine."
+        ),
+    ] = None,
+    cost: CostFile = None,
+    json: JsonTarget = None,
+    force: Force = False,
+) -> None:
     """What this machine offers, what is off, and why; which engines isoload attaches to, with this environment.
+
+    With a FILE: what the placement or the record is about: layers and their numbering, ranks, model, experts.
 
     Exit code 1 if a variable asks for an engine (ISOLOAD_SGLANG=1, ISOLOAD_VLLM=1) that isoload would stay out of.
     """
     from isoload.cli.cost import given_cost
     from isoload.cli.targets import check_targets
 
-    check_targets([cost], force, json)
+    check_targets([cost, *(files or [])], force, json)
+    if files:
+        items = file_items(files)
+        lines = [f"{item.name}: {item.detail}" for item in items]
+        write_out(json, [asdict(item) for item in items], lambda console: say(console, ("", lines)))
+        return
     items = report(given_cost(cost))
     write_out(json, [asdict(item) for item in items], lambda console: print_doctor(items, console))
     if any(item.asked and not item.on for item in items):

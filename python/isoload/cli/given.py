@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import shlex
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import NamedTuple, TypeVar
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
 
+from isoload.advise.models import find_moe_layers
 from isoload.files.reading import shown
 from isoload.files.writing import printable
 from isoload.formats import UnknownRanks, read_placement
@@ -21,8 +26,11 @@ from isoload.records.placement import Placement
 from isoload.replay.calibration import strictest
 from isoload.replay.simulate import ReplaySettings
 from isoload.topology import Topology
-from isoload.trace import Trace, read_trace
+from isoload.trace import READ_AS, Trace, joined_trace, read_recordings
+from isoload.trace.identity import spans
 from isoload.trace.top_k import with_top_k
+
+Record = TypeVar("Record", Trace, Placement)
 
 
 def read_given(path: str, topology: Topology | None) -> Placement:
@@ -96,18 +104,129 @@ def made_by(placement: Placement, trace: Trace) -> str | None:
             return None
         default = asdict(make_placer(name, {}))
         again = place(trace.batch_counts(), topology, placement.slots_per_rank, name, *others, **options)
-        same = again.slot_to_expert.equal(placement.with_layers(trace.layer_ids).slot_to_expert)
+        same = again.slot_to_expert.equal(placement.for_trace(trace).slot_to_expert)
     except (ValueError, TypeError, ImportError):
         return None  # made of another trace, by another version, by a placer that needs more than counts
     given = [f"{key}={value}" for key, value in options.items() if value != default[key]]
     return ":".join([name, *given]) if same else None
 
 
-def load_trace(path: Path, layers: str | None = None, top_k: str | None = None) -> Trace:
-    """The trace of some layers, with K where it is known."""
-    with Console(stderr=True).status(f"reading {escape(printable(str(path)))}"):
-        trace = with_top_k(read_trace(path), top_k)
+class Reading(NamedTuple):
+    """How the files of a command are read, see :func:`isoload.read_trace`, and what the user states of their model."""
+
+    stages: bool = False
+    same_layers: bool = False
+    allow_missing_ranks: bool = False
+    first_moe_layer: int | None = None
+    model: str | None = None
+
+    def shell_words(self, paths: Sequence[Path], trace: Trace, model: str) -> str:
+        """Return files and options with which `isoload place` reads them and writes a file for SGLang."""
+        names = ("stages", "same_layers", "allow_missing_ranks")
+        options = [f"--{name.replace('_', '-')}" for name in names if getattr(self, name)]
+        if trace.identity.numbering != "model":
+            options += ["--model", model]
+        return shlex.join([*map(str, paths), *options])
+
+    def stated(self, record: Record) -> Record:
+        """Return a trace or placement with the statement."""
+        if self.first_moe_layer is not None and self.model is not None:
+            raise ValueError(
+                f"first_moe_layer must come without model, got {self.first_moe_layer} and {self.model}"
+            )
+        if self.model is None:
+            return record.with_moe_layers(self.first_moe_layer)
+        name, moe_layers = find_moe_layers(self.model)
+        return record.with_moe_layers(moe_layers=moe_layers, model=name)
+
+
+def load_traces(paths: Sequence[Path], reading: Reading = Reading()) -> list[Trace]:
+    """Return the trace of each recording; warnings go to stderr, a line each."""
+    console = Console(stderr=True, highlight=False)
+    shown_paths = str(paths[0]) if len(paths) == 1 else f"{len(paths)} files"
+    how = {name: getattr(reading, name) for name in ("stages", "same_layers", "allow_missing_ranks")}
+    with (
+        warnings.catch_warnings(record=True) as caught,
+        console.status(f"reading {escape(printable(shown_paths))}"),
+    ):
+        warnings.simplefilter("always", UserWarning)
+        traces = read_recordings(list(paths), **how)
+    for warning in caught:
+        console.print(Text(printable(f"warning: {warning.message}"), style="yellow"), soft_wrap=True)
+    return [reading.stated(trace) for trace in traces]
+
+
+def load_trace(
+    paths: Sequence[Path],
+    layers: str | None = None,
+    top_k: str | None = None,
+    reading: Reading = Reading(),
+) -> Trace:
+    """Return one trace of all recordings, of some layers, with K where it is known."""
+    trace = with_top_k(joined_trace(load_traces(paths, reading)), top_k)
     return trace if layers is None else trace.select_layers(parse_layers(layers, trace.num_layers))
+
+
+def with_extra(placement: Placement, extra_layers: str | None) -> Placement:
+    """Return the placement with the layers of --extra-layers, if any."""
+    if extra_layers is None:
+        return placement
+    numbers = [
+        int(part) if part.strip().isdecimal() and len(part) < 9 else -1 for part in extra_layers.split(",")
+    ]
+    if min(numbers) < 0:
+        raise ValueError(f"extra_layers must be layer numbers such as 61,62, got {shown(extra_layers)}")
+    return placement.with_extra_layers(numbers)
+
+
+def record_facts(trace: Trace) -> dict[str, str]:
+    """Return what a record is about, by label: its layers and their numbering, ranks, stages, what was dropped."""
+    notes = trace.provenance
+    model = trace.identity.model or notes.get("model")
+    facts = {
+        "layers": trace.identity.describe(trace.layer_ids),
+        "batches": f"{trace.num_batches}, {trace.num_experts} experts, "
+        + (f"top-{trace.top_k}" if trace.top_k else "top-k not recorded"),
+        "model": shown(model).strip("'") if model else "not recorded",
+    }
+    if READ_AS in notes:
+        facts["read as"] = str(notes[READ_AS])
+    ranks = notes.get("ranks")
+    if isinstance(ranks, list) and ranks and all(type(rank) is int for rank in ranks):
+        facts["ranks"] = f"{spans(ranks)} with tokens or slots of their own"
+    counted = {
+        "runs": "runs of the engine in one file",
+        "pipeline_stages": "pipeline stages",
+        "incomplete_passes_dropped": "passes that not all ranks recorded",
+        "empty_steps_dropped": "steps without copies",
+        "empty_iterations_dropped": "iterations without copies",
+        "torn_lines_dropped": "torn lines",
+    }
+    for key, what in counted.items():
+        number = notes.get(key)
+        if type(number) is int and number > (1 if key in ("runs", "pipeline_stages") else 0):
+            facts["dropped" if key.endswith("dropped") else "holds"] = f"{number} {what}"
+    return facts
+
+
+def placement_facts(placement: Placement) -> dict[str, str]:
+    """Return what a placement file is about, by label."""
+    made_by = placement.provenance.get("placer") or placement.provenance.get("format")
+    return {
+        "layers": placement.identity.describe(placement.layer_ids),
+        "experts": f"{placement.num_routed} routed, {placement.num_shared} shared",
+        "slots": f"{placement.slots_per_rank} per rank, {placement.spare_slots} of them spare",
+        "model": placement.identity.model or "not recorded",
+        "made by": shown(made_by).strip("'") if made_by else "not recorded",
+    }
+
+
+def source_line(traces: Sequence[Trace]) -> list[str]:
+    """Return a line that states how several files were read; none for a single file."""
+    readings = [str(trace.provenance[READ_AS]) for trace in traces if READ_AS in trace.provenance]
+    if len(traces) > 1:
+        readings = [f"{len(traces)} recordings", *dict.fromkeys(readings)]
+    return [f"read as {': '.join(readings)}"] if readings else []
 
 
 @contextmanager

@@ -8,7 +8,21 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from isoload.cli.options import Force, HtmlTarget, JsonTarget, LayersText, Range, TopK, TracePath, Wide
+from isoload.cli.options import (
+    AllowMissingRanks,
+    FirstMoeLayer,
+    Force,
+    HtmlTarget,
+    JsonTarget,
+    LayersText,
+    ModelLayers,
+    Range,
+    SameLayers,
+    Stages,
+    TopK,
+    TracePaths,
+    Wide,
+)
 from isoload.cli.tables import Column, Figure, Row, columns_of, page_table, percent, say, write_out
 
 if TYPE_CHECKING:
@@ -44,11 +58,15 @@ def inspect_figures(ranks: Sequence[str]) -> list[Figure]:
 def print_inspection(
     trace: Trace, num_ranks: int, layers: Sequence[Row], console: Console, wide: bool = False
 ) -> None:
+    from isoload.cli.given import record_facts
+
     numbers = list(layers[0]["on_ranks"])
     columns = columns_of(inspect_figures(numbers), layers, wide)
     costs = ["Mean of the layers, max/mean rank load:", *(_cost_line(layers, n) for n in numbers)]
     notes = inspect_notes(trace, num_ranks, layers)
-    say(console, ("bold", inspect_header(trace, num_ranks)), columns, ("", costs), ("dim", notes))
+    facts = [f"{label}: {text}" for label, text in record_facts(trace).items()]
+    header = ("bold", inspect_header(trace, num_ranks))
+    say(console, header, ("", facts), columns, ("", costs), ("dim", notes))
 
 
 def inspect_header(trace: Trace, num_ranks: int) -> list[str]:
@@ -121,7 +139,7 @@ def _by_replicas(view: Row) -> list[Column]:
 
 def inspect(
     context: typer.Context,
-    trace: TracePath,
+    traces: TracePaths,
     ranks: Annotated[
         int, Range(1), typer.Option(help="R, ranks that hold the experts in order, without replicas.")
     ] = 8,
@@ -134,6 +152,11 @@ def inspect(
     top_k: TopK = None,
     layers: LayersText = None,
     wide: Wide = False,
+    stages: Stages = False,
+    same_layers: SameLayers = False,
+    allow_missing_ranks: AllowMissingRanks = False,
+    first_moe_layer: FirstMoeLayer = None,
+    model: ModelLayers = None,
     json: JsonTarget = None,
     html: HtmlTarget = None,
     force: Force = False,
@@ -143,13 +166,14 @@ def inspect(
     With --placement the balance of each layer instead: experts in order, placed without replicas, and as in the file;
     and what so many replicas bring to each.
     """
-    from isoload.cli.given import given_placement, load_trace
+    from isoload.cli.given import Reading, given_placement, load_trace, record_facts
     from isoload.cli.targets import check_targets
     from isoload.replay.inspection import inspect_placement, inspect_trace
 
-    check_targets([trace, placement], force, json, html=html)
-    placed = None if placement is None else given_placement(context, placement)
-    loaded = load_trace(trace, layers, top_k)
+    check_targets([*traces, placement], force, json, html=html)
+    reading = Reading(stages, same_layers, allow_missing_ranks, first_moe_layer, model)
+    placed = None if placement is None else reading.stated(given_placement(context, placement))
+    loaded = load_trace(traces, layers, top_k, reading)
     if placed is not None and placement is not None:
         view = inspect_placement(loaded, placed)
         held = {"trace": loaded.name, "placement": placement, "num_ranks": placed.topology.num_ranks}
@@ -167,7 +191,7 @@ def inspect(
             say(console, ("bold", header), of_layers, ("dim", [PLACED_UNITS]), gains, ("dim", [GAIN_UNITS]))
     else:
         found = inspect_trace(loaded, ranks)
-        figures = {"trace": loaded.name, "num_ranks": ranks, "layers": found}
+        figures = {"trace": loaded.name, "record": record_facts(loaded), "num_ranks": ranks, "layers": found}
 
         def drawn() -> str:
             from isoload.cli.pages import inspect_page

@@ -60,10 +60,51 @@ CALIBRATE_DEFAULT = (
     "Default: leave-cluster-out where batches have clusters, else first-half; of one batch all."
 )
 
-TracePath = Annotated[
-    Path,
+TracePaths = Annotated[
+    list[Path],
     typer.Argument(
-        metavar="TRACE", help="An npz trace, or a record of SGLang, TensorRT-LLM, vLLM, vllm-ascend."
+        metavar="TRACE...",
+        help="An npz trace, or a record of SGLang, TensorRT-LLM, vLLM or vllm-ascend: a file, a folder, or the files of "
+        "all ranks. Files of several recordings are batches.",
+    ),
+]
+Stages = Annotated[
+    bool,
+    typer.Option(
+        "--stages", help="The files are stages of one pipeline, in this order, each with layers from 0."
+    ),
+]
+SameLayers = Annotated[
+    bool,
+    typer.Option(
+        "--same-layers", help="The files, each with layers from 0, are recordings of the same layers."
+    ),
+]
+AllowMissingRanks = Annotated[
+    bool, typer.Option("--allow-missing-ranks", help="Read a recording that lacks the files of some ranks.")
+]
+FirstMoeLayer = Annotated[
+    int | None,
+    Range(0),
+    typer.Option(
+        metavar="N",
+        help="Number of the model's first MoE layer, as many dense layers lie before it (DeepSeek-V3: 3).",
+    ),
+]
+ModelLayers = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        metavar="NAME|FILE",
+        help="The model's name or its config.json, which states the layers that are MoE layers.",
+    ),
+]
+ExtraLayers = Annotated[
+    str | None,
+    typer.Option(
+        metavar="LIST",
+        help="Layers to add that were not recorded, by the model's numbers (61,62), such as draft (MTP) layers: experts "
+        "in order, as many slots.",
     ),
 ]
 RanksPerNode = Annotated[int, Range(0), typer.Option(help="Ranks that share a node. 0: all.")]

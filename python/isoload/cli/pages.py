@@ -98,7 +98,7 @@ def placement_page(
     series = {name: [row[key] for row in rows] for name, key in names.items()}
     means = {name: float(np.mean(of)) for name, of in series.items()}
     by_number = {"all layers": view["balancedness_by_replicas"]}
-    mine = placement.with_layers(layers)
+    mine = placement.for_trace(trace)
     loads = even_loads(mine, trace.batch_counts())[..., mine.topology.live_ranks]
     unit = "mean/max rank load"
     parts = [

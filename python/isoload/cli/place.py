@@ -58,9 +58,7 @@ def memory_budget(
 
 
 def place(
-    traces: Annotated[
-        list[Path], typer.Argument(metavar="TRACE...", help="What was recorded; traces weigh alike.")
-    ],
+    traces: options.TracePaths,
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The placement file.")],
     ranks: Annotated[int, options.Range(1), typer.Option(help="R, ranks of the expert-parallel group.")],
     ranks_per_node: options.RanksPerNode = 0,
@@ -83,6 +81,12 @@ def place(
         options.Range(0, 2**50),
         typer.Option(help="Bytes of a rank for replicas of all layers: fewer, where they help. Ragged."),
     ] = 0,
+    stages: options.Stages = False,
+    same_layers: options.SameLayers = False,
+    allow_missing_ranks: options.AllowMissingRanks = False,
+    first_moe_layer: options.FirstMoeLayer = None,
+    model: options.ModelLayers = None,
+    extra_layers: options.ExtraLayers = None,
     json: options.JsonTarget = None,
     html: options.HtmlTarget = None,
     force: options.Force = False,
@@ -90,11 +94,12 @@ def place(
     """Turn recorded loads into a placement file, and print what it buys.
 
     Experts are placed on all batches; the figures are of placements made without the batches they are judged on.
+    Recordings weigh alike.
     """
-    from isoload.cli.given import load_trace
+    from isoload.cli.given import Reading, load_traces, source_line, with_extra
     from isoload.cli.targets import check_targets
     from isoload.formats import check_format, read_placement, write_placement
-    from isoload.placers import layers_of, make_placer, parse_placer
+    from isoload.placers import make_placer, parse_placer
     from isoload.placers import place as place_experts
     from isoload.replay import judge
     from isoload.replay.calibration import strictest
@@ -103,14 +108,15 @@ def place(
 
     check_targets([*traces, before, against], force, json, str(output), html)
     check_format(file_format, output, "output")
-    loaded = [load_trace(trace) for trace in traces]
+    reading = Reading(stages, same_layers, allow_missing_ranks, first_moe_layer, model)
+    loaded = load_traces(traces, reading)
     first = loaded[0]
     held_back = calibrate or strictest(first.num_batches, first.cluster)
     topology = Topology(ranks, ranks_per_node)
     name, chosen = parse_placer(placer)
     chosen |= memory_budget(replica_memory, expert_bytes, name, chosen, first.num_layers)
     start, rival = (
-        None if path is None else layers_of(read_placement(path, topology), first, option)
+        None if path is None else reading.stated(read_placement(path, topology)).for_trace(first, option)
         for option, path in (("before", before), ("against", against))
     )
     slots: int | None = slots_per_rank or (0 if start is None else start.slots_per_rank)
@@ -156,7 +162,7 @@ def place(
     units = [f"{seen} (calibrate {held_back}): {UNITS}"]
 
     def show(console: Console) -> None:
-        say(console, ("", [line]), columns, ("", units))
+        say(console, ("", [line, *source_line(loaded)]), columns, ("", units))
         if not any(placement.has_freedom):
             say(console, ("yellow", [NO_FREEDOM.format(more=placement.slots_per_rank + 1)]))
 
@@ -165,6 +171,6 @@ def place(
         from isoload.cli.pages import place_page
 
         text = place_page(first, placement, rows, line, page_table(columns), units, figures)
-    write_placement(placement, output, file_format)
+    write_placement(with_extra(placement, extra_layers), output, file_format)
     console = Console(highlight=False, stderr=descriptor_of(str(output)) == 1)
     write_out(json, figures, show, console, html, lambda: text)

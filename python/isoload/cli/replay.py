@@ -143,7 +143,7 @@ def replay_json(replay: Replay) -> Row:
 
 def replay(
     context: typer.Context,
-    trace: options.TracePath,
+    traces: options.TracePaths,
     ranks: Annotated[int, options.Range(1), typer.Option(help="R, ranks of the expert-parallel group.")] = 8,
     ranks_per_node: options.RanksPerNode = 0,
     slots_per_rank: options.SlotsPerRank = 0,
@@ -206,6 +206,11 @@ def replay(
     layers: options.LayersText = None,
     cost: options.CostFile = None,
     wide: options.Wide = False,
+    stages: options.Stages = False,
+    same_layers: options.SameLayers = False,
+    allow_missing_ranks: options.AllowMissingRanks = False,
+    first_moe_layer: options.FirstMoeLayer = None,
+    model: options.ModelLayers = None,
     json: options.JsonTarget = None,
     html: options.HtmlTarget = None,
     force: options.Force = False,
@@ -224,12 +229,13 @@ def replay(
     With --cost a second table predicts times and memory of a layer by constants, which are printed;
     policies that price imports use them where their options set no others.
     """
-    from isoload.cli.given import given_placement, load_trace, progress, unseen_part
+    from isoload.cli.given import Reading, given_placement, load_trace, progress, source_line, unseen_part
     from isoload.cli.targets import check_targets
     from isoload.replay import simulate
 
-    check_targets([trace, placement, cost], force, json, html=html)
-    placed = None if placement is None else given_placement(context, placement)
+    check_targets([*traces, placement, cost], force, json, html=html)
+    reading = Reading(stages, same_layers, allow_missing_ranks, first_moe_layer, model)
+    placed = None if placement is None else reading.stated(given_placement(context, placement))
     if placed is not None:
         ranks, ranks_per_node = placed.topology.num_ranks, placed.topology.ranks_per_node
         spare_slots, shared_experts = placed.spare_slots, placed.num_shared
@@ -255,7 +261,7 @@ def replay(
         loads=loads,  # type: ignore[arg-type]
         exchange_every=exchange_every,
     )
-    loaded, note = load_trace(trace, layers, top_k), ""
+    loaded, note = load_trace(traces, layers, top_k, reading), ""
     if placed is not None:
         settings, placed, note = unseen_part(placed, str(placement), loaded, settings)
     with progress("replaying batches") as on_batch:
@@ -265,6 +271,7 @@ def replay(
     figures = replay_json(found)
 
     def show(console: Console) -> None:
+        say(console, ("", source_line([loaded])))
         print_replay(found, console, wide, note)
         if settings.cost:
             print_cost(priced, settings.cost, console, wide)

@@ -13,6 +13,7 @@ from isoload.formats import engines, own, tensorrt_llm
 from isoload.formats.engines import UnknownRanks
 from isoload.records.placement import Placement
 from isoload.topology import Topology
+from isoload.trace.identity import Numbering
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class Format:
     dumps: Callable[[Any], str] = to_json_text
     suffix: str = ""  # of the file's name, where the reader goes by it
     holds: type = dict
+    numbering: Numbering | None = None  # of the engine's layers; None: the file states it
 
 
 FORMATS = {
@@ -34,15 +36,21 @@ FORMATS = {
         tensorrt_llm.read,
         tensorrt_llm.write,
         tensorrt_llm.to_text,
+        numbering="model",
     ),
     "sglang": Format(
-        lambda c: engines.SGLANG in c, engines.sglang_read, engines.sglang_write, suffix=".json"
+        lambda c: engines.SGLANG in c, engines.sglang_read, engines.sglang_write, suffix=".json", numbering="hidden",
+    ),  # fmt: skip
+    "vllm": Format(
+        lambda c: c.get("record_type") == engines.VLLM, engines.vllm_read, engines.vllm_write, numbering="moe"
     ),
-    "vllm": Format(lambda c: c.get("record_type") == engines.VLLM, engines.vllm_read, engines.vllm_write),
     "vllm-list": Format(
-        lambda c: c and isinstance(c[0], list), engines.vllm_list_read, engines.vllm_list_write, holds=list
+        lambda c: c and isinstance(c[0], list), engines.vllm_list_read, engines.vllm_list_write, holds=list,
+        numbering="moe",
+    ),  # fmt: skip
+    "vllm-ascend": Format(
+        lambda c: "layer_list" in c, engines.ascend_read, engines.ascend_write, numbering="moe"
     ),
-    "vllm-ascend": Format(lambda c: "layer_list" in c, engines.ascend_read, engines.ascend_write),
 }
 
 
@@ -62,7 +70,8 @@ def write_placement(placement: Placement, path: str | Path, format: str = "isolo
     """Writes a placement. The file appears whole or not at all.
 
     Args:
-        placement: of all layers.
+        placement: of all MoE layers. An engine's file needs to know which layers of the model they are:
+            :meth:`Placement.with_moe_layers` states it.
         path: the file.
         format: one of ``isoload.formats.FORMATS``.
 
@@ -72,6 +81,9 @@ def write_placement(placement: Placement, path: str | Path, format: str = "isolo
     """
     check_format(format, path)
     form = FORMATS[format]
+    if form.numbering is not None:
+        engines.engine_slots(placement)  # whether any engine's file can hold it, before what its layers are
+        placement = engines.by_moe_layers(placement, form.numbering)
     write_text(form.dumps(form.write(placement)), str(path))
 
 

@@ -15,6 +15,7 @@ import torch
 from isoload.files.reading import MAX_LAYERS, Rows, check_keys, integer_rows, shown
 from isoload.records.placement import Placement
 from isoload.topology import Topology
+from isoload.trace.identity import Identity, Numbering
 
 SGLANG = "physical_to_logical_map"
 VLLM = "eplb_initial_mapping"  # its record_type
@@ -43,18 +44,49 @@ def engine_slots(placement: Placement) -> Rows:
     return routed.reshape(placement.num_layers, -1).astype(np.int64)
 
 
-def made(rows: Rows, layer_ids: tuple[int, ...], topology: Topology | None, key: str, kind: str) -> Placement:
-    """The placement of an engine's file."""
+def made(
+    rows: Rows, layer_ids: tuple[int, ...], numbering: Numbering, topology: Topology | None, key: str, kind: str
+) -> Placement:
+    """The placement of an engine's file, which numbers its layers in one way."""
     if topology is None:
         raise UnknownRanks(f"topology must be given: {kind} does not say how many ranks there are")
     if rows.shape[1] % topology.num_ranks:
         raise ValueError(
             f"{key} must have a multiple of {topology.num_ranks} (ranks) slots, got {rows.shape[1]}"
         )
-    provenance = {"format": kind}
     return Placement(
-        torch.from_numpy(rows), topology, int(rows.max()) + 1, layer_ids=layer_ids, provenance=provenance
+        torch.from_numpy(rows),
+        topology,
+        int(rows.max()) + 1,
+        layer_ids=layer_ids,
+        provenance={"format": kind},
+        identity=Identity(numbering),
     )
+
+
+def by_moe_layers(placement: Placement, numbering: Numbering) -> Placement:
+    """Return the placement as an engine numbers layers; every MoE layer that is known must be there.
+
+    Args:
+        placement: of a model's MoE layers.
+        numbering: "hidden", "model" or "moe".
+
+    Raises:
+        ValueError: which layers of the model the rows are is not known, or an MoE layer is missing.
+    """
+    if numbering == placement.identity.numbering == "hidden":
+        return placement
+    wanted: Numbering = "moe" if numbering == "moe" else "model"
+    engine = placement.moe_layers_by(wanted)
+    known = engine.identity.moe_layers
+    layers = range(len(known) or max(engine.layer_ids) + 1) if wanted == "moe" else known
+    if missing := sorted(set(layers) - set(engine.layer_ids)):
+        number = known[missing[0]] if wanted == "moe" and known else missing[0]
+        raise ValueError(
+            f"placement must have every MoE layer of the model for an engine's file, it lacks layer {number}: --extra-layers "
+            f"{number} adds it with experts in order; if the layer is dense, pass --model config.json"
+        )
+    return engine
 
 
 def sglang_write(placement: Placement) -> Any:
@@ -73,7 +105,7 @@ def sglang_read(content: Any, topology: Topology | None) -> Placement:
     """All rows, those of dense layers included: the file does not say which they are."""
     check_keys(content, {SGLANG})
     rows = integer_rows(SGLANG, content[SGLANG])
-    return made(rows, tuple(range(len(rows))), topology, SGLANG, "SGLang's file")
+    return made(rows, tuple(range(len(rows))), "hidden", topology, SGLANG, "SGLang's file")
 
 
 def vllm_write(placement: Placement) -> Any:
@@ -100,7 +132,7 @@ def vllm_read(content: Any, topology: Topology | None) -> Placement:
         raise ValueError(
             f"num_redundant_experts must be {rows.shape[1] - int(rows.max()) - 1}, got {shown(redundant)}"
         )
-    return made(rows, layers, topology, ASSIGNMENTS, "vLLM's file")
+    return made(rows, layers, "moe", topology, ASSIGNMENTS, "vLLM's file")
 
 
 def assignments(content: dict[str, Any]) -> tuple[Rows, tuple[int, ...]]:
@@ -125,7 +157,7 @@ def vllm_list_write(placement: Placement) -> Any:
 
 def vllm_list_read(content: Any, topology: Topology | None) -> Placement:
     rows = integer_rows("the list", content)
-    return made(rows, tuple(range(len(rows))), topology, "the list", "vLLM's list")
+    return made(rows, tuple(range(len(rows))), "moe", topology, "the list", "vLLM's list")
 
 
 def ascend_write(placement: Placement) -> Any:
@@ -178,4 +210,4 @@ def ascend_read(content: Any, topology: Topology | None) -> Placement:
     if topology is not None and topology.num_ranks != ranks:
         raise ValueError(f"device_count must be {topology.num_ranks}, got {ranks}")
     ids = tuple(range(len(slots)))
-    return made(slots, ids, topology or Topology(ranks), "device_expert", "vllm-ascend's file")
+    return made(slots, ids, "moe", topology or Topology(ranks), "device_expert", "vllm-ascend's file")

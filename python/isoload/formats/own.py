@@ -10,8 +10,9 @@ import torch
 from isoload.files.reading import check_keys, integer_rows, is_number, shown
 from isoload.records.placement import Placement
 from isoload.topology import Topology
+from isoload.trace.identity import Identity, identity_from_json, identity_to_json
 
-NAME, VERSION = "isoload-placement", 1
+NAME, VERSION = "isoload-placement", 2
 KEYS = {"format", "version", *(field.name for field in fields(Placement) if field.init)}
 TOPOLOGY = {field.name for field in fields(Topology)}
 
@@ -27,6 +28,7 @@ def to_json(placement: Placement) -> dict[str, Any]:
         "num_shared": placement.num_shared,
         "spare_slots": placement.spare_slots,
         "layer_ids": list(placement.layer_ids),
+        "identity": identity_to_json(placement.identity),
         "provenance": placement.provenance,
         "slot_to_expert": slots.tolist(),
         "home_slot": home.tolist(),
@@ -35,12 +37,12 @@ def to_json(placement: Placement) -> dict[str, Any]:
 
 
 def from_json(content: dict[str, Any], topology: Topology | None) -> Placement:
-    check_keys(content, KEYS)
+    check_keys(content, KEYS - {"identity"} if content.get("version") == 1 else KEYS)
     own = _topology(content["topology"])
     if topology is not None and topology.num_ranks != own.num_ranks:
         raise ValueError(f"num_ranks must be {topology.num_ranks}, got {own.num_ranks}")
-    if content["version"] != VERSION:
-        raise ValueError(f"version must be {VERSION}, got {shown(content['version'])}")
+    if content["version"] not in (1, VERSION):
+        raise ValueError(f"version must be 1 or {VERSION}, got {shown(content['version'])}")
     for key in ("num_experts", "num_shared", "spare_slots"):
         if type(content[key]) is not int:
             raise ValueError(f"{key} must be an integer, got {shown(content[key])}")
@@ -62,7 +64,16 @@ def from_json(content: dict[str, Any], topology: Topology | None) -> Placement:
         tuple(ids),
         _weight(content["replica_weight"]),
         content["provenance"],
+        _identity(content),
     )
+
+
+def _identity(content: dict[str, Any]) -> Identity:
+    """Files of version 1 do not state it; layers 0..L-1 may have been positions or the model's own numbers."""
+    if content["version"] == VERSION:
+        return identity_from_json(content["identity"])
+    ids = content["layer_ids"]
+    return Identity("order" if ids == list(range(len(ids))) else "model")
 
 
 def _topology(found: Any) -> Topology:

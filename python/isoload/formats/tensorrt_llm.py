@@ -75,4 +75,4 @@ def _add(found: dict[str, Any], key: str, value: Any, number: int) -> None:
 def read(content: Any, topology: Topology | None) -> Placement:
     check_keys(content, KEYS)
     rows, layers = assignments(content)
-    return made(rows, layers, topology, ASSIGNMENTS, "TensorRT-LLM's file")
+    return made(rows, layers, "model", topology, ASSIGNMENTS, "TensorRT-LLM's file")

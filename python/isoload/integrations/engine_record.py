@@ -21,9 +21,11 @@ from isoload.records.placement import Placement
 from isoload.replay.judge import Floats, exact_imbalance, routed_imbalance
 from isoload.replay.rank_loads import RankLoads
 from isoload.topology import Topology
+from isoload.trace.identity import Identity, Numbering
 
 log = logging.getLogger("isoload")
 Bools = NDArray[np.bool_]
+NUMBERING: dict[str, Numbering] = {"SGLang": "hidden", "vLLM": "moe"}  # of the rows of the engine's tables
 KEPT = 64  # passes in memory: as many as a file has at most
 OWN = "this rank's copies alone: isoload report joins all ranks"
 
@@ -150,7 +152,8 @@ class EngineRecord:
             phases = tuple("prefill" if n > self.decode_tokens else "decode" for n in tokens)
         table = self.tables.numpy().astype(np.int32)
         of = self.num_experts, self.recorder.top_k, self.rank, self.topology, self.tokens, self.started
-        return RankLoads(copies, table, passes, phases, *of, self.model)
+        identity = Identity(NUMBERING.get(self.engine, "order"), model=self.model)
+        return RankLoads(copies, table, passes, phases, *of, self.model, identity)
 
     def _tell(self, taken: RankLoads) -> None:
         """In the thread, whose failure must not be the engine's, nor go unseen."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -78,7 +79,8 @@ def balance(
         model: with the weights of all experts in every process; or one of its blocks.
         topology: R ranks.
         transport: one for all blocks; None = all ranks in this process.
-        placement: of the routed experts, one layer for each MoE block, in the model's order; None = experts in order
+        placement: of the routed experts, with the model's MoE layers by their numbers, or one layer for each MoE block in
+            order where it does not state which layers they are; None = experts in order
             (placer ``trivial``), with SPARE_SLOTS spare slots per rank if the policy borrows.
         **options: policy, its options, and what else :class:`MoE` takes.
 
@@ -89,8 +91,18 @@ def balance(
         ValueError: before any block has changed.
     """
     blocks = [block for _, block in find_blocks([model], "model")]
+    if placement is not None and (numbers := layer_numbers(model, blocks)) is not None:
+        placement = placement.for_model(numbers)
     made = take_over(blocks, topology, transport, placement, **options)
     return put_in(blocks, made)
+
+
+def layer_numbers(model: nn.Module, blocks: Sequence[nn.Module]) -> list[int] | None:
+    """Return the model's own numbers of the decoder layers that contain the blocks; None where their names have none."""
+    names = {id(module): name for name, module in model.named_modules()}
+    found = [re.search(r"(?:^|\.)layers\.(\d+)\.", f"{names[id(block)]}.") for block in blocks]
+    numbers = [int(match[1]) for match in found if match]
+    return numbers if len(numbers) == len(blocks) == len(set(numbers)) else None
 
 
 def take_over(

@@ -21,7 +21,7 @@ from isoload.layer.routers import Routing, given_choices
 from isoload.layer.stored import StoredExperts
 from isoload.ops import append_shared_expert
 from isoload.policies import Policy
-from isoload.records.placement import Placement
+from isoload.records.placement import Placement, position
 from isoload.records.plan import Plan
 from isoload.transport import DTYPES, Call, Received, Transport
 from isoload.value_checks import values_readable
@@ -80,6 +80,7 @@ class MoE(StoredExperts):
         transport: joins the ranks.
         placement: where the experts lie.
         layer: position of this layer in the placement.
+        layer_id: in place of layer, the model's own number of this layer.
         policy: a name in isoload.POLICIES or a Policy; options go with the name. One that samples draws anew in
             every batch.
         activation: SwiGLU, or gpt-oss's ClampedGLU. None: the checkpoint's, else SwiGLU.
@@ -116,6 +117,7 @@ class MoE(StoredExperts):
         loads: Loads = "gathered",
         weight_rows: int | None = None,
         borrow: str | None = None,
+        layer_id: int | None = None,
         **options: Any,
     ) -> None:
         super().__init__()
@@ -124,6 +126,7 @@ class MoE(StoredExperts):
         self.transport, self.group, self.dispatcher = transport, transport.group, transport.dispatcher
         own = experts_by_rank(experts, len(self.group.ranks))
         with self.group.agreeing("construction") as facts:
+            layer = position(placement, layer, layer_id)
             placed = placement.layer(layer, "cpu")
             described = check_parts(own, self.group, placement, layer)
             stored = own[0].activation if isinstance(own[0], Checkpoint) else SwiGLU()

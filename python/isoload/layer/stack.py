@@ -163,8 +163,12 @@ class LibraStack:
         Raises:
             ValueError: before any block has changed: naming the argument, the rule and the value.
         """
-        found = find_blocks(layers, "layers")
+        decoder = list(layers)
+        found = find_blocks(decoder, "layers")
         blocks = [block for _, block in found]
+        if placement is not None and len({id(part) for part, _ in found}) == len(found):
+            numbers = [i for i, part in enumerate(decoder) if any(part is holder for holder, _ in found)]
+            placement = placement.for_model(numbers)
         if predict == "lookahead":
             predict = Lookahead(
                 [BlockGate(block) for block in blocks], [norm_before(*pair) for pair in found]

@@ -168,7 +168,7 @@ class Rebalancer:
         start = now if self._starts_before else None
         shape = now.slots_per_rank, self.placer, now.spare_slots, now.num_shared
         new = place(counts, now.topology, *shape, before=start, **self.options)
-        return replace(new, layer_ids=now.layer_ids) if start is None else new
+        return replace(new, layer_ids=now.layer_ids, identity=now.identity) if start is None else new
 
     def _check(self) -> None:
         for name, least in (("every", 1), ("layers_per_step", 1), ("delay", 1), ("least_gain", 0)):

@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from isoload.balancing.counting import count
 from isoload.layer.modules import is_fused
-from isoload.trace import Trace, write_trace
+from isoload.trace import Identity, Trace, write_trace
 from isoload.transport import Call, Group
 
 
@@ -29,7 +29,8 @@ class Recorder:
         num_experts: E, the routed experts.
         max_batches: most that are kept, an even number.
         device: of the layers' topk_ids.
-        layer_ids: [L] the model's own layer numbers. Default: 0..L-1.
+        layer_ids: [L] the model's own layer numbers. Default: positions 0..L-1, of which nothing more is known.
+        identity: what layer_ids mean, where they are not the model's own numbers.
 
     Raises:
         ValueError: naming the argument, the rule and the value.
@@ -42,12 +43,14 @@ class Recorder:
         max_batches: int = 64,
         device: torch.device | str = "cpu",
         layer_ids: Sequence[int] = (),
+        identity: Identity | None = None,
     ) -> None:
         for name, number in (("num_layers", num_layers), ("num_experts", num_experts)):
             if number < 1:
                 raise ValueError(f"{name} must be at least 1, got {number}")
         if max_batches < 2 or max_batches % 2:
             raise ValueError(f"max_batches must be even and at least 2, got {max_batches}")
+        self.identity = identity or Identity("model" if layer_ids else "order")
         self.layer_ids = tuple(layer_ids) or tuple(range(num_layers))
         if len(set(self.layer_ids)) != num_layers:
             raise ValueError(f"layer_ids must be {num_layers} distinct numbers, got {list(self.layer_ids)}")
@@ -164,7 +167,7 @@ class Recorder:
                 "trace must have at least one batch with copies: call step() after each, got none"
             )
         provenance = {"recorded by": "isoload.Recorder", "steps per batch": self.steps_per_batch}
-        more: dict[str, Any] = {"layer_ids": self.layer_ids, "provenance": provenance}
+        more: dict[str, Any] = {"layer_ids": self.layer_ids, "provenance": provenance, "identity": self.identity}
         return Trace(name, self.num_experts, self.top_k, counts=counts.numpy(), **more)
 
     def save(self, path: str | Path, group: Group | None = None) -> None:

@@ -25,6 +25,7 @@ from isoload.placers.weights import merged, weights_by_load
 from isoload.records.placement import Placement
 from isoload.topology import NOMINAL_TICKS, Topology
 from isoload.trace import Trace
+from isoload.trace.identity import joined
 
 MAX_SHARED = 64  # models have one or two
 MAX_SLOTS = 2**16  # of a layer: planners stay below a second
@@ -74,7 +75,7 @@ def place(
         if not planner.takes_before:
             raise ValueError(f"before must be None for placer {planner.name}, which starts anew")
         if traces:
-            before = layers_of(before, traces[0], "before")
+            before = before.for_trace(traces[0], "before")
         _check_before(before, scenarios, topology, dense, spare_slots, num_shared)
         rows = before.arrays[0].reshape(before.num_layers, topology.num_ranks, -1)[:, :, :dense]
         held = merged(rows)[:, live]  # of two slots of an expert on a rank only the first
@@ -87,6 +88,11 @@ def place(
         before=held,
         home_rank=home_rank,
     )
+    identity = None if before is None else before.identity
+    if traces:  # traces of one model, of which some may state more than the first
+        identity = traces[0].identity
+        for trace in traces[1:]:
+            identity = joined(identity, trace.identity, f"trace {traces[0].name}", f"trace {trace.name}")
     placed = planner.place(scenarios, room)
     width = placed.slots.shape[2]
     if room.slots_per_rank is None:
@@ -108,6 +114,7 @@ def place(
         spare_slots=spare_slots,
         num_shared=num_shared,
         layer_ids=traces[0].layer_ids if traces else () if before is None else before.layer_ids,
+        identity=identity,
         replica_weight=torch.from_numpy(weight.reshape(scenarios.num_layers, -1)),
         provenance={
             "placer": planner.name,
@@ -127,13 +134,6 @@ def make_placer(name: str, options: dict[str, Any]) -> Placer:
 def parse_placer(text: str) -> tuple[str, dict[str, Any]]:
     """Name and options of a placer written ``name`` or ``name:option=value:option=value``."""
     return parse("placer", PLACERS, text)
-
-
-def layers_of(placement: Placement, trace: Trace, name: str) -> Placement:
-    """The placement of a trace's layers, found by their ids."""
-    if missing := sorted(set(trace.layer_ids) - set(placement.layer_ids)):
-        raise ValueError(f"{name} must have all layers of the trace, it has no layer {missing[0]}")
-    return placement.with_layers(trace.layer_ids)
 
 
 def keep_places(slots: Slots, before: Slots | None) -> Slots:

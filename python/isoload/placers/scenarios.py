@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from isoload.trace import Trace
+from isoload.trace import Trace, same_layers
 
 Loads = np.ndarray[Any, np.dtype[np.float64]]
 Tokens = np.ndarray[Any, np.dtype[np.integer[Any]]]
@@ -97,19 +97,7 @@ def _traces(counts: Any) -> list[Trace]:
     if len(traces) > MAX_SCENARIOS:
         raise ValueError(f"counts must be at most {MAX_SCENARIOS} traces, got {len(traces)}")
     first = traces[0]
-    for trace in traces[1:]:
-        for name in ("num_experts", "layer_ids"):
-            one, other = getattr(first, name), getattr(trace, name)
-            if one != other:
-                raise ValueError(
-                    f"{name} must agree in all traces, {first.name} has {_short(one)}, {trace.name} {_short(other)}"
-                )
-    return traces
-
-
-def _short(value: Any) -> str:
-    text = str(list(value) if isinstance(value, tuple) else value)
-    return text if len(text) <= 60 else text[:57] + "..."
+    return [first, *(same_layers(first, trace) for trace in traces[1:])]
 
 
 def _batches(counts: Any) -> Loads:

@@ -14,6 +14,8 @@ from torch import Tensor
 from isoload import ops
 from isoload.records.placed_layers import PlacedLayers
 from isoload.topology import Topology
+from isoload.trace import Trace
+from isoload.trace.identity import Identity, Numbering, joined, matching_rows, spans
 from isoload.value_checks import may_be_kept
 
 IntArray = np.ndarray[Any, np.dtype[np.int32]]
@@ -36,9 +38,11 @@ class Placement:
         spare_slots: the last so many slots of every rank are empty, for experts borrowed for one batch.
         num_shared: how many of the E experts are shared ones; they lie in the last slots before the spare ones of
             every rank that is alive, in order.
-        layer_ids: [L] the model's own layer numbers, distinct. Default: 0..L-1.
+        layer_ids: [L] numbers of the layers, distinct. Default: 0..L-1.
         replica_weight: [L, P] float32, wished part of each replica, not negative; None = equal.
         provenance: how it was made: JSON values.
+        identity: what layer_ids mean. Default: the model's own numbers where layer_ids are given, else positions of
+            which nothing more is known.
 
     Raises:
         ValueError: naming the argument, the rule and the value.
@@ -53,6 +57,7 @@ class Placement:
     layer_ids: tuple[int, ...] = ()
     replica_weight: Tensor | None = None
     provenance: dict[str, Any] = field(default_factory=dict)
+    identity: Identity = None  # type: ignore[assignment]  # filled in below
     arrays: tuple[IntArray, IntArray] = field(init=False, repr=False)  # slot_to_expert, home_slot as NumPy
     weight_array: FloatArray | None = field(init=False, repr=False)  # [L, P] float64 replica_weight as NumPy
 
@@ -72,6 +77,8 @@ class Placement:
         object.__setattr__(self, "home_slot", home)
         # Kept, because a real tensor's .numpy() fails under FakeTensorMode.
         object.__setattr__(self, "arrays", (slots.numpy(), home.numpy()))
+        if self.identity is None:
+            object.__setattr__(self, "identity", Identity("model" if self.layer_ids else "order"))
         object.__setattr__(self, "layer_ids", tuple(self.layer_ids) or tuple(range(slots.shape[0])))
         weights = None
         if self.replica_weight is not None:
@@ -134,35 +141,174 @@ class Placement:
         if key in self._by_device:
             return self._by_device[key]
         if not 0 <= index < self.num_layers:
-            raise ValueError(f"layer must be in 0..{self.num_layers - 1}, got {index}")
+            if self.identity.numbering == "order":
+                raise ValueError(f"layer must be in 0..{self.num_layers - 1}, got {index}")
+            hint = f": pass layer_id={index}" if index in self.layer_ids else ""
+            raise ValueError(
+                f"layer must be a position in 0..{self.num_layers - 1}, of layers "
+                f"{self.identity.describe(self.layer_ids)}, got {index}{hint}"
+            )
         whole = self.layers(device)
         slots, home = whole.slot_to_expert.select(0, index), whole.home_slot.select(0, index)
         one = PlacedLayers.of(self, index, slots, home, whole.tables[index])
         return self._remember(key, one)
 
+    def position_of(self, layer_id: int) -> int:
+        """Return the position of the layer with a number of the model's own.
+
+        Raises:
+            ValueError: the placement lacks the layer, or does not state which layers of the model its rows are.
+        """
+        wanted, name = Identity("model"), f"layer_id={layer_id}"
+        return matching_rows(wanted, [layer_id], name, self.identity, self.layer_ids, "placement")[0]
+
+    def for_trace(self, trace: Trace, name: str = "placement") -> Placement:
+        """Return the placement of a trace's layers, in the trace's order and numbering.
+
+        Args:
+            trace: what is placed.
+            name: of the placement, for messages.
+
+        Raises:
+            ValueError: the placement is of another model, lacks a layer of the trace, or numbers its layers in a way
+                that cannot be compared with the trace's.
+        """
+        what = f"trace {trace.name}"
+        rows = matching_rows(trace.identity, trace.layer_ids, what, self.identity, self.layer_ids, name)
+        identity = joined(trace.identity, self.identity, what, name)
+        return self.with_rows(rows, trace.layer_ids, identity)
+
     def with_layers(self, layer_ids: Sequence[int]) -> Placement:
-        """The placement of some layers, by the model's own layer numbers, in this order.
+        """Return the placement of some of its layer_ids, in this order.
 
         Raises:
             ValueError: a layer that the placement does not have.
         """
-        position = {layer: i for i, layer in enumerate(self.layer_ids)}
-        if missing := [layer for layer in layer_ids if layer not in position]:
-            raise ValueError(f"layer_ids must be of the placement's layers, it has no layer {missing[0]}")
-        rows = [position[layer] for layer in layer_ids]
+        rows = matching_rows(self.identity, layer_ids, "layer_ids", self.identity, self.layer_ids, "placement")
+        return self.with_rows(rows, layer_ids, self.identity)
+
+    def with_rows(self, rows: Sequence[int], layer_ids: Sequence[int], identity: Identity) -> Placement:
+        """Return the placement of some layers by position, under these layer_ids."""
+        picked, weight = list(rows), self.replica_weight
+        return replace(
+            self,
+            slot_to_expert=self.slot_to_expert[picked],
+            home_slot=self.home_slot[picked],
+            layer_ids=tuple(layer_ids),
+            replica_weight=None if weight is None else weight[picked],
+            identity=identity,
+        )
+
+    def moe_layers_by(self, numbering: Numbering, what: str = "placement") -> Placement:
+        """Return the placement of the MoE layers alone, ascending, numbered as an engine numbers them.
+
+        Args:
+            numbering: "model" or "moe".
+            what: name of the placement, for messages.
+
+        Raises:
+            ValueError: the placement does not state which layers of the model its rows are.
+        """
+        rows = self.identity.moe_rows(self.layer_ids, what, numbering)
+        layers = sorted(rows)
+        return self.with_rows([rows[layer] for layer in layers], layers, replace(self.identity, numbering=numbering))
+
+    def with_moe_layers(
+        self, first_moe_layer: int | None = None, *, moe_layers: Sequence[int] = (), model: str = ""
+    ) -> Placement:
+        """Return the placement with a statement about its model, which conversions between engines need.
+
+        Args:
+            first_moe_layer: number of dense layers before the first MoE layer, after which all layers are MoE layers.
+            moe_layers: in place of first_moe_layer: the model's own numbers of all its MoE layers.
+            model: the model's name, "" = not stated.
+
+        Raises:
+            ValueError: the placement has layers that the model does not have, or states another model.
+        """
+        identity = self.identity.stated(self.layer_ids, "placement", first_moe_layer, moe_layers, model)
+        return replace(self, identity=identity)
+
+    def for_model(self, moe_layers: Sequence[int]) -> Placement:
+        """Return the placement of all MoE layers of a model, in order.
+
+        Args:
+            moe_layers: the model's own numbers of its MoE layers, ascending.
+
+        Raises:
+            ValueError: the placement lacks one of the layers, has others before the model's last one (draft layers after it
+                may be there), or states another model.
+        """
+        model = Identity("model", tuple(moe_layers))
+        if self.identity.numbering == "order":  # rows in the order of the blocks, as the caller made them
+            if self.num_layers != len(moe_layers):
+                raise ValueError(
+                    f"placement must have a layer for each of the {len(moe_layers)} MoE blocks, got {self.num_layers}"
+                )
+            return self
+        last = moe_layers[-1]
+        known = tuple(layer for layer in self.identity.moe_layers if layer <= last)
+        own = replace(self.identity, moe_layers=known)
+        rows = matching_rows(model, moe_layers, "model", own, self.layer_ids, "placement")
+        others = [layer for row, layer in enumerate(self.layer_ids) if row not in rows]
+        end = len(moe_layers) - 1 if own.numbering == "moe" else last
+        if own.numbering != "hidden" and any(layer < end for layer in others):
+            raise ValueError(
+                f"placement is of layers {self.identity.describe(self.layer_ids)}, but the model's MoE layers are "
+                f"{spans(moe_layers)}"
+            )
+        return self.with_rows(rows, moe_layers, model)
+
+    def with_extra_layers(self, layer_ids: Sequence[int]) -> Placement:
+        """Return the placement with more layers, in which experts lie in order and fill every resident slot.
+
+        Args:
+            layer_ids: the model's own numbers of layers that were not recorded, such as draft (MTP) layers.
+
+        Raises:
+            ValueError: a layer that the placement has; a placement whose layers are not known by the model's numbers.
+        """
+        wanted, has = list(layer_ids), self.identity.moe_rows(self.layer_ids, "placement", "model")
+        if not wanted or len(set(wanted)) < len(wanted) or set(wanted) & set(has) or min(wanted) < 0:
+            raise ValueError(
+                f"extra_layers must be distinct layers that the placement lacks, it has {spans(list(has))}, got {wanted}"
+            )
+        live, experts = self.topology.live_ranks, self.num_routed
+        routed = self.slots_per_rank - self.spare_slots - self.num_shared
+        rows = np.full((self.topology.num_ranks, self.slots_per_rank), -1)
+        rows[live, :routed] = (np.arange(len(live) * routed) % experts).reshape(len(live), routed)
+        rows[live, routed : routed + self.num_shared] = np.arange(experts, self.num_experts)
+        extra = torch.from_numpy(rows.reshape(1, -1)).expand(len(wanted), -1)
+        known = tuple(sorted({*self.identity.moe_layers, *wanted})) if self.identity.moe_layers else ()
+        ids = wanted if self.identity.numbering != "moe" else [known.index(layer) for layer in wanted]
         weight = self.replica_weight
         return replace(
             self,
-            slot_to_expert=self.slot_to_expert[rows],
-            home_slot=self.home_slot[rows],
-            layer_ids=tuple(layer_ids),
-            replica_weight=None if weight is None else weight[rows],
+            slot_to_expert=torch.cat([self.slot_to_expert, extra]),
+            home_slot=torch.cat([self.home_slot, lowest_slots(extra, self.num_experts)]),
+            layer_ids=(*self.layer_ids, *ids),
+            replica_weight=None if weight is None else torch.cat([weight, torch.ones(extra.shape)]),
+            identity=replace(self.identity, moe_layers=known),
         )
 
     def _remember(self, key: tuple[torch.device, int | None], placed: PlacedLayers) -> PlacedLayers:
         if may_be_kept(placed.home_slot):
             self._by_device[key] = placed
         return placed
+
+
+def position(placement: Placement, layer: int, layer_id: int | None) -> int:
+    """Return the position of a layer that is given by its position or by the model's own number.
+
+    Raises:
+        ValueError: both are given and differ; the placement lacks the layer_id or does not state the model's numbers.
+    """
+    if layer_id is None:
+        return layer
+    found = placement.position_of(layer_id)
+    if layer not in (0, found):
+        raise ValueError(f"layer must be {found}, the position of layer_id={layer_id}, or not be given, got {layer}")
+    return found
 
 
 def lowest_slots(slot_to_expert: Tensor, num_experts: int) -> Tensor:

@@ -101,7 +101,7 @@ def inspect_placement(trace: Trace, placement: Placement) -> dict[str, Any]:
         raise ValueError(
             f"num_experts must be the placement's {placement.num_routed}, got {trace.num_experts}"
         )
-    mine = placement.with_layers(trace.layer_ids)
+    mine = placement.for_trace(trace)
     counts, experts = trace.batch_counts(), trace.num_experts
     ranks, speeds = mine.topology.live_ranks, mine.topology.speeds
     alive = Topology(len(ranks), speeds=None if speeds is None else tuple(speeds[rank] for rank in ranks))

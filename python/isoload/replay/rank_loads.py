@@ -15,22 +15,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from isoload.files.reading import shown
 from isoload.records.placement import Placement
 from isoload.topology import Topology
 from isoload.trace import Trace
 from isoload.trace.archives import check_bytes, max_bytes, read_arrays, read_members
+from isoload.trace.identity import Identity
 from isoload.trace.npz import read_npz, write_trace
 from isoload.trace.record import Ints, counts_of_slots
+from isoload.trace.shadow import ONE_RUN, RECORDED_BY, check_about, dense_rows_dropped
 
-RECORDED_BY = "isoload in shadow mode"
-ONE_RUN = 300  # seconds within which the processes of one run start to record
 MAX_COPIES = 2**31  # of a slot in a batch: counts are int32
 TABLES = ("slot_copies", "slot_to_expert")
-TOKENS, PHASES = ("own", "same"), ("prefill", "decode")
-ABOUT = {
-    "rank": int, "num_ranks": int, "ranks_per_node": int, "tokens": str, "started": int, "passes": list, "model": str,
-}  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,6 +51,7 @@ class RankLoads:
     tokens: str
     started: int
     model: str = ""
+    identity: Identity = Identity()
 
     @property
     def counts(self) -> Ints:
@@ -76,6 +72,7 @@ class RankLoads:
         }
         name = f"rank{self.rank:05d}-{self.started}-{os.getpid()}-{self.passes[0]:09d}"
         given: dict[str, Any] = {"counts": self.counts, "cluster": self.phases, "provenance": about}
+        given["identity"] = self.identity
         path = Path(folder, f"{name}.npz")
         tables = {"slot_copies": self.slot_copies, "slot_to_expert": self.slot_to_expert}
         write_trace(Trace(name, self.num_experts, self.top_k, **given), path, **tables)
@@ -99,41 +96,21 @@ def read_rank_loads(path: Path) -> RankLoads:
     arrays, _ = read_arrays(path, TABLES, limit)
     try:
         trace = Trace(**fields)
-        topology = _check_about(trace)
-        copies, table = _check_tables(trace, topology, *map(arrays.get, TABLES))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     about, phases = trace.provenance, trace.cluster or ()
+    if about.get("recorded by") != RECORDED_BY:
+        raise ValueError(f"{path}: must be a file that shadow mode wrote (ISOLOAD_RECORD)")
+    check_about(path, trace)
+    try:
+        topology = Topology(about["num_ranks"], about["ranks_per_node"])
+        copies, table = _check_tables(trace, topology, *map(arrays.get, TABLES))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
     return RankLoads(
         copies, table, tuple(about["passes"]), phases, trace.num_experts, trace.top_k, about["rank"], topology,
-        about["tokens"], about["started"], about.get("model", ""),
+        about["tokens"], about["started"], about.get("model", ""), trace.identity,
     )  # fmt: skip
-
-
-def _check_about(trace: Trace) -> Topology:
-    """Return the topology that a file states; raise ValueError if shadow mode did not write its facts."""
-    about, phases = trace.provenance, trace.cluster
-    if about.get("recorded by") != RECORDED_BY or trace.counts is None or phases is None:
-        raise ValueError("must be a file that shadow mode wrote (ISOLOAD_RECORD)")
-    for key, kind in ABOUT.items():
-        if type(value := about.get(key, "" if key == "model" else None)) is not kind:
-            raise ValueError(f"{key} must be of type {kind.__name__}, got {shown(value)}")
-    topology = Topology(about["num_ranks"], about["ranks_per_node"])
-    rank, tokens, passes = about["rank"], about["tokens"], about["passes"]
-    if not 0 <= rank < topology.num_ranks:
-        raise ValueError(f"rank must be in 0..{topology.num_ranks - 1}, got {rank}")
-    for name, value, choices in (
-        ("tokens", tokens, TOKENS),
-        *(("cluster", phase, PHASES) for phase in phases),
-    ):
-        if value not in choices:
-            raise ValueError(f"{name} must be {' or '.join(choices)}, got {shown(value)}")
-    batches = len(trace.counts)
-    if len(passes) != batches or not all(type(number) is int for number in passes):
-        raise ValueError(f"passes must be {batches} integers, got {shown(passes)}")
-    if sorted(set(passes)) != passes:
-        raise ValueError(f"passes must be in ascending order, got {shown(passes)}")
-    return topology
 
 
 def _check_tables(
@@ -198,7 +175,8 @@ class Recorded:
     def placement(self, batch: int) -> Placement:
         """Where the experts lay."""
         table = torch.from_numpy(self.tables[self.table_of[batch]].astype(np.int32))
-        return Placement(table, self.topology, self.trace.num_experts, layer_ids=self.trace.layer_ids)
+        layers = {"layer_ids": self.trace.layer_ids, "identity": self.trace.identity}
+        return Placement(table, self.topology, self.trace.num_experts, **layers)
 
 
 def read_recorded(path: str | Path) -> Recorded:
@@ -274,6 +252,7 @@ def _join(
     trace = Trace(
         first.model or path.stem, first.num_experts, first.top_k, np.stack(counts), cluster=tuple(phases),
         layer_ids=tuple(map(int, routed)), provenance={"recorded by": RECORDED_BY, "model": first.model},
+        identity=dense_rows_dropped(first.identity),
     )  # fmt: skip
     recorded = Recorded(trace, tuple(sent), tuple(kept), np.array(table_of), first.topology, left)
     try:

@@ -183,7 +183,7 @@ def fitting(placement: Placement, trace: Trace, settings: ReplaySettings) -> Pla
             raise ValueError(f"{name} must be the placement's {has}, got {wanted}")
     if topology.alive is not None and not all(topology.alive):
         raise ValueError("placement must have all ranks alive: every rank is a source of tokens")
-    return placement.with_layers(trace.layer_ids)
+    return placement.for_trace(trace)
 
 
 def default_slots_per_rank(num_experts: int, num_ranks: int, others: int = 0) -> int:

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from isoload.files.reading import MAX_EXPERTS, MAX_NOTES, parse_json, read_text, shown
 from isoload.trace.archives import check_bytes, read_arrays
+from isoload.trace.identity import Identity, identity_from_json, identity_to_json
 from isoload.trace.record import DIMS, Ints, Trace
 
 ARRAYS = (*DIMS, "cluster")
@@ -113,7 +114,22 @@ def _parse_about(path: str, text: bytes) -> dict[str, Any]:
     layer_ids = known.pop("layer_ids", [])
     if not isinstance(layer_ids, list) or not all(type(i) is int for i in layer_ids):
         raise ValueError(f"{path}: layer_ids must be a list of integers, got {shown(layer_ids)}")
-    return {**fields, "layer_ids": tuple(layer_ids), "provenance": known}
+    try:
+        identity = _identity(known, layer_ids)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    return {**fields, "layer_ids": tuple(layer_ids), "identity": identity, "provenance": known}
+
+
+def _identity(known: dict[str, Any], layer_ids: list[int]) -> Identity:
+    """Older files have no identity: of vLLM's records alone they state how layers are numbered, and layers 0..L-1 may
+    have been positions or the model's own numbers.
+    """
+    if "identity" in known:
+        return identity_from_json(known.pop("identity"))
+    if known.get("layers") == "by their place among MoE layers":
+        return Identity("moe")
+    return Identity("order" if layer_ids in ([], list(range(len(layer_ids)))) else "model")
 
 
 def write_trace(trace: Trace, path: str | Path, **more: Ints) -> None:
@@ -128,7 +144,11 @@ def write_trace(trace: Trace, path: str | Path, **more: Ints) -> None:
     path = Path(path)
     if path.suffix != ".npz":
         raise ValueError(f"path must end in .npz, got {str(path)!r}")
-    known = {**trace.provenance, "layer_ids": list(trace.layer_ids)}
+    known = {
+        **trace.provenance,
+        "layer_ids": list(trace.layer_ids),
+        "identity": identity_to_json(trace.identity),
+    }
     known |= {"name": trace.name, "num_experts": trace.num_experts, "top_k": trace.top_k}
     arrays: dict[str, Any] = {key: _narrow(a) for key in DIMS if (a := getattr(trace, key)) is not None}
     if trace.cluster is not None:

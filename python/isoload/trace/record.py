@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from isoload.files.reading import MAX_EXPERTS, shown
 from isoload.trace.archives import check_bytes, max_bytes
+from isoload.trace.identity import Identity
 
 Ints = npt.NDArray[np.integer[Any]]
 
@@ -41,8 +42,10 @@ class Trace:
             counts[b, l] is at most tokens_per_batch[b] * top_k; without counts, consecutive cuts of topk_ids.
         seq_id: [tokens] int64, equal for tokens of one sequence (or forward pass): they have one source rank.
         cluster: [batches] label; batches of one label are near-copies or of one domain.
-        layer_ids: [L] the model's own layer numbers. Default: 0..L-1.
+        layer_ids: [L] numbers of the layers, distinct. Default: 0..L-1.
         provenance: model, source, licence and what else is known: JSON values.
+        identity: what layer_ids mean. Default: the model's own numbers where layer_ids are given, else positions of
+            which nothing more is known.
 
     Raises:
         ValueError: naming the field, the rule and the value.
@@ -58,10 +61,13 @@ class Trace:
     cluster: tuple[str, ...] | None = None
     layer_ids: tuple[int, ...] = ()
     provenance: dict[str, Any] = field(default_factory=dict)
+    identity: Identity = None  # type: ignore[assignment]  # filled in below
 
     def __post_init__(self) -> None:
         counts_shape: tuple[int, ...] = getattr(self.counts, "shape", ())
         ids_shape: tuple[int, ...] = getattr(self.topk_ids, "shape", ())
+        if self.identity is None:
+            object.__setattr__(self, "identity", Identity("model" if self.layer_ids else "order"))
         if not self.layer_ids and len(shape := counts_shape or ids_shape) == 3:
             object.__setattr__(self, "layer_ids", tuple(range(shape[1])))
         if not self.top_k and len(ids_shape) == 3:
@@ -100,6 +106,22 @@ class Trace:
         size = 8 * len(cuts) * self.num_layers * self.num_experts
         check_bytes("counts of topk_ids", size, max_bytes(None))
         return count_batches(self.topk_ids, cuts, self.num_experts)
+
+    def with_moe_layers(
+        self, first_moe_layer: int | None = None, *, moe_layers: Sequence[int] = (), model: str = ""
+    ) -> Trace:
+        """Return the trace with a statement about its model, which conversions between engines need.
+
+        Args:
+            first_moe_layer: number of dense layers before the first MoE layer, after which all layers are MoE layers.
+            moe_layers: in place of first_moe_layer: the model's own numbers of all its MoE layers.
+            model: the model's name, "" = not stated.
+
+        Raises:
+            ValueError: the trace has layers that the model does not have, or states another model.
+        """
+        identity = self.identity.stated(self.layer_ids, f"trace {self.name}", first_moe_layer, moe_layers, model)
+        return replace(self, identity=identity)
 
     def select_layers(self, layers: Sequence[int]) -> Trace:
         """The trace of some layers, by position (not by the model's layer number)."""

@@ -3,67 +3,120 @@
 A rank's file has a tensor of copies per expert [E] for every iteration and layer, at the key ``<iteration>_<layer>``;
 layers have the model's own numbers. An iteration is the sum over ranks, but ranks that agree in all of it share a view
 (without attention data parallelism each routes the same tokens): they count once, as in
-:mod:`isoload.trace.sglang_dump`. Files of other names, such as rank0_raw.safetensors, are not read.
+:mod:`isoload.trace.sglang_dump`. Ranks of a pipeline stage have the stage's layers alone; the trace has those of all
+stages. Files of other names, such as rank0_raw.safetensors, are not read.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from isoload.files.reading import MAX_EXPERTS, open_regular, parse_json, read_text, shown
 from isoload.trace.archives import check_bytes
+from isoload.trace.identity import Identity, spans
+from isoload.trace.rank_files import note_missing
 from isoload.trace.record import Ints
 
 META = "meta_info.json"
 FILE, KEY = re.compile(r"rank(\d{1,6})\.safetensors"), re.compile(r"(\d{1,9})_(\d{1,9})")
-Grid = list[tuple[int, int]]  # (iteration, layer), ascending
 
 
-def read_tensorrt_llm(folder: Path, limit: int) -> dict[str, Any]:
-    """The fields of the Trace in a folder whose files have at most limit bytes, not checked against each other.
+class Stage(NamedTuple):
+    """What the ranks of one pipeline stage recorded."""
+
+    path: Path  # of its first rank
+    iterations: list[int]
+    layers: list[int]
+    views: dict[bytes, tuple[int, Ints]]  # by digest: the lowest rank, copies [iterations, layers, E]
+
+    def counts(self) -> Ints:
+        """[iterations, layers, E] copies, summed over the ranks with views of their own."""
+        total: Ints = np.sum([view for _, view in self.views.values()], axis=0)
+        return total
+
+
+def read_tensorrt_llm(
+    folder: Path, limit: int, wanted: Sequence[Path] | None = None, allow_missing: bool = False
+) -> dict[str, Any]:
+    """Return the fields of the Trace in a folder, not checked against each other.
+
+    Args:
+        folder: with meta_info.json.
+        limit: most bytes of the ranks' files.
+        wanted: files of ranks that were named one by one; None: all of the folder.
+        allow_missing: whether to warn in place of raising where the file of a rank is missing.
 
     Raises:
+        ValueError: naming the file, or the rank that is missing.
         ImportError: safetensors is missing (pip install "isoload[plan]").
     """
     experts, top_k = _read_meta(folder / META)
-    named = {int(m[1]): path for path in folder.iterdir() if (m := FILE.fullmatch(path.name))}
-    if sorted(named) != list(range(len(named))) or not named:
-        got = ", ".join(str(path.name) for _, path in sorted(named.items())) or "none"
-        raise ValueError(f"{folder}: must hold rank0.safetensors and so on without a gap, got {got}")
+    found = {int(m[1]): path for path in folder.iterdir() if (m := FILE.fullmatch(path.name))}
+    names = None if wanted is None else {path.name for path in wanted}
+    named = {rank: path for rank, path in found.items() if names is None or path.name in names}
+    if not named:
+        raise ValueError(f"{folder}: must hold rank0.safetensors and so on, got none")
+    number = 1 + max(found)
+    note_missing(folder, sorted(set(range(number)) - set(named)), number, allow_missing)
     for path in named.values():
         open_regular(path).close()
     check_bytes(folder, sum(path.stat().st_size for path in named.values()), limit)
-    grid: Grid | None = None
-    views: dict[bytes, tuple[int, Ints]] = {}
-    for rank in sorted(named):
-        grid, view = _read_rank(named[rank], experts, grid)
-        views.setdefault(blake2b(view.data).digest(), (rank, view))
-    assert grid is not None
-    layers = sorted({layer for _, layer in grid})
-    counts = np.sum([view for _, view in views.values()], axis=0).reshape(-1, len(layers), experts)
+    stages = _read_stages(named, experts)
+    layers = np.array([layer for stage in stages for layer in stage.layers])
+    order = layers.argsort()  # a stage may have layers before and after those of another
+    counts = np.concatenate([stage.counts() for stage in stages], axis=1)[:, order]
     filled = counts.any((1, 2))
     if not filled.any():
         raise ValueError(f"{folder}: holds no iteration with copies")
-    kept = [rank for rank, _ in views.values()]
+    kept = sorted(rank for stage in stages for rank, _ in stage.views.values())
     return {
         "name": folder.name,
         "num_experts": experts,
         "top_k": top_k,
         "counts": counts[filled],
-        "layer_ids": tuple(layers),
+        "layer_ids": tuple(layers[order].tolist()),
+        "identity": Identity("model"),
         "provenance": {
             "source": "TensorRT-LLM expert statistics",
             "num_experts_from": META,
             "ranks": kept,
             "ranks_with_a_shared_view": sorted(set(named) - set(kept)),
+            "pipeline_stages": len(stages),
             "empty_iterations_dropped": int((~filled).sum()),
         },
     }
+
+
+def _read_stages(named: dict[int, Path], experts: int) -> list[Stage]:
+    """The stages, each with layers of its own; all must have the same iterations."""
+    stages: dict[tuple[int, ...], Stage] = {}
+    for rank in sorted(named):
+        iterations, layers, view = _read_rank(named[rank], experts)
+        stage = stages.setdefault(tuple(layers), Stage(named[rank], iterations, layers, {}))
+        first = next(iter(stages.values()))
+        for iteration in sorted(set(first.iterations) ^ set(iterations)):
+            has = "has" if iteration in iterations else "lacks"
+            raise ValueError(
+                f"{named[rank]}: must have the iterations of {first.path.name}, it {has} iteration {iteration}"
+            )
+        stage.views.setdefault(blake2b(view.data).digest(), (rank, view))
+    seen: dict[int, Stage] = {}
+    for stage in stages.values():
+        for layer in stage.layers:
+            if layer in seen:
+                raise ValueError(
+                    f"{stage.path}: must have the layers of {seen[layer].path.name}, or layers of its own as a "
+                    f"pipeline stage has: both have layer {layer}, of layers {spans(stage.layers)} and "
+                    f"{spans(seen[layer].layers)}"
+                )
+            seen[layer] = stage
+    return list(stages.values())
 
 
 def _read_meta(path: Path) -> tuple[int, int]:
@@ -86,8 +139,8 @@ def _integer(content: dict[str, Any], key: str, most: int) -> int:
     return value
 
 
-def _read_rank(path: Path, experts: int, wanted: Grid | None) -> tuple[Grid, Ints]:
-    """The iterations and layers of a rank's file, and its copies [iterations * L, E]; as of the ranks before."""
+def _read_rank(path: Path, experts: int) -> tuple[list[int], list[int], Ints]:
+    """The iterations and layers of a rank's file, ascending, and its copies [iterations, L, E]."""
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError as error:
@@ -113,19 +166,13 @@ def _read_rank(path: Path, experts: int, wanted: Grid | None) -> tuple[Grid, Int
         if (place := (int(match[1]), int(match[2]))) in found:
             raise ValueError(f"{path}: iteration {place[0]} of layer {place[1]} must be there once")
         found[place] = tensor.astype(np.int64)
-    grid = sorted(found)
-    _check_grid(path, grid, wanted)
-    return grid, np.stack([found[place] for place in grid])
-
-
-def _check_grid(path: Path, grid: Grid, wanted: Grid | None) -> None:
-    """Every iteration has every layer, and the same ones on every rank."""
-    if not grid:
+    if not found:
         raise ValueError(f"{path}: holds no tensor")
-    whole = [
-        (i, layer) for i in sorted({i for i, _ in grid}) for layer in sorted({layer for _, layer in grid})
-    ]
-    for iteration, layer in sorted(set(wanted or whole) ^ set(grid)):
-        has = "has" if (iteration, layer) in grid else "lacks"
-        rule = "every layer in every iteration" if wanted is None else "the iterations and layers of rank0"
-        raise ValueError(f"{path}: must have {rule}, it {has} iteration {iteration} of layer {layer}")
+    iterations, layers = (sorted({place[axis] for place in found}) for axis in (0, 1))
+    for place in ((iteration, layer) for iteration in iterations for layer in layers):
+        if place not in found:
+            raise ValueError(
+                f"{path}: must have every layer in every iteration, it lacks iteration {place[0]} of layer {place[1]}"
+            )
+    copies = [[found[iteration, layer] for layer in layers] for iteration in iterations]
+    return iterations, layers, np.array(copies)

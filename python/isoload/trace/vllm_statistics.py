@@ -1,20 +1,23 @@
 """vLLM's expert load statistics, a line of JSON per step (its pull request 41141, open in November 2026).
 
-One line at most describes the run (``eplb_load_meta``). Every other one (``eplb_load_stats``) holds the copies that all
-ranks' slots took, ``expert_load`` [L][P], and the experts in these slots, ``p2l_map`` [L][P]. Layers are counted among
-the MoE layers alone.
+A line describes a run (``eplb_load_meta``), at its beginning. Every other one (``eplb_load_stats``) holds the copies that
+all ranks' slots took, ``expert_load`` [L][P], and the experts in these slots, ``p2l_map`` [L][P]. Layers are counted
+among the MoE layers alone.
 """
 
 from __future__ import annotations
 
 import os
+import warnings
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from isoload.files.reading import MAX_EXPERTS, MAX_LINE, integer_rows, open_regular, parse_json, shown
 from isoload.trace.archives import check_bytes
+from isoload.trace.identity import Identity
 from isoload.trace.record import Ints, check_covered, counts_of_slots
 
 META, STATS = "eplb_load_meta", "eplb_load_stats"
@@ -29,43 +32,92 @@ def looks_like_json(path: Path) -> bool:
         return file.read(1) == b"{"
 
 
+class Run(NamedTuple):
+    """What one run of the engine wrote: a restarted one appends to the same file."""
+
+    header: dict[str, Any] | None
+    steps: dict[int, Ints]  # copies [L, E]
+
+
 def read_vllm(path: Path, limit: int) -> dict[str, Any]:
-    """The fields of the Trace in a file of at most limit bytes, not checked against each other."""
-    redundant: int | None = None
-    steps: dict[int, Ints] = {}
-    size = 0
+    """Return the fields of the Trace in a file of at most limit bytes, not checked against each other.
+
+    A header in the middle begins another run of the same model, whose steps are batches like those before. A last line
+    that a killed process did not end is left out with a warning; any other damaged line is an error.
+    """
+    runs = [Run(None, {})]
+    size, torn = 0, 0
     with open_regular(path) as file:
         check_bytes(path, os.fstat(file.fileno()).st_size, limit)
         for number, line in enumerate(iter(lambda: file.readline(MAX_LINE), b""), 1):
             if not line.strip():
                 continue
             try:
+                if _first_counts(runs) is not None and _is_torn(line):
+                    torn = number
+                    break
                 record = _record(line)
                 if record["record_type"] == META:
-                    redundant = _redundant(record, redundant, steps)
+                    _begin_run(runs, record)
                     continue
-                step, counts = _step(record, redundant, next(iter(steps.values()), None))
-                if step in steps:
-                    raise ValueError(f"step {step} must be there once")
+                run = runs[-1]
+                step, counts = _step(record, _redundant(run.header), _first_counts(runs))
+                if step in run.steps:
+                    raise ValueError(f"step {step} must be there once in a run")
             except ValueError as error:
                 raise ValueError(f"{path}: line {number}: {error}") from None
-            steps[step] = counts
+            run.steps[step] = counts
             size += counts.nbytes
             check_bytes(path, size, limit)
-    filled = [counts for counts in steps.values() if counts.any()]
+    steps = [counts for run in runs for counts in run.steps.values()]
+    filled = [counts for counts in steps if counts.any()]
     if not filled:
         raise ValueError(f"{path}: holds no {STATS} with copies")
+    if torn:
+        warnings.warn(
+            f"{path}: line {torn} is torn, as by a process that was killed; the {len(steps)} steps before it are read",
+            stacklevel=2,
+        )
     return {
         "name": path.stem,
         "num_experts": filled[0].shape[1],
         "counts": np.stack(filled),
+        "identity": Identity("moe"),
         "provenance": {
             "source": "vLLM expert load statistics",
             "num_experts_from": MAP,
-            "layers": "by their place among MoE layers",
+            "runs": len([run for run in runs if run.steps]),
+            "torn_lines_dropped": int(torn > 0),
             "empty_steps_dropped": len(steps) - len(filled),
         },
     }
+
+
+def _begin_run(runs: list[Run], header: dict[str, Any]) -> None:
+    """Starts a run with a header, which must agree with the one before."""
+    _redundant(header)
+    last = runs[-1]
+    if last.header is None and last.steps:
+        raise ValueError(f"{META} must be the first record of a file with headers, it comes after steps")
+    if last.header is not None:
+        known, new = ({k: v for k, v in of.items() if k != "timestamp"} for of in (last.header, header))
+        if known != new:
+            raise ValueError(
+                f"{META} must agree with the run before, of which this file holds {len(last.steps)} steps: "
+                f"{shown(known)} there, {shown(new)} here; give each model's record a file of its own"
+            )
+    if last.header is None:
+        runs.pop()
+    runs.append(Run(header, {}))
+
+
+def _first_counts(runs: Sequence[Run]) -> Ints | None:
+    return next((counts for run in runs for counts in run.steps.values()), None)
+
+
+def _is_torn(line: bytes) -> bool:
+    """Whether a line is the beginning of a record: the file's last, without its newline and without a closing brace."""
+    return len(line) < MAX_LINE and not line.endswith(b"\n") and not line.rstrip().endswith(b"}")
 
 
 def _record(line: bytes) -> dict[str, Any]:
@@ -84,11 +136,11 @@ def _record(line: bytes) -> dict[str, Any]:
     return found
 
 
-def _redundant(record: dict[str, Any], before: int | None, steps: dict[int, Ints]) -> int:
-    """Slots beyond one for each expert, as the run's description says."""
-    if before is not None or steps:
-        raise ValueError(f"{META} must be the first record, got another before")
-    number = record.get(REDUNDANT)
+def _redundant(header: dict[str, Any] | None) -> int | None:
+    """Slots beyond one for each expert, as the run's header has them."""
+    if header is None:
+        return None
+    number = header.get(REDUNDANT)
     if type(number) is not int or number < 0:
         raise ValueError(f"{REDUNDANT} must be an integer from 0 on, got {shown(number)}")
     return number

@@ -1,0 +1,287 @@
+"""Which files are one recording: every reader, by one file, a folder, a list and a pattern, in every state of its files."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+import isoload
+from isoload.replay.rank_loads import RankLoads
+from isoload.trace import Identity, Trace, read_recordings, read_trace, write_trace
+
+Ints = np.ndarray[Any, np.dtype[np.int64]]
+RANKS, BATCHES, LAYERS, EXPERTS = 3, 4, 3, 6
+SLOTS = torch.arange(EXPERTS).repeat(LAYERS + 2, 1)  # SGLang has rows for two dense layers, too
+
+
+def drawn(seed: int) -> Ints:
+    """[R, B, L, E] copies that each rank counted."""
+    return np.random.default_rng(seed).integers(1, 50, (RANKS, BATCHES, LAYERS, EXPERTS))
+
+
+def write_sglang(folder: Path, counts: Ints, first_pass: int = 0, layers: Sequence[int] = (2, 3, 4)) -> list[Path]:
+    paths = []
+    for rank, own in enumerate(counts):
+        records = []
+        for number, batch in enumerate(own, first_pass):
+            whole = np.zeros((LAYERS + 2, EXPERTS), np.int64)
+            whole[list(layers)] = batch[: len(layers)]
+            copies = torch.from_numpy(whole)
+            records.append({"forward_pass_id": number, "rank": rank, "global_physical_count": copies})
+        paths.append(folder / f"recorder_{first_pass}_{rank}.pt")
+        torch.save({"records": records, "last_physical_to_logical_map": SLOTS}, paths[-1])
+    return paths
+
+
+def write_shadow(folder: Path, counts: Ints, first_pass: int = 0, layers: Sequence[int] = (2, 3, 4)) -> list[Path]:
+    paths = []
+    for rank, own in enumerate(counts):
+        whole = np.zeros((BATCHES, LAYERS + 2, EXPERTS), np.int64)
+        whole[:, list(layers)] = own[:, : len(layers)]
+        passes, phases = tuple(range(first_pass, first_pass + BATCHES)), ("decode",) * BATCHES
+        about = (EXPERTS, 2, rank, isoload.Topology(RANKS), "own", 1000 + first_pass)
+        made = RankLoads(whole, SLOTS.numpy(), passes, phases, *about, identity=Identity("hidden"))
+        paths.append(made.save(folder))
+    return paths
+
+
+def write_tensorrt(folder: Path, counts: Ints, first_pass: int = 0, layers: Sequence[int] = (2, 3, 4)) -> list[Path]:
+    save_file = pytest.importorskip("safetensors.numpy").save_file
+    (folder / "meta_info.json").write_text(json.dumps({"num_experts": EXPERTS, "num_experts_per_token": 2}))
+    paths = []
+    for rank, own in enumerate(counts):
+        rows = {f"{i}_{layer}": batch[k] for i, batch in enumerate(own) for k, layer in enumerate(layers)}
+        paths.append(folder / f"rank{rank}.safetensors")
+        save_file(rows, paths[-1])
+    return paths
+
+
+def write_vllm(folder: Path, counts: Ints, first_pass: int = 0, layers: Sequence[int] = (0, 1, 2)) -> list[Path]:
+    held = [list(range(EXPERTS))] * len(layers)
+    lines: list[dict[str, Any]] = [{"record_type": "eplb_load_meta", "version": 1, "num_redundant_experts": 0}]
+    for step, batch in enumerate(counts.sum(0)[:, : len(layers)]):
+        stats = {"record_type": "eplb_load_stats", "version": 1, "step": step}
+        lines.append({**stats, "expert_load": batch.tolist(), "p2l_map": held})
+    path = folder / f"load_{first_pass}.jsonl"
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    return [path]
+
+
+def write_ascend(folder: Path, counts: Ints, first_pass: int = 0, layers: Sequence[int] = (0, 1, 2)) -> list[Path]:
+    path = folder / f"loads_{first_pass}.pt"
+    torch.save(torch.from_numpy(counts.sum((0, 1))[: len(layers)]), path)
+    return [path]
+
+
+def write_npz(folder: Path, counts: Ints, first_pass: int = 0, layers: Sequence[int] = (2, 3, 4)) -> list[Path]:
+    path = folder / f"trace_{first_pass}.npz"
+    write_trace(Trace("t", EXPERTS, counts=counts.sum(0)[:, : len(layers)], layer_ids=tuple(layers)), path)
+    return [path]
+
+
+class Reader(NamedTuple):
+    write: Callable[..., list[Path]]
+    by_rank: bool  # whether a recording has a file for each rank
+    numbered: bool  # whether layers have the model's own numbers
+
+
+READERS = {
+    "sglang": Reader(write_sglang, True, True),
+    "shadow": Reader(write_shadow, True, True),
+    "tensorrt-llm": Reader(write_tensorrt, True, True),
+    "vllm": Reader(write_vllm, False, False),
+    "vllm-ascend": Reader(write_ascend, False, False),
+    "npz": Reader(write_npz, False, True),
+}
+
+
+def wanted(name: str, counts: Ints) -> Ints:
+    """[B, L, E] of one recording."""
+    whole: Ints = counts.sum(0)
+    return whole.sum(0)[None] if name == "vllm-ascend" else whole
+
+
+def groupings(folder: Path, paths: list[Path]) -> dict[str, Any]:
+    """The ways to name all files of a folder."""
+    pattern = f"{folder}/*{paths[0].suffix}"
+    return {"folder": folder, "list": paths, "reversed": paths[::-1], "glob": pattern}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_a_complete_recording_is_the_same_in_every_grouping(name: str, tmp_path: Path) -> None:
+    counts = drawn(0)
+    paths = READERS[name].write(tmp_path, counts)
+    for how, given in groupings(tmp_path, paths).items():
+        trace = read_trace(given)
+        np.testing.assert_array_equal(trace.batch_counts(), wanted(name, counts), how)
+        assert trace.layer_ids == ((2, 3, 4) if READERS[name].numbered else (0, 1, 2))
+        assert trace.identity.numbering == ("model" if READERS[name].numbered else "moe")
+        assert len(read_recordings(given)) == 1
+    if READERS[name].by_rank and name != "tensorrt-llm":
+        assert trace.provenance["read as"] == "3 rank files of one recording"
+
+
+@pytest.mark.parametrize("name", [name for name in READERS if READERS[name].by_rank])
+def test_a_missing_rank_is_refused_by_its_number(name: str, tmp_path: Path) -> None:
+    counts = drawn(0)
+    paths = READERS[name].write(tmp_path, counts)
+    fewer = [paths[0], paths[2]]
+    with pytest.raises(ValueError, match=r"lacks the files of rank 1 of 3: add them, or --allow-missing-ranks"):
+        read_trace(fewer)
+    with pytest.warns(UserWarning, match="lacks the files of rank 1 of 3; its loads are those of the other ranks"):
+        trace = read_trace(fewer, allow_missing_ranks=True)
+    np.testing.assert_array_equal(trace.batch_counts(), counts[[0, 2]].sum(0))
+    paths[1].unlink()
+    with pytest.raises(ValueError, match="lacks the files of rank 1 of 3"):
+        read_trace(tmp_path)
+
+
+def test_a_last_rank_that_is_missing_shows_in_slots_that_nobody_counted(tmp_path: Path) -> None:
+    """Ranks that count their own slots (DeepEP) leave a hole; where ranks count their own tokens there is none to see."""
+    counts = drawn(0)
+    for rank in range(RANKS):
+        counts[rank, :, :, : 2 * rank] = counts[rank, :, :, 2 * rank + 2 :] = 0
+    paths = write_sglang(tmp_path, counts)
+    np.testing.assert_array_equal(read_trace(paths).batch_counts(), counts.sum(0))
+    for some, lacking in ((paths[:2], "rank 2 of 3"), (paths[:1], "ranks 1, 2 of 3"), (paths[1:], "rank 0 of 3")):
+        with pytest.raises(ValueError, match=f"lacks the files of {lacking}"):
+            read_trace(some)
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_a_file_given_twice_is_refused(name: str, tmp_path: Path) -> None:
+    paths = READERS[name].write(tmp_path, drawn(0))
+    with pytest.raises(ValueError, match="twice|same bytes"):
+        read_trace([*paths, paths[0]])
+    if name != "tensorrt-llm":
+        copy = tmp_path / f"copy{paths[0].suffix}"
+        copy.write_bytes(paths[0].read_bytes())
+        for given in ([*paths, copy], tmp_path):
+            with pytest.raises(ValueError, match=r"holds the same bytes as .*, give each file once"):
+                read_trace(given)
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_two_recordings_are_batches(name: str, tmp_path: Path) -> None:
+    """In folders of their own or, where passes or numbers tell them apart, in one; files from layer 0 need the option."""
+    first, second = drawn(0), drawn(1)
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        folder.mkdir()
+    paths = READERS[name].write(folders[0], first) + READERS[name].write(folders[1], second, 1000)
+    want = np.concatenate([wanted(name, first), wanted(name, second)])
+    options: dict[str, Any] = {} if READERS[name].numbered else {"same_layers": True}
+    if options:
+        with pytest.raises(ValueError, match=r"number their MoE layers from 0, .*pass --same-layers or --stages"):
+            read_trace(folders)
+    by_bytes = sorted(batch.tobytes() for batch in want)
+    for given in (folders, paths, paths[::-1]):
+        trace = read_trace(given, **options)
+        assert sorted(batch.tobytes() for batch in trace.batch_counts()) == by_bytes
+        assert trace.provenance["read as"] == "2 recordings" and len(read_recordings(given, **options)) == 2
+
+
+def test_two_recordings_of_the_same_passes_need_folders_of_their_own(tmp_path: Path) -> None:
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for seed, folder in enumerate(folders):
+        folder.mkdir()
+        write_sglang(folder, drawn(seed))
+    whole = read_trace(folders)
+    np.testing.assert_array_equal(whole.batch_counts(), np.concatenate([drawn(0).sum(0), drawn(1).sum(0)]))
+    for path in folders[1].iterdir():
+        path.rename(folders[0] / f"again_{path.name}")
+    with pytest.raises(ValueError, match="both hold forward pass 0 of rank 0: they are of two recordings"):
+        read_trace(folders[0])
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_pipeline_stages(name: str, tmp_path: Path) -> None:
+    """Layers with the model's numbers unite; files from layer 0 are stages by the option alone, in the order given."""
+    first, second = drawn(0), drawn(1)[:, :, :2]
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        folder.mkdir()
+    reader = READERS[name]
+    if name == "tensorrt-llm":
+        late = write_tensorrt(folders[1], second, layers=(0, 1))
+        reader.write(folders[0], first)
+        for rank, path in enumerate(late):
+            path.rename(folders[0] / f"rank{RANKS + rank}.safetensors")
+        given: Any = folders[0]
+    else:
+        reader.write(folders[0], first)
+        reader.write(folders[1], second, layers=(0, 1), first_pass=0 if reader.numbered else 9)
+        given = folders
+    ours, theirs = wanted(name, first), wanted(name, second)
+    if reader.numbered:
+        trace = read_trace(given)
+        assert trace.layer_ids == (0, 1, 2, 3, 4)
+        np.testing.assert_array_equal(trace.batch_counts(), np.concatenate([theirs, ours], axis=1))
+        return
+    with pytest.raises(ValueError, match="pass --same-layers or --stages"):
+        read_trace(given)
+    trace = read_trace(given, stages=True)
+    assert trace.layer_ids == (0, 1, 2, 3, 4) and trace.identity.numbering == "moe"
+    assert trace.provenance["read as"] == "2 pipeline stages of one recording"
+    np.testing.assert_array_equal(trace.batch_counts(), np.concatenate([ours, theirs], axis=1))
+    with pytest.raises(ValueError, match="and no layer 2, which trace loads?_0 has"):
+        read_trace(given, same_layers=True)
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_a_torn_end(name: str, tmp_path: Path) -> None:
+    """The last line of a killed process is dropped with a warning; a damaged archive is refused by its name."""
+    counts = drawn(0)
+    paths = READERS[name].write(tmp_path, counts)
+    paths[-1].write_bytes(paths[-1].read_bytes()[:-40])
+    if name == "vllm":
+        with pytest.warns(UserWarning, match=r"line 5 is torn, .*; the 3 steps before it are read"):
+            trace = read_trace(paths)
+        np.testing.assert_array_equal(trace.batch_counts(), counts.sum(0)[:-1])
+        assert trace.provenance["torn_lines_dropped"] == 1
+        return
+    for given in groupings(tmp_path, paths).values():
+        with pytest.raises(ValueError, match=re.escape(str(paths[-1]))):
+            read_trace(given)
+
+
+def test_a_line_torn_in_the_middle_is_an_error_with_its_number(tmp_path: Path) -> None:
+    (path,) = write_vllm(tmp_path, drawn(0))
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([*lines[:2], lines[2][:-40] + "\n", *lines[3:]]))
+    with pytest.raises(ValueError, match="line 3: is not JSON"):
+        read_trace(path)
+
+
+def test_a_restarted_engine_appends_another_run(tmp_path: Path) -> None:
+    (path,) = write_vllm(tmp_path, drawn(0))
+    again = write_vllm(tmp_path, drawn(1), 1)[0].read_text()
+    whole = path.read_text() + again
+    path.write_text(whole)
+    trace = read_trace(path)
+    np.testing.assert_array_equal(trace.batch_counts(), np.concatenate([drawn(0).sum(0), drawn(1).sum(0)]))
+    assert trace.provenance["runs"] == 2
+    path.write_text(whole + again.replace('"num_redundant_experts": 0', '"num_redundant_experts": 1'))
+    with pytest.raises(ValueError, match="line 11: eplb_load_meta must agree with the run before"):
+        read_trace(path)
+    path.write_text(whole.replace('{"record_type": "eplb_load_meta"', '{"record_type": "eplb_load_m', 1))
+    with pytest.raises(ValueError, match="line 1: is not JSON"):
+        read_trace(path)
+
+
+def test_options_that_name_nothing_are_refused(tmp_path: Path) -> None:
+    paths = write_npz(tmp_path, drawn(0))
+    for option in ("stages", "same_layers"):
+        with pytest.raises(ValueError, match=f"^{option} needs several files whose layers are numbered from 0"):
+            read_trace(paths, **{option: True})
+    with pytest.raises(ValueError, match="exclude each other"):
+        read_trace(paths, stages=True, same_layers=True)
+    with pytest.raises(ValueError, match="no file matches this pattern"):
+        read_trace(f"{tmp_path}/*.pt")
