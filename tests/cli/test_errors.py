@@ -88,7 +88,7 @@ def test_a_reader_that_ends_is_no_error(folder: Path) -> None:
     assert (done.returncode, done.stderr) == (1, "")
 
 
-INTERRUPT = "lambda *_: signal.raise_signal(signal.SIGINT)"
+INTERRUPT = "lambda *_, **__: signal.raise_signal(signal.SIGINT)"
 
 
 @pytest.mark.parametrize(
