@@ -19,6 +19,7 @@ from support.fuzz_own import check_own
 from support.fuzz_placing import check_orders, check_speeds
 from support.fuzz_plans import check_plans
 from support.fuzz_ranks import check_ranks
+from support.fuzz_records import check_records
 
 KINDS: dict[str, Callable[[FuzzCase], None]] = {
     "plan": check_plans,
@@ -33,6 +34,7 @@ KINDS: dict[str, Callable[[FuzzCase], None]] = {
     "checkpoints": check_checkpoints,
     "copies": check_copies,
     "own": check_own,
+    "records": check_records,
 }
 # The last digits of seeds that run neither a plan nor a layer; processes take seconds.
 RARE = {
@@ -45,6 +47,7 @@ RARE = {
     **dict.fromkeys((16, 46, 76), "checkpoints"),
     **dict.fromkeys((26, 56, 86), "copies"),
     **dict.fromkeys((5, 35, 65), "own"),
+    **dict.fromkeys((4, 34, 64), "records"),
 }
 PROCESSES = ("ranks", "failures")
 MAX_GROWTH = 2**20  # KiB of memory, over a whole run

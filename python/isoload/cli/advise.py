@@ -227,7 +227,9 @@ def advise(
     tokens_per_rank: Annotated[int, typer.Option(help="Of a step: its prompts' tokens, or its requests.")],
     traces: Annotated[
         list[Path] | None,
-        typer.Argument(metavar="[TRACE...]", help="Recorded routing, as replay takes it. Without one: --skew."),
+        typer.Argument(
+            metavar="[TRACE...]", help="Recorded routing, as replay takes it. Without one: --skew."
+        ),
     ] = None,
     ranks_per_node: options.RanksPerNode = 0,
     engine: Annotated[str, typer.Option(help="sglang or vllm.")] = "sglang",

@@ -130,14 +130,19 @@ class Reading(NamedTuple):
     def stated(self, record: Record) -> Record:
         """Return a trace or placement with the statement."""
         if self.first_moe_layer is not None and self.model is not None:
-            raise ValueError(f"first_moe_layer must come without model, got {self.first_moe_layer} and {self.model}")
+            raise ValueError(
+                f"first_moe_layer must come without model, got {self.first_moe_layer} and {self.model}"
+            )
         if self.model is None:
             return record.with_moe_layers(self.first_moe_layer)
         name, moe_layers = find_moe_layers(self.model)
         return record.with_moe_layers(moe_layers=moe_layers, model=name)
 
 
-def load_traces(paths: Sequence[Path], reading: Reading = Reading()) -> list[Trace]:
+AS_FOUND = Reading()
+
+
+def load_traces(paths: Sequence[Path], reading: Reading) -> list[Trace]:
     """Return the trace of each recording; warnings go to stderr, a line each."""
     console = Console(stderr=True, highlight=False)
     shown_paths = str(paths[0]) if len(paths) == 1 else f"{len(paths)} files"
@@ -154,7 +159,7 @@ def load_trace(
     paths: Sequence[Path],
     layers: str | None = None,
     top_k: str | None = None,
-    reading: Reading = Reading(),
+    reading: Reading = AS_FOUND,
 ) -> Trace:
     """Return one trace of all recordings, of some layers, with K where it is known."""
     trace = with_top_k(joined_trace(load_traces(paths, reading)), top_k)
@@ -165,7 +170,9 @@ def with_extra(placement: Placement, extra_layers: str | None) -> Placement:
     """Return the placement with the layers of --extra-layers, if any."""
     if extra_layers is None:
         return placement
-    numbers = [int(part) if part.strip().isdecimal() and len(part) < 9 else -1 for part in extra_layers.split(",")]
+    numbers = [
+        int(part) if part.strip().isdecimal() and len(part) < 9 else -1 for part in extra_layers.split(",")
+    ]
     if min(numbers) < 0:
         raise ValueError(f"extra_layers must be layer numbers such as 61,62, got {shown(extra_layers)}")
     return placement.with_extra_layers(numbers)

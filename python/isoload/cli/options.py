@@ -31,17 +31,21 @@ TracePaths = Annotated[
     list[Path],
     typer.Argument(
         metavar="TRACE...",
-        help="An npz trace, or a record of SGLang, TensorRT-LLM, vLLM or vllm-ascend: a file, a folder, or the files of "
-        "all ranks. Files of several recordings are batches.",
+        help="An npz trace, or a record of SGLang, TensorRT-LLM, vLLM or vllm-ascend: a file, a folder, or the files "
+        "of all ranks. Files of several recordings are batches.",
     ),
 ]
 Stages = Annotated[
     bool,
-    typer.Option("--stages", help="The files are stages of one pipeline, in this order, each with layers from 0."),
+    typer.Option(
+        "--stages", help="The files are stages of one pipeline, in this order, each with layers from 0."
+    ),
 ]
 SameLayers = Annotated[
     bool,
-    typer.Option("--same-layers", help="The files, each with layers from 0, are recordings of the same layers."),
+    typer.Option(
+        "--same-layers", help="The files, each with layers from 0, are recordings of the same layers."
+    ),
 ]
 AllowMissingRanks = Annotated[
     bool, typer.Option("--allow-missing-ranks", help="Read a recording that lacks the files of some ranks.")
@@ -65,8 +69,8 @@ ExtraLayers = Annotated[
     str | None,
     typer.Option(
         metavar="LIST",
-        help="Layers to add that were not recorded, by the model's numbers (61,62), such as draft (MTP) layers: experts "
-        "in order, as many slots.",
+        help="Layers to add that were not recorded, by the model's numbers (61,62), such as draft (MTP) layers: "
+        "experts in order, as many slots.",
     ),
 ]
 RanksPerNode = Annotated[int, typer.Option(help="Ranks that share a node. 0: all.")]

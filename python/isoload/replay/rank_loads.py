@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,8 @@ from isoload.records.placement import Placement
 from isoload.topology import Topology
 from isoload.trace import Trace
 from isoload.trace.archives import check_bytes, max_bytes
-from isoload.trace.npz import read_npz, write_trace
 from isoload.trace.identity import Identity
+from isoload.trace.npz import read_npz, write_trace
 from isoload.trace.record import Ints, counts_of_slots
 from isoload.trace.shadow import ONE_RUN, RECORDED_BY, check_about, dense_rows_dropped
 
@@ -48,7 +48,7 @@ class RankLoads:
     tokens: str
     started: int
     model: str = ""
-    identity: Identity = Identity()
+    identity: Identity = field(default_factory=Identity)
 
     @property
     def counts(self) -> Ints:
@@ -144,8 +144,13 @@ class Recorded:
     def placement(self, batch: int) -> Placement:
         """Where the experts lay."""
         table = torch.from_numpy(self.tables[self.table_of[batch]].astype(np.int32))
-        layers = {"layer_ids": self.trace.layer_ids, "identity": self.trace.identity}
-        return Placement(table, self.topology, self.trace.num_experts, **layers)
+        return Placement(
+            table,
+            self.topology,
+            self.trace.num_experts,
+            layer_ids=self.trace.layer_ids,
+            identity=self.trace.identity,
+        )
 
 
 def read_recorded(path: str | Path) -> Recorded:

@@ -155,7 +155,11 @@ def write_trace(trace: Trace, path: str | Path, **more: Ints) -> None:
     path = Path(path)
     if path.suffix != ".npz":
         raise ValueError(f"path must end in .npz, got {str(path)!r}")
-    known = {**trace.provenance, "layer_ids": list(trace.layer_ids), "identity": identity_to_json(trace.identity)}
+    known = {
+        **trace.provenance,
+        "layer_ids": list(trace.layer_ids),
+        "identity": identity_to_json(trace.identity),
+    }
     known |= {"name": trace.name, "num_experts": trace.num_experts, "top_k": trace.top_k}
     arrays: dict[str, Any] = {key: _narrow(a) for key in DIMS if (a := getattr(trace, key)) is not None}
     if trace.cluster is not None:
