@@ -15,7 +15,7 @@ Fairness ledger
   exchanged every 16 steps, by the product's own functions; nodes of eight ranks, so from 16 ranks on.
 - Idle ranks, four to 256 tokens a rank, own counts alone (node, no targets: the same nodes without an exchange). half:
   odd ranks have tokens only in the eight steps after an exchange, whose targets do not know of them. turns: odd and
-  even ranks are busy by turns of five steps. bursts: a rank has a sixteenth of its tokens, and in one step of eight,
+  even ranks are busy by turns of eight steps. bursts: a rank has a sixteenth of its tokens, and in one step of eight,
   drawn, all. one: one rank is busy in each step. leave: odd ranks have no tokens in the eight steps after an exchange,
   whose targets count on them; no rank can know that before the next exchange.
 - The figure is the busiest rank's load over the proved bound of that batch's loads, mean over layers and steps. It is
@@ -120,7 +120,7 @@ def busy_part(busy: str, ranks: int, step: int, rng: np.random.Generator) -> NDA
     if busy == "leave":
         return np.where(odd, not soon, 1.0)
     if busy == "turns":
-        return np.where(odd == (step // 5 % 2 == 1), 1.0, 0.0)
+        return np.where(odd == (step // 8 % 2 == 1), 1.0, 0.0)
     if busy == "bursts":
         return np.where(rng.random(ranks) < 1 / 8, 1.0, 1 / 16)
     return np.where(np.arange(ranks) == step % ranks, 1.0, 0.0)

@@ -88,10 +88,10 @@ def strength(recent: Tensor, last: Tensor, source: int) -> Tensor:
     """Return how far a source follows its targets, [L] int64 in 2^-20: fully where the load is as the targets take it.
 
     Targets hold where all sources send at the same time. A source compares each source's share of the recent load, a_t,
-    with its share of the last batch, b_t, and follows ``1 - sum_t |a_t - b_t|`` of the target: nothing where ranks are
-    busy by turns. A source that lately sent less than the N-th part of the load follows ``N * min(a_s, b_s)`` of that:
-    the others make up for so much of it, and an idle source has no targets. Both are continuous in the counts. Where
-    the last batch was smaller than a mean one, b_t is of the mean one.
+    with its share of the last batch, b_t, and follows ``(1 - sum_t |a_t - b_t|) ** 2`` of the target: little or nothing
+    where ranks are busy by turns. A source that lately sent less than the N-th part of the load follows
+    ``N * min(a_s, b_s)`` of that: the others make up for so much of it, and an idle source has no targets. Both factors
+    are continuous in the counts. Where the last batch was smaller than a mean one, b_t is a share of the mean one.
 
     Args:
         recent: [L, N] int64 decayed sums of every source's copies, in 2^-16.
@@ -108,7 +108,7 @@ def strength(recent: Tensor, last: Tensor, source: int) -> Tensor:
     usual, present = shares(recent, recent.sum(1, keepdim=True)), shares(last, most)
     alike = (ONE_OFFSET - (usual - present).abs().sum(1)).clamp(min=0)
     warranted = recent.shape[1] * torch.minimum(usual, present).select(1, source)
-    return alike * warranted.clamp(max=ONE_OFFSET) // ONE_OFFSET
+    return alike * alike // ONE_OFFSET * warranted.clamp(max=ONE_OFFSET) // ONE_OFFSET
 
 
 def new_price(price: Tensor, got: Tensor, wanted: Tensor) -> Tensor:
