@@ -1,4 +1,4 @@
-"""Targets of sources that were idle, or nearly so: no target moves more than the source's share of the load warrants."""
+"""Targets of sources that were idle, or nearly so: none moves more than the share of the source warrants."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ def means(ranks: int, busy: Busy, judged: range, differ: bool = False, **how: An
     seen = torch.stack([isoload.count(x, 64) for x in draw_batch(ranks, 0, [True] * ranks, differ, 512)])
     placement = isoload.place(seen.sum(0)[None], topology, slots_per_rank=64 // ranks + SPARE)
     layers = [
-        Balancer(placement, group=LocalGroup(topology), **{"loads": "own", **how}) for _ in ("targets", "none")
+        Balancer(placement, group=LocalGroup(topology), **{"loads": "own", **how})
+        for _ in ("targets", "none")
     ]
     found: tuple[list[float], list[float]] = [], []
     for batch in range(judged.stop):

@@ -1,4 +1,4 @@
-"""exchange().imbalance is of the last batch, whatever was done with it: planned, too small to plan, without replicas."""
+"""exchange().imbalance is of the last batch: planned, too small to plan, empty, or of a layer without replicas."""
 
 from __future__ import annotations
 
