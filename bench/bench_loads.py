@@ -13,8 +13,8 @@ Fairness ledger
   rank and expert (SGLang's default). last step, sampled: weights by the exact split of the last step's sums, drawn from
   (a draft for vLLM). own: `plan_own`, no targets. last, own + targets, node: Balancer(loads="last", "own", "node"),
   exchanged every 16 steps, by the product's own functions; nodes of eight ranks, so from 16 ranks on.
-- Idle ranks: own counts alone, four to 256 tokens a rank; node, no targets: the same nodes without an exchange. Settings
-  of at most 128 tokens in a step run 144 steps, as means of 48 steps are off by up to 0.01.
+- Idle ranks: own counts alone, four to 256 tokens a rank; node, no targets: the same nodes without an exchange.
+  Settings of at most 128 tokens in a step run 144 steps, as means of 48 steps are off by up to 0.01.
   half: odd ranks have tokens only in the eight steps after an exchange, whose targets do not know of them.
   turns: odd and even ranks are busy by turns of eight steps.
   bursts: a rank has a sixteenth of its tokens, and in one step of eight, drawn, all.
