@@ -152,8 +152,8 @@ class OwnCounts:
     def note_unplanned(self, counts: Sequence[Tensor], placed: PlacedLayers) -> None:
         """Record in ``sent`` where an unplanned batch goes, so that an exchange returns its imbalance.
 
-        Nothing is gathered: a rank of a node that is planned for in another process writes its own copies, ``size``
-        times, as the planned batches of a node stand in ``sent`` of each of its ranks.
+        Nothing is gathered. Where each rank of a node has a process of its own, a rank writes its own copies times
+        ``size``: a planned batch writes the copies of the whole node on each of the ``size`` ranks.
 
         Args:
             counts: [E] int32 copies of every owned rank, shared experts included.

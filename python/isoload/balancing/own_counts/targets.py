@@ -44,10 +44,10 @@ def offsets(
 ) -> Tensor:
     """Return what one source takes ranks to carry already, [L, R] int32, for :func:`isoload.ops.plan_own`.
 
-    T_s[r] is the number of copies that source s sends to rank r in the exact split of all N sources' recent counts, T_s
-    their sum over the ranks, and T the sum over the sources. The offset is ``T[r] / T - T_s[r] / T_s``, from the least
-    rank on, in parts of the source's own copies, times :func:`strength`. It is of the source's own share of the load:
-    if each source made up for the whole of what the others leave, all would, and their loads would swing.
+    T_s[r] is the number of copies that source s sends to rank r in the exact split of all N sources' recent counts, T[r]
+    the sum over the sources, and ``|T|`` a sum over ranks. The offset is ``T[r] / |T| - T_s[r] / |T_s|``, less its
+    minimum over the ranks, in parts of the source's own copies, times :func:`strength`. Each source makes up for its own
+    share of the load only: if each made up for all that the others leave, the loads would swing.
 
     Args:
         recent: [L, N, E] int64 decayed counts of every source, a rank or a node.
@@ -87,11 +87,13 @@ def fractions(copies: Tensor, total: Tensor) -> Tensor:
 def strength(recent: Tensor, last: Tensor, source: int) -> Tensor:
     """Return how far a source follows its targets, [L] int64 in 2^-20: fully where the load is as the targets take it.
 
-    Targets hold where all sources send at the same time. A source compares each source's share of the recent load, a_t,
-    with its share of the last batch, b_t, and follows ``(1 - sum_t |a_t - b_t|) ** 2`` of the target: little or nothing
-    where ranks are busy by turns. A source that lately sent less than the N-th part of the load follows
-    ``N * min(a_s, b_s)`` of that: the others make up for so much of it, and an idle source has no targets. Both factors
-    are continuous in the counts. Where the last batch was smaller than a mean one, b_t is a share of the mean one.
+    a_t is source t's share of the recent load, and b_t its share of the last batch, or of a mean batch where that is
+    larger. The strength is the product of two factors, both continuous in the counts:
+
+    - ``(1 - sum_t |a_t - b_t|) ** 2``, at least 0. Targets hold where the sources send at the same time. Where ranks are
+      busy by turns, the copies that a target counts on do not come.
+    - ``N * min(a_s, b_s)``, at most 1. The other sources make up for so much of this source's load. An idle source has
+      no targets.
 
     Args:
         recent: [L, N] int64 decayed sums of every source's copies, in 2^-16.
