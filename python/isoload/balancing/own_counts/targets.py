@@ -44,10 +44,10 @@ def offsets(
 ) -> Tensor:
     """Return what one source takes ranks to carry already, [L, R] int32, for :func:`isoload.ops.plan_own`.
 
-    T_s[r] is the number of copies that source s sends to rank r in the exact split of all N sources' recent counts, T[r]
-    the sum over the sources, and ``|T|`` a sum over ranks. The offset is ``T[r] / |T| - T_s[r] / |T_s|``, less its
-    minimum over the ranks, in parts of the source's own copies, times :func:`strength`. Each source makes up for its own
-    share of the load only: if each made up for all that the others leave, the loads would swing.
+    T_s[r] is the number of copies that source s sends to rank r in the exact split of all N sources' recent counts,
+    T[r] the sum over the sources, and ``|T|`` a sum over ranks. The offset is ``T[r] / |T| - T_s[r] / |T_s|``, less its
+    minimum over the ranks, in parts of the source's own copies, times :func:`strength`. Each source makes up for its
+    own share of the load only: if each made up for all that the others leave, the loads would swing.
 
     Args:
         recent: [L, N, E] int64 decayed counts of every source, a rank or a node.
@@ -90,8 +90,8 @@ def strength(recent: Tensor, last: Tensor, source: int) -> Tensor:
     a_t is source t's share of the recent load, and b_t its share of the last batch, or of a mean batch where that is
     larger. The strength is the product of two factors, both continuous in the counts:
 
-    - ``(1 - sum_t |a_t - b_t|) ** 2``, at least 0. Targets hold where the sources send at the same time. Where ranks are
-      busy by turns, the copies that a target counts on do not come.
+    - ``(1 - sum_t |a_t - b_t|) ** 2``, at least 0. Targets hold where the sources send at the same time. Where ranks
+      are busy by turns, the copies that a target counts on do not come.
     - ``N * min(a_s, b_s)``, at most 1. The other sources make up for so much of this source's load. An idle source has
       no targets.
 
