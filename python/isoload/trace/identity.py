@@ -1,8 +1,8 @@
 """Which layers of which model the rows of a record or a placement are about.
 
 Engines number layers differently: SGLang and TensorRT-LLM by the model's own numbers, vLLM and vllm-ascend by position
-among the MoE layers. An :class:`Identity` states which of these the ``layer_ids`` of a record are. Joins and conversions
-go through it, so that nothing is matched by position in silence.
+among the MoE layers. An :class:`Identity` states which of these the ``layer_ids`` of a record are. Joins and
+conversions go through it, so that nothing is matched by position in silence.
 """
 
 from __future__ import annotations
