@@ -13,6 +13,14 @@ Fairness ledger
   rank and expert (SGLang's default). last step, sampled: weights by the exact split of the last step's sums, drawn from
   (a draft for vLLM). own: `plan_own`, no targets. last, own + targets, node: Balancer(loads="last", "own", "node"),
   exchanged every 16 steps, by the product's own functions; nodes of eight ranks, so from 16 ranks on.
+- Idle ranks: own counts alone, four to 256 tokens a rank; node, no targets: the same nodes without an exchange.
+  Settings of at most 128 tokens in a step run 144 steps, as means of 48 steps are off by up to 0.01.
+  half: odd ranks have tokens only in the eight steps after an exchange, whose targets do not know of them.
+  turns: odd and even ranks are busy by turns of eight steps.
+  bursts: a rank has a sixteenth of its tokens, and in one step of eight, drawn, all.
+  one: one rank is busy in each step.
+  leave: odd ranks have no tokens in the eight steps after an exchange, whose targets count on them; no rank can know
+  that before the next exchange.
 - The figure is the busiest rank's load over the proved bound of that batch's loads, mean over layers and steps. It is
   1 for all counts by proof. Nothing here is a time.
 
@@ -49,8 +57,12 @@ SPARE = {
     256: 4,
 }  # slots beyond E / R on 8 ranks, by number of experts; half on 16, a quarter on 32
 RANKS = (8, 16, 32, 64)
+IDLE_TOKENS = (4, 16, 64, 256)
+FEW, MORE_STEPS = 128, 144  # tokens of all ranks, up to which a setting with idle ranks has more steps
+BUSY = ("half", "turns", "bursts", "one", "leave")
 OTHERS = ("hash", "static", "last step, sampled")
 PROTOCOLS = (*OTHERS, "last", "own", "own + targets", "node")
+BY_OWN_COUNTS = ("own", "own + targets", "node, no targets", "node")
 Loads = NDArray[np.int32]  # [L, R, E]
 
 
@@ -66,9 +78,9 @@ class ByToken:
         self.domains, self.num_experts = [ids[:, of] for ids in domains], num_experts
         self.all = np.stack([sum_of(ids, num_experts) for ids in self.domains]).sum(0)
 
-    def steps(self, ranks: int, tokens: int, rng: np.random.Generator) -> Iterator[Loads]:
+    def steps(self, ranks: int, tokens: int, rng: np.random.Generator, steps: int = STEPS) -> Iterator[Loads]:
         first = rng.integers(1 << 30, size=ranks)
-        for step in range(STEPS):
+        for step in range(steps):
             rows = []
             for r in range(ranks):
                 ids = self.domains[(r + step * self.turned) % len(self.domains)]
@@ -87,8 +99,8 @@ class ByCounts:
         self.num_experts = domains[0].shape[-1]
         self.all = np.concatenate(self.domains).sum(0)
 
-    def steps(self, ranks: int, tokens: int, rng: np.random.Generator) -> Iterator[Loads]:
-        for step in range(STEPS):
+    def steps(self, ranks: int, tokens: int, rng: np.random.Generator, steps: int = STEPS) -> Iterator[Loads]:
+        for step in range(steps):
             rows = []
             for r in range(ranks):
                 domain = self.domains[(r + step * self.turned) % len(self.domains)]
@@ -102,6 +114,34 @@ class ByCounts:
 def sum_of(ids: NDArray[Any], num_experts: int) -> NDArray[Any]:
     """[L, E] copies in tokens [N, L, K]."""
     return np.stack([np.bincount(ids[:, i].ravel(), minlength=num_experts) for i in range(ids.shape[1])])
+
+
+def busy_part(busy: str, ranks: int, step: int, rng: np.random.Generator) -> NDArray[Any]:
+    """[R] part of its tokens that every rank has in a step."""
+    odd, soon = np.arange(ranks) % 2 == 1, step % EVERY < 8
+    if busy == "half":
+        return np.where(odd, soon and step >= WARM, 1.0)
+    if busy == "leave":
+        return np.where(odd, not soon, 1.0)
+    if busy == "turns":
+        return np.where(odd == (step // 8 % 2 == 1), 1.0, 0.0)
+    if busy == "bursts":
+        return np.where(rng.random(ranks) < 1 / 8, 1.0, 1 / 16)
+    return np.where(np.arange(ranks) == step % ranks, 1.0, 0.0)
+
+
+def thinned(loads: Loads, parts: NDArray[Any], tokens: int, rng: np.random.Generator) -> Loads:
+    """Loads of ranks of which each has a part [R] of its tokens; at least one token where that is not 0."""
+    kept = loads.copy()
+    for rank, part in enumerate(parts):
+        if part == 0:
+            kept[:, rank] = 0
+        elif part < 1:
+            top_k = int(loads[0, rank].sum()) // tokens
+            number = max(1, int(tokens * part)) * top_k
+            for layer, row in enumerate(loads[:, rank]):
+                kept[layer, rank] = rng.multivariate_hypergeometric(row, number)
+    return kept
 
 
 def streams(folder: Path | None) -> Iterator[tuple[str, str, ByToken | ByCounts]]:
@@ -203,17 +243,20 @@ class Setting:
         ]
         return torch.stack(rows).sum(0)
 
-    def exchange(self) -> None:
-        of_all = self.recent.transpose(0, 1)
+    def exchange(self, given: torch.Tensor) -> None:
+        """given: loads [L, R, E] of the last step."""
+        of_all, last = self.recent.transpose(0, 1), given.sum(2)
         at = self.tables, self.placed.slot_to_expert, self.placement.topology
-        self.offset = [offsets(of_all, s, *at) for s in range(self.ranks)]
+        self.offset = [offsets(of_all, last, s, *at) for s in range(self.ranks)]
         if self.nodes:
-            by_node = of_all.unflatten(1, (self.nodes, NODE)).sum(2)
-            self.node_offset = [offsets(by_node, s, *at) for s in range(self.nodes)]
+            by_node, last = (x.unflatten(1, (self.nodes, NODE)).sum(2) for x in (of_all, last))
+            self.node_offset = [offsets(by_node, last, s, *at) for s in range(self.nodes)]
         none = torch.zeros(LAYERS, self.ranks, self.ranks, dtype=torch.int64)
         self.quota = exact_quota(*scaled(of_all, none), self.tables, self.placement.topology).int()
 
-    def step(self, loads: Loads, number: int) -> tuple[dict[str, NDArray[Any]], NDArray[Any]]:
+    def step(
+        self, loads: Loads, number: int, protocols: tuple[str, ...]
+    ) -> tuple[dict[str, NDArray[Any]], NDArray[Any]]:
         """Peaks [L] of every protocol, and the proved bound [L]."""
         given = torch.from_numpy(loads)
         exact = ops.plan_exact(given, self.tables)
@@ -228,29 +271,49 @@ class Setting:
         if self.nodes:
             by_node = given.unflatten(1, (self.nodes, NODE)).sum(2, dtype=torch.int32)
             found["node"] = lambda: self.own(by_node, self.node_offset)
-        peaks = {name: self.peak(send()) for name, send in found.items()}
+            found["node, no targets"] = lambda: self.own(by_node, [self.none] * self.nodes)
+        peaks = {name: self.peak(send()) for name, send in found.items() if name in protocols}
         self.weights = exact.quota.numpy().astype(float)
         if (number + 1) % EVERY == 0:
-            self.exchange()
+            self.exchange(given)
         return peaks, exact.bound.numpy()
 
 
 def judge(
-    name: str, dealing: str, stream: ByToken | ByCounts, ranks: int, tokens: int
+    name: str, dealing: str, stream: ByToken | ByCounts, ranks: int, tokens: int, busy: str = "all"
 ) -> list[dict[str, Any]]:
     rng, setting = np.random.default_rng(tokens), Setting(stream.all, ranks, tokens)
-    over: dict[str, list[NDArray[Any]]] = {protocol: [] for protocol in PROTOCOLS}
-    for number, loads in enumerate(stream.steps(ranks, tokens, rng)):
-        peaks, bound = setting.step(loads, number)
+    protocols = PROTOCOLS if busy == "all" else BY_OWN_COUNTS
+    over: dict[str, list[NDArray[Any]]] = {protocol: [] for protocol in protocols}
+    draw = np.random.default_rng(ranks)  # of its own: the streams are those of busy ranks
+    steps = MORE_STEPS if busy != "all" and ranks * tokens <= FEW else STEPS
+    for number, loads in enumerate(stream.steps(ranks, tokens, rng, steps)):
+        if busy != "all":
+            loads = thinned(loads, busy_part(busy, ranks, number, draw), tokens, draw)
+        peaks, bound = setting.step(loads, number, protocols)
         for protocol, peak in peaks.items():
             if number >= WARM:
                 over[protocol].append(peak / bound)
-    where = {"trace": name, "dealing": dealing, "ranks": ranks, "tokens": tokens}
+    where = {"trace": name, "dealing": dealing, "ranks": ranks, "tokens": tokens, "busy": busy}
     return [
         {**where, "protocol": p, "mean": float(np.mean(x)), "p99": float(np.percentile(x, 99))}
         for p, x in over.items()
         if x
     ]
+
+
+def show_idle(rows: list[dict[str, Any]]) -> None:
+    """Means by who is busy, and the settings in which targets lose most."""
+    for busy in BUSY:
+        of = [r for r in rows if r["busy"] == busy]
+        means = {p: np.mean([r["mean"] for r in of if r["protocol"] == p]) for p in BY_OWN_COUNTS}
+        print(f"{busy}: " + ", ".join(f"{p} {mean:.4f}" for p, mean in means.items()))
+        by: dict[tuple[Any, ...], dict[str, float]] = {}
+        for r in of:
+            by.setdefault((r["trace"], r["dealing"], r["ranks"], r["tokens"]), {})[r["protocol"]] = r["mean"]
+        for alone, targets in (("own", "own + targets"), ("node, no targets", "node")):
+            lost = sorted(((x[targets] - x[alone], at) for at, x in by.items() if targets in x), reverse=True)
+            print(f"  {targets} loses most: " + "; ".join(f"{loss:+.4f} {at}" for loss, at in lost[:4]))
 
 
 def show(rows: list[dict[str, Any]]) -> None:
@@ -309,9 +372,11 @@ def main() -> None:
         for ranks in RANKS
         if ranks <= max(32, stream.num_experts // 4)
         for tokens in TOKENS
-        for row in judge(name, dealing, stream, ranks, tokens)
+        for busy in ("all", *(BUSY if tokens in IDLE_TOKENS and dealing != "turned" else ()))
+        for row in judge(name, dealing, stream, ranks, tokens, busy)
     ]
-    show(rows)
+    show([row for row in rows if row["busy"] == "all"])
+    show_idle(rows)
     if asked.write:
         print(write_results("bench_loads", rows))
 

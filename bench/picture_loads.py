@@ -1,7 +1,7 @@
 """The picture of docs/balancing.md, from the results of bench_loads: docs/pictures/loads.svg.
 
 The busiest rank over the bound of all loads by tokens of a rank, a line for each protocol, mean over traces, dealings
-(hom and het) and ranks. `static` is left out: it lies above the others by more than they reach.
+(hom and het) and ranks, without idle ranks. `static` is left out: it lies above the others by more than they reach.
 
 Usage: python bench/picture_loads.py [--out FOLDER]
 """
@@ -36,7 +36,7 @@ def means() -> dict[str, dict[int, float]]:
     found: dict[str, dict[int, list[float]]] = {}
     for line in (ROOT / "bench" / "results" / "bench_loads.jsonl").read_text().splitlines():
         row = json.loads(line)
-        if row["dealing"] != "turned":
+        if row["dealing"] != "turned" and row["busy"] == "all":
             found.setdefault(row["protocol"], {}).setdefault(row["tokens"], []).append(row["mean"])
     return {p: {n: sum(x) / len(x) for n, x in sorted(of.items())} for p, of in found.items()}
 

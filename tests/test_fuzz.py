@@ -38,7 +38,16 @@ def test_processes(how: str) -> None:
 @pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("kind", "cases"),
-    [("inference", 20), ("columns", 40), ("failures", 1), ("speeds", 8), ("orders", 8), ("recorded", 100)],
+    [
+        ("inference", 20),
+        ("columns", 40),
+        ("failures", 1),
+        ("speeds", 8),
+        ("orders", 8),
+        ("own", 8),
+        ("records", 40),
+        ("shadow", 100),
+    ],
 )
 def test_what_else_is_drawn(kind: str, cases: int) -> None:
     said: list[str] = []

@@ -1,4 +1,4 @@
-"""The tables of docs/placement.md and docs/results.md that lay many rows of a results file beside each other."""
+"""Tables of docs/placement.md, results.md and balancing.md that lay many rows of a results file beside each other."""
 
 from __future__ import annotations
 
@@ -301,3 +301,39 @@ def node_dispatch() -> Table:
     return table(
         columns, [r for r in read("bench_route", "even", "deal") if r["policy"] in ("none", "grace", "exact")]
     )
+
+
+@shown
+def loads() -> Table:
+    """docs/balancing.md: the busiest rank by what a rank may know in the forward."""
+    protocols = ("hash", "static", "last step, sampled", "last", "own", "own + targets", "node")
+    found: dict[tuple[int, str, str], list[float]] = {}
+    for row in read("bench_loads", "all", "busy"):
+        found.setdefault((row["tokens"], row["protocol"], row["dealing"]), []).append(row["mean"])
+    rows = []
+    for tokens in sorted({key[0] for key in found}):
+        means = ([found[tokens, p, dealing] for dealing in ("hom", "het")] for p in protocols)
+        rows.append([str(tokens), *(" / ".join(f"{sum(x) / len(x):.3f}" for x in of) for of in means)])
+    return f"tokens of a rank | {' | '.join(protocols)}", rows
+
+
+def _mean(settings: dict[tuple[str, str, int, int], dict[str, float]], protocol: str, dealing: str) -> float:
+    values = [x[protocol] for at, x in settings.items() if at[1] == dealing and protocol in x]
+    return sum(values) / len(values)
+
+
+@shown
+def loads_idle() -> Table:
+    """docs/balancing.md: the same with idle ranks, by own counts, and the most that targets lose in a setting."""
+    protocols = ("own", "own + targets", "node, no targets", "node")
+    rows = []
+    for busy in ("half", "turns", "bursts", "one", "leave"):
+        settings: dict[tuple[str, str, int, int], dict[str, float]] = {}
+        for row in read("bench_loads", busy, "busy"):
+            at = row["trace"], row["dealing"], row["ranks"], row["tokens"]
+            settings.setdefault(at, {})[row["protocol"]] = row["mean"]
+        cells = [" / ".join(f"{_mean(settings, p, d):.3f}" for d in ("hom", "het")) for p in protocols]
+        for alone, targets in (protocols[:2], protocols[2:]):
+            cells.append(f"{max(x[targets] - x[alone] for x in settings.values() if targets in x):+.4f}")
+        rows.append([busy, *cells])
+    return f"busy | {' | '.join(protocols)} | most lost, own | most lost, node", rows

@@ -344,20 +344,6 @@ def borrow() -> Table:
 
 
 @shown
-def loads() -> Table:
-    """docs/balancing.md: the busiest rank by what a rank may know in the forward."""
-    protocols = ("hash", "static", "last step, sampled", "last", "own", "own + targets", "node")
-    found: dict[tuple[int, str, str], list[float]] = {}
-    for row in read("bench_loads"):
-        found.setdefault((row["tokens"], row["protocol"], row["dealing"]), []).append(row["mean"])
-    rows = []
-    for tokens in sorted({key[0] for key in found}):
-        means = ([found[tokens, p, dealing] for dealing in ("hom", "het")] for p in protocols)
-        rows.append([str(tokens), *(" / ".join(f"{sum(x) / len(x):.3f}" for x in of) for of in means)])
-    return f"tokens of a rank | {' | '.join(protocols)}", rows
-
-
-@shown
 def advise() -> Table:
     """What was chosen by some batches, and what it loses to the best of the grid on others."""
     keys = ("trace", "phase", "ranks", "tokens", "chosen", "verdict")

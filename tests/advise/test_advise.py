@@ -226,7 +226,7 @@ def test_flags_name_the_slots_and_switch_isoload_on_for_its_own_splits_alone(eng
 
 def test_sglang_starts_from_a_file_that_place_makes() -> None:
     candidate = grid(4)[3]
-    first, *others = flags("sglang", candidate, isoload.Topology(8, 4), 3, "my trace.npz")
+    first, *others = flags("sglang", candidate, isoload.Topology(8, 4), 3, "'my trace.npz'")
     assert first == (
         "isoload place 'my trace.npz' -o placement.json --format sglang --ranks 8 --ranks-per-node 4 "
         f"--slots-per-rank 3 --placer {candidate.placer}"

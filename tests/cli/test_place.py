@@ -11,8 +11,7 @@ from typer.testing import CliRunner
 import isoload
 from isoload.cli.app import app
 from isoload.placers import parse_placer
-from isoload.trace import Trace, write_trace
-from isoload.trace import Identity
+from isoload.trace import Identity, Trace, write_trace
 from support.documents import PLAIN
 from support.sglang_recording import EXPERTS, MOE, Recording
 
@@ -105,7 +104,9 @@ def test_before_and_against_are_of_the_layers_that_they_name(trace, tmp_path):
         said = error_of(
             *args[:-1], "scenario", option, foreign, "-o", tmp_path / "x.json", "--slots-per-rank", 3
         )
-        assert said.startswith(f"{option[2:]} has layers 50, 60 (the model's own layer numbers) and no layer 3")
+        assert said.startswith(
+            f"{option[2:]} has layers 50, 60 (the model's own layer numbers) and no layer 3"
+        )
     fewer = isoload.place(np.ones((2, 6)), isoload.Topology(4), 3)
     isoload.write_placement(replace(fewer, layer_ids=(3, 5), identity=Identity("model")), foreign, "isoload")
     said = error_of(*args[:-1], "eplb", "--against", foreign, "-o", tmp_path / "x.json")
@@ -156,7 +157,9 @@ def test_a_placement_is_replayed_by_layer_ids(trace, tmp_path):
     swapped = isoload.trace.Trace("other", 8, 2, counts=np.ones((2, 1, 8), int), layer_ids=(4,))
     write_trace(swapped, tmp_path / "other.npz")
     missing = error_of("replay", tmp_path / "other.npz", "--placement", target)
-    assert missing.startswith("placement has layers 3, 5 (the model's own layer numbers) and no layer 4, which trace other")
+    assert missing.startswith(
+        "placement has layers 3, 5 (the model's own layer numbers) and no layer 4, which trace other"
+    )
 
 
 @pytest.fixture(scope="module")

@@ -69,9 +69,13 @@ def test_every_command_unites_the_files_of_ranks(
     both = run(name, *rank_files, *options)
     assert both.exit_code == 0, both.stderr
     assert "read as: 2 rank files" in both.stdout or "read as 2 rank files of one recording" in both.stdout
-    message = f"error: {rank_files[1]}: the recording lacks the files of rank 0 of 2: add them, or --allow-missing-ranks"
+    message = (
+        f"error: {rank_files[1]}: the recording lacks the files of rank 0 of 2: add them, or --allow-missing"
+    )
     assert message in refused(name, rank_files[1], *options, *(["--force"] if name == "place" else []))
-    alone = run(name, rank_files[1], *options, "--allow-missing-ranks", *(["--force"] if name == "place" else []))
+    alone = run(
+        name, rank_files[1], *options, "--allow-missing-ranks", *(["--force"] if name == "place" else [])
+    )
     assert alone.exit_code == 0 and "warning: " in alone.stderr and "rank 0 of 2" in alone.stderr
 
 
@@ -88,7 +92,10 @@ def test_recordings_are_counted(rank_files: list[Path], tmp_path: Path) -> None:
     write_trace(Trace("part", EXPERTS, counts=trace.counts, layer_ids=(2, 3)), again)
     assert "trace part has layers 2..3" in refused("inspect", *rank_files, again)
     united = run("inspect", *rank_files, wrong)
-    assert "layers: 1..2, 4..5" in united.stdout and "read as: 2 pipeline stages of one recording" in united.stdout
+    assert (
+        "layers: 1..2, 4..5" in united.stdout
+        and "read as: 2 pipeline stages of one recording" in united.stdout
+    )
 
 
 def test_stages_and_same_layers(tmp_path: Path) -> None:
@@ -115,16 +122,32 @@ def test_place_and_convert_between_numberings(rank_files: list[Path], tmp_path: 
         found = isoload.read_placement(tmp_path / "p.json", isoload.Topology(2))
         assert found.layer_ids == (0, 1) and found.identity.numbering == "moe"
     assert "first_moe_layer" not in refused(*base, "--first-moe-layer", 1, "--model", config)
-    assert "--first-moe-layer must come without model" in refused(*base, "--first-moe-layer", 1, "--model", config)
+    assert "--first-moe-layer must come without model" in refused(
+        *base, "--first-moe-layer", 1, "--model", config
+    )
     lacking = refused(*base, "--format", "vllm", "--model", "deepseek-ai/DeepSeek-V3")
     assert "has layer 1, which is dense in the model (MoE layers 3..60)" in lacking
     assert run(*base, "--format", "sglang").exit_code == 0
-    convert = ["convert", tmp_path / "p.json", "-o", tmp_path / "q.yaml", "--format", "tensorrt-llm", "--ranks", 2, "--force"]
-    assert "has a row for each of the model's 3 layers and does not state which are dense" in refused(*convert)
+    convert = [
+        "convert",
+        tmp_path / "p.json",
+        "-o",
+        tmp_path / "q.yaml",
+        "--format",
+        "tensorrt-llm",
+        "--ranks",
+        2,
+        "--force",
+    ]
+    assert "has a row for each of the model's 3 layers and does not state which are dense" in refused(
+        *convert
+    )
     assert run(*convert, "--first-moe-layer", 1, "--extra-layers", "3,4").exit_code == 0
     text = (tmp_path / "q.yaml").read_text()
     assert re.findall(r"^ +(\d+):", text, re.M) == ["1", "2", "3", "4"]
-    assert "--extra-layers must be layer numbers such as 61,62, got '3,x'" in refused(*convert, "--extra-layers", "3,x")
+    assert "--extra-layers must be layer numbers such as 61,62, got '3,x'" in refused(
+        *convert, "--extra-layers", "3,x"
+    )
     assert run(*base, "--extra-layers", "3").exit_code == 0
     assert isoload.read_placement(tmp_path / "p.json").layer_ids == (1, 2, 3)
 
@@ -144,11 +167,24 @@ def test_doctor_describes_files(rank_files: list[Path], tmp_path: Path) -> None:
     assert "torn.json" in refused("doctor", tmp_path / "torn.json")
 
 
-def test_replay_of_a_placement_whose_layers_are_numbered_otherwise(rank_files: list[Path], tmp_path: Path) -> None:
+def test_replay_of_a_placement_whose_layers_are_numbered_otherwise(
+    rank_files: list[Path], tmp_path: Path
+) -> None:
     trace = isoload.read_trace(rank_files)
     placement = isoload.place(trace, isoload.Topology(2), 5).with_moe_layers(1)
     isoload.write_placement(placement, tmp_path / "v", "vllm")
-    base = ["replay", *rank_files, "--placement", tmp_path / "v", "--ranks", 2, "--policies", "even", "--top-k", 2]
+    base = [
+        "replay",
+        *rank_files,
+        "--placement",
+        tmp_path / "v",
+        "--ranks",
+        2,
+        "--policies",
+        "even",
+        "--top-k",
+        2,
+    ]
     assert "and does not state which layers of the model are dense" in refused(*base)
     assert run(*base, "--first-moe-layer", 1).exit_code == 0
     assert placement.identity == Identity("model", (1, 2))

@@ -1,4 +1,4 @@
-"""A placement reaches the layers of a model by their numbers; one of other layers is refused before any block changes."""
+"""A placement reaches a model's layers by their numbers; one of other layers is refused before any block changes."""
 
 from __future__ import annotations
 
@@ -26,8 +26,12 @@ def model_with_dense_layers() -> torch.nn.Module:
 
 
 def placed(layers: tuple[int, ...], identity: Identity | None = None) -> isoload.Placement:
-    counts = torch.stack([torch.rand(EXPERTS, generator=torch.Generator().manual_seed(n)) for n in range(len(layers))])
-    trace = Trace("t", EXPERTS, counts=(1000 * counts).long().numpy()[None], layer_ids=layers, identity=identity)
+    counts = torch.stack(
+        [torch.rand(EXPERTS, generator=torch.Generator().manual_seed(n)) for n in range(len(layers))]
+    )
+    trace = Trace(
+        "t", EXPERTS, counts=(1000 * counts).long().numpy()[None], layer_ids=layers, identity=identity
+    )
     return isoload.place(trace, TOPOLOGY, 3)
 
 
@@ -64,7 +68,10 @@ OTHER = {
         Identity("model"),
     ),
     "placement has layers 0 (positions among the MoE layers": ((0,), Identity("moe")),
-    "model is of a model with MoE layers 1, 3, but placement states 2..3": ((2, 3), Identity("model", (2, 3))),
+    "model is of a model with MoE layers 1, 3, but placement states 2..3": (
+        (2, 3),
+        Identity("model", (2, 3)),
+    ),
     "placement must have a layer for each of the 2 MoE blocks, got 3": ((0, 1, 2), Identity("order")),
 }
 

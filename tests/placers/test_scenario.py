@@ -142,7 +142,9 @@ def test_layers_before_are_found_by_their_ids():
     one = traces[3, 4, 5].select_layers([1])
     some = isoload.place(one, topology, 5, "scenario", before=mixed, moves=0)
     assert some.layer_ids == (4,) and changed(before.with_layers((4,)), some).sum() == 0
-    with pytest.raises(ValueError, match=r"^before has layers 3..5 \(.*\) and no layer 50, which trace t has: 50, 60, 70"):
+    with pytest.raises(
+        ValueError, match=r"^before has layers 3..5 \(.*\) and no layer 50, which trace t has: 50, 60, 70"
+    ):
         isoload.place(traces[50, 60, 70], topology, 5, "scenario", before=before)
     rows = isoload.place(counts[:, [2, 0, 1]], topology, 5, "scenario", before=mixed, moves=0)
     assert rows.layer_ids == (5, 3, 4) and changed(mixed, rows).sum() == 0
@@ -281,7 +283,10 @@ def test_place_names_what_it_refuses_of_traces():
     a, empty = trace("a"), trace("empty", counts=np.zeros((1, 2, 4), int))
     for traces, message in (
         ([a, trace("b", num_experts=5)], "num_experts must agree in all traces, a has 4, b 5"),
-        ([a, trace("b", layer_ids=(3, 4))], "trace a does not state which layers of the model its 2 rows are"),
+        (
+            [a, trace("b", layer_ids=(3, 4))],
+            "trace a does not state which layers of the model its 2 rows are",
+        ),
         ([trace("c", layer_ids=(1, 2)), trace("b", layer_ids=(3, 4))], "trace b has layers 3..4"),
         ([a, empty], "counts must not be empty, trace empty has no copies"),
         (empty, "counts must not be empty, trace empty has no copies"),

@@ -58,7 +58,7 @@ def test_loads_are_those_that_a_rank_has_and_exchanges_in_time(loads):
             bounds.append(int(isoload.ops.plan_exact(given, tables).bound))
             if batch % every == every - 1:
                 at = (ReplicaTables(tables.data[None], RANKS, EXPERTS, tables.num_slots), slots, topology)
-                offset = torch.cat([offsets(recent, s, *at) for s in range(RANKS)])
+                offset = torch.cat([offsets(recent, given.sum(1)[None], s, *at) for s in range(RANKS)])
                 quota = isoload.ops.plan_exact(recent[0].sum(0).int(), tables).quota
     assert found.policies[1].gap_mean == pytest.approx(np.mean(np.array(peaks) / bounds) - 1)
     assert found.settings["exchanges"] == 2 and found.settings["loads"] == loads

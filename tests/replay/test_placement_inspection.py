@@ -15,8 +15,7 @@ from isoload.cli.app import app
 from isoload.placers.budget import assign
 from isoload.placers.eplb import pack_into
 from isoload.replay.inspection import inspect_placement
-from isoload.trace import Trace, write_trace
-from isoload.trace import Identity
+from isoload.trace import Identity, Trace, write_trace
 from support.documents import PLAIN
 from support.placing import level_of
 
@@ -146,7 +145,9 @@ def test_refused(files, placement, tmp_path):
     missing = tmp_path / "no.json"
     assert error(trace, "--placement", missing) == f"error: {missing}: No such file or directory"
     isoload.write_placement(placement.with_layers((3, 5)), path)
-    assert error(*files).startswith("error: placement has layers 3, 5 (the model's own layer numbers) and no layer 8")
+    assert error(*files).startswith(
+        "error: placement has layers 3, 5 (the model's own layer numbers) and no layer 8"
+    )
     other = isoload.place(torch.ones(3, 9), isoload.Topology(RANKS), 4)
     isoload.write_placement(replace(other, layer_ids=LAYER_IDS, identity=Identity("model")), path)
     assert error(*files) == "error: num_experts must be the placement's 9, got 10"

@@ -19,7 +19,8 @@ from support.fuzz_own import check_own
 from support.fuzz_placing import check_orders, check_speeds
 from support.fuzz_plans import check_plans
 from support.fuzz_ranks import check_ranks
-from support.fuzz_recorded import check_recorded
+from support.fuzz_records import check_records
+from support.fuzz_shadow import check_shadow
 
 KINDS: dict[str, Callable[[FuzzCase], None]] = {
     "plan": check_plans,
@@ -34,7 +35,8 @@ KINDS: dict[str, Callable[[FuzzCase], None]] = {
     "checkpoints": check_checkpoints,
     "copies": check_copies,
     "own": check_own,
-    "recorded": check_recorded,
+    "records": check_records,
+    "shadow": check_shadow,
 }
 # The last digits of seeds that run neither a plan nor a layer; processes take seconds.
 RARE = {
@@ -47,7 +49,8 @@ RARE = {
     **dict.fromkeys((16, 46, 76), "checkpoints"),
     **dict.fromkeys((26, 56, 86), "copies"),
     **dict.fromkeys((5, 35, 65), "own"),
-    **dict.fromkeys((15, 45, 75), "recorded"),
+    **dict.fromkeys((4, 34, 64), "records"),
+    **dict.fromkeys((15, 45, 75), "shadow"),
 }
 PROCESSES = ("ranks", "failures")
 MAX_GROWTH = 2**20  # KiB of memory, over a whole run

@@ -1,4 +1,5 @@
-"""Fuzzed splits of own counts: every copy is sent to its expert, and each of a batch of layers as if alone."""
+"""Fuzzed splits of own counts: every copy is sent to its expert, and each of a batch of layers as if alone; exchanges
+of ranks of which some are idle."""
 
 from __future__ import annotations
 
@@ -6,8 +7,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from isoload import ops
+import isoload
+from isoload import Balancer, LocalGroup, ops
 from support.fuzz_cases import FuzzCase, Rng
 
 LAYERS = 64  # instances of a case
@@ -42,6 +45,68 @@ def check_own(case: FuzzCase) -> None:
     alone = {name: value[one] if name in ("offset", "fixed") else value for name, value in how.items()}
     alone["layer"] += one
     assert torch.equal(ops.plan_own(given[one], tables[one], source=source, **alone), found[one])
+    check_idle(rng)
+
+
+def check_idle(rng: Rng) -> None:
+    """Ranks are busy or idle in every batch, which may be too small to plan; an exchange returns the imbalance of the
+    last batch, and ranks that were idle then send their next copies as if there were no targets."""
+    nodes, size = int(rng.integers(2, 5)), int(rng.integers(2, 5))
+    topology = isoload.Topology(nodes * size, ranks_per_node=size)
+    experts, spare, shared = int(rng.integers(4, 65)), int(rng.integers(0, 4)), int(rng.integers(0, 2))
+    likes = torch.from_numpy(rng.random((1, experts)) ** 4 + 1e-3)
+    slots_per_rank = -(-experts // topology.num_ranks) + spare + shared
+    placement = isoload.place(likes, topology, slots_per_rank, num_shared=shared)
+    loads, min_tokens = rng.choice(["own", "node", "last"]), int(rng.choice([0, 100]))
+    how = {"loads": str(loads), "min_tokens": min_tokens, "shared_columns": False}
+    layer, alone = (Balancer(placement, group=LocalGroup(topology), **how) for _ in "ab")  # type: ignore[arg-type]
+    for _ in range(int(rng.integers(1, 6))):
+        slots, tokens = layer_call(layer, draw_idle(rng, likes, topology.num_ranks))
+    imbalance = layer.exchange().imbalance.item()
+    carried = rank_copies(slots, placement)
+    mean = carried.sum() / topology.num_ranks
+    assert np.isnan(imbalance) if mean == 0 else abs(imbalance - carried.max() / mean) < 1e-9, imbalance
+    own = layer.own_counts
+    assert own is not None and int(own.offset.min()) >= 0 and int(own.offset.max()) <= 2**20
+    sources = tokens_of_sources(tokens, nodes if loads == "node" else nodes * size)
+    idle = [s for s, number in enumerate(sources) if number == 0]
+    assert not own.offset[idle].any(), "a target of an idle source"
+    if loads == "last":
+        return
+    ids = draw_idle(rng, likes, topology.num_ranks)
+    (after, _), (before, _) = layer_call(layer, ids), layer_call(alone, ids)
+    per_source = topology.num_ranks // len(sources)
+    for s in idle:
+        for rank in range(s * per_source, (s + 1) * per_source):
+            assert torch.equal(after[rank], before[rank]), "copies of an idle source follow a target"
+
+
+def draw_idle(rng: Rng, likes: Tensor, ranks: int) -> list[Tensor]:
+    """[R][T, 2] ids; few or many tokens, none on idle ranks."""
+    busy = rng.random(ranks) < rng.choice([0.1, 0.5, 1.0])
+    draw = torch.Generator().manual_seed(int(rng.integers(2**31)))
+    most = int(rng.choice([3, 100]))
+    tokens = [int(rng.integers(1, most)) * int(b) for b in busy]
+    return [torch.multinomial(likes[0].expand(max(n, 1), -1), 2, generator=draw)[:n] for n in tokens]
+
+
+def layer_call(layer: Balancer, ids: list[Tensor]) -> tuple[list[Tensor], list[int]]:
+    """Slots of a batch, and the tokens of every rank."""
+    tokens = [len(rows) for rows in ids]
+    slots = layer(ids, num_tokens=sum(tokens))
+    assert isinstance(slots, list)
+    return slots, tokens
+
+
+def rank_copies(slots: list[Tensor], placement: isoload.Placement) -> np.ndarray:
+    """[R] copies that come to every rank."""
+    routed = torch.cat([to.flatten() for to in slots]) // placement.slots_per_rank
+    return torch.bincount(routed, minlength=placement.topology.num_ranks).numpy()
+
+
+def tokens_of_sources(tokens: list[int], sources: int) -> list[int]:
+    """Tokens of every source, a rank or a node."""
+    return [int(sum(of)) for of in np.array_split(tokens, sources)]
 
 
 def draw_slots(rng: Rng, ranks: int, size: int, experts: int) -> np.ndarray:

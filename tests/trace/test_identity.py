@@ -39,7 +39,9 @@ def placed(layers: tuple[int, ...], **fields: Any) -> isoload.Placement:
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("second", ENGINES)
 @pytest.mark.parametrize("first", ENGINES)
-def test_every_layer_keeps_its_experts_there_and_back(first: str, second: str, model: str, tmp_path: Path) -> None:
+def test_every_layer_keeps_its_experts_there_and_back(
+    first: str, second: str, model: str, tmp_path: Path
+) -> None:
     layers = MODELS[model]
     placement = placed(layers).with_moe_layers(moe_layers=layers)
     isoload.write_placement(placement, tmp_path / "a.json", first)
@@ -82,12 +84,17 @@ def test_layers_that_are_not_stated_are_not_guessed(tmp_path: Path) -> None:
     counts = np.random.default_rng(0).integers(1, 9, (4, EXPERTS))
     placement = isoload.place(counts, TOPOLOGY, 3)
     for name in ENGINES:
-        with pytest.raises(ValueError, match="^placement does not state which layers of the model its 4 rows are: pass"):
+        with pytest.raises(
+            ValueError, match="^placement does not state which layers of the model its 4 rows are: pass"
+        ):
             isoload.write_placement(placement, tmp_path / "p.json", name)
         isoload.write_placement(placement.with_moe_layers(3), tmp_path / "p.json", name)
     with pytest.raises(ValueError, match="does not state which layers of the model its 4 rows are"):
         placement.for_trace(trace_of((3, 4, 5, 6)))
-    assert torch.equal(placement.with_moe_layers(3).for_trace(trace_of((3, 4, 5, 6))).slot_to_expert, placement.slot_to_expert)
+    assert torch.equal(
+        placement.with_moe_layers(3).for_trace(trace_of((3, 4, 5, 6))).slot_to_expert,
+        placement.slot_to_expert,
+    )
 
 
 def test_numberings_meet_through_the_dense_layers_that_either_side_states() -> None:
@@ -95,23 +102,43 @@ def test_numberings_meet_through_the_dense_layers_that_either_side_states() -> N
     moe = Identity("moe")
     positions = replace(trace_of(layers), layer_ids=(0, 1, 2, 3), identity=moe)
     placement = placed(layers)
-    with pytest.raises(ValueError, match="numbers layers as the model does .3..6. and does not state which layers"):
+    with pytest.raises(
+        ValueError, match="numbers layers as the model does .3..6. and does not state which layers"
+    ):
         placement.for_trace(positions)
     for one, other in ((placement.with_moe_layers(3), positions), (placement, positions.with_moe_layers(3))):
         found = one.for_trace(other)
         assert found.layer_ids == (0, 1, 2, 3) and torch.equal(found.slot_to_expert, placement.slot_to_expert)
-    with pytest.raises(ValueError, match=r"is of a model with MoE layers 2\.\.5, but placement states 3\.\.6"):
+    with pytest.raises(
+        ValueError, match=r"is of a model with MoE layers 2\.\.5, but placement states 3\.\.6"
+    ):
         placement.with_moe_layers(3).for_trace(positions.with_moe_layers(2))
     before = isoload.place(positions.with_moe_layers(3), TOPOLOGY, 3, "scenario", before=placement, moves=0)
     assert torch.equal(before.slot_to_expert, placement.slot_to_expert) and before.layer_ids == (0, 1, 2, 3)
 
 
 STATED = {
-    "t has layer 1, which is dense in the model (MoE layers 3..6)": ((1, 2), "model", {"moe_layers": (3, 4, 5, 6)}),
-    "t has MoE layers up to position 4, but the model has 4 MoE layers": ((0, 4), "moe", {"moe_layers": (3, 4, 5, 6)}),
-    "first_moe_layer must be at most 2, the last layer of trace t, got 3": ((1, 2), "model", {"first_moe_layer": 3}),
+    "t has layer 1, which is dense in the model (MoE layers 3..6)": (
+        (1, 2),
+        "model",
+        {"moe_layers": (3, 4, 5, 6)},
+    ),
+    "t has MoE layers up to position 4, but the model has 4 MoE layers": (
+        (0, 4),
+        "moe",
+        {"moe_layers": (3, 4, 5, 6)},
+    ),
+    "first_moe_layer must be at most 2, the last layer of trace t, got 3": (
+        (1, 2),
+        "model",
+        {"first_moe_layer": 3},
+    ),
     "first_moe_layer must be in 0..4095, got -1": ((1, 2), "model", {"first_moe_layer": -1}),
-    "first_moe_layer must come without moe_layers, got 1": ((1, 2), "model", {"first_moe_layer": 1, "moe_layers": (1,)}),
+    "first_moe_layer must come without moe_layers, got 1": (
+        (1, 2),
+        "model",
+        {"first_moe_layer": 1, "moe_layers": (1,)},
+    ),
     "moe_layers must be ascending layer numbers from 0 on": ((1, 2), "model", {"moe_layers": (2, 1)}),
 }
 
@@ -125,7 +152,9 @@ def test_statements_that_the_record_contradicts(message: str) -> None:
 
 def test_models_that_differ_are_not_joined() -> None:
     one, other = (trace_of((3, 4)).with_moe_layers(3, model=name) for name in ("org/DeepSeek-V3", "Kimi-K2"))
-    with pytest.raises(ValueError, match="is of the model Kimi-K2, but placement of org/DeepSeek-V3: .* pass --model"):
+    with pytest.raises(
+        ValueError, match="is of the model Kimi-K2, but placement of org/DeepSeek-V3: .* pass --model"
+    ):
         isoload.place(one, TOPOLOGY, 3).for_trace(other)
     same = trace_of((3, 4)).with_moe_layers(3, model="deepseek-v3")
     assert isoload.place([one, same], TOPOLOGY, 3).identity.model == "org/DeepSeek-V3"
@@ -152,7 +181,9 @@ def test_extra_layers_hold_experts_in_order(tmp_path: Path) -> None:
     positions = placed((3, 4), identity=Identity("model")).with_moe_layers(3).moe_layers_by("moe")
     assert positions.with_extra_layers([5]).layer_ids == (0, 1, 2)
     for wrong in ([3], [5, 5], [-1], []):
-        with pytest.raises(ValueError, match="extra_layers must be distinct layers that the placement lacks, it has 3..4"):
+        with pytest.raises(
+            ValueError, match="extra_layers must be distinct layers that the placement lacks, it has 3..4"
+        ):
             base.with_extra_layers(wrong)
     with pytest.raises(ValueError, match="does not state which layers"):
         isoload.place(np.ones((2, EXPERTS)), TOPOLOGY, 3).with_extra_layers([5])
@@ -211,9 +242,15 @@ def test_moe_layers_of_configs(name: str) -> None:
         ("num_hidden_layers must be in 1..4096, got 0", {"num_hidden_layers": 0}),
         ("moe_layer_freq must describe 2 layers, got 1", {"num_hidden_layers": 2, "moe_layer_freq": [1]}),
         ("moe_layers must be layer numbers below 2, got [2]", {"num_hidden_layers": 2, "moe_layers": [2]}),
-        ("first_k_dense_replace must be a whole number, got '1'", {"num_hidden_layers": 2, "first_k_dense_replace": "1"}),
+        (
+            "first_k_dense_replace must be a whole number, got '1'",
+            {"num_hidden_layers": 2, "first_k_dense_replace": "1"},
+        ),
         ("mlp_only_layers must be a list", {"num_hidden_layers": 2, "mlp_only_layers": 1}),
-        ("num_hidden_layers must leave at least one MoE layer", {"num_hidden_layers": 2, "first_k_dense_replace": 2}),
+        (
+            "num_hidden_layers must leave at least one MoE layer",
+            {"num_hidden_layers": 2, "first_k_dense_replace": 2},
+        ),
     ],
 )
 def test_configs_that_do_not_describe_their_layers(message: str, config: dict[str, Any]) -> None:

@@ -1,111 +1,25 @@
-"""Which files are one recording: every reader, by one file, a folder, a list and a pattern, in every state of its files."""
+"""Which files are one recording: every reader, as folder, list and pattern, in every state of its files."""
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
-import isoload
-from isoload.replay.rank_loads import RankLoads
-from isoload.trace import Identity, Trace, read_recordings, read_trace, write_trace
-
-Ints = np.ndarray[Any, np.dtype[np.int64]]
-RANKS, BATCHES, LAYERS, EXPERTS = 3, 4, 3, 6
-SLOTS = torch.arange(EXPERTS).repeat(LAYERS + 2, 1)  # SGLang has rows for two dense layers, too
-
-
-def drawn(seed: int) -> Ints:
-    """[R, B, L, E] copies that each rank counted."""
-    return np.random.default_rng(seed).integers(1, 50, (RANKS, BATCHES, LAYERS, EXPERTS))
-
-
-def write_sglang(folder: Path, counts: Ints, first_pass: int = 0, layers: Sequence[int] = (2, 3, 4)) -> list[Path]:
-    paths = []
-    for rank, own in enumerate(counts):
-        records = []
-        for number, batch in enumerate(own, first_pass):
-            whole = np.zeros((LAYERS + 2, EXPERTS), np.int64)
-            whole[list(layers)] = batch[: len(layers)]
-            copies = torch.from_numpy(whole)
-            records.append({"forward_pass_id": number, "rank": rank, "global_physical_count": copies})
-        paths.append(folder / f"recorder_{first_pass}_{rank}.pt")
-        torch.save({"records": records, "last_physical_to_logical_map": SLOTS}, paths[-1])
-    return paths
-
-
-def write_shadow(folder: Path, counts: Ints, first_pass: int = 0, layers: Sequence[int] = (2, 3, 4)) -> list[Path]:
-    paths = []
-    for rank, own in enumerate(counts):
-        whole = np.zeros((BATCHES, LAYERS + 2, EXPERTS), np.int64)
-        whole[:, list(layers)] = own[:, : len(layers)]
-        passes, phases = tuple(range(first_pass, first_pass + BATCHES)), ("decode",) * BATCHES
-        about = (EXPERTS, 2, rank, isoload.Topology(RANKS), "own", 1000 + first_pass)
-        made = RankLoads(whole, SLOTS.numpy(), passes, phases, *about, identity=Identity("hidden"))
-        paths.append(made.save(folder))
-    return paths
-
-
-def write_tensorrt(folder: Path, counts: Ints, first_pass: int = 0, layers: Sequence[int] = (2, 3, 4)) -> list[Path]:
-    save_file = pytest.importorskip("safetensors.numpy").save_file
-    (folder / "meta_info.json").write_text(json.dumps({"num_experts": EXPERTS, "num_experts_per_token": 2}))
-    paths = []
-    for rank, own in enumerate(counts):
-        rows = {f"{i}_{layer}": batch[k] for i, batch in enumerate(own) for k, layer in enumerate(layers)}
-        paths.append(folder / f"rank{rank}.safetensors")
-        save_file(rows, paths[-1])
-    return paths
-
-
-def write_vllm(folder: Path, counts: Ints, first_pass: int = 0, layers: Sequence[int] = (0, 1, 2)) -> list[Path]:
-    held = [list(range(EXPERTS))] * len(layers)
-    lines: list[dict[str, Any]] = [{"record_type": "eplb_load_meta", "version": 1, "num_redundant_experts": 0}]
-    for step, batch in enumerate(counts.sum(0)[:, : len(layers)]):
-        stats = {"record_type": "eplb_load_stats", "version": 1, "step": step}
-        lines.append({**stats, "expert_load": batch.tolist(), "p2l_map": held})
-    path = folder / f"load_{first_pass}.jsonl"
-    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    return [path]
-
-
-def write_ascend(folder: Path, counts: Ints, first_pass: int = 0, layers: Sequence[int] = (0, 1, 2)) -> list[Path]:
-    path = folder / f"loads_{first_pass}.pt"
-    torch.save(torch.from_numpy(counts.sum((0, 1))[: len(layers)]), path)
-    return [path]
-
-
-def write_npz(folder: Path, counts: Ints, first_pass: int = 0, layers: Sequence[int] = (2, 3, 4)) -> list[Path]:
-    path = folder / f"trace_{first_pass}.npz"
-    write_trace(Trace("t", EXPERTS, counts=counts.sum(0)[:, : len(layers)], layer_ids=tuple(layers)), path)
-    return [path]
-
-
-class Reader(NamedTuple):
-    write: Callable[..., list[Path]]
-    by_rank: bool  # whether a recording has a file for each rank
-    numbered: bool  # whether layers have the model's own numbers
-
-
-READERS = {
-    "sglang": Reader(write_sglang, True, True),
-    "shadow": Reader(write_shadow, True, True),
-    "tensorrt-llm": Reader(write_tensorrt, True, True),
-    "vllm": Reader(write_vllm, False, False),
-    "vllm-ascend": Reader(write_ascend, False, False),
-    "npz": Reader(write_npz, False, True),
-}
-
-
-def wanted(name: str, counts: Ints) -> Ints:
-    """[B, L, E] of one recording."""
-    whole: Ints = counts.sum(0)
-    return whole.sum(0)[None] if name == "vllm-ascend" else whole
+from isoload.trace import read_recordings, read_trace
+from support.recording_files import (
+    RANKS,
+    READERS,
+    drawn,
+    wanted,
+    write_npz,
+    write_sglang,
+    write_tensorrt,
+    write_vllm,
+)
 
 
 def groupings(folder: Path, paths: list[Path]) -> dict[str, Any]:
@@ -133,9 +47,13 @@ def test_a_missing_rank_is_refused_by_its_number(name: str, tmp_path: Path) -> N
     counts = drawn(0)
     paths = READERS[name].write(tmp_path, counts)
     fewer = [paths[0], paths[2]]
-    with pytest.raises(ValueError, match=r"lacks the files of rank 1 of 3: add them, or --allow-missing-ranks"):
+    with pytest.raises(
+        ValueError, match=r"lacks the files of rank 1 of 3: add them, or --allow-missing-ranks"
+    ):
         read_trace(fewer)
-    with pytest.warns(UserWarning, match="lacks the files of rank 1 of 3; its loads are those of the other ranks"):
+    with pytest.warns(
+        UserWarning, match="lacks the files of rank 1 of 3; its loads are those of the other ranks"
+    ):
         trace = read_trace(fewer, allow_missing_ranks=True)
     np.testing.assert_array_equal(trace.batch_counts(), counts[[0, 2]].sum(0))
     paths[1].unlink()
@@ -144,13 +62,17 @@ def test_a_missing_rank_is_refused_by_its_number(name: str, tmp_path: Path) -> N
 
 
 def test_a_last_rank_that_is_missing_shows_in_slots_that_nobody_counted(tmp_path: Path) -> None:
-    """Ranks that count their own slots (DeepEP) leave a hole; where ranks count their own tokens there is none to see."""
+    """Ranks that count their own slots (DeepEP) leave a hole; ranks that count their own tokens leave none."""
     counts = drawn(0)
     for rank in range(RANKS):
         counts[rank, :, :, : 2 * rank] = counts[rank, :, :, 2 * rank + 2 :] = 0
     paths = write_sglang(tmp_path, counts)
     np.testing.assert_array_equal(read_trace(paths).batch_counts(), counts.sum(0))
-    for some, lacking in ((paths[:2], "rank 2 of 3"), (paths[:1], "ranks 1, 2 of 3"), (paths[1:], "rank 0 of 3")):
+    for some, lacking in (
+        (paths[:2], "rank 2 of 3"),
+        (paths[:1], "ranks 1, 2 of 3"),
+        (paths[1:], "rank 0 of 3"),
+    ):
         with pytest.raises(ValueError, match=f"lacks the files of {lacking}"):
             read_trace(some)
 
@@ -170,7 +92,7 @@ def test_a_file_given_twice_is_refused(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", READERS)
 def test_two_recordings_are_batches(name: str, tmp_path: Path) -> None:
-    """In folders of their own or, where passes or numbers tell them apart, in one; files from layer 0 need the option."""
+    """In folders of their own, or in one where passes tell them apart; files from layer 0 need the option."""
     first, second = drawn(0), drawn(1)
     folders = [tmp_path / "a", tmp_path / "b"]
     for folder in folders:
@@ -179,7 +101,9 @@ def test_two_recordings_are_batches(name: str, tmp_path: Path) -> None:
     want = np.concatenate([wanted(name, first), wanted(name, second)])
     options: dict[str, Any] = {} if READERS[name].numbered else {"same_layers": True}
     if options:
-        with pytest.raises(ValueError, match=r"number their MoE layers from 0, .*pass --same-layers or --stages"):
+        with pytest.raises(
+            ValueError, match=r"number their MoE layers from 0, .*pass --same-layers or --stages"
+        ):
             read_trace(folders)
     by_bytes = sorted(batch.tobytes() for batch in want)
     for given in (folders, paths, paths[::-1]):
@@ -279,7 +203,9 @@ def test_a_restarted_engine_appends_another_run(tmp_path: Path) -> None:
 def test_options_that_name_nothing_are_refused(tmp_path: Path) -> None:
     paths = write_npz(tmp_path, drawn(0))
     for option in ("stages", "same_layers"):
-        with pytest.raises(ValueError, match=f"^{option} needs several files whose layers are numbered from 0"):
+        with pytest.raises(
+            ValueError, match=f"^{option} needs several files whose layers are numbered from 0"
+        ):
             read_trace(paths, **{option: True})
     with pytest.raises(ValueError, match="exclude each other"):
         read_trace(paths, stages=True, same_layers=True)

@@ -137,9 +137,7 @@ def test_refused_files(tmp_path, message):
 def test_stat_dumps_of_different_models(tmp_path):
     for name, experts in (("a", 4), ("b", 5)):
         torch.save({"logical_count": torch.ones(2, 3, experts, dtype=torch.int32)}, tmp_path / f"{name}.pt")
-    with pytest.raises(
-        ValueError, match="num_experts must agree in all traces, a has 4, b 5"
-    ):
+    with pytest.raises(ValueError, match="num_experts must agree in all traces, a has 4, b 5"):
         read_trace(tmp_path)
 
 

@@ -293,10 +293,12 @@ class Balancer:
 
     def plan(self, batch: Gathered, filled: PlacedLayers | None = None, keep_local: bool = False) -> Gathered:
         """Plans the batch, if it is to be planned; filled and keep_local as in :func:`isoload.plan`."""
-        if not batch.planned:
-            return batch
         loads = batch.loads
         placed = self.placed_on(loads.device)
+        if not batch.planned:
+            if self.own_counts is not None:
+                self.own_counts.note_unplanned([counted.counts for counted in batch.counted], placed)
+            return batch
         if self.own_counts is not None:
             batch.send_counts = self.own_counts.split(loads, placed, self.layer)
             return batch

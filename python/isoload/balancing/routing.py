@@ -123,13 +123,27 @@ def route_fixed(topk_ids: Tensor, placed: PlacedLayers, rank: int) -> Tensor:
         if low < -1 or high >= num_experts:
             bad = low if low < -1 else high
             raise ValueError(f"topk_ids must be in -1..{num_experts - 1}, got {bad}")
-    slots = FIXED.slots(placed).select(-2, rank)
-    if placed.shared_home is not None:
-        home = shared_slots(placed.shared_home[rank].expand(1, placed.num_shared), placed)
-        slots = torch.cat([slots, home.flatten()])
+    slots = fixed_slots(placed, rank)
     index = topk_ids.long()
     valid = (index >= 0) & (index < num_experts)
     return torch.where(valid, slots[index.clamp(0, num_experts - 1)], -1).to(topk_ids.dtype)
+
+
+def fixed_slots(placed: PlacedLayers, rank: int) -> Tensor:
+    """[E] int64 slot that a rank uses for every expert in :func:`route_fixed`, shared experts included."""
+    slots = FIXED.slots(placed).select(-2, rank)
+    if placed.shared_home is None:
+        return slots
+    home = shared_slots(placed.shared_home[rank].expand(1, placed.num_shared), placed)
+    return torch.cat([slots, home.flatten()])
+
+
+def fixed_copies(counts: Tensor, placed: PlacedLayers, rank: int) -> Tensor:
+    """[R] int64 copies that :func:`route_fixed` sends to every rank, from a rank's counts [E], shared ones included."""
+    ranks = fixed_slots(placed, rank) // placed.host.slots_per_rank
+    return counts.new_zeros(placed.topology.num_ranks, dtype=torch.int64).scatter_add_(
+        0, ranks, counts.long()
+    )
 
 
 def shared_slots(ranks: Tensor, placed: PlacedLayers) -> Tensor:

@@ -25,7 +25,7 @@ def convert(
 ) -> None:
     """Write a placement file in another format.
 
-    Engines number layers differently: SGLang and TensorRT-LLM as the model does, vLLM and vllm-ascend among the MoE layers.
+    SGLang and TensorRT-LLM number layers as the model does, vLLM and vllm-ascend number the MoE layers from 0.
     """
     from isoload.cli.given import Reading, read_given, with_extra
     from isoload.cli.targets import check_targets

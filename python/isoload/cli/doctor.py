@@ -166,13 +166,13 @@ def print_doctor(items: Sequence[Item], console: Console) -> None:
 
 def file_items(paths: Sequence[Path]) -> list[Item]:
     """What placement files and records are about."""
-    from isoload.cli.given import load_traces, placement_facts, record_facts
+    from isoload.cli.given import AS_FOUND, load_traces, placement_facts, record_facts
     from isoload.formats import UnknownRanks, read_placement
     from isoload.topology import Topology
 
     one = paths[0]
     if len(paths) > 1 or one.is_dir() or not holds_text(one):
-        facts = [record_facts(trace) for trace in load_traces(paths)]
+        facts = [record_facts(trace) for trace in load_traces(paths, AS_FOUND)]
     else:
         try:
             placement = read_placement(one)
@@ -185,7 +185,7 @@ def file_items(paths: Sequence[Path]) -> list[Item]:
         except ValueError as error:
             if "is no placement file" not in str(error) and "is not JSON" not in str(error):
                 raise
-            facts = [record_facts(trace) for trace in load_traces(paths)]
+            facts = [record_facts(trace) for trace in load_traces(paths, AS_FOUND)]
     return [Item(label, True, text) for record in facts for label, text in record.items()]
 
 

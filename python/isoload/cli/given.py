@@ -140,7 +140,10 @@ class Reading(NamedTuple):
         return record.with_moe_layers(moe_layers=moe_layers, model=name)
 
 
-def load_traces(paths: Sequence[Path], reading: Reading = Reading()) -> list[Trace]:
+AS_FOUND = Reading()
+
+
+def load_traces(paths: Sequence[Path], reading: Reading) -> list[Trace]:
     """Return the trace of each recording; warnings go to stderr, a line each."""
     console = Console(stderr=True, highlight=False)
     shown_paths = str(paths[0]) if len(paths) == 1 else f"{len(paths)} files"
@@ -160,7 +163,7 @@ def load_trace(
     paths: Sequence[Path],
     layers: str | None = None,
     top_k: str | None = None,
-    reading: Reading = Reading(),
+    reading: Reading = AS_FOUND,
 ) -> Trace:
     """Return one trace of all recordings, of some layers, with K where it is known."""
     trace = with_top_k(joined_trace(load_traces(paths, reading)), top_k)

@@ -64,8 +64,8 @@ TracePaths = Annotated[
     list[Path],
     typer.Argument(
         metavar="TRACE...",
-        help="An npz trace, or a record of SGLang, TensorRT-LLM, vLLM or vllm-ascend: a file, a folder, or the files of "
-        "all ranks. Files of several recordings are batches.",
+        help="An npz trace, or a record of SGLang, TensorRT-LLM, vLLM or vllm-ascend: a file, a folder, or the files "
+        "of all ranks. Files of several recordings are batches.",
     ),
 ]
 Stages = Annotated[
@@ -103,8 +103,8 @@ ExtraLayers = Annotated[
     str | None,
     typer.Option(
         metavar="LIST",
-        help="Layers to add that were not recorded, by the model's numbers (61,62), such as draft (MTP) layers: experts "
-        "in order, as many slots.",
+        help="Layers to add that were not recorded, by the model's numbers (61,62), such as draft (MTP) layers: "
+        "experts in order, as many slots.",
     ),
 ]
 RanksPerNode = Annotated[int, Range(0), typer.Option(help="Ranks that share a node. 0: all.")]

@@ -106,6 +106,7 @@ def report(
 ) -> None:
     """What isoload would have made of the passes that an engine in shadow mode recorded."""
     from isoload.advise.recorded import phases
+    from isoload.cli.given import Reading
     from isoload.cli.targets import check_targets
     from isoload.replay.rank_loads import read_recorded
     from isoload.trace import write_trace
@@ -128,7 +129,8 @@ def report(
     advice, gaps = None, list[str]()
     if gpu is not None and model is not None:
         chosen = found[0] if phase is None else found[names.index(phase)]
-        saved, advice, gaps = modelled(held, found, chosen, gpu, model, engine, dtype, step_ms, trace)
+        source = None if trace is None else Reading().shell_words([Path(trace)], held.trace, model)
+        saved, advice, gaps = modelled(held, found, chosen, gpu, model, engine, dtype, step_ms, source)
     rows, (passes, files) = rows_of(held, found, saved), held.left_out
     notes = [UNITS, *([SAVED] if advice else [])]
     said = {

@@ -39,15 +39,22 @@ FORMATS = {
         numbering="model",
     ),
     "sglang": Format(
-        lambda c: engines.SGLANG in c, engines.sglang_read, engines.sglang_write, suffix=".json", numbering="hidden",
-    ),  # fmt: skip
+        lambda c: engines.SGLANG in c,
+        engines.sglang_read,
+        engines.sglang_write,
+        suffix=".json",
+        numbering="hidden",
+    ),
     "vllm": Format(
         lambda c: c.get("record_type") == engines.VLLM, engines.vllm_read, engines.vllm_write, numbering="moe"
     ),
     "vllm-list": Format(
-        lambda c: c and isinstance(c[0], list), engines.vllm_list_read, engines.vllm_list_write, holds=list,
+        lambda c: c and isinstance(c[0], list),
+        engines.vllm_list_read,
+        engines.vllm_list_write,
+        holds=list,
         numbering="moe",
-    ),  # fmt: skip
+    ),
     "vllm-ascend": Format(
         lambda c: "layer_list" in c, engines.ascend_read, engines.ascend_write, numbering="moe"
     ),

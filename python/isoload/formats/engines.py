@@ -45,7 +45,12 @@ def engine_slots(placement: Placement) -> Rows:
 
 
 def made(
-    rows: Rows, layer_ids: tuple[int, ...], numbering: Numbering, topology: Topology | None, key: str, kind: str
+    rows: Rows,
+    layer_ids: tuple[int, ...],
+    numbering: Numbering,
+    topology: Topology | None,
+    key: str,
+    kind: str,
 ) -> Placement:
     """The placement of an engine's file, which numbers its layers in one way."""
     if topology is None:
@@ -83,8 +88,8 @@ def by_moe_layers(placement: Placement, numbering: Numbering) -> Placement:
     if missing := sorted(set(layers) - set(engine.layer_ids)):
         number = known[missing[0]] if wanted == "moe" and known else missing[0]
         raise ValueError(
-            f"placement must have every MoE layer of the model for an engine's file, it lacks layer {number}: --extra-layers "
-            f"{number} adds it with experts in order; if the layer is dense, pass --model config.json"
+            f"placement must have every MoE layer of the model for an engine's file, it lacks layer {number}: "
+            f"--extra-layers {number} adds it with experts in order; if the layer is dense, pass --model config.json"
         )
     return engine
 

@@ -79,8 +79,8 @@ def balance(
         model: with the weights of all experts in every process; or one of its blocks.
         topology: R ranks.
         transport: one for all blocks; None = all ranks in this process.
-        placement: of the routed experts, with the model's MoE layers by their numbers, or one layer for each MoE block in
-            order where it does not state which layers they are; None = experts in order
+        placement: of the routed experts, with the model's MoE layers by their numbers, or one layer for each MoE block
+            in order where it does not state which layers they are; None = experts in order
             (placer ``trivial``), with SPARE_SLOTS spare slots per rank if the policy borrows.
         **options: policy, its options, and what else :class:`MoE` takes.
 
@@ -98,7 +98,7 @@ def balance(
 
 
 def layer_numbers(model: nn.Module, blocks: Sequence[nn.Module]) -> list[int] | None:
-    """Return the model's own numbers of the decoder layers that contain the blocks; None where their names have none."""
+    """Return the model's own numbers of the decoder layers that contain the blocks; None where names have none."""
     names = {id(module): name for name, module in model.named_modules()}
     found = [re.search(r"(?:^|\.)layers\.(\d+)\.", f"{names[id(block)]}.") for block in blocks]
     numbers = [int(match[1]) for match in found if match]

@@ -25,11 +25,12 @@ def plan_own(
 ) -> Tensor:
     """How many of its own copies one source rank sends to each slot, where nothing is exchanged in the batch.
 
-    The integer split that minimises the sum over ranks of ``(base_r + y_r) ** 2``, where ``y_r`` of the source's copies
-    go to rank r and ``base_r`` is its offset, fixed copies and a rotation in 0..1 that differs between sources, ranks
-    and layers: many sources of few copies then do not round to the same rank. By sweeps over the replicated experts,
-    which end about 0.002 above the optimum in the mean peak over all sources. Every copy is sent, and no slot of
-    another expert takes one; what all sources send together is level on average, and proved nowhere.
+    An integer split near the least sum over ranks of ``(base_r + y_r) ** 2``, where ``y_r`` of the source's copies go
+    to rank r and ``base_r`` is its offset, fixed copies and a rotation in 0..1 that differs between sources, ranks and
+    layers: many sources of few copies then do not round to the same rank. The op sweeps over the replicated experts and
+    does not prove the least sum; bench/bench_own_split.py counts the splits that a move would improve. Every copy is
+    sent, and no slot of another expert takes one; what all sources send together is level on average, and proved
+    nowhere.
 
     Args:
         counts: [E] int32 this source's copies (with a leading L if the tables have one), together at most

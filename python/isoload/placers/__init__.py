@@ -24,7 +24,6 @@ from isoload.placers.trivial import TrivialPlacer
 from isoload.placers.weights import merged, weights_by_load
 from isoload.records.placement import Placement
 from isoload.topology import NOMINAL_TICKS, Topology
-from isoload.trace import Trace
 from isoload.trace.identity import joined
 
 MAX_SHARED = 64  # models have one or two
@@ -114,7 +113,7 @@ def place(
         spare_slots=spare_slots,
         num_shared=num_shared,
         layer_ids=traces[0].layer_ids if traces else () if before is None else before.layer_ids,
-        identity=identity,
+        identity=identity,  # type: ignore[arg-type]
         replica_weight=torch.from_numpy(weight.reshape(scenarios.num_layers, -1)),
         provenance={
             "placer": planner.name,

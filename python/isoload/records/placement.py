@@ -184,7 +184,9 @@ class Placement:
         Raises:
             ValueError: a layer that the placement does not have.
         """
-        rows = matching_rows(self.identity, layer_ids, "layer_ids", self.identity, self.layer_ids, "placement")
+        rows = matching_rows(
+            self.identity, layer_ids, "layer_ids", self.identity, self.layer_ids, "placement"
+        )
         return self.with_rows(rows, layer_ids, self.identity)
 
     def with_rows(self, rows: Sequence[int], layer_ids: Sequence[int], identity: Identity) -> Placement:
@@ -211,7 +213,9 @@ class Placement:
         """
         rows = self.identity.moe_rows(self.layer_ids, what, numbering)
         layers = sorted(rows)
-        return self.with_rows([rows[layer] for layer in layers], layers, replace(self.identity, numbering=numbering))
+        return self.with_rows(
+            [rows[layer] for layer in layers], layers, replace(self.identity, numbering=numbering)
+        )
 
     def with_moe_layers(
         self, first_moe_layer: int | None = None, *, moe_layers: Sequence[int] = (), model: str = ""
@@ -236,8 +240,8 @@ class Placement:
             moe_layers: the model's own numbers of its MoE layers, ascending.
 
         Raises:
-            ValueError: the placement lacks one of the layers, has others before the model's last one (draft layers after it
-                may be there), or states another model.
+            ValueError: the placement lacks one of the layers, has others before the model's last one (draft layers
+                after it may be there), or states another model.
         """
         model = Identity("model", tuple(moe_layers))
         if self.identity.numbering == "order":  # rows in the order of the blocks, as the caller made them
@@ -271,7 +275,8 @@ class Placement:
         wanted, has = list(layer_ids), self.identity.moe_rows(self.layer_ids, "placement", "model")
         if not wanted or len(set(wanted)) < len(wanted) or set(wanted) & set(has) or min(wanted) < 0:
             raise ValueError(
-                f"extra_layers must be distinct layers that the placement lacks, it has {spans(list(has))}, got {wanted}"
+                f"extra_layers must be distinct layers that the placement lacks, it has {spans(list(has))}, "
+                f"got {wanted}"
             )
         live, experts = self.topology.live_ranks, self.num_routed
         routed = self.slots_per_rank - self.spare_slots - self.num_shared
@@ -307,7 +312,9 @@ def position(placement: Placement, layer: int, layer_id: int | None) -> int:
         return layer
     found = placement.position_of(layer_id)
     if layer not in (0, found):
-        raise ValueError(f"layer must be {found}, the position of layer_id={layer_id}, or not be given, got {layer}")
+        raise ValueError(
+            f"layer must be {found}, the position of layer_id={layer_id}, or not be given, got {layer}"
+        )
     return found
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,7 @@ class RankLoads:
     tokens: str
     started: int
     model: str = ""
-    identity: Identity = Identity()
+    identity: Identity = field(default_factory=Identity)
 
     @property
     def counts(self) -> Ints:
@@ -175,8 +175,13 @@ class Recorded:
     def placement(self, batch: int) -> Placement:
         """Where the experts lay."""
         table = torch.from_numpy(self.tables[self.table_of[batch]].astype(np.int32))
-        layers = {"layer_ids": self.trace.layer_ids, "identity": self.trace.identity}
-        return Placement(table, self.topology, self.trace.num_experts, **layers)
+        return Placement(
+            table,
+            self.topology,
+            self.trace.num_experts,
+            layer_ids=self.trace.layer_ids,
+            identity=self.trace.identity,
+        )
 
 
 def read_recorded(path: str | Path) -> Recorded:

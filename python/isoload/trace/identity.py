@@ -1,8 +1,8 @@
 """Which layers of which model the rows of a record or a placement are about.
 
 Engines number layers differently: SGLang and TensorRT-LLM by the model's own numbers, vLLM and vllm-ascend by position
-among the MoE layers. An :class:`Identity` states which of these the ``layer_ids`` beside it are. Joins and conversions go
-through it, so that nothing is matched by position in silence.
+among the MoE layers. An :class:`Identity` states which of these the ``layer_ids`` of a record are. Joins and
+conversions go through it, so that nothing is matched by position in silence.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class Identity:
     """What ``layer_ids`` [L] mean.
 
     Args:
-        numbering: "model": the model's own layer numbers, MoE layers alone. "moe": positions among the model's MoE layers.
+        numbering: "model": the model's own layer numbers, MoE layers alone. "moe": positions among the MoE layers.
             "hidden": the model's own numbers with rows for dense layers too, as in SGLang's placement files. "order":
             not known; such rows join only rows of the same kind.
-        moe_layers: the model's own numbers of all its MoE layers, ascending; () = not known. Needed between "moe" and the
-            other numberings.
+        moe_layers: the model's own numbers of all its MoE layers, ascending; () = not known. Needed between "moe" and
+            the other numberings.
         model: name of the model, "" = not known.
 
     Raises:
@@ -96,8 +96,8 @@ class Identity:
             return named
         if numbering == "moe" and max(layer_ids) >= len(moe_layers):
             raise ValueError(
-                f"{what} has MoE layers up to position {max(layer_ids)}, but the model has {len(moe_layers)} MoE layers "
-                f"({spans(moe_layers)}): check --first-moe-layer and --model"
+                f"{what} has MoE layers up to position {max(layer_ids)}, but the model has {len(moe_layers)} MoE "
+                f"layers ({spans(moe_layers)}): check --first-moe-layer and --model"
             )
         # Layers beyond the last are draft (MTP) layers, which a config does not count among its hidden layers.
         extra = [n for n in layer_ids if n > moe_layers[-1]] if numbering != "moe" else []
@@ -123,7 +123,8 @@ class Identity:
         """
         if self.numbering == "hidden" and not self.moe_layers:
             raise ValueError(
-                f"{what} has a row for each of the model's {len(layer_ids)} layers and does not state which are dense: {HOW}"
+                f"{what} has a row for each of the model's {len(layer_ids)} layers and does not state which are dense: "
+                f"{HOW}"
             )
         rows = {layer: row for row, layer in enumerate(layer_ids)}
         if self.numbering == "hidden":
@@ -132,12 +133,18 @@ class Identity:
         if own == numbering:
             return rows
         if own == "order":
-            raise ValueError(f"{what} does not state which layers of the model its {len(rows)} rows are: {HOW}")
+            raise ValueError(
+                f"{what} does not state which layers of the model its {len(rows)} rows are: {HOW}"
+            )
         if not self.moe_layers:
             # Layers 0 .. n-1 of the model with no gap: no dense layer lies before any of them.
             if own == "model" and sorted(rows) == list(range(len(rows))):
                 return rows
-            which = "numbers MoE layers from 0" if own == "moe" else f"numbers layers as the model does ({spans(layer_ids)})"
+            which = (
+                "numbers MoE layers from 0"
+                if own == "moe"
+                else f"numbers layers as the model does ({spans(layer_ids)})"
+            )
             raise ValueError(f"{what} {which} and does not state which layers of the model are dense: {HOW}")
         if own == "moe":
             self._check_positions(rows, what)
@@ -147,7 +154,7 @@ class Identity:
     def _check_positions(self, positions: Sequence[int] | dict[int, int], what: str) -> None:
         if max(positions) >= len(self.moe_layers):
             raise ValueError(
-                f"{what} has MoE layers up to position {max(positions)}, but the model has {len(self.moe_layers)} of them"
+                f"{what} has MoE layers up to position {max(positions)}, but the model has {len(self.moe_layers)}"
             )
 
 
@@ -173,20 +180,31 @@ def joined(one: Identity, other: Identity, what: str, other_what: str) -> Identi
     Raises:
         ValueError: they are of different models.
     """
-    names = {identity.model.rpartition("/")[2].lower(): identity.model for identity in (one, other) if identity.model}
+    names = {
+        identity.model.rpartition("/")[2].lower(): identity.model
+        for identity in (one, other)
+        if identity.model
+    }
     if len(names) > 1:
         raise ValueError(
-            f"{what} is of the model {one.model}, but {other_what} of {other.model}: where they are the same, pass --model"
+            f"{what} is of the model {one.model}, but {other_what} of {other.model}: where they are the same, "
+            "pass --model"
         )
     if one.moe_layers and other.moe_layers and one.moe_layers != other.moe_layers:
         raise ValueError(
-            f"{what} is of a model with MoE layers {spans(one.moe_layers)}, but {other_what} states {spans(other.moe_layers)}"
+            f"{what} is of a model with MoE layers {spans(one.moe_layers)}, but {other_what} states "
+            f"{spans(other.moe_layers)}"
         )
     return replace(one, moe_layers=one.moe_layers or other.moe_layers, model=one.model or other.model)
 
 
 def matching_rows(
-    one: Identity, layer_ids: Sequence[int], what: str, other: Identity, others: Sequence[int], other_what: str
+    one: Identity,
+    layer_ids: Sequence[int],
+    what: str,
+    other: Identity,
+    others: Sequence[int],
+    other_what: str,
 ) -> list[int]:
     """Return for each layer [L] of one the row of ``others`` that is about the same layer of the model.
 

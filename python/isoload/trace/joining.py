@@ -21,11 +21,10 @@ def same_layers(first: Trace, other: Trace) -> Trace:
     names = f"trace {first.name}", f"trace {other.name}"
     if first.num_experts != other.num_experts:
         raise ValueError(
-            f"num_experts must agree in all traces, {first.name} has {first.num_experts}, {other.name} {other.num_experts}"
+            f"num_experts must agree in all traces, {first.name} has {first.num_experts}, "
+            f"{other.name} {other.num_experts}"
         )
-    rows = matching_rows(
-        first.identity, first.layer_ids, names[0], other.identity, other.layer_ids, names[1]
-    )
+    rows = matching_rows(first.identity, first.layer_ids, names[0], other.identity, other.layer_ids, names[1])
     if len(rows) < other.num_layers:
         raise ValueError(
             f"layers must agree in all traces, {names[0]} has {first.identity.describe(first.layer_ids)}, "

@@ -1,8 +1,8 @@
 """Which layers of a model are MoE layers, by its config.json.
 
 Read are the keys of Hugging Face's configs: DeepSeek, GLM and Kimi (first_k_dense_replace), Qwen (decoder_sparse_step,
-mlp_only_layers), Llama 4 (interleave_moe_layer_step), ERNIE (moe_layer_interval), Jamba (expert_layer_period), and lists
-of layers or of layer kinds. A model without any of them has experts in every layer.
+mlp_only_layers), Llama 4 (interleave_moe_layer_step), ERNIE (moe_layer_interval), Jamba (expert_layer_period), and
+lists of layers or of layer kinds. A model without any of them has experts in every layer.
 """
 
 from __future__ import annotations

@@ -150,7 +150,9 @@ def note_missing(path: Path, missing: Sequence[int], number: int, allow_missing:
     if not missing:
         return
     ranks = "rank " if len(missing) == 1 else "ranks "
-    text = f"{path}: the recording lacks the files of {ranks}{shown(list(missing)).strip('[]')} of {number}{why}"
+    text = (
+        f"{path}: the recording lacks the files of {ranks}{shown(list(missing)).strip('[]')} of {number}{why}"
+    )
     if not allow_missing:
         raise ValueError(f"{text}: add them, or {ALLOW}")
     warnings.warn(f"{text}; its loads are those of the other ranks", stacklevel=2)

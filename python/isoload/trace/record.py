@@ -120,7 +120,9 @@ class Trace:
         Raises:
             ValueError: the trace has layers that the model does not have, or states another model.
         """
-        identity = self.identity.stated(self.layer_ids, f"trace {self.name}", first_moe_layer, moe_layers, model)
+        identity = self.identity.stated(
+            self.layer_ids, f"trace {self.name}", first_moe_layer, moe_layers, model
+        )
         return replace(self, identity=identity)
 
     def select_layers(self, layers: Sequence[int]) -> Trace:

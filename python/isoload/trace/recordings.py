@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from isoload.files.reading import open_regular
-from isoload.trace import shadow, sglang_dump
+from isoload.trace import sglang_dump, shadow
 from isoload.trace.archives import check_bytes, is_npz, read_members
 from isoload.trace.archives import max_bytes as byte_limit
 from isoload.trace.joining import join_batches, join_stages
@@ -49,7 +49,7 @@ def read_trace(
               layer_ids, identity and provenance as JSON; where it is missing a .json of the same stem may hold them;
             * an .npz that a rank wrote in shadow mode (``ISOLOAD_RECORD``);
             * an SGLang recorder dump (:mod:`isoload.trace.sglang_dump`), one file for each rank;
-            * a file of TensorRT-LLM's expert statistics (:mod:`isoload.trace.tensorrt_llm_statistics`), one for each rank;
+            * TensorRT-LLM's expert statistics (:mod:`isoload.trace.tensorrt_llm_statistics`), one for each rank;
             * vLLM's load statistics, lines of JSON (:mod:`isoload.trace.vllm_statistics`);
             * a .pt of one tensor [L, E], the loads that vllm-ascend's offline script reads.
         stages: files whose layers are numbered from 0 are stages of one pipeline, in the order given.
@@ -236,9 +236,9 @@ def _united(traces: list[Trace], stages: bool, same_layers: bool) -> list[Trace]
     if len(vague) > 1 and not (stages or same_layers):
         names = ", ".join(trace.name for trace in vague[:4])
         raise ValueError(
-            f"{names}: these files number their MoE layers from 0, so that they may be recordings of the same layers or "
-            "stages of a pipeline: pass --same-layers or --stages (same_layers=True or stages=True; stages in the order "
-            "given)"
+            f"{names}: these files number their MoE layers from 0, so that they may be recordings of the same layers "
+            "or stages of a pipeline: pass --same-layers or --stages (same_layers=True or stages=True; stages in the "
+            "order given)"
         )
     if stages:
         rest = [trace for trace in traces if all(trace is not stage for stage in vague)]

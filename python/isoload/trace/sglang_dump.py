@@ -65,7 +65,11 @@ def read_dumps(
     layers = np.flatnonzero(routed.any((0, 2)))
     if not layers.size:
         raise ValueError(f"{paths[0]}: holds no routed token")
-    fields |= {name: fields[name][:, layers], "layer_ids": tuple(layers.tolist()), "identity": Identity("model")}
+    fields |= {
+        name: fields[name][:, layers],
+        "layer_ids": tuple(layers.tolist()),
+        "identity": Identity("model"),
+    }
     fields["name"] = paths[0].stem if len(paths) == 1 else paths[0].parent.name
     source = {"source": "SGLang expert distribution recorder", "mode": mode, "files": [p.name for p in paths]}
     fields["provenance"] = source | fields["provenance"]
@@ -190,7 +194,9 @@ def _read_records(
     provenance = {
         "num_experts_from": _MAP,
         "ranks": sorted({rank % STAGE for rank in ranks}),
-        "ranks_with_a_shared_view": sorted({record.rank % STAGE for record in whole} - {r % STAGE for r in ranks}),
+        "ranks_with_a_shared_view": sorted(
+            {record.rank % STAGE for record in whole} - {r % STAGE for r in ranks}
+        ),
         "incomplete_passes_dropped": len({record.forward_pass for record in records.values()} - passes),
     }
     fields = sum_passes(kept) if mode == "per_pass" else join_tokens(kept)
@@ -239,7 +245,9 @@ def _check_slots(dumps: _Dumps, allow_missing: bool) -> None:
     if not blocks or not seen:
         return
     missing = sorted(set(range(blocks[-1])) - set(counted))
-    note_missing(next(iter(dumps)), missing, blocks[-1], allow_missing, ", each of which counted its own slots")
+    note_missing(
+        next(iter(dumps)), missing, blocks[-1], allow_missing, ", each of which counted its own slots"
+    )
 
 
 class Record(NamedTuple):

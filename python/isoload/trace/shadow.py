@@ -1,4 +1,4 @@
-"""Files that ranks of an engine write in shadow mode (ISOLOAD_RECORD): a trace of the rank's own copies, pass by pass."""
+"""Files that ranks of an engine write in shadow mode (ISOLOAD_RECORD): a trace of the rank's own copies."""
 
 from __future__ import annotations
 

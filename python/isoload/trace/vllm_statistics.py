@@ -1,8 +1,8 @@
 """vLLM's expert load statistics, a line of JSON per step (its pull request 41141, open in November 2026).
 
-A line describes a run (``eplb_load_meta``), at its beginning. Every other one (``eplb_load_stats``) holds the copies that
-all ranks' slots took, ``expert_load`` [L][P], and the experts in these slots, ``p2l_map`` [L][P]. Layers are counted
-among the MoE layers alone.
+A run may begin with a line that describes it (``eplb_load_meta``). Every other line (``eplb_load_stats``) holds the
+copies that all ranks' slots took, ``expert_load`` [L][P], and the experts in these slots, ``p2l_map`` [L][P]. Layers
+are counted among the MoE layers alone.
 """
 
 from __future__ import annotations

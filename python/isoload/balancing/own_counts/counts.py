@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from isoload import ops
+from isoload.balancing.routing import fixed_copies
 from isoload.policies import Policy
 from isoload.policies.exact import ExactPolicy
 from isoload.records.placed_layers import PlacedLayers
@@ -58,10 +59,11 @@ class OwnCounts:
     """One layer's counts and targets of the n sources that this process plans for: its ranks, or their nodes.
 
     recent [n, E] int64      their decayed counts of routed experts, as :func:`isoload.ops.plan_own` keeps them
-    sent   [n, 3, R] int64   what they sent to ranks, as it keeps that
+    sent   [n, 3, R] int64   what they sent to ranks, as it keeps that. The last row is of the last batch, planned or
+                             not; over the ranks of a node it adds up to ``size`` times what the node sent
     offset [n, R] int32      what each takes ranks to carry already; 0 before the first exchange and after a load
     price  [2, R] int64      see :func:`new_price`, and the targets' sum that it is of; None without one
-    last                     of the last planned batch
+    last                     of the last batch; None where it was not planned
 
     All stay where they are once a batch has been on a device, so captured graphs read what an exchange writes.
     """
@@ -146,6 +148,27 @@ class OwnCounts:
                 send_counts.append(sent)
         self.last = made
         return send_counts
+
+    def note_unplanned(self, counts: Sequence[Tensor], placed: PlacedLayers) -> None:
+        """Record in ``sent`` where an unplanned batch goes, so that an exchange returns its imbalance.
+
+        Nothing is gathered. Where each rank of a node has a process of its own, a rank writes its own copies times
+        ``size``: a planned batch writes the copies of the whole node on each of the ``size`` ranks.
+
+        Args:
+            counts: [E] int32 copies of every owned rank, shared experts included.
+            placed: the layer on the counts' device.
+        """
+        if in_backward():  # a checkpoint's recompute is not the last batch
+            return
+        self.last = None
+        self.move(counts[0].device)
+        ranks = self.group.ranks
+        owned = len(ranks) // len(self.sources)  # ranks of a source: one, or all of a node
+        self.sent[:, 2].zero_()
+        for rank, own in zip(ranks, counts, strict=True):
+            copies = fixed_copies(own, placed, rank)
+            self.sent[self.sources.index(rank // self.size), 2].add_(copies, alpha=self.size // owned)
 
     def send(
         self, i: int, counts: Tensor, fixed: Tensor | None, placed: PlacedLayers, layer: int, is_new: bool

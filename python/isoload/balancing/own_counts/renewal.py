@@ -22,8 +22,10 @@ from isoload.value_checks import capturing
 class Exchanged(NamedTuple):
     """What an exchange found out, the same on all ranks.
 
-    imbalance [L] float64: max/mean rank load of what all sources sent in the last batch of each; nan where that is
-    nothing. With ranks of different speeds a load is a cost, as in :class:`isoload.records.plan.Plan`.
+    imbalance [L] float64: max/mean rank load of the copies that all sources sent in their last batches, whether these
+    were planned or not (``min_tokens``, a layer without replicas); nan where no source sent a copy, or none since the
+    last load of a placement. With ranks of different speeds a load is a cost, as in
+    :class:`isoload.records.plan.Plan`.
     """
 
     imbalance: Tensor
@@ -66,11 +68,11 @@ def exchange(balancers: Sequence[OwnLayer]) -> Exchanged:
         known = [{k: v for k, v in of.facts.items() if k != "batch number"} for of in balancers]
         facts["layers of exchange"] = known  # ranks may differ in batches: those without tokens run none
     first, topology = owned[0], placed[0].topology
-    counts, of_ranks = _gather(first, recent, sent)
+    counts, of_ranks, last = _gather(first, recent, sent)
     fixed = of_ranks[:, :, 1]
     data = torch.stack([of.tables.data for of in placed])
     tables = replace(placed[0].tables, data=data)
-    exchanged = Exchanged(_imbalance(of_ranks[:, :, 2].sum(1), topology))
+    exchanged = Exchanged(_imbalance(last.sum(1), topology))
     if isinstance(first, LastCounts):
         for own, quota in zip(owned, exact_quota(*scaled(counts, fixed), tables, topology), strict=True):
             assert isinstance(own, LastCounts), "an exchange is of layers alike"
@@ -80,13 +82,13 @@ def exchange(balancers: Sequence[OwnLayer]) -> Exchanged:
     price = None
     if held := [of.price for of in owned if of.price is not None]:
         before, wanted = torch.stack(held, 1)
-        price = new_price(before, of_ranks[:, :, :2].sum((1, 2)), wanted)
+        price = new_price(before, of_ranks.sum((1, 2)), wanted)
         counts_of, fixed_of = scaled(counts, fixed)
         level = rank_copies(exact_quota(counts_of, fixed_of, tables, topology), tables) + fixed_of.sum(1)
         for kept, *renewed in zip(held, price, level, strict=True):
             kept.copy_(torch.stack(renewed))
     for i, source in enumerate(first.sources):
-        renewed_offsets = offsets(counts, source, tables, slots, topology, fixed, price)
+        renewed_offsets = offsets(counts, last.sum(2), source, tables, slots, topology, fixed, price)
         for of, offset in zip(owned, renewed_offsets, strict=True):
             of.offset[i].copy_(offset)
     return exchanged
@@ -112,20 +114,27 @@ def _checked(balancers: Sequence[OwnLayer]) -> list[OwnCounts]:
     return owned
 
 
-def _gather(own: OwnCounts, recent: Tensor, sent: Tensor) -> tuple[Tensor, Tensor]:
-    """[L, N, E] and [L, N, 3, R] of all N sources, from those of the owned ones."""
-    rows = torch.cat([recent.flatten(1), sent.flatten(1)], 1)
+def _gather(own: OwnCounts, recent: Tensor, sent: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Gather the counts of all N sources from those of the owned ones.
+
+    Returns:
+        [L, N, E] decayed counts, [L, N, 2, R] decayed copies, [L, N, R] copies of every source's last batch.
+    """
+    rows = torch.cat([recent.flatten(1), sent[:, :, :2].flatten(1), sent[:, :, 2].flatten(1)], 1)
     group, size = own.group, own.size
     gathered = group.gather("exchange", [rows[own.sources.index(rank // size)] for rank in group.ranks])
-    by_source = gathered.view(-1, size, gathered.shape[1])
-    if size > 1 and (unlike := (by_source != by_source[:, :1]).any(2)).any():
+    widths = [recent[0].numel(), sent[0, :, :2].numel(), sent[0, :, 2].numel()]
+    counts, copies, last = gathered.view(-1, size, gathered.shape[1]).split(widths, 2)
+    decayed = torch.cat([counts, copies], 2)
+    if size > 1 and (unlike := (decayed != decayed[:, :1]).any(2)).any():
         rank = int(unlike.flatten().nonzero()[0])
         raise ValueError(
             f"recent counts of node {rank // size} must be the same on its ranks, got others on rank {rank}"
         )
-    counts, copies = by_source[:, 0].split([recent[0].numel(), sent[0].numel()], 1)
-    counts = counts.reshape(-1, *recent.shape[1:])
-    return counts.transpose(0, 1), copies.reshape(-1, *sent.shape[1:]).transpose(0, 1)
+    counts = counts[:, 0].reshape(-1, *recent.shape[1:])
+    copies = copies[:, 0].reshape(len(counts), sent.shape[1], 2, -1)
+    last = last.sum(1).reshape(len(counts), sent.shape[1], -1) // size
+    return counts.transpose(0, 1), copies.transpose(0, 1), last.transpose(0, 1)
 
 
 def _imbalance(copies: Tensor, topology: Topology) -> Tensor:

@@ -7,10 +7,11 @@ from torch import Tensor
 
 from isoload import ops
 from isoload.replica_tables import ReplicaTables
-from isoload.results import ONE_OFFSET
+from isoload.results import ONE_OFFSET, RECENT_LOSS
 from isoload.topology import Topology
 
 MOST = 2**29  # copies of a layer over all ranks as the split of targets takes them; more are scaled down
+FRACTION = 2**30
 
 
 def scaled(recent: Tensor, fixed: Tensor) -> tuple[Tensor, Tensor]:
@@ -33,6 +34,7 @@ def rank_copies(per_slot: Tensor, tables: ReplicaTables) -> Tensor:
 
 def offsets(
     recent: Tensor,
+    last: Tensor,
     source: int,
     tables: ReplicaTables,
     slot_to_expert: Tensor,
@@ -40,14 +42,16 @@ def offsets(
     fixed: Tensor | None = None,
     price: Tensor | None = None,
 ) -> Tensor:
-    """What one source takes ranks to carry already, [L, R] int32, for :func:`isoload.ops.plan_own`.
+    """Return what one source takes ranks to carry already, [L, R] int32, for :func:`isoload.ops.plan_own`.
 
-    With T_s[r] the copies that source s sends to rank r in the exact split of all N sources' recent counts, its offset
-    is ``sum_t T_t[r] / N - T_s[r]``, in parts of its own copies and from the least rank on. The 1 / N matters: if each
-    source made up for the whole of what the others leave, all would, and their loads would swing.
+    T_s[r] is the number of copies that source s sends to rank r in the exact split of all N sources' recent counts,
+    T[r] the sum over the sources, and ``|T|`` a sum over ranks. The offset is ``T[r] / |T| - T_s[r] / |T_s|``, less its
+    minimum over the ranks, in parts of the source's own copies, times :func:`strength`. Each source makes up for its
+    own share of the load only: if each made up for all that the others leave, the loads would swing.
 
     Args:
         recent: [L, N, E] int64 decayed counts of every source, a rank or a node.
+        last: [L, N] int64 copies that every source sent in its last batch.
         source: s.
         tables: of the same L layers.
         slot_to_expert: [L, P].
@@ -57,20 +61,56 @@ def offsets(
     """
     if fixed is None:
         fixed = recent.new_zeros(*recent.shape[:2], tables.num_ranks)
+    weight = strength(recent.sum(2) + fixed.sum(2), last, source)
     recent, fixed = scaled(recent, fixed)
     loads, quota = recent.sum(1), exact_quota(recent, fixed, tables, topology)
     expert = slot_to_expert.long().clamp(0, tables.num_experts - 1)  # of other slots any: their quota is 0
-    own = recent.select(1, source).gather(1, expert)
-    sent = own * quota // loads.gather(1, expert).clamp(min=1)
+    own, stays = recent.select(1, source), fixed.select(1, source)
+    copies = own.sum(1, keepdim=True) + stays.sum(1, keepdim=True)
+    # Fractions of the source's copies before the split, else those of few copies would be rounded away.
+    sent = fractions(own, copies).gather(1, expert) * quota // loads.gather(1, expert).clamp(min=1)
+    mine = rank_copies(sent, tables) + fractions(stays, copies)
     wanted = rank_copies(quota, tables) + fixed.sum(1)
-    mine = rank_copies(sent, tables) + fixed.select(1, source)
-    num_sources = recent.shape[1]
-    gap = wanted - num_sources * mine
+    gap = fractions(wanted, wanted.sum(1, keepdim=True)) - mine
     gap = gap - gap.amin(1, keepdim=True)
-    parts = gap * ONE_OFFSET // (num_sources * mine.sum(1, keepdim=True)).clamp(min=1)
     if price is not None:
-        parts = parts + (price - price.amin(1, keepdim=True)) // tables.num_ranks
-    return parts.clamp(max=ONE_OFFSET).to(torch.int32)
+        dear = (price - price.amin(1, keepdim=True)) // tables.num_ranks
+        gap = gap + dear.clamp(max=ONE_OFFSET) * (FRACTION // ONE_OFFSET)
+    return (gap * weight.unsqueeze(1) // FRACTION).clamp(max=ONE_OFFSET).to(torch.int32)
+
+
+def fractions(copies: Tensor, total: Tensor) -> Tensor:
+    """Copies in 2^-30 of their total, which is at most MOST; all 0 where the total is."""
+    return copies * FRACTION // total.clamp(min=1)
+
+
+def strength(recent: Tensor, last: Tensor, source: int) -> Tensor:
+    """Return how far a source follows its targets, [L] int64 in 2^-20: fully where the load is as the targets take it.
+
+    a_t is source t's share of the recent load, and b_t its share of the last batch, or of a mean batch where that is
+    larger. The strength is the product of two factors, both continuous in the counts:
+
+    - ``(1 - sum_t |a_t - b_t|) ** 2``, at least 0. Targets hold where the sources send at the same time. Where ranks
+      are busy by turns, the copies that a target counts on do not come.
+    - ``N * min(a_s, b_s)``, at most 1. The other sources make up for so much of this source's load. An idle source has
+      no targets.
+
+    Args:
+        recent: [L, N] int64 decayed sums of every source's copies, in 2^-16.
+        last: [L, N] int64 copies that every source sent in its last batch.
+        source: s.
+    """
+    last = last * (2**32 // RECENT_LOSS)  # what as many copies in every batch would have added up to
+    most = torch.maximum(recent.sum(1), last.sum(1)).unsqueeze(1)
+
+    def shares(copies: Tensor, total: Tensor) -> Tensor:
+        unit = total // MOST + 1
+        return copies // unit * ONE_OFFSET // (total // unit).clamp(min=1)
+
+    usual, present = shares(recent, recent.sum(1, keepdim=True)), shares(last, most)
+    alike = (ONE_OFFSET - (usual - present).abs().sum(1)).clamp(min=0)
+    warranted = recent.shape[1] * torch.minimum(usual, present).select(1, source)
+    return alike * alike // ONE_OFFSET * warranted.clamp(max=ONE_OFFSET) // ONE_OFFSET
 
 
 def new_price(price: Tensor, got: Tensor, wanted: Tensor) -> Tensor:

@@ -41,7 +41,7 @@ FACTS = "rank", "num_ranks", "ranks_per_node", "tokens", "started", "passes", "m
 DTYPES = np.uint8, np.int8, np.uint64, np.float64, np.bool_, np.str_
 
 
-def check_recorded(case: FuzzCase) -> None:
+def check_shadow(case: FuzzCase) -> None:
     rng = np.random.default_rng([case.seed, 7])
     with TemporaryDirectory() as name:
         folder = Path(name)
