@@ -7,7 +7,7 @@ from typing import Any
 
 from isoload.advise.models import Model
 from isoload.times import AllToAllTime, ExpertTime, LayerTime, available
-from isoload.topology import Topology
+from isoload.topology import Topology, as_topology
 
 PHASES = ("prefill", "decode")
 ALL_TO_ALL = {  # DeepEP's normal mode and its low-latency one
@@ -17,7 +17,7 @@ ALL_TO_ALL = {  # DeepEP's normal mode and its low-latency one
 
 
 def layer_time(
-    gpu: str, engine: str, phase: str, model: Model, topology: Topology, kernel: str | None = None
+    gpu: str, engine: str, phase: str, model: Model, topology: Topology | int, kernel: str | None = None
 ) -> tuple[LayerTime, list[str]]:
     """A layer's constants, and what of them stands for something else, in words.
 
@@ -59,12 +59,12 @@ def layer_time(
         raise ValueError(f"kernel must be one of {', '.join(names)}, got {kernel!r:.80}")
     best = min(fitting, key=lambda row: (not row["kernel"].endswith(f"_{phase}"), row["fit_error"]))
     experts = ExpertTime.load(full, kernel or best["kernel"], **shape)
-    steps, notes = _exchange(full, ALL_TO_ALL[engine][phase], model, topology)
+    steps, notes = _exchange(full, ALL_TO_ALL[engine][phase], model, as_topology(topology))
     return LayerTime(steps[0], experts, steps[1]), notes
 
 
 def layer_times(
-    gpu: str, engine: str, phase: str, model: Model, topology: Topology, kernel: str | None = None
+    gpu: str, engine: str, phase: str, model: Model, topology: Topology | int, kernel: str | None = None
 ) -> tuple[dict[str, LayerTime], list[str]]:
     """Constants by phase, the kernel being of the phase asked for; a phase without any is left out, and said."""
     found, gaps = {}, []

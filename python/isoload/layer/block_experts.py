@@ -66,7 +66,7 @@ class BlockExperts(nn.Module):
 
 def balance(
     model: nn.Module,
-    topology: Topology,
+    topology: Topology | int,
     *,
     transport: Transport | None = None,
     placement: Placement | None = None,
@@ -76,7 +76,7 @@ def balance(
 
     Args:
         model: with the weights of all experts in every process; or one of its blocks.
-        topology: R ranks.
+        topology: R ranks, or the number R.
         transport: one for all blocks; None = all ranks in this process.
         placement: of the routed experts, one layer for each MoE block, in the model's order; None = experts in order
             (placer ``trivial``), with SPARE_SLOTS spare slots per rank if the policy borrows.
@@ -95,7 +95,7 @@ def balance(
 
 def take_over(
     blocks: Sequence[nn.Module],
-    topology: Topology,
+    topology: Topology | int,
     transport: Transport | None,
     placement: Placement | None,
     **options: Any,

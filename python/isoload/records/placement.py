@@ -13,7 +13,7 @@ from torch import Tensor
 
 from isoload import ops
 from isoload.records.placed_layers import PlacedLayers
-from isoload.topology import Topology
+from isoload.topology import Topology, as_topology
 from isoload.value_checks import may_be_kept
 
 IntArray = np.ndarray[Any, np.dtype[np.int32]]
@@ -30,7 +30,7 @@ class Placement:
     Args:
         slot_to_expert: [L, P] integers, expert in each slot; -1 = empty (a spare slot) or absent (an address
             without memory).
-        topology: R ranks; R divides P.
+        topology: R ranks, or the number R; R divides P.
         num_experts: E, shared experts included (they follow the routed ones).
         home_slot: [L, E] slot that owns the expert's weights. Default: its lowest slot.
         spare_slots: the last so many slots of every rank are empty, for experts borrowed for one batch.
@@ -57,6 +57,7 @@ class Placement:
     weight_array: FloatArray | None = field(init=False, repr=False)  # [L, P] float64 replica_weight as NumPy
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "topology", as_topology(self.topology))
         slots = _int32("slot_to_expert", self.slot_to_expert)
         object.__setattr__(self, "slot_to_expert", slots)
         if slots.dim() != 2 or not slots.shape[0]:
