@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from isoload.files.reading import MAX_EXPERTS, shown
 from isoload.trace.archives import check_bytes, max_bytes
+from isoload.wording import amount
 
 Ints = npt.NDArray[np.integer[Any]]
 
@@ -100,6 +101,18 @@ class Trace:
         size = 8 * len(cuts) * self.num_layers * self.num_experts
         check_bytes("counts of topk_ids", size, max_bytes(None))
         return count_batches(self.topk_ids, cuts, self.num_experts)
+
+    def __repr__(self) -> str:
+        """Return one line of sizes."""
+        parts = [
+            shown(self.name),
+            amount(self.num_batches, "batch", "batches"),
+            amount(self.num_layers, "layer"),
+            amount(self.num_experts, "expert"),
+            f"top-{self.top_k}" if self.top_k else "top-k unknown",
+            "counts alone" if self.topk_ids is None else amount(len(self.topk_ids), "token"),
+        ]
+        return f"Trace({', '.join(parts)})"
 
     def select_layers(self, layers: Sequence[int]) -> Trace:
         """The trace of some layers, by position (not by the model's layer number)."""
