@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
 
 
 def amount(number: int, noun: str, plural: str = "") -> str:
@@ -23,3 +24,16 @@ def text_table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     lines = [list(head), *cells]
     widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
     return "\n".join("  ".join(map(str.rjust, line, widths)) for line in lines)
+
+
+def nearest(got: object, choices: Iterable[object]) -> str:
+    """Return "; did you mean exact?" for the choice that is spelled most like a refused one, or nothing."""
+    names = {str(choice).lower(): str(choice) for choice in choices}
+    close = get_close_matches(str(got).lower(), names, n=1, cutoff=0.7)
+    return f"; did you mean {names[close[0]]}?" if close else ""
+
+
+def not_one_of(name: str, choices: Iterable[object], got: object, more: str = "") -> str:
+    """Return the message for an argument whose value is none of the choices; `more` follows their list."""
+    listed = [str(choice) for choice in choices]
+    return f"{name} must be one of {', '.join(listed)}{more}, got {got!r:.100}{nearest(got, listed)}"

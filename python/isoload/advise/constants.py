@@ -8,6 +8,7 @@ from typing import Any
 from isoload.advise.models import Model
 from isoload.times import AllToAllTime, ExpertTime, LayerTime, available
 from isoload.topology import Topology, as_topology
+from isoload.wording import not_one_of
 
 PHASES = ("prefill", "decode")
 ALL_TO_ALL = {  # DeepEP's normal mode and its low-latency one
@@ -30,14 +31,14 @@ def layer_time(
         ValueError: naming the argument, and the choices.
     """
     if engine not in ALL_TO_ALL:
-        raise ValueError(f"engine must be one of {', '.join(ALL_TO_ALL)}, got {engine!r:.40}")
+        raise ValueError(not_one_of("engine", ALL_TO_ALL, engine))
     if phase not in PHASES:
-        raise ValueError(f"phase must be one of {', '.join(PHASES)}, got {phase!r:.40}")
+        raise ValueError(not_one_of("phase", PHASES, phase))
     rows = [row for row in available() if row["table"] == "experts"]
     gpus = sorted({row["gpu"] for row in rows})
     full = next((name for name in gpus if gpu in (name, name.removesuffix("_sxm"))), None)
     if full is None:
-        raise ValueError(f"gpu must be one of {', '.join(gpus)}, got {gpu!r:.40}")
+        raise ValueError(not_one_of("gpu", gpus, gpu))
     shape: dict[str, Any] = {"hidden": model.hidden, "intermediate": model.intermediate, "dtype": model.dtype}
     other = f"_{PHASES[phase == 'prefill']}"
     fitting = [
@@ -56,7 +57,7 @@ def layer_time(
         )
     names = sorted({row["kernel"] for row in fitting})
     if kernel is not None and kernel not in names:
-        raise ValueError(f"kernel must be one of {', '.join(names)}, got {kernel!r:.80}")
+        raise ValueError(not_one_of("kernel", names, kernel))
     best = min(fitting, key=lambda row: (not row["kernel"].endswith(f"_{phase}"), row["fit_error"]))
     experts = ExpertTime.load(full, kernel or best["kernel"], **shape)
     steps, notes = _exchange(full, ALL_TO_ALL[engine][phase], model, as_topology(topology))

@@ -13,6 +13,7 @@ from isoload.formats import engines, own, tensorrt_llm
 from isoload.formats.engines import UnknownRanks
 from isoload.records.placement import Placement
 from isoload.topology import Topology, as_topology
+from isoload.wording import not_one_of
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ def check_format(format: str, path: str | Path, name: str = "path") -> None:
     SGLang takes a .pt for a torch file, and any name but .json for the JSON itself.
     """
     if format not in FORMATS:
-        raise ValueError(f"format must be one of {', '.join(FORMATS)}, got {format!r}")
+        raise ValueError(not_one_of("format", FORMATS, format))
     suffix = FORMATS[format].suffix
     if not str(path).endswith(suffix) and str(path) != "-":
         raise ValueError(f"{name} must end in {suffix} for format {format}, got {str(path)!r}")

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from isoload.placers import parse_placer
 from isoload.policies import Policy, make_policy, parse_policy
 from isoload.policies.shared_base import SharedPolicy
+from isoload.wording import not_one_of
 
 
 class Variable(NamedTuple):
@@ -120,7 +121,7 @@ class Settings:
 
 def _check_mode(mode: str, record: str, seconds: float, policy: str | None, switch: str) -> None:
     if mode not in MODES:
-        raise ValueError(f"{MODE.name} must be one of {', '.join(MODES)}, got {mode!r}")
+        raise ValueError(not_one_of(MODE.name, MODES, mode))
     if switch and mode != "on":
         raise ValueError(f"{SWITCH.name} must come with {MODE.name}=on, got {mode!r}")
     if record and mode != "shadow" and not switch:
@@ -136,7 +137,7 @@ def _check_mode(mode: str, record: str, seconds: float, policy: str | None, swit
 
 def _check_loads(loads: str, policy: str | None) -> None:
     if loads not in ALL_LOADS:
-        raise ValueError(f"{LOADS.name} must be one of {', '.join(ALL_LOADS)}, got {loads!r}")
+        raise ValueError(not_one_of(LOADS.name, ALL_LOADS, loads))
     if loads != "gathered" and any(of.name != "exact" for of in _policies(policy).values()):
         raise ValueError(
             f"{POLICY.name} must be exact where {LOADS.name} is {loads}: other policies need the counts of all ranks "

@@ -12,6 +12,7 @@ from torch import Tensor
 from isoload.balancing.counting import count
 from isoload.trace import Trace
 from isoload.trace.record import Ints, count_batches
+from isoload.wording import not_one_of
 
 ASSIGNMENTS = ("contiguous", "round-robin")
 CUT_TOKENS = 1024  # tokens per batch where a per-token trace does not say
@@ -199,7 +200,7 @@ def source_ranks(num_tokens: int, num_ranks: int, assign: str, seq_id: Ints | No
         seq_id: [T] sequence of every token; None = every token is one.
     """
     if assign not in ASSIGNMENTS:
-        raise ValueError(f"assign must be one of {', '.join(ASSIGNMENTS)}, got {assign!r}")
+        raise ValueError(not_one_of("assign", ASSIGNMENTS, assign))
     if num_tokens == 0:
         return np.zeros(0, dtype=np.int64)
     ids = np.arange(num_tokens) if seq_id is None else seq_id

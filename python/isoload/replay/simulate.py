@@ -32,6 +32,7 @@ from isoload.replay.prediction import Forecast, check_prediction
 from isoload.topology import Topology
 from isoload.trace import Trace
 from isoload.transport import LocalGroup
+from isoload.wording import not_one_of
 
 DEFAULT_POLICIES = ("none", "static", "even", "dynamic", "exact")
 SHARED_POLICIES = ("shared_local", "waterfill_sampled", "exact", "waterfill", "joint")
@@ -258,7 +259,7 @@ def _check(settings: ReplaySettings, trace: Trace) -> None:
     if not policies or len(set(policies)) < len(policies):
         raise ValueError(f"policies must be distinct and at least one, got {listed or 'none at all'}")
     if loads not in get_args(Loads):
-        raise ValueError(f"loads must be one of {', '.join(get_args(Loads))}, got {loads!r}")
+        raise ValueError(not_one_of("loads", get_args(Loads), loads))
     if settings.exchange_every < 1:
         raise ValueError(f"exchange_every must be at least 1, got {settings.exchange_every}")
     if loads != "gathered" and "exact" not in names:

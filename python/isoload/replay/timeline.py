@@ -17,6 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 from isoload.times import LayerTime
 from isoload.times.shipped import numbers
 from isoload.topology import NOMINAL_TICKS, Topology, as_topology
+from isoload.wording import not_one_of
 
 Floats = NDArray[np.float64]
 ENDS = ("low", "high")
@@ -122,7 +123,7 @@ def timeline(
         ValueError: naming the argument, the rule and the value.
     """
     if end not in ENDS:
-        raise ValueError(f"end must be one of {', '.join(ENDS)}, got {end!r:.40}")
+        raise ValueError(not_one_of("end", ENDS, end))
     if tokens < 1:
         raise ValueError(f"tokens must be at least 1, got {tokens}")
     topology = as_topology(topology)

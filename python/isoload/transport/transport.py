@@ -18,6 +18,7 @@ from isoload.transport.group import Group
 from isoload.transport.node_dispatcher import NodeDispatcher
 from isoload.transport.peers import Peers
 from isoload.transport.row_dispatcher import RowDispatcher
+from isoload.wording import not_one_of
 
 Dispatch = Literal["rank", "node"]
 
@@ -63,7 +64,7 @@ def make_dispatcher(
     """The dispatcher of a transport, for its arguments; all ranks of the group make it together."""
     with group.agreeing("construction") as facts:
         if dispatch not in get_args(Dispatch):
-            raise ValueError(f"dispatch must be one of {', '.join(get_args(Dispatch))}, got {dispatch!r}")
+            raise ValueError(not_one_of("dispatch", get_args(Dispatch), dispatch))
         facts["dispatch"] = dispatch
     fans_out = group.topology.num_nodes > 1 and group.topology.ranks_per_node > 1
     kind = NodeDispatcher if dispatch == "node" and fans_out else RowDispatcher
