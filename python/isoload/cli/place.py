@@ -138,7 +138,8 @@ def place(
     ):
         made = placement if how is given else place_experts(counts, topology, **how)
         make = partial(place_experts, topology=topology, **how)
-        rows.append(judged(label, made, *judge.judge_unseen(first, held_back, make)))
+        by_tokens = make_placer(str(how["placer"]), chosen if how is given else {}).needs_tokens
+        rows.append(judged(label, made, *judge.judge_unseen(first, held_back, make, by_tokens)))
     if against is not None and rival is not None:
         if rival.num_routed != first.num_experts:
             raise ValueError(f"against must have {first.num_experts} routed experts, got {rival.num_routed}")

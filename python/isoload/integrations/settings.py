@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from isoload.placers import parse_placer
+from isoload.placers import make_placer, parse_placer
 from isoload.policies import Policy, make_policy, parse_policy
 from isoload.policies.shared_base import SharedPolicy
 from isoload.wording import not_one_of
@@ -72,10 +72,7 @@ class Settings:
         _policies(policy)
         if loads is not None:
             _check_loads(loads, policy)
-        try:
-            parse_placer(placer)
-        except ValueError as error:
-            raise ValueError(f"{PLACER.name}: {error}") from None
+        _check_placer(placer)
         report, stalled = _seconds(REPORT, given), _seconds(STALLED, given)
         mode, record, switch = _text(MODE, given), _text(RECORD, given), _text(SWITCH, given)
         _check_mode(mode, record, report, policy, switch)
@@ -168,7 +165,28 @@ def _usable(text: str) -> Policy:
         raise ValueError(
             f"{POLICY.name} must not borrow weights, which no engine copies between two batches, got {text!r}"
         )
+    if policy.cpu_only:
+        raise ValueError(
+            f"{POLICY.name} must plan on the engine's device, this policy computes on the CPU only, got {text!r}"
+        )
     return policy
+
+
+def _check_placer(text: str) -> None:
+    """Refuse a placer that cannot fill an engine's slots, before the engine loads a model."""
+    try:
+        placer = make_placer(*parse_placer(text))
+    except ValueError as error:
+        raise ValueError(f"{PLACER.name}: {error}") from None
+    if placer.needs_tokens:
+        raise ValueError(
+            f"{PLACER.name} must place by counts, because an engine records no per-token choices, got {text!r}"
+        )
+    if placer.has_budget:
+        raise ValueError(
+            f"{PLACER.name} must fill all slots of the engine, {placer.name} with these options leaves some empty, "
+            f"got {text!r}"
+        )
 
 
 def is_on(variable: Variable, environ: Mapping[str, str]) -> bool:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby
+from typing import Any
 
 import numpy as np
 import torch
@@ -82,6 +84,19 @@ class Batches:
         """Where a cut batch lies in the trace."""
         first = sum(self.num_tokens[:index])
         return slice(first, first + self.num_tokens[index])
+
+    def part(self, chosen: Sequence[int]) -> Trace:
+        """Return the trace of some batches, with their tokens if the batches are cut from tokens."""
+        picked = list(chosen)
+        kept: dict[str, Any] = {"counts": self.counts[picked], "cluster": None}
+        if self.drawn:
+            tokens = self.trace.tokens_per_batch
+            return replace(self.trace, **kept, tokens_per_batch=None if tokens is None else tokens[picked])
+        rows = np.concatenate([np.arange(len(self.trace.topk_ids))[self.tokens(index)] for index in picked])  # type: ignore[arg-type]
+        for name in ("topk_ids", "seq_id"):
+            array = getattr(self.trace, name)
+            kept[name] = None if array is None else array[rows]
+        return replace(self.trace, **kept, tokens_per_batch=np.array(self.num_tokens)[picked])
 
     def source_batch(self, index: int, num_ranks: int, assign: str) -> SourceBatch:
         """Batch `index` with its tokens on source ranks as :func:`source_ranks` says."""

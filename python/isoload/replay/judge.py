@@ -11,7 +11,8 @@ import torch
 from isoload.balancing.planning import plan_layers
 from isoload.placers.weights import rank_loads
 from isoload.records.placement import Placement
-from isoload.replay.calibration import calibration_folds
+from isoload.replay.batches import make_batches
+from isoload.replay.calibration import Fold, calibration_folds
 from isoload.trace import Trace
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
@@ -63,17 +64,40 @@ def _over_mean(peak: Floats, counts: Ints, placement: Placement) -> Floats:
     return np.where(total > 0, peak / np.maximum(mean, 1e-300), 1.0)
 
 
-def judge_unseen(trace: Trace, calibrate: str, make: Callable[[Ints], Placement]) -> tuple[float, float]:
-    """Mean imbalance, even and exact, over layers and batches that the placement has not seen.
+def judge_unseen(
+    trace: Trace, calibrate: str, make: Callable[[Any], Placement], needs_tokens: bool = False
+) -> tuple[float, float]:
+    """Return the mean imbalance, even and exact, over layers and batches that the placement has not seen.
 
-    calibrate: one of ``CALIBRATIONS``, by which batches are split; make: the placement of counts [batches, L, E].
+    Args:
+        trace: its batches are split.
+        calibrate: one of ``CALIBRATIONS``, the rule of the split.
+        make: returns the placement of counts [batches, L, E], or with `needs_tokens` of the trace of these batches.
+        needs_tokens: whether `make` needs the per-token choices of the batches.
+
+    Raises:
+        ValueError: the batches cannot be split so; per-token choices are needed that are not those of the batches.
     """
     counts, even, exact = trace.batch_counts(), [], []
     for fold in calibration_folds(len(counts), calibrate, trace.cluster):
-        placement, judged = make(counts[list(fold.calibrate)]), counts[list(fold.replay)]
+        seen = _with_tokens(trace, calibrate, fold) if needs_tokens else counts[list(fold.calibrate)]
+        placement, judged = make(seen), counts[list(fold.replay)]
         even.append(even_imbalance(placement, judged))
         exact.append(exact_imbalance(placement, judged))
     return float(np.concatenate(even).mean()), float(np.concatenate(exact).mean())
+
+
+def _with_tokens(trace: Trace, calibrate: str, fold: Fold) -> Trace:
+    """Return the trace of a fold's first part."""
+    if calibrate == "all" or not trace.has_tokens:
+        return trace
+    batches = make_batches(trace)
+    if not np.array_equal(batches.counts, trace.batch_counts()):
+        raise ValueError(
+            f"calibrate must be all for trace {trace.name}, whose per-token choices are not those of its batches, "
+            f"got {calibrate}"
+        )
+    return batches.part(fold.calibrate)
 
 
 def changed_slots(before: Placement, after: Placement) -> float:

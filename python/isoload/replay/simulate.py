@@ -20,7 +20,7 @@ from isoload.balancing.own_counts import Loads
 from isoload.balancing.planning import fill, plan, plan_layers
 from isoload.balancing.routing import route
 from isoload.cost import CostModel
-from isoload.placers import parse_placer, place
+from isoload.placers import make_placer, parse_placer, place
 from isoload.policies import POLICIES, Policy, make_policy, parse_policy
 from isoload.records.placement import Placement
 from isoload.records.plan import Plan
@@ -44,7 +44,8 @@ class ReplaySettings:
 
     num_ranks: int = 8
     ranks_per_node: int = 0  # divides R; 0 = all of them
-    slots_per_rank: int = 0  # S, spare slots included; 0 = :func:`default_slots_per_rank`
+    # S, spare slots included; 0 = :func:`default_slots_per_rank`, or what a placer with a budget chooses
+    slots_per_rank: int = 0
     spare_slots: int = 0  # of each rank's S slots, how many stay empty
     shared_experts: int = 0  # that every token gets besides the trace's routed ones
     placer: str = "eplb"  # a name in ``isoload.PLACERS``, with options as ``name:option=value``
@@ -113,6 +114,7 @@ def _replay(
     topology = Topology(settings.num_ranks, settings.ranks_per_node, bandwidths=bandwidths)
     _check(settings, trace)
     placer, options = parse_placer(settings.placer)
+    planner = make_placer(placer, options)
     ahead = any(_policy(name, settings, 0).ahead for name in settings.policies)
     batches = make_batches(trace, settings.batch_tokens, settings.seed)
     others = settings.spare_slots, settings.shared_experts
@@ -121,19 +123,22 @@ def _replay(
         settings = replace(settings, calibrate=calibrate)
         whole = calibration_folds(len(batches.counts), calibrate, batches.clusters)
         default = default_slots_per_rank(trace.num_experts, settings.num_ranks, sum(others))
-        slots_per_rank = settings.slots_per_rank or default
+        slots_per_rank = settings.slots_per_rank or (None if planner.has_budget else default)
     else:
         whole = [Fold((), tuple(range(len(batches.counts))))]
         given = fitting(given, trace, settings)
-        topology, slots_per_rank = given.topology, given.slots_per_rank
+        topology, slots_per_rank = given.topology, None
     folds = [Fold(fold.calibrate, fold.replay[: settings.max_batches or None]) for fold in whole]
     tallies = [Tally(name, topology, trace.top_k > 0) for name in settings.policies]
     costs = [CostTally(model) for _ in settings.policies] if model else []
-    tokens = done = 0
+    tokens = done = widest = 0
     total = sum(len(fold.replay) for fold in folds)
     for fold in folds:
-        seen = batches.counts[list(fold.calibrate)]
+        seen: Any = (
+            batches.part(fold.calibrate) if planner.needs_tokens else batches.counts[list(fold.calibrate)]
+        )
         placement = given or place(seen, topology, slots_per_rank, placer, *others, **options)
+        widest = max(widest, placement.slots_per_rank)
         _warm_up(placement, settings)
         by_loads = {
             name: LayersByLoads(
@@ -150,7 +155,7 @@ def _replay(
             tokens, done = tokens + batch.num_tokens, done + 1
             on_batch(done, total)
     figures = tuple(tally.figures() for tally in tallies)
-    resolved = _resolved(settings, trace, batches, folds, slots_per_rank)
+    resolved = _resolved(settings, trace, batches, folds, widest)
     resolved["layers_with_freedom"] = sum(placement.has_freedom)
     if given is not None:
         resolved |= {"placer": None, "calibrate": None, "placement": given.provenance}
