@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 import isoload
 from isoload.cli.app import app
 from isoload.placers import parse_placer
+from isoload.replay.judge import even_imbalance, exact_imbalance
 from isoload.trace import Trace, write_trace
 from support.documents import PLAIN
 from support.sglang_recording import EXPERTS, MOE, Recording
@@ -167,20 +168,32 @@ def tokens(tmp_path_factory):
     return str(path)
 
 
-@pytest.mark.parametrize("placer", ["scenario", "scenario:split=exact", "eplb"])
-def test_a_placement_is_judged_on_the_part_that_place_judged_on(tokens, tmp_path, placer):
-    """The file has seen all batches; replay finds place's figures, of placements that have not."""
+@pytest.mark.parametrize("placer", ["scenario", "scenario:split=exact", "eplb", "craft", "grace"])
+def test_the_file_itself_is_replayed_and_judged_on_unseen_batches_by_calibrate(tokens, tmp_path, placer):
+    """The file has seen all batches; --calibrate finds place's figures, of placements that have not."""
     target = tmp_path / "plan.json"
     placed = run("place", tokens, "-o", target, "--ranks", 4, "--placer", placer, "--json", "-")
     said = json.loads(placed.stdout)["placers"][-1]
     base = ["replay", tokens, "--placement", target, "--policies", "exact,even"]
+    file = json.loads(run(*base, "--json", "-").stdout)
+    counts, placement = isoload.read_trace(tokens).batch_counts(), isoload.read_placement(target)
+    for row, judge in zip(file["policies"], (exact_imbalance, even_imbalance), strict=True):
+        wanted = judge(placement, counts)
+        assert row["imbalance"]["mean"] == pytest.approx(
+            wanted.mean(), rel=0.02 if judge is even_imbalance else 1e-9
+        )
+    assert file["batches"] == 6 and file["settings"]["placement"]["placer"] == placer.partition(":")[0]
+    line = (
+        f"seen: {target}, placed on these batches; --calibrate first-half judges its placer on unseen batches"
+    )
+    assert "".join(line.split()) in "".join(run(*base).stdout.split())
+    assert json.loads(run(*base, "--calibrate", "all", "--json", "-").stdout)["batches"] == 6
+    base += ["--calibrate", "first-half"]
     unseen = json.loads(run(*base, "--json", "-").stdout)
     assert unseen["policies"][0]["imbalance"]["mean"] == pytest.approx(said["exact"])
     assert unseen["settings"]["placer"] == placer and unseen["batches"] == 3
-    line = f"unseen: placed on the first 3 batches, as {target} was on all (--calibrate all: the file itself)"
+    line = f"unseen: placed on the first 3 batches, as {target} was on all"
     assert "".join(line.split()) in "".join(run(*base).stdout.split())
-    file = json.loads(run(*base, "--calibrate", "all", "--json", "-").stdout)
-    assert file["batches"] == 6 and file["policies"][1]["imbalance"] != unseen["policies"][1]["imbalance"]
 
 
 def test_of_totals_the_file_itself_is_replayed_and_called_seen(tmp_path):
@@ -200,8 +213,9 @@ def test_a_placement_of_other_loads_is_replayed_as_it_is(trace, tmp_path):
     base = ["replay", tmp_path / "other.npz", "--placement", tmp_path / "p.json", "--policies", "even"]
     shown = " ".join(run(*base).stdout.split())
     assert "in 3 batches" in shown and "placed on loads that it does not name" in shown
-    assert error_of(*base, "--calibrate", "all") == (
-        "calibrate must be not given with a placement of other loads, got all"
+    assert error_of(*base, "--calibrate", "first-half") == (
+        f"calibrate must be all with placement {tmp_path / 'p.json'}, which no placer makes of this trace alone, "
+        "got first-half"
     )
 
 
