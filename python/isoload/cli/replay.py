@@ -152,12 +152,15 @@ def replay(
     ] = 0,
     placer: options.PlacerName = "eplb",
     placement: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Replay this placement instead of making one.")
+        str | None,
+        typer.Option(metavar="FILE", help="Replay this placement, on all batches, instead of making one."),
     ] = None,
     calibrate: Annotated[
         str | None,
         typer.Option(
-            help=f"Batches to place on: {options.CALIBRATIONS}. The rest is replayed. {options.CALIBRATE_DEFAULT}"
+            help=f"Batches to place on: {options.CALIBRATIONS}. The rest is replayed. {options.CALIBRATE_DEFAULT} "
+            "With --placement: all; another rule replays placements that the file's placer makes without the replayed "
+            "batches."
         ),
     ] = None,
     top_k: options.TopK = None,
