@@ -52,7 +52,8 @@ def test_replay_prints_a_row_per_policy(trace):
     lines = result.stdout.splitlines()
     assert lines[0] == "small" and "48 tokens in 3 batches" in lines[1] and "4 ranks on 2 nodes" in lines[2]
     assert lines[3] == "unseen: placed for each cluster on the others (1 or 2 batches)"
-    assert [line.split()[0] for line in lines[7:12]] == ["none", "static", "even", "dynamic", "exact"]
+    assert lines[7].startswith("in order, no replicas ")
+    assert [line.split()[0] for line in lines[8:12]] == ["static", "even", "dynamic", "exact"]
     assert lines[11].split()[2] == "0%" and max(map(len, lines)) <= 80
     wide = run("replay", trace, "--ranks", 4, "--ranks-per-node", 2, "--wide").stdout.splitlines()
     assert wide[11].split()[4:6] == ["0%", "0%"] and len(wide[11].split()) == 17
@@ -205,7 +206,7 @@ def test_inspect(trace):
     result = run("inspect", trace, "--ranks", 4, "--layers", "1-2")
     assert (
         result.exit_code == 0
-        and "3 batches, 2 layers, 8 experts; experts in order on 4 ranks" in result.stdout
+        and "3 batches, 2 layers, 8 experts; in order, no replicas, on 4 ranks" in result.stdout
     )
     found = json.loads(run("inspect", trace, "--ranks", 4, "--json", "-").stdout)
     assert (found["trace"], found["num_ranks"], len(found["layers"])) == ("small", 4, 3)

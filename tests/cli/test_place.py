@@ -95,6 +95,13 @@ def test_the_default_is_the_placer_with_the_lower_unseen_imbalance(tmp_path, see
     ]
 
 
+def test_in_order_has_no_replicas_where_ranks_do_not_divide_experts(tmp_path):
+    write_trace(Trace("ten", 10, 2, counts=np.ones((2, 1, 10), int)), tmp_path / "t.npz")
+    base = ["place", tmp_path / "t.npz", "-o", tmp_path / "p.json", "--ranks", 4, "--json", "-"]
+    first = json.loads(run(*base).stdout)["placers"][0]
+    assert (first["replicas"], first["even"], first["exact"]) == (0, 1.2, 1.2)
+
+
 def test_only_scenario_starts_from_a_placement_or_keeps_to_a_budget(tmp_path):
     counts = np.floor(50 * 1.5 ** np.random.default_rng(0).normal(size=(6, 2, 8))).astype(np.int64)
     write_trace(Trace("small", 8, 2, counts=counts), tmp_path / "t.npz")

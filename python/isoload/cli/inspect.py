@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from isoload.cli.options import Force, HtmlTarget, JsonTarget, LayersText, TopK, TracePath, Wide
+from isoload.cli.options import BASELINE, Force, HtmlTarget, JsonTarget, LayersText, TopK, TracePath, Wide
 from isoload.cli.tables import Column, Figure, Row, columns_of, page_table, percent, say, write_out
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def print_inspection(
 def inspect_header(trace: Trace, num_ranks: int) -> list[str]:
     model = f" ({trace.provenance['model']})" if trace.provenance.get("model") else ""
     shape = f"{trace.num_batches} batches, {trace.num_layers} layers, {trace.num_experts} experts"
-    return [f"{trace.name}{model}", f"{shape}; experts in order on {num_ranks} ranks, no replicas"]
+    return [f"{trace.name}{model}", f"{shape}; {BASELINE}, on {num_ranks} ranks"]
 
 
 def inspect_notes(trace: Trace, num_ranks: int, layers: Sequence[Row]) -> list[str]:

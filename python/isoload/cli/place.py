@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from isoload.trace import Trace
 
 BOTH = ("eplb", "scenario")  # the default placers; of equal ones the last
-BASELINE = "in order, no replicas"  # experts in order, E/R slots per rank
 UNITS = (
     "max/mean rank load, mean over batches and layers. even: replicas share alike; exact: the best split, as isoload's "
     "policy exact makes it. The file is made of all batches; files given with --before or --against may have seen the "
@@ -73,8 +72,10 @@ class Way:
     def place(self, counts: Any, topology: Topology) -> Placement:
         """Return the placement of counts or traces."""
         from isoload.placers import place
+        from isoload.replay.judge import without_replicas
 
-        return place(counts, topology, self.slots, self.name, **self.options)
+        made = place(counts, topology, self.slots, self.name, **self.options)
+        return without_replicas(made) if self.label == options.BASELINE else made
 
 
 def shown_row(row: Row) -> Row:
@@ -183,7 +184,7 @@ def place(
             "changed": judge.changed_slots(old, made) if old and old.num_slots == made.num_slots else None,
         }
 
-    compared = [Way(BASELINE, "trivial", None), Way("eplb", "eplb", placement.slots_per_rank)]
+    compared = [Way(options.BASELINE, "trivial", None), Way("eplb", "eplb", placement.slots_per_rank)]
     compared = [way for way in compared if way.label not in seen]
     rows = []
     for way in [*compared, *tried]:

@@ -112,9 +112,10 @@ def replay_units(replay: Replay, wide: bool) -> list[str]:
 
     used, shared = replay.settings, replay.settings["shared_experts"]
     units = (WIDE_UNITS if wide else UNITS).format(best="joint" if shared else "exact")
+    borrowing = [row for row in replay.policies if row.policy != options.BASELINE]
     found = [units, *([SHARED] if shared and wide else [])]
     found += [SPEEDS.format(ticks=NOMINAL_TICKS)] if used.get("speeds") else []
-    return found + ([BELOW] if any(row.gap_mean < 0 for row in replay.policies) else [])
+    return found + ([BELOW] if any(row.gap_mean < 0 for row in borrowing) else [])
 
 
 def replay_warnings(replay: Replay) -> list[str]:
@@ -185,7 +186,8 @@ def replay(
     policies: Annotated[
         str | None,
         typer.Option(
-            help=f"Some of {options.POLICIES}, each with options as name:option=value. "
+            help=f"Some of {options.POLICIES}, each with options as name:option=value; in-order: experts in order, no "
+            "replicas, E/R slots per rank. none leaves the placement's replicas unused. "
             f"Default: {options.DEFAULT_POLICIES}; with shared experts {options.SHARED_POLICIES}."
         ),
     ] = None,
@@ -229,7 +231,8 @@ def replay(
         slots_per_rank = placed.slots_per_rank
     chosen: tuple[str, ...] = simulate.SHARED_POLICIES if shared_experts else simulate.DEFAULT_POLICIES
     if policies is not None:
-        chosen = tuple(name.strip() for name in policies.split(",") if name.strip())
+        names = [name.strip() for name in policies.split(",") if name.strip()]
+        chosen = tuple(simulate.BASELINE if name == "in-order" else name for name in names)
     settings = simulate.ReplaySettings(
         num_ranks=ranks,
         ranks_per_node=ranks_per_node,

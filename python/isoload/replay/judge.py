@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -115,6 +116,17 @@ def most_replicas(placement: Placement) -> float:
     """Slots of all layers, on the rank with most, beyond its even part of one for each routed expert."""
     held = _routed(placement).sum((0, 2)).max()
     return float(held - placement.num_layers * placement.num_routed / len(placement.topology.live_ranks))
+
+
+def without_replicas(placement: Placement) -> Placement:
+    """Return the placement with every routed expert in its home slot alone; the other replicas' slots are absent."""
+    slots, home = (array.copy() for array in placement.arrays)
+    expert = np.clip(slots, 0, None)
+    replica = (slots < placement.num_routed) & (
+        np.take_along_axis(home, expert, 1) != np.arange(slots.shape[1])
+    )
+    slots[replica] = -1
+    return replace(placement, slot_to_expert=torch.from_numpy(slots), replica_weight=None)
 
 
 def _routed(placement: Placement) -> Any:

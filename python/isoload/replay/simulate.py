@@ -26,6 +26,7 @@ from isoload.records.placement import Placement
 from isoload.records.plan import Plan
 from isoload.replay.batches import Batches, SourceBatch, make_batches
 from isoload.replay.calibration import Fold, calibration_folds, strictest
+from isoload.replay.judge import without_replicas
 from isoload.replay.layer_cost import CostTally
 from isoload.replay.metrics import PolicyFigures, RoutedBatch, Tally, count_routed
 from isoload.replay.prediction import Forecast, check_prediction
@@ -34,8 +35,10 @@ from isoload.trace import Trace
 from isoload.transport import LocalGroup
 from isoload.wording import not_one_of
 
-DEFAULT_POLICIES = ("none", "static", "even", "dynamic", "exact")
-SHARED_POLICIES = ("shared_local", "waterfill_sampled", "exact", "waterfill", "joint")
+# The row that others are compared with: experts in order, E/R slots per rank, as a model runs before anything is done.
+BASELINE = "in order, no replicas"
+DEFAULT_POLICIES = (BASELINE, "static", "even", "dynamic", "exact")
+SHARED_POLICIES = (BASELINE, "shared_local", "waterfill_sampled", "exact", "waterfill", "joint")
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,9 @@ class ReplaySettings:
     seed: int = 0  # of drawn batches and of every policy that draws
     predict: str = "last"  # what policies that fill spare slots ahead know, see :class:`Forecast`
     cost: CostModel | None = None  # by which times are predicted; policies that price imports take it, too
-    policies: tuple[str, ...] = DEFAULT_POLICIES  # in ``isoload.POLICIES``, with options as the placer
+    policies: tuple[str, ...] = (
+        DEFAULT_POLICIES  # BASELINE, or in ``isoload.POLICIES``, with options as the placer
+    )
     loads: Loads = "gathered"  # what ``exact`` plans by, see :class:`isoload.Balancer`
     exchange_every: int = 16  # batches after which its ranks exchange, where loads are not gathered
 
@@ -139,19 +144,21 @@ def _replay(
         )
         placement = given or place(seen, topology, slots_per_rank, placer, *others, **options)
         widest = max(widest, placement.slots_per_rank)
-        _warm_up(placement, settings)
+        plain = in_order(placement) if BASELINE in settings.policies else placement
+        placements = placement, plain
+        _warm_up(placements, settings)
         by_loads = {
             name: LayersByLoads(
                 placement, _policy(name, settings, 0), settings.loads, settings.exchange_every
             )
             for name in settings.policies
-            if settings.loads != "gathered" and parse_policy(name)[0] == "exact"
+            if settings.loads != "gathered" and _parsed(name)[0] == "exact"
         }
         forecast = Forecast(settings.predict, trace, batches, fold, settings.seed) if ahead else None
         for index in fold.replay:
             batch = batches.source_batch(index, settings.num_ranks, settings.assign)
             batch = batch.with_shared(trace.num_experts, settings.shared_experts)
-            _replay_batch(batch, index, placement, settings, forecast, by_loads, tallies, costs)
+            _replay_batch(batch, index, placements, settings, forecast, by_loads, tallies, costs)
             tokens, done = tokens + batch.num_tokens, done + 1
             on_batch(done, total)
     figures = tuple(tally.figures() for tally in tallies)
@@ -195,19 +202,21 @@ def default_slots_per_rank(num_experts: int, num_ranks: int, others: int = 0) ->
 def _replay_batch(
     batch: SourceBatch,
     index: int,
-    placement: Placement,
+    placements: tuple[Placement, Placement],
     settings: ReplaySettings,
     forecast: Forecast | None,
     by_loads: dict[str, LayersByLoads],
     tallies: list[Tally],
     costs: list[CostTally],
 ) -> None:
+    placement = placements[0]  # then the baseline's
     ranks, loads = range(batch.num_ranks), batch.loads(placement.num_experts)
     best = "joint" if placement.num_shared else "exact"
     bound = plan_layers(loads, placement, best).bound.numpy()
     ahead = loads if forecast is None else forecast.of(batch, index, loads, placement.num_shared)
     for position, tally in enumerate(tallies):
         plans: list[Plan] = []
+        placement = placements[tally.policy == BASELINE]
         if by_own := by_loads.get(tally.policy):
             slots = by_own.route(batch, tally)
         else:
@@ -219,6 +228,8 @@ def _replay_batch(
             slots = torch.stack(routes)
         size, shared = placement.slots_per_rank, placement.num_shared
         routed = count_routed(slots.numpy(), batch.sources(), placement.topology, size, shared)
+        if tally.policy == BASELINE:  # has no replicas, so that nothing is planned
+            tally.layer_ns[-len(loads) :], tally.batched_ns[-1] = [0] * len(loads), 0.0
         _check_realised(plans, routed, tally.policy)
         tally.add(routed, bound)
         if costs:
@@ -260,7 +271,7 @@ def _check(settings: ReplaySettings, trace: Trace) -> None:
         raise ValueError(f"max_batches must be at least 0, got {settings.max_batches}")
     if not trace.top_k and (settings.cost or settings.shared_experts):
         raise ValueError("top_k must be known where cost or shared_experts count tokens, got none")
-    names, listed = [parse_policy(policy)[0] for policy in policies], ", ".join(policies)
+    names, listed = [_parsed(policy)[0] for policy in policies], ", ".join(policies)
     if not policies or len(set(policies)) < len(policies):
         raise ValueError(f"policies must be distinct and at least one, got {listed or 'none at all'}")
     if loads not in get_args(Loads):
@@ -301,10 +312,21 @@ class LayersByLoads:
         return torch.stack(slots)
 
 
+def _parsed(policy: str) -> tuple[str, dict[str, Any]]:
+    return ("none", {}) if policy == BASELINE else parse_policy(policy)
+
+
+def in_order(placement: Placement) -> Placement:
+    """Return the baseline of a placement: the same experts in order on the same ranks, without replicas."""
+    ones = np.ones((placement.num_layers, placement.num_routed))
+    trivial = place(ones, placement.topology, placer="trivial", num_shared=placement.num_shared)
+    return without_replicas(trivial)  # where R does not divide E
+
+
 def _policy(policy: str, settings: ReplaySettings, step: int) -> Policy:
     """A policy that draws gets the seed, and one that draws anew for every batch its number; one that prices imports
     the cost model's constants. Its own options come first."""
-    name, options = parse_policy(policy)
+    name, options = _parsed(policy)
     known = {field.name for field in fields(POLICIES[name])}
     given: dict[str, Any] = {"seed": settings.seed, "step": step}
     if settings.cost:
@@ -313,10 +335,12 @@ def _policy(policy: str, settings: ReplaySettings, step: int) -> Policy:
     return make_policy(name, {**given, **options})
 
 
-def _warm_up(placement: Placement, settings: ReplaySettings) -> None:
+def _warm_up(placements: tuple[Placement, Placement], settings: ReplaySettings) -> None:
     """Plans every layer once, so that what is derived once per placement is not timed."""
-    loads = torch.zeros(placement.num_layers, settings.num_ranks, placement.num_experts, dtype=torch.int32)
     for policy in settings.policies:
+        placement = placements[policy == BASELINE]
+        shape = placement.num_layers, settings.num_ranks, placement.num_experts
+        loads = torch.zeros(shape, dtype=torch.int32)
         _timed_plans(loads, loads, placement, _policy(policy, settings, 0), Tally(policy, placement.topology))
 
 
