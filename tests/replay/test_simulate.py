@@ -11,8 +11,6 @@ from isoload.cli.replay import replay_json
 from isoload.cost import CostModel
 from isoload.policies import parse_policy
 from isoload.replay import simulate
-from isoload.replay.batches import make_batches
-from isoload.replay.judge import even_imbalance, without_replicas
 from isoload.replay.simulate import ReplaySettings, default_slots_per_rank
 from isoload.trace import Trace
 from support.oracles import cut_optimum
@@ -159,31 +157,6 @@ def test_speeds_leave_one_unit_in_every_figure():
     for row in (none, even, exact):
         assert 1 <= row["imbalance"]["mean"] < 4 and 0 < row["idle_share"] < 1 and row["ideal_gap"] > 0
     assert even["imbalance"]["mean"] / exact["imbalance"]["mean"] > 1.1
-
-
-@pytest.mark.parametrize("shared", [0, 1])
-def test_the_baseline_is_experts_in_order_at_equal_numbers_without_replicas(shared):
-    """E/R slots per rank, nothing planned, whatever the placement of the other rows."""
-    trace = small_trace()
-    settings = ReplaySettings(
-        RANKS,
-        slots_per_rank=4 + shared,
-        shared_experts=shared,
-        policies=(simulate.BASELINE, "exact"),
-        calibrate="all",
-    )
-    baseline, exact = simulate.replay(trace, settings).policies
-    assert baseline.policy == "in order, no replicas" and baseline.imbalance_mean > exact.imbalance_mean
-    assert baseline.plan_us_median == baseline.plan_us_batched == 0 < exact.plan_us_median
-    assert baseline.active_experts <= -(-EXPERTS // RANKS) + shared
-    plain = isoload.place(np.ones((LAYERS, EXPERTS)), RANKS, placer="trivial")
-    if not shared:  # 3 experts on each rank but the last
-        plain = without_replicas(plain)
-        assert [int((row >= 0).sum()) for row in plain.slot_to_expert] == [EXPERTS] * LAYERS
-        counts = make_batches(trace).counts
-        wanted = even_imbalance(plain, counts)[counts.sum(-1) > 0]
-        assert baseline.imbalance_mean == pytest.approx(wanted.mean())
-        assert baseline.gap_mean > 0, "over the bound of the other rows' placement"
 
 
 def test_totals_and_settings():
