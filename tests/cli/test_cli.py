@@ -348,6 +348,8 @@ def test_the_committed_replay_is_todays():
     words = [str(SHIPPED) if word == TRACE else word for word in said.split()]  # whose path may have a space
     found = json.loads(run(*words, "--json", "-").stdout)
     committed = json.loads((ROOT / "bench" / "results" / "replay_gptoss20b.json").read_text())
+    for row in found["policies"]:
+        assert len(row.pop("by_batch")["imbalance"]) == found["batches"]
     for row in (*found["policies"], *committed["policies"]):
         assert set(row.pop("plan_us")) == {"median", "batched"}
     assert found == committed

@@ -43,6 +43,14 @@ SlotsPerRank = Annotated[
 ]
 PlacerName = Annotated[str, typer.Option(help=f"One of {PLACERS}, with options as name:option=value.")]
 FormatName = Annotated[str, typer.Option("--format", help=f"One of {FORMATS}.")]
+Plugins = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--plugin",
+        metavar="FILE.py",
+        help="A Python file that registers policies or placers of your own; may be given several times.",
+    ),
+]
 TopK = Annotated[
     str | None,
     typer.Option(

@@ -94,12 +94,12 @@ def free_slots(name: str, options: dict[str, Any], trace: Trace, topology: Topol
     return default_slots_per_rank(trace.num_experts, topology.num_ranks)
 
 
-def judge_way(way: Way, trace: Trace, calibrate: str, topology: Topology) -> tuple[float, float]:
-    """Return the imbalance, even and exact, of placements made without the batches they are judged on."""
+def judge_way(way: Way, trace: Trace, calibrate: str, topology: Topology) -> tuple[Any, Any]:
+    """Return the imbalance [batches, L], even and exact, of placements made without the batches they are judged on."""
     from isoload.placers import PLACERS
-    from isoload.replay.judge import judge_unseen
+    from isoload.replay.judge import unseen_imbalances
 
-    return judge_unseen(
+    return unseen_imbalances(
         trace, calibrate, partial(way.place, topology=topology), PLACERS[way.name].needs_tokens
     )
 
@@ -119,6 +119,15 @@ def place(
             "whichever has the lower imbalance on unseen batches, split exactly."
         ),
     ] = None,
+    placers: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LIST|all",
+            help="More placers to compare with, as --placer names them; all: every one, with the reason where one "
+            "cannot place this trace.",
+        ),
+    ] = None,
+    plugin: options.Plugins = None,
     file_format: options.FormatName = "isoload",
     before: Annotated[str | None, typer.Option(metavar="FILE", help="A placement to start from.")] = None,
     against: Annotated[str | None, typer.Option(metavar="FILE", help="A placement to compare with.")] = None,
@@ -141,13 +150,15 @@ def place(
     Experts are placed on all batches; the figures are of placements made without the batches they are judged on.
     """
     from isoload.cli.given import load_trace
+    from isoload.cli.plugins import load_plugins
     from isoload.cli.targets import check_targets
     from isoload.formats import check_format, read_placement, write_placement
-    from isoload.placers import layers_of, parse_placer
+    from isoload.placers import PLACERS, layers_of, parse_placer
     from isoload.replay import judge
     from isoload.replay.calibration import strictest
     from isoload.topology import Topology
 
+    load_plugins(plugin)
     check_targets([*traces, before, against], force, json, str(output), html)
     check_format(file_format, output, "output")
     loaded = [load_trace(trace) for trace in traces]
@@ -169,43 +180,55 @@ def place(
             chosen["before"] = start
         tried.append(Way(text, name, slots or free_slots(name, chosen, first, topology), chosen))
     seen = {way.label: judge_way(way, first, held_back, topology) for way in tried}
-    best = min(reversed(tried), key=lambda way: seen[way.label][1])
+    best = min(reversed(tried), key=lambda way: seen[way.label][1].mean())
     placement = best.place(loaded, topology)
     old = rival if start is None else start
 
-    def judged(label: str, made: Placement, even: float, exact: float) -> Row:
+    def judged(label: str, made: Placement, even: Any, exact: Any) -> Row:
         return {
             "placer": label,
             "written": made is placement,
-            "even": even,  # imbalance, mean over unseen batches and layers, replicas sharing alike
-            "exact": exact,  # the same, split exactly
+            "even": float(
+                even.mean()
+            ),  # imbalance, mean over unseen batches and layers, replicas sharing alike
+            "exact": float(exact.mean()),  # the same, split exactly
             "replicas": judge.count_replicas(made),
             "replica_bytes": round(judge.most_replicas(made) * expert_bytes) if expert_bytes else None,
             "changed": judge.changed_slots(old, made) if old and old.num_slots == made.num_slots else None,
+            "by_batch": {"even": even.tolist(), "exact": exact.tolist()},  # [batches][L]
         }
 
     compared = [Way(options.BASELINE, "trivial", None), Way("eplb", "eplb", placement.slots_per_rank)]
-    compared = [way for way in compared if way.label not in seen]
-    rows = []
-    for way in [*compared, *tried]:
-        made = placement if way is best else way.place(loaded, topology)
-        figures_of = seen.get(way.label) or judge_way(way, first, held_back, topology)
-        rows.append(judged(way.label, made, *figures_of))
+    every = placers == "all"
+    for text in PLACERS if every else filter(None, map(str.strip, (placers or "").split(","))):
+        name, more = parse_placer(text)
+        compared.append(Way(text, name, slots or free_slots(name, more, first, topology), more))
+    rows, refused = [], {}
+    for way in {way.label: way for way in [*compared, *tried]}.values():
+        try:
+            found = seen.get(way.label) or judge_way(way, first, held_back, topology)
+            made = placement if way is best else way.place(loaded, topology)
+        except (ValueError, ImportError) as error:
+            if not every:
+                raise
+            refused[way.label] = str(error)
+        else:
+            rows.append(judged(way.label, made, *found))
     if against is not None and rival is not None:
         if rival.num_routed != first.num_experts:
             raise ValueError(f"against must have {first.num_experts} routed experts, got {rival.num_routed}")
         imbalances = judge.even_imbalance, judge.exact_imbalance
-        rows.append(
-            judged(against, rival, *(float(f(rival, first.batch_counts()).mean()) for f in imbalances))
-        )
+        rows.append(judged(against, rival, *(f(rival, first.batch_counts()) for f in imbalances)))
     figures = {"calibrate": held_back, "provenance": placement.provenance, "placers": rows}
+    figures |= {"refused": refused} if refused else {}
     line = f"{placement_line(placement, str(output))}, placer {best.label}"
     columns = columns_of(FIGURES, [shown_row(row) for row in rows])
     batches = "Seen batches" if held_back == "all" else "Unseen batches"
     units = [f"{batches} (calibrate {held_back}): {UNITS}"]
 
     def show(console: Console) -> None:
-        say(console, ("", [line]), columns, ("", units))
+        reasons = [f"{label}: n/a: {reason}" for label, reason in refused.items()]
+        say(console, ("", [line]), columns, ("", units), ("yellow", reasons))
         if not any(placement.has_freedom):
             say(console, ("yellow", [NO_FREEDOM.format(more=placement.slots_per_rank + 1)]))
 

@@ -120,7 +120,7 @@ def replay_units(replay: Replay, wide: bool) -> list[str]:
 
 def replay_warnings(replay: Replay) -> list[str]:
     """What cannot be judged here, and why."""
-    found = []
+    found = [f"{policy}: n/a: {reason}" for policy, reason in replay.refused.items()]
     if not replay.settings["top_k"]:
         found.append(
             "The record does not say top-k: copies are drawn one by one, rows not counted (--top-k)."
@@ -137,8 +137,11 @@ def replay_json(replay: Replay) -> Row:
     rows = [row.to_json() for row in replay.policies]
     for row, predicted in zip(rows, replay.costs, strict=False):
         row["predicted"] = predicted
+    for row, tally in zip(rows, replay.tallies, strict=True):
+        row["by_batch"] = tally.by_batch()
     names = ("trace", "settings", "tokens", "layers", "batches")
-    return {name: getattr(replay, name) for name in names} | {"policies": rows}
+    refused = {"refused": replay.refused} if replay.refused else {}
+    return {name: getattr(replay, name) for name in names} | {"policies": rows} | refused
 
 
 def replay(
@@ -187,7 +190,8 @@ def replay(
         str | None,
         typer.Option(
             help=f"Some of {options.POLICIES}, each with options as name:option=value; in-order: experts in order, no "
-            "replicas, E/R slots per rank. none leaves the placement's replicas unused. "
+            "replicas, E/R slots per rank; all: every policy, with the reason where one cannot take this placement. "
+            "none leaves the placement's replicas unused. "
             f"Default: {options.DEFAULT_POLICIES}; with shared experts {options.SHARED_POLICIES}."
         ),
     ] = None,
@@ -198,6 +202,7 @@ def replay(
     exchange_every: Annotated[
         int, typer.Option(help="Batches after which ranks exchange, where loads are not gathered.")
     ] = 16,
+    plugin: options.Plugins = None,
     layers: options.LayersText = None,
     cost: options.CostFile = None,
     wide: options.Wide = False,
@@ -220,9 +225,12 @@ def replay(
     policies that price imports use them where their options set no others.
     """
     from isoload.cli.given import given_placement, load_trace, progress, unseen_part
+    from isoload.cli.plugins import load_plugins
     from isoload.cli.targets import check_targets
+    from isoload.policies import POLICIES
     from isoload.replay import simulate
 
+    load_plugins(plugin)
     check_targets([trace, placement, cost], force, json, html=html)
     placed = None if placement is None else given_placement(context, placement)
     if placed is not None:
@@ -232,7 +240,8 @@ def replay(
     chosen: tuple[str, ...] = simulate.SHARED_POLICIES if shared_experts else simulate.DEFAULT_POLICIES
     if policies is not None:
         names = [name.strip() for name in policies.split(",") if name.strip()]
-        chosen = tuple(simulate.BASELINE if name == "in-order" else name for name in names)
+        whole = {"in-order": (simulate.BASELINE,), "all": (simulate.BASELINE, *POLICIES)}
+        chosen = tuple(dict.fromkeys(each for name in names for each in whole.get(name, (name,))))
     settings = simulate.ReplaySettings(
         num_ranks=ranks,
         ranks_per_node=ranks_per_node,
@@ -250,6 +259,7 @@ def replay(
         policies=chosen,
         loads=loads,  # type: ignore[arg-type]
         exchange_every=exchange_every,
+        skip_refused=policies is not None and "all" in names,
     )
     loaded, note = load_trace(trace, layers, top_k), ""
     if placed is not None:

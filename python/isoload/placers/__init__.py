@@ -35,6 +35,18 @@ PLACERS: dict[str, type[Placer]] = {
 }
 
 
+def register_placer(placer: type[Placer]) -> type[Placer]:
+    """Make a placer known by its name; usable as a decorator.
+
+    Raises:
+        ValueError: the name is taken.
+    """
+    if placer.name in PLACERS:
+        raise ValueError(f"name must be a new one, placer {placer.name} exists")
+    PLACERS[placer.name] = placer
+    return placer
+
+
 def place(
     counts: Any,
     topology: Topology | int,
@@ -222,4 +234,14 @@ def _home_slots(
     return torch.from_numpy((owner * size + place).astype(np.int32))
 
 
-__all__ = ["PLACERS", "Placed", "Placer", "Room", "Scenarios", "make_placer", "parse_placer", "place"]
+__all__ = [
+    "PLACERS",
+    "Placed",
+    "Placer",
+    "Room",
+    "Scenarios",
+    "make_placer",
+    "parse_placer",
+    "place",
+    "register_placer",
+]

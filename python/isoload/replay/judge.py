@@ -68,7 +68,15 @@ def _over_mean(peak: Floats, counts: Ints, placement: Placement) -> Floats:
 def judge_unseen(
     trace: Trace, calibrate: str, make: Callable[[Any], Placement], needs_tokens: bool = False
 ) -> tuple[float, float]:
-    """Return the mean imbalance, even and exact, over layers and batches that the placement has not seen.
+    """Return the means of :func:`unseen_imbalances`, even and exact."""
+    even, exact = unseen_imbalances(trace, calibrate, make, needs_tokens)
+    return float(even.mean()), float(exact.mean())
+
+
+def unseen_imbalances(
+    trace: Trace, calibrate: str, make: Callable[[Any], Placement], needs_tokens: bool = False
+) -> tuple[Floats, Floats]:
+    """Return the imbalance [batches, L], even and exact, of batches that the placement has not seen.
 
     Args:
         trace: its batches are split.
@@ -85,7 +93,7 @@ def judge_unseen(
         placement, judged = make(seen), counts[list(fold.replay)]
         even.append(even_imbalance(placement, judged))
         exact.append(exact_imbalance(placement, judged))
-    return float(np.concatenate(even).mean()), float(np.concatenate(exact).mean())
+    return np.concatenate(even), np.concatenate(exact)
 
 
 def _with_tokens(trace: Trace, calibrate: str, fold: Fold) -> Trace:

@@ -64,6 +64,7 @@ class ReplaySettings:
     )
     loads: Loads = "gathered"  # what ``exact`` plans by, see :class:`isoload.Balancer`
     exchange_every: int = 16  # batches after which its ranks exchange, where loads are not gathered
+    skip_refused: bool = False  # leave policies out that cannot take the placement, see Replay.refused
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,7 @@ class Replay:
     costs: tuple[dict[str, Any], ...] = ()  # a row per policy if the settings have a cost model
     # What each policy's row sums up.
     tallies: tuple[Tally, ...] = field(default=(), repr=False, compare=False)
+    refused: dict[str, str] = field(default_factory=dict)  # by policy why it is left out
 
 
 def replay(
@@ -137,6 +139,7 @@ def _replay(
     tallies = [Tally(name, topology, trace.top_k > 0) for name in settings.policies]
     costs = [CostTally(model) for _ in settings.policies] if model else []
     tokens = done = widest = 0
+    refused: dict[str, str] = {}
     total = sum(len(fold.replay) for fold in folds)
     for fold in folds:
         seen: Any = (
@@ -146,7 +149,10 @@ def _replay(
         widest = max(widest, placement.slots_per_rank)
         plain = in_order(placement) if BASELINE in settings.policies else placement
         placements = placement, plain
-        _warm_up(placements, settings)
+        refused |= _warm_up(placements, settings)
+        kept = [i for i, tally in enumerate(tallies) if tally.policy not in refused]
+        tallies, costs = ([of[i] for i in kept] if of else [] for of in (tallies, costs))  # type: ignore[assignment]
+        settings = replace(settings, policies=tuple(tally.policy for tally in tallies))
         by_loads = {
             name: LayersByLoads(
                 placement, _policy(name, settings, 0), settings.loads, settings.exchange_every
@@ -171,7 +177,8 @@ def _replay(
     predicted = tuple(tally.figures() for tally in costs)
     for row in predicted:
         row["layer_us_change"] = row["layer_us_mean"] / predicted[0]["layer_us_mean"] - 1
-    return Replay(trace.name, resolved, tokens, trace.num_layers, total, figures, predicted, tuple(tallies))
+    made = figures, predicted, tuple(tallies), refused
+    return Replay(trace.name, resolved, tokens, trace.num_layers, total, *made)
 
 
 def fitting(placement: Placement, trace: Trace, settings: ReplaySettings) -> Placement:
@@ -335,13 +342,26 @@ def _policy(policy: str, settings: ReplaySettings, step: int) -> Policy:
     return make_policy(name, {**given, **options})
 
 
-def _warm_up(placements: tuple[Placement, Placement], settings: ReplaySettings) -> None:
-    """Plans every layer once, so that what is derived once per placement is not timed."""
+def _warm_up(placements: tuple[Placement, Placement], settings: ReplaySettings) -> dict[str, str]:
+    """Plan every layer once, so that what is derived once per placement is not timed.
+
+    Returns:
+        by policy why it cannot take the placement, if the settings skip such policies.
+    """
+    refused = {}
     for policy in settings.policies:
         placement = placements[policy == BASELINE]
         shape = placement.num_layers, settings.num_ranks, placement.num_experts
         loads = torch.zeros(shape, dtype=torch.int32)
-        _timed_plans(loads, loads, placement, _policy(policy, settings, 0), Tally(policy, placement.topology))
+        try:
+            _timed_plans(
+                loads, loads, placement, _policy(policy, settings, 0), Tally(policy, placement.topology)
+            )
+        except ValueError as error:
+            if not settings.skip_refused:
+                raise
+            refused[policy] = str(error)
+    return refused
 
 
 def _resolved(
@@ -349,6 +369,7 @@ def _resolved(
 ) -> dict[str, Any]:
     """The settings as they took effect, and what else is needed to read the figures."""
     given = asdict(settings)
+    del given["skip_refused"]
     if not any(_policy(name, settings, 0).ahead for name in settings.policies):
         del given["predict"]  # nothing was predicted
     if settings.loads == "gathered":
