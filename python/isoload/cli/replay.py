@@ -137,7 +137,7 @@ def replay_json(replay: Replay) -> Row:
     rows = [row.to_json() for row in replay.policies]
     for row, predicted in zip(rows, replay.costs, strict=False):
         row["predicted"] = predicted
-    for row, tally in zip(rows, replay.tallies, strict=True):
+    for row, tally in zip(rows, replay.tallies, strict=False):  # a Replay made by hand may have none
         row["by_batch"] = tally.by_batch()
     names = ("trace", "settings", "tokens", "layers", "batches")
     refused = {"refused": replay.refused} if replay.refused else {}
