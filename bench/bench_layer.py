@@ -53,7 +53,7 @@ from workloads import make_workload
 TRACE = Path(__file__).parents[1] / "examples" / "traces" / "gptoss20b_decode.npz"
 EXPERTS, TOP_K, BATCHES, LAYER = 32, 4, 14, 12
 HIDDEN, INNER = 256, 512
-NAMES = ("no replicas", *DEFAULT_POLICIES)
+NAMES = ("no replicas", "none", *DEFAULT_POLICIES[1:])
 ROUTINGS = ("gptoss20b layer 12", "hot_experts")
 FORWARD = ("gather", "dispatch row counts", "dispatch", "combine")
 BACKWARD = ("combine backward", "replica gradients", "dispatch backward")

@@ -30,6 +30,11 @@ from transformers.distributed import DistributedConfig
 from isoload.integrations import huggingface
 
 LEARNING_RATE, FIRST = 1e-3, 2  # steps that are not timed
+ON_A_CPU = (
+    "The tokens per second above are no claim. On a CPU all ranks share the cores, so that a rank which waits costs "
+    "nothing, and planning a batch takes longer than products of experts this small. This run shows losses and loads; "
+    "measure the speed on GPUs, with a real model."
+)
 
 
 @dataclass
@@ -158,6 +163,8 @@ def main(
         run = train(folder, implementation, steps, text)
         if dist.get_rank() == 0:
             show(implementation, run, dist.get_world_size() * sequences * length)
+    if dist.get_rank() == 0 and steps > FIRST and not torch.cuda.is_available():
+        print(ON_A_CPU)
     dist.barrier()
     if model is None and dist.get_rank() == 0:
         shutil.rmtree(folder)

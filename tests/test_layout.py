@@ -20,7 +20,7 @@ PACKAGE = ROOT / "python" / "isoload"
 
 # Lowest first; a module may import from its own room, the folder or file of its first name, and from floors below.
 FLOORS = [
-    ["__main__", "files", "kernels", "replica_tables", "results", "value_checks"],
+    ["__main__", "files", "kernels", "replica_tables", "results", "value_checks", "wording"],
     [
         *("ops", "options", "permutation", "report", "shared_experts", "steps", "times", "topology"),
         "trace",

@@ -218,7 +218,7 @@ ROWS: dict[str, tuple[Columns, Callable[[], list[Row]]]] = {
 def replay() -> Table:
     """README: `make run`'s replay, by policy."""
     names = {
-        "none": "`none`: no replicas used",
+        "in order, no replicas": "in order, no replicas: 4 slots per rank",
         "static": "`static`: SGLang's default, one replica per source rank",
         "dynamic": "`dynamic`: SGLang's random replica",
         "exact": "`exact`",

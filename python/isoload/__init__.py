@@ -3,21 +3,28 @@
 What most programs need, in the order in which one learns it; all else by module (isoload.layer.BlockExperts).
 """
 
-from isoload.balancing.balancer import Balancer
-from isoload.balancing.captured import CapturedBalancer
-from isoload.balancing.counting import count
-from isoload.balancing.planning import plan, share
-from isoload.balancing.routing import route
-from isoload.experts.weights import ExpertWeights
-from isoload.formats import read_placement, write_placement
-from isoload.layer import LibraStack, MoE, balance
-from isoload.online import Rebalancer, Recorder
-from isoload.placers import PLACERS, place
-from isoload.policies import POLICIES
-from isoload.records.placement import Placement
-from isoload.topology import Topology
-from isoload.trace import read_trace
-from isoload.transport import CollectiveGroup, CollectiveTransport, LocalGroup, LocalTransport
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from isoload.balancing.balancer import Balancer
+    from isoload.balancing.captured import CapturedBalancer
+    from isoload.balancing.counting import count
+    from isoload.balancing.planning import plan, share
+    from isoload.balancing.routing import route
+    from isoload.experts.weights import ExpertWeights
+    from isoload.formats import read_placement, write_placement
+    from isoload.layer import LibraStack, MoE, balance
+    from isoload.online import Rebalancer, Recorder
+    from isoload.placers import PLACERS, place
+    from isoload.policies import POLICIES
+    from isoload.records.placement import Placement
+    from isoload.topology import Topology
+    from isoload.trace import read_trace
+    from isoload.transport import CollectiveGroup, CollectiveTransport, LocalGroup, LocalTransport
 
 __version__ = "0.1.0"
 
@@ -47,3 +54,62 @@ __all__ = [  # noqa: RUF022
     "Recorder",
     "Rebalancer",
 ]
+
+_HOMES = {  # where the names of __all__ are defined; the block above says the same to type checkers
+    "balancing.balancer": ("Balancer",),
+    "balancing.captured": ("CapturedBalancer",),
+    "balancing.counting": ("count",),
+    "balancing.planning": (
+        "plan",
+        "share",
+    ),
+    "balancing.routing": ("route",),
+    "experts.weights": ("ExpertWeights",),
+    "formats": (
+        "read_placement",
+        "write_placement",
+    ),
+    "layer": (
+        "LibraStack",
+        "MoE",
+        "balance",
+    ),
+    "online": (
+        "Rebalancer",
+        "Recorder",
+    ),
+    "placers": (
+        "PLACERS",
+        "place",
+    ),
+    "policies": ("POLICIES",),
+    "records.placement": ("Placement",),
+    "topology": ("Topology",),
+    "trace": ("read_trace",),
+    "transport": (
+        "CollectiveGroup",
+        "CollectiveTransport",
+        "LocalGroup",
+        "LocalTransport",
+    ),
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name or a module when it is first used, so that ``isoload --help`` needs no torch.
+
+    The first public name brings all of them, because a program that has used one may name a module without importing
+    it, as ``isoload.records.plan.Plan``.
+    """
+    if name in __all__:
+        for module, names in _HOMES.items():
+            found = import_module(f"isoload.{module}")
+            globals().update({each: getattr(found, each) for each in names})
+        return globals()[name]
+    if not name.startswith("_") and find_spec(f"isoload.{name}"):
+        return import_module(f"isoload.{name}")
+    raise AttributeError(f"module 'isoload' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from isoload.files.reading import MAX_NOTES, parse_json, read_text
-from isoload.topology import Topology
+from isoload.topology import Topology, as_topology
 
 DEFAULT_BANDWIDTHS = (400.0, 50.0)  # GB/s of a rank, inside a node and between: NVLink 4, one 400 Gb/s NIC
 MOST = 2**53  # of any constant: products of a few stay finite
@@ -131,19 +131,20 @@ def rank_bytes(quota: Tensor, slot_to_expert: Tensor, num_ranks: int, model: Cos
     return copies * per_copy + held.double() * model.expert_bytes
 
 
-def lent(slot_to_expert: Tensor, home_slot: Tensor, spare_slots: int, topology: Topology) -> Tensor:
+def lent(slot_to_expert: Tensor, home_slot: Tensor, spare_slots: int, topology: Topology | int) -> Tensor:
     """[..., R, R] int64 experts that each rank sends to each rank's spare slots.
 
     slot_to_expert: [..., P] of a plan; home_slot: [..., E] of its placement.
     """
-    ranks, size = topology.num_ranks, slot_to_expert.shape[-1] // topology.num_ranks
+    ranks = as_topology(topology).num_ranks
+    size = slot_to_expert.shape[-1] // ranks
     borrowed = slot_to_expert.reshape(*slot_to_expert.shape[:-1], ranks, size)[..., size - spare_slots :]
     homes = home_slot.gather(-1, borrowed.clamp(min=0).flatten(-2).long()).view(borrowed.shape) // size
     lenders = torch.arange(ranks, device=homes.device).view(ranks, 1, 1)
     return ((homes.unsqueeze(-3) == lenders) & (borrowed >= 0).unsqueeze(-3)).sum(-1)
 
 
-def import_seconds(lent: Tensor, topology: Topology, model: CostModel) -> Tensor:
+def import_seconds(lent: Tensor, topology: Topology | int, model: CostModel) -> Tensor:
     """[..., R] float64 time of borrowed weights, if nothing hides it: the larger of what a rank receives and sends.
 
     lent: [..., R, R] experts whose weights one rank (row) sends to another (column).
@@ -151,7 +152,7 @@ def import_seconds(lent: Tensor, topology: Topology, model: CostModel) -> Tensor
     return _busy(lent, topology, model) * model.expert_bytes
 
 
-def slots_in_time(copies: int, experts: int, topology: Topology, model: CostModel) -> int:
+def slots_in_time(copies: int, experts: int, topology: Topology | int, model: CostModel) -> int:
     """Experts whose weights can come to a rank while it computes (papers/004, section 3.2): window x bandwidth / bytes.
 
     Args:
@@ -165,12 +166,13 @@ def slots_in_time(copies: int, experts: int, topology: Topology, model: CostMode
     quota = torch.full((experts,), copies // experts)
     quota[: copies % experts] += 1
     window = float(rank_seconds(quota, 1, model))
+    topology = as_topology(topology)
     near, far = topology.bandwidths or model.bandwidths
     bandwidth = near if topology.num_nodes == 1 else far
     return int(window * bandwidth * 1e9 / model.expert_bytes)
 
 
-def exchange_seconds(rows: Tensor, topology: Topology, model: CostModel) -> Tensor:
+def exchange_seconds(rows: Tensor, topology: Topology | int, model: CostModel) -> Tensor:
     """[..., R] float64 time of dispatch and combine: the larger of what a rank sends and receives, both ways.
 
     rows: [..., R, R] that source sends to rank; those to itself are free.
@@ -178,8 +180,9 @@ def exchange_seconds(rows: Tensor, topology: Topology, model: CostModel) -> Tens
     return 2 * _busy(rows, topology, model) * model.hidden * model.token_bytes
 
 
-def _busy(sent: Tensor, topology: Topology, model: CostModel) -> Tensor:
+def _busy(sent: Tensor, topology: Topology | int, model: CostModel) -> Tensor:
     """[..., R] float64 seconds per byte of what rank sends to rank: the larger of a rank's sum and its column's."""
+    topology = as_topology(topology)
     index = torch.arange(topology.num_ranks)
     node = index // topology.ranks_per_node
     near, far = topology.bandwidths or model.bandwidths

@@ -10,6 +10,7 @@ from types import NoneType
 from typing import Any, TypeVar, get_args, get_type_hints
 
 from isoload.files.reading import shown
+from isoload.wording import nearest, not_one_of
 
 Made = TypeVar("Made")
 _TYPES: dict[type, dict[str, tuple[Any, ...]]] = {}  # by class, as read once
@@ -46,7 +47,7 @@ def check_options(made: Any) -> None:
     for name, types in types_of(type(made)).items():
         value = getattr(made, name)
         if not any(_is(value, kind) for kind in types):
-            raise ValueError(f"{name} must be {_listed(types)}, got {value!r}")
+            raise ValueError(f"{name} must be {_listed(types)}, got {value!r}{_nearest(value, types)}")
         if isinstance(value, float) and not isfinite(value):
             raise ValueError(f"{name} must be finite, got {value}")
 
@@ -61,11 +62,10 @@ def types_of(made: type) -> dict[str, tuple[Any, ...]]:
 
 def _find(kind: str, classes: Mapping[str, type[Made]], name: str, options: Mapping[str, Any]) -> type[Made]:
     if name not in classes:
-        raise ValueError(f"{kind} must be one of {', '.join(classes)}, got {name!r}")
+        raise ValueError(not_one_of(kind, classes, name))
     known = types_of(classes[name])
     if unknown := [key for key in options if key not in known]:
-        listed = ", ".join(known) or "(none)"
-        raise ValueError(f"option must be one of {listed} for {kind} {name}, got {unknown[0]!r}")
+        raise ValueError(not_one_of("option", known or ["(none)"], unknown[0], f" for {kind} {name}"))
     return classes[name]
 
 
@@ -80,7 +80,7 @@ def _read(name: str, text: str, types: tuple[Any, ...]) -> Any:
                 return kind(text)
         except ValueError:
             continue
-    raise ValueError(f"option {name} must be {_listed(types)}, got {text!r}")
+    raise ValueError(f"option {name} must be {_listed(types)}, got {text!r}{_nearest(text, types)}")
 
 
 def _is(value: Any, kind: Any) -> bool:
@@ -89,6 +89,10 @@ def _is(value: Any, kind: Any) -> bool:
     if kind in (int, float):
         return isinstance(value, Integral if kind is int else Real) and not isinstance(value, bool)
     return isinstance(value, kind)
+
+
+def _nearest(value: Any, types: tuple[Any, ...]) -> str:
+    return nearest(value, [kind for kind in types if not isinstance(kind, type)])
 
 
 def _listed(types: tuple[Any, ...]) -> str:

@@ -98,6 +98,19 @@ class Topology:
         return ticks
 
 
+def as_topology(topology: Topology | int) -> Topology:
+    """Return the topology, or for an integer R the topology of R ranks on one node.
+
+    Raises:
+        ValueError: for anything else.
+    """
+    if isinstance(topology, Topology):
+        return topology
+    if isinstance(topology, Integral) and not isinstance(topology, bool):
+        return Topology(int(topology))
+    raise ValueError(f"topology must be a Topology or the number of ranks, got {topology!r:.60}")
+
+
 def topology_errors(topology: Topology) -> list[str]:
     """What is wrong with a topology, one sentence each; empty if nothing is."""
     errors: list[str] = []

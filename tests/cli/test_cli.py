@@ -52,7 +52,8 @@ def test_replay_prints_a_row_per_policy(trace):
     lines = result.stdout.splitlines()
     assert lines[0] == "small" and "48 tokens in 3 batches" in lines[1] and "4 ranks on 2 nodes" in lines[2]
     assert lines[3] == "unseen: placed for each cluster on the others (1 or 2 batches)"
-    assert [line.split()[0] for line in lines[7:12]] == ["none", "static", "even", "dynamic", "exact"]
+    assert lines[7].startswith("in order, no replicas ")
+    assert [line.split()[0] for line in lines[8:12]] == ["static", "even", "dynamic", "exact"]
     assert lines[11].split()[2] == "0%" and max(map(len, lines)) <= 80
     wide = run("replay", trace, "--ranks", 4, "--ranks-per-node", 2, "--wide").stdout.splitlines()
     assert wide[11].split()[4:6] == ["0%", "0%"] and len(wide[11].split()) == 17
@@ -211,7 +212,7 @@ def test_inspect(trace):
     result = run("inspect", trace, "--ranks", 4, "--layers", "1-2")
     assert (
         result.exit_code == 0
-        and "3 batches, 2 layers, 8 experts; experts in order on 4 ranks" in result.stdout
+        and "3 batches, 2 layers, 8 experts; in order, no replicas, on 4 ranks" in result.stdout
     )
     found = json.loads(run("inspect", trace, "--ranks", 4, "--json", "-").stdout)
     assert (found["trace"], found["num_ranks"], len(found["layers"])) == ("small", 4, 3)
@@ -353,6 +354,8 @@ def test_the_committed_replay_is_todays():
     words = [str(SHIPPED) if word == TRACE else word for word in said.split()]  # whose path may have a space
     found = json.loads(run(*words, "--json", "-").stdout)
     committed = json.loads((ROOT / "bench" / "results" / "replay_gptoss20b.json").read_text())
+    for row in found["policies"]:
+        assert len(row.pop("by_batch")["imbalance"]) == found["batches"]
     for row in (*found["policies"], *committed["policies"]):
         assert set(row.pop("plan_us")) == {"median", "batched"}
     assert found == committed

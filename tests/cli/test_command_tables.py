@@ -260,7 +260,7 @@ def test_inspection_prints_its_extremes():
     trace = skewed_trace()
     lines = printed(lambda console: print_inspection(trace, 4, inspect_trace(trace, 4), console)).splitlines()
     assert lines[0] == "skewed (a/model)"
-    assert lines[1] == "2 batches, 2 layers, 24 experts; experts in order on 4 ranks, no replicas"
+    assert lines[1] == "2 batches, 2 layers, 24 experts; in order, no replicas, on 4 ranks"
     assert "4 ranks: 1.96 in order, 1.81 at least; 1 of 2 layers need replicas" in lines
     assert "100% chosen by every token, 24.00 x." in " ".join(lines)
     assert lines[-1] == "largest share in any layer and batch: expert 77.0%, rank of 4 82.0%"
@@ -274,7 +274,7 @@ def test_doctor_prints_what_is_off_and_why():
 
 NAMES = [figure.key for figure in cost.FIGURES]
 COST_ROW = {"mean_copies": 1.5, **dict(zip(NAMES, ["none", *map(float, range(1, 11))], strict=True))}
-DEMO_ROW = dict(zip([figure.key for figure in demo.FIGURES], ["none", 1.5, 2.5, 35, 4.5, 0.5], strict=True))
+DEMO_ROW = dict(zip([figure.key for figure in demo.FIGURES], ["none", 1.5, 2.5, 35, 0.5], strict=True))
 ROWS = {
     "replay": (FIGURES, DYNAMIC.to_json()),
     "inspect": (inspect_figures(["4", "8", "16"]), inspect_trace(skewed_trace(), 4)[0]),

@@ -20,7 +20,7 @@ from isoload.policies import POLICIES
 from isoload.replay.batches import ASSIGNMENTS
 from isoload.replay.calibration import CALIBRATIONS
 from isoload.replay.prediction import PREDICTIONS
-from isoload.replay.simulate import DEFAULT_POLICIES, SHARED_POLICIES
+from isoload.replay.simulate import BASELINE, DEFAULT_POLICIES, SHARED_POLICIES
 from support.documents import PLAIN
 from support.sweeps import first
 
@@ -77,4 +77,5 @@ def test_names_in_help_are_those_that_there_are():
         (options.DEFAULT_POLICIES, DEFAULT_POLICIES),
         (options.SHARED_POLICIES, SHARED_POLICIES),
     ):
-        assert said == ",".join(names)
+        assert said == ",".join("in-order" if name == BASELINE else name for name in names)
+    assert options.BASELINE == BASELINE

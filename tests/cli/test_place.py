@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 import isoload
 from isoload.cli.app import app
 from isoload.placers import parse_placer
+from isoload.replay.judge import even_imbalance, exact_imbalance
 from isoload.trace import Identity, Trace, write_trace
 from support.documents import PLAIN
 from support.sglang_recording import EXPERTS, MOE, Recording
@@ -44,8 +45,9 @@ def test_a_trace_becomes_a_placement_and_a_table(trace, tmp_path):
     assert found.provenance["placer"] == "scenario" and found.provenance["traces"] == ["small"]
     lines = result.stdout.splitlines()
     in_order, eplb, ours = (line.split() for line in lines if line.startswith(("in order", "eplb", "scen")))
-    assert in_order[:2] == ["in", "order"] and in_order[-2:] == ["0", "0.0"]
-    assert eplb[0] == "eplb" and eplb[3:] == ["8", "2.0"] and ours[0] == "scenario" and ours[3] == "8"
+    assert " ".join(in_order[:4]) == "in order, no replicas" and in_order[-2:] == ["0", "0.0"]
+    assert eplb[0] == "eplb" and eplb[3:] == ["8", "2.0"]
+    assert ours[:2] == ["scenario", "(written)"] and ours[4] == "8"
     assert "(calibrate first-half)" in " ".join(result.stdout.split())
     assert max(map(len, lines[2:])) <= 80
 
@@ -68,6 +70,59 @@ def test_the_figures_are_of_placements_that_have_not_seen_the_judged_batches(tra
         assert 1 <= row["exact"] <= row["even"] + 1e-9
 
 
+@pytest.mark.parametrize(("seed", "better"), [(0, "eplb"), (1, "scenario"), (2, "scenario"), (4, "eplb")])
+def test_the_default_is_the_placer_with_the_lower_unseen_imbalance(tmp_path, seed, better):
+    """Of equal ones (seed 1) scenario. The table, the JSON and the first line name the one that is written."""
+    counts = np.floor(50 * 1.5 ** np.random.default_rng(seed).normal(size=(6, 2, 8))).astype(np.int64)
+    write_trace(Trace("small", 8, 2, counts=counts), tmp_path / "t.npz")
+    target = tmp_path / "p.json"
+    base = ["place", tmp_path / "t.npz", "-o", target, "--ranks", 4, "--slots-per-rank", 3, "--force"]
+    rows = json.loads(run(*base, "--json", "-").stdout)["placers"]
+    assert [row["placer"] for row in rows] == ["in order, no replicas", "eplb", "scenario"]
+    (written,) = [row for row in rows if row["written"]]
+    assert written["placer"] == better and written["exact"] == min(row["exact"] for row in rows[1:])
+    found = isoload.read_placement(target)
+    assert found.provenance["placer"] == better
+    assert found.slot_to_expert.equal(isoload.place(counts, 4, 3, better).slot_to_expert)
+    shown = run(*base).stdout
+    assert f"placer {better}" in " ".join(shown.split("\n\n")[0].split())
+    assert f"\n{better} (written) " in shown and shown.count("(written)") == 1
+    assert isoload.place(counts, 4, 3).provenance["placer"] == "eplb", "in Python the default stays"
+    asked = json.loads(run(*base, "--placer", "eplb", "--json", "-").stdout)["placers"]
+    assert [(row["placer"], row["written"]) for row in asked] == [
+        ("in order, no replicas", False),
+        ("eplb", True),
+    ]
+
+
+def test_in_order_has_no_replicas_where_ranks_do_not_divide_experts(tmp_path):
+    write_trace(Trace("ten", 10, 2, counts=np.ones((2, 1, 10), int)), tmp_path / "t.npz")
+    base = ["place", tmp_path / "t.npz", "-o", tmp_path / "p.json", "--ranks", 4, "--json", "-"]
+    first = json.loads(run(*base).stdout)["placers"][0]
+    assert (first["replicas"], first["even"], first["exact"]) == (0, 1.2, 1.2)
+
+
+def test_only_scenario_starts_from_a_placement_or_keeps_to_a_budget(tmp_path):
+    counts = np.floor(50 * 1.5 ** np.random.default_rng(0).normal(size=(6, 2, 8))).astype(np.int64)
+    write_trace(Trace("small", 8, 2, counts=counts), tmp_path / "t.npz")
+    base = ["place", tmp_path / "t.npz", "--ranks", 4]
+    assert run(*base, "-o", tmp_path / "a.json").exit_code == 0
+    assert isoload.read_placement(tmp_path / "a.json").provenance["placer"] == "eplb"
+    for more in (["--before", tmp_path / "a.json"], ["--expert-bytes", 8, "--replica-memory", 16]):
+        assert run(*base, "-o", tmp_path / "b.json", "--force", *more).exit_code == 0
+        assert isoload.read_placement(tmp_path / "b.json").provenance["placer"] == "scenario"
+
+
+def test_a_file_of_several_traces_has_seen_each(trace, tmp_path):
+    target = tmp_path / "both.json"
+    assert run("place", trace, trace, "-o", target, "--ranks", 4).exit_code == 0
+    isoload.write_placement(
+        replace(isoload.read_placement(target), provenance={"traces": ["small", "other"]}), target
+    )
+    shown = run("replay", trace, "--placement", target, "--policies", "even", "--batch-tokens", 64).stdout
+    assert "".join(f"seen: {target}, placed on 'small', 'other'".split()) in "".join(shown.split())
+
+
 def test_before_against_and_several_traces(trace, tmp_path):
     first, second = tmp_path / "a.json", tmp_path / "b.json"
     assert (
@@ -80,7 +135,7 @@ def test_before_against_and_several_traces(trace, tmp_path):
     result = run(*args, "--before", first, "--against", first, "--calibrate", "first-half", "--json", "-")
     rows = json.loads(result.stdout)["placers"]
     assert [row["placer"] for row in rows] == [
-        "in order", "eplb", "scenario:moves=1:split=exact", str(first),
+        "in order, no replicas", "eplb", "scenario:moves=1:split=exact", str(first),
     ]  # fmt: skip
     old, new = (isoload.read_placement(path).slot_to_expert for path in (first, second))
     assert ((old != new).sum(1) <= 1).all() and rows[3]["changed"] == 0
@@ -173,20 +228,32 @@ def tokens(tmp_path_factory):
     return str(path)
 
 
-@pytest.mark.parametrize("placer", ["scenario", "scenario:split=exact", "eplb"])
-def test_a_placement_is_judged_on_the_part_that_place_judged_on(tokens, tmp_path, placer):
-    """The file has seen all batches; replay finds place's figures, of placements that have not."""
+@pytest.mark.parametrize("placer", ["scenario", "scenario:split=exact", "eplb", "craft", "grace"])
+def test_the_file_itself_is_replayed_and_judged_on_unseen_batches_by_calibrate(tokens, tmp_path, placer):
+    """The file has seen all batches; --calibrate finds place's figures, of placements that have not."""
     target = tmp_path / "plan.json"
     placed = run("place", tokens, "-o", target, "--ranks", 4, "--placer", placer, "--json", "-")
     said = json.loads(placed.stdout)["placers"][-1]
     base = ["replay", tokens, "--placement", target, "--policies", "exact,even"]
+    file = json.loads(run(*base, "--json", "-").stdout)
+    counts, placement = isoload.read_trace(tokens).batch_counts(), isoload.read_placement(target)
+    for row, judge in zip(file["policies"], (exact_imbalance, even_imbalance), strict=True):
+        wanted = judge(placement, counts)
+        assert row["imbalance"]["mean"] == pytest.approx(
+            wanted.mean(), rel=0.02 if judge is even_imbalance else 1e-9
+        )
+    assert file["batches"] == 6 and file["settings"]["placement"]["placer"] == placer.partition(":")[0]
+    line = (
+        f"seen: {target}, placed on these batches; --calibrate first-half judges its placer on unseen batches"
+    )
+    assert "".join(line.split()) in "".join(run(*base).stdout.split())
+    assert json.loads(run(*base, "--calibrate", "all", "--json", "-").stdout)["batches"] == 6
+    base += ["--calibrate", "first-half"]
     unseen = json.loads(run(*base, "--json", "-").stdout)
     assert unseen["policies"][0]["imbalance"]["mean"] == pytest.approx(said["exact"])
     assert unseen["settings"]["placer"] == placer and unseen["batches"] == 3
-    line = f"unseen: placed on the first 3 batches, as {target} was on all (--calibrate all: the file itself)"
+    line = f"unseen: placed on the first 3 batches, as {target} was on all"
     assert "".join(line.split()) in "".join(run(*base).stdout.split())
-    file = json.loads(run(*base, "--calibrate", "all", "--json", "-").stdout)
-    assert file["batches"] == 6 and file["policies"][1]["imbalance"] != unseen["policies"][1]["imbalance"]
 
 
 def test_of_totals_the_file_itself_is_replayed_and_called_seen(tmp_path):
@@ -206,8 +273,9 @@ def test_a_placement_of_other_loads_is_replayed_as_it_is(trace, tmp_path):
     base = ["replay", tmp_path / "other.npz", "--placement", tmp_path / "p.json", "--policies", "even"]
     shown = " ".join(run(*base).stdout.split())
     assert "in 3 batches" in shown and "placed on loads that it does not name" in shown
-    assert error_of(*base, "--calibrate", "all") == (
-        "calibrate must be not given with a placement of other loads, got all"
+    assert error_of(*base, "--calibrate", "first-half") == (
+        f"calibrate must be all with placement {tmp_path / 'p.json'}, which no placer makes of this trace alone, "
+        "got first-half"
     )
 
 

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[2]
 
@@ -17,7 +18,9 @@ def test_losses_are_those_of_transformers():
     script += ["examples/finetune_transformers.py", "--steps=3"]
     ran = subprocess.run(script, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert ran.returncode == 0, ran.stderr
-    lines = [line.split() for line in ran.stdout.strip().splitlines()]
+    *shown, note = ran.stdout.strip().splitlines()
+    assert note.startswith("The tokens per second above are no claim.") or torch.cuda.is_available()
+    lines = [line.split() for line in shown]
     (stock, ours), speeds = lines[::2], lines[1::2]
     assert (stock[0], ours[0]) == ("all_to_all", "isoload")
     losses, levels = (

@@ -115,6 +115,21 @@ BAD = {
     ("ISOLOAD_POLICY", "prefill=llep,decode=exact"): "ISOLOAD_POLICY must not borrow weights",
     ("ISOLOAD_LOADS", "all"): "ISOLOAD_LOADS must be one of gathered, own, node, last, got 'all'",
     ("ISOLOAD_PLACER", "best"): "ISOLOAD_PLACER: placer must be one of",
+    (
+        "ISOLOAD_PLACER",
+        "grace",
+    ): "ISOLOAD_PLACER must place by counts, because an engine records no per-token",
+    **{
+        ("ISOLOAD_PLACER", text): "ISOLOAD_PLACER must fill all slots of the engine, "
+        for text in ("craft", "craft:replicas=4", "scenario:replicas=knee")
+    },
+    **{
+        (
+            "ISOLOAD_POLICY",
+            text,
+        ): "ISOLOAD_POLICY must plan on the engine's device, this policy computes on the CPU"
+        for text in ("lp_sampled:method=affine", "lp:method=affine", "prefill=lp:method=affine,decode=lp")
+    },
     ("ISOLOAD_REPORT_SECONDS", "-1"): "ISOLOAD_REPORT_SECONDS must be a number of at least 0, got '-1'",
     ("ISOLOAD_REPORT_SECONDS", "often"): "ISOLOAD_REPORT_SECONDS must be a number of at least 0, got 'often'",
     ("ISOLOAD_REPORT_SECONDS", "inf"): "ISOLOAD_REPORT_SECONDS must be a number of at least 0, got 'inf'",

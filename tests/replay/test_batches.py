@@ -187,6 +187,19 @@ def test_without_k_copies_are_drawn_one_by_one():
     assert batches.source_batch(0, 2, "contiguous").topk_ids.shape == (1, 40, 1)
 
 
+def test_a_part_is_the_trace_of_some_batches():
+    trace = token_trace(9, tokens_per_batch=np.array([2, 3, 4]), seq_id=np.arange(9))
+    part = make_batches(trace).part([2, 0])
+    rows = [5, 6, 7, 8, 0, 1]
+    assert part.topk_ids.tolist() == trace.topk_ids[rows].tolist() and part.seq_id.tolist() == rows
+    assert part.tokens_per_batch.tolist() == [4, 2] and part.layer_ids == trace.layer_ids
+    assert np.array_equal(part.counts, trace.batch_counts()[[2, 0]])
+    counts = np.arange(24).reshape(3, 2, 4)
+    drawn = make_batches(count_trace(counts, 1, tokens_per_batch=np.array([30, 60, 90]))).part([1])
+    assert drawn.topk_ids is None and np.array_equal(drawn.counts, counts[[1]])
+    assert drawn.tokens_per_batch.tolist() == [60]
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [

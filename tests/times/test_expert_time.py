@@ -118,7 +118,10 @@ def test_the_best_fit_is_taken_where_several_models_share_a_shape() -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"gpu": "h20"}, r"gpu must be one of b200, b300, gb200, gb300, h100, h200, got 'h20'"),
+        (
+            {"gpu": "h20"},
+            r"gpu must be one of b200, b300, gb200, gb300, h100, h200, got 'h20'; did you mean h200\?",
+        ),
         ({"kernel": "deepep"}, r"kernel must be one of .*sglang_deepep_decode, .*, got 'deepep'"),
         ({"dtype": "bf16"}, r"dtype must be one of fp8_block, got 'bf16'"),
         ({"hidden": 4096}, r"hidden must be one of 7168, got 4096"),

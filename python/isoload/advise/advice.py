@@ -17,7 +17,7 @@ from isoload.advise.models import Model
 from isoload.records.placement import Placement
 from isoload.replay.timeline import ENDS, Floats, rows_between, timeline
 from isoload.times import LayerTime
-from isoload.topology import Topology
+from isoload.topology import Topology, as_topology
 from isoload.trace import Ints
 
 Span = tuple[float, float]
@@ -41,7 +41,8 @@ PLAN_US = {
 class Question:
     """What is asked.
 
-    layer: constants of the GPU. tokens: of a rank in a step. step_ms: that was measured, by which percentages are;
+    layer: constants of the GPU. topology: R ranks, or the number R. tokens: of a rank in a step.
+    step_ms: that was measured, by which percentages are;
     None: of the modelled MoE layers alone, which is their upper end. dense_ms: in its place attention and the dense
     part of a step, all layers, with which a whole one is modelled. memory: bytes of a rank for more slots; None: any.
     rebalance_s, every: seconds that a rebalance takes, and the steps between two. context: tokens of a request.
@@ -61,6 +62,7 @@ class Question:
     dense_ms: float | None = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "topology", as_topology(self.topology))
         if self.dense_ms is not None and not (0 < self.dense_ms < float("inf") and self.step_ms is None):
             given = f"{self.dense_ms:g} and {self.step_ms}"
             raise ValueError(f"dense_ms must be above 0, and in place of step_ms, got {given}")

@@ -43,7 +43,7 @@ class Candidate(NamedTuple):
 
     @property
     def label(self) -> str:
-        placed = "experts in order" if self.placer == "trivial" else f"{self.placer}, +{self.more} slots"
+        placed = "in order, no replicas" if self.placer == "trivial" else f"{self.placer}, +{self.more} slots"
         return placed if self.split == "none" else f"{placed}, {self.split}"
 
 

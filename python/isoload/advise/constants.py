@@ -7,7 +7,8 @@ from typing import Any
 
 from isoload.advise.models import Model
 from isoload.times import AllToAllTime, ExpertTime, LayerTime, available
-from isoload.topology import Topology
+from isoload.topology import Topology, as_topology
+from isoload.wording import not_one_of
 
 PHASES = ("prefill", "decode")
 ALL_TO_ALL = {  # DeepEP's normal mode and its low-latency one
@@ -17,7 +18,7 @@ ALL_TO_ALL = {  # DeepEP's normal mode and its low-latency one
 
 
 def layer_time(
-    gpu: str, engine: str, phase: str, model: Model, topology: Topology, kernel: str | None = None
+    gpu: str, engine: str, phase: str, model: Model, topology: Topology | int, kernel: str | None = None
 ) -> tuple[LayerTime, list[str]]:
     """A layer's constants, and what of them stands for something else, in words.
 
@@ -30,14 +31,14 @@ def layer_time(
         ValueError: naming the argument, and the choices.
     """
     if engine not in ALL_TO_ALL:
-        raise ValueError(f"engine must be one of {', '.join(ALL_TO_ALL)}, got {engine!r:.40}")
+        raise ValueError(not_one_of("engine", ALL_TO_ALL, engine))
     if phase not in PHASES:
-        raise ValueError(f"phase must be one of {', '.join(PHASES)}, got {phase!r:.40}")
+        raise ValueError(not_one_of("phase", PHASES, phase))
     rows = [row for row in available() if row["table"] == "experts"]
     gpus = sorted({row["gpu"] for row in rows})
     full = next((name for name in gpus if gpu in (name, name.removesuffix("_sxm"))), None)
     if full is None:
-        raise ValueError(f"gpu must be one of {', '.join(gpus)}, got {gpu!r:.40}")
+        raise ValueError(not_one_of("gpu", gpus, gpu))
     shape: dict[str, Any] = {"hidden": model.hidden, "intermediate": model.intermediate, "dtype": model.dtype}
     other = f"_{PHASES[phase == 'prefill']}"
     usable = [
@@ -50,10 +51,10 @@ def layer_time(
         raise ValueError(_no_experts(f"{engine} was measured with on {full} for {phase}", usable, model))
     names = sorted({row["kernel"] for row in fitting})
     if kernel is not None and kernel not in names:
-        raise ValueError(f"kernel must be one of {', '.join(names)}, got {kernel!r:.80}")
+        raise ValueError(not_one_of("kernel", names, kernel))
     best = min(fitting, key=lambda row: (not row["kernel"].endswith(f"_{phase}"), row["fit_error"]))
     experts = ExpertTime.load(full, kernel or best["kernel"], **shape)
-    steps, notes = _exchange(full, ALL_TO_ALL[engine][phase], model, topology)
+    steps, notes = _exchange(full, ALL_TO_ALL[engine][phase], model, as_topology(topology))
     return LayerTime(steps[0], experts, steps[1]), notes
 
 
@@ -71,7 +72,7 @@ def _no_experts(where: str, usable: list[dict[str, Any]], model: Model) -> str:
 
 
 def layer_times(
-    gpu: str, engine: str, phase: str, model: Model, topology: Topology, kernel: str | None = None
+    gpu: str, engine: str, phase: str, model: Model, topology: Topology | int, kernel: str | None = None
 ) -> tuple[dict[str, LayerTime], list[str]]:
     """Constants by phase, the kernel being of the phase asked for; a phase without any is left out, and said."""
     found, gaps = {}, []

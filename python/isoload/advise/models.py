@@ -8,6 +8,7 @@ from typing import Any
 
 from isoload.files.reading import MAX_NOTES, parse_json, read_text
 from isoload.trace.moe_layers import moe_layers_of
+from isoload.wording import not_one_of
 
 # By the measured kernels' words. Scales: a byte for 32 of mxfp4 and for 16 of nvfp4, two for 128 of int4.
 WEIGHT_BYTES = {
@@ -81,9 +82,9 @@ def find_model(given: str, dtype: str | None = None) -> Model:
     elif Path(given).is_file():
         model = _read(Path(given), dtype)
     else:
-        raise ValueError(f"model must be one of {', '.join(MODELS)}, or a config.json, got {given!r:.100}")
+        raise ValueError(not_one_of("model", MODELS, given, ", or a config.json"))
     if dtype is not None and dtype not in WEIGHT_BYTES:
-        raise ValueError(f"dtype must be one of {', '.join(WEIGHT_BYTES)}, got {dtype!r:.40}")
+        raise ValueError(not_one_of("dtype", WEIGHT_BYTES, dtype))
     return Model(**{**vars(model), "dtype": dtype or model.dtype})
 
 

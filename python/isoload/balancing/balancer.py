@@ -30,6 +30,7 @@ from isoload.topology import Topology
 from isoload.transport import Call, Group, LocalGroup, checksum
 from isoload.transport.agreement import placement_facts
 from isoload.value_checks import check_whole_number, may_be_kept
+from isoload.wording import amount
 
 Tokens = Literal["own", "same"]
 Gather = Literal["sources", "sum"]
@@ -136,6 +137,12 @@ class Balancer:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "recorder": None}  # which tells layers apart: a copy does not record
+
+    def __repr__(self) -> str:
+        """Return one line of the policy and the sizes."""
+        host = self.placement
+        layer, ranks = f"layer {self.layer} of {host.num_layers}", amount(host.topology.num_ranks, "rank")
+        return f"Balancer({self.policy.name}, {layer}, {ranks}, {self.tokens} tokens, {self.loads} loads)"
 
     @property
     def policy(self) -> Policy:

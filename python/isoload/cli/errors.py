@@ -48,6 +48,10 @@ def one_line_errors(command: Callable[..., None]) -> Callable[..., None]:
             text = f"{error.filename}: {error.strerror}"
         except ValueError as error:
             text = in_options(str(error), parameters)
+        except ImportError as error:
+            if "isoload[" not in str(error):  # an extra that is not installed
+                raise
+            text = str(error)
         except RankError as error:
             text, code = str(error), 1
         print_error(text)

@@ -70,45 +70,52 @@ def given_placement(context: typer.Context, path: str) -> Placement:
 def unseen_part(
     placement: Placement, path: str, trace: Trace, settings: ReplaySettings
 ) -> tuple[ReplaySettings, Placement | None, str]:
-    """How a file is replayed on a trace: settings, the placement if it is replayed as it is, and that in words.
+    """Return the settings of a replay of a file, the placement if the file itself is replayed, and a line about both.
 
-    A file that ``isoload place`` made of this trace has seen all of its batches. As there, it is judged by placements
-    that its placer makes without the batches they are replayed on; calibrate "all", and a trace of one batch, replay
-    the file itself.
+    The file itself is replayed on all batches, unless ``calibrate`` asks for unseen ones: then the file's placer makes
+    placements without the batches that each is replayed on.
     """
-    placer = made_by(placement, trace)
-    if placer is None:
-        if settings.calibrate is not None:
+    remade = made_by(placement, trace)
+    strict = strictest(trace.num_batches, trace.cluster)
+    known = placement.provenance.get("traces")
+    names = known if isinstance(known, list) else []
+    if remade is None:
+        if settings.calibrate not in (None, "all"):
             raise ValueError(
-                f"calibrate must be not given with a placement of other loads, got {settings.calibrate}"
+                f"calibrate must be all with placement {path}, which no placer makes of this trace alone, "
+                f"got {settings.calibrate}"
             )
-        known = placement.provenance.get("traces")
-        names = known if isinstance(known, list) else []
         source = ", ".join(map(shown, names)) or "loads that it does not name"
-        return settings, placement, f"{path}, placed on {source}"
-    if (settings.calibrate or strictest(trace.num_batches, trace.cluster)) == "all":
-        return settings, placement, f"seen: {path}, placed on these batches"
-    note = f", as {path} was on all (--calibrate all: the file itself)"
-    return replace(settings, placer=placer), None, note
+        seen = "seen: " if trace.name in names else ""
+        return settings, placement, f"{seen}{path}, placed on {source}"
+    if settings.calibrate in (None, "all"):
+        unseen = "" if strict == "all" else f"; --calibrate {strict} judges its placer on unseen batches"
+        return settings, placement, f"seen: {path}, placed on these batches{unseen}"
+    placer, slots = remade
+    note = f", as {path} was on all"
+    return replace(settings, placer=placer, slots_per_rank=slots), None, note
 
 
-def made_by(placement: Placement, trace: Trace) -> str | None:
-    """The placer, with options, that makes this placement of all batches of the trace; None: no placer is known to."""
+def made_by(placement: Placement, trace: Trace) -> tuple[str, int] | None:
+    """Return the placer, with options, that makes this placement of all batches of the trace, and its slots per rank.
+
+    The slots are 0 where the placer chooses them. None: no placer is known to make the placement.
+    """
     name, options = placement.provenance.get("placer"), placement.provenance.get("options")
     topology = placement.topology
     if not isinstance(name, str) or not isinstance(options, dict) or topology.alive or topology.speeds:
         return None
     others = placement.spare_slots, placement.num_shared
     try:
-        if make_placer(name, options).has_budget:  # its slots are those that the loads asked for
-            return None
-        default = asdict(make_placer(name, {}))
-        again = place(trace.batch_counts(), topology, placement.slots_per_rank, name, *others, **options)
+        planner, default = make_placer(name, options), asdict(make_placer(name, {}))
+        slots = 0 if planner.has_budget else placement.slots_per_rank
+        counts = trace if planner.needs_tokens else trace.batch_counts()
+        again = place(counts, topology, slots or None, name, *others, **options)
         same = again.slot_to_expert.equal(placement.for_trace(trace).slot_to_expert)
     except (ValueError, TypeError, ImportError):
-        return None  # made of another trace, by another version, by a placer that needs more than counts
+        return None  # made of another trace, by another version, by a placer that is not installed
     given = [f"{key}={value}" for key, value in options.items() if value != default[key]]
-    return ":".join([name, *given]) if same else None
+    return (":".join([name, *given]), slots) if same else None
 
 
 class Reading(NamedTuple):

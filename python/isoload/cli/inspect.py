@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 
 from isoload.cli.options import (
+    BASELINE,
     AllowMissingRanks,
     FirstMoeLayer,
     Force,
@@ -72,7 +73,7 @@ def print_inspection(
 def inspect_header(trace: Trace, num_ranks: int) -> list[str]:
     model = f" ({trace.provenance['model']})" if trace.provenance.get("model") else ""
     shape = f"{trace.num_batches} batches, {trace.num_layers} layers, {trace.num_experts} experts"
-    return [f"{trace.name}{model}", f"{shape}; experts in order on {num_ranks} ranks, no replicas"]
+    return [f"{trace.name}{model}", f"{shape}; {BASELINE}, on {num_ranks} ranks"]
 
 
 def inspect_notes(trace: Trace, num_ranks: int, layers: Sequence[Row]) -> list[str]:

@@ -48,8 +48,9 @@ POLICIES = (
     "none, static, even, dynamic, exact, exact_active, lp, lp_sampled, shared_local, waterfill, waterfill_sampled, "
     "joint, llep, llep_published, spill_cost, libra, hedge, grace, grace_sampled"
 )
-DEFAULT_POLICIES = "none,static,even,dynamic,exact"
-SHARED_POLICIES = "shared_local,waterfill_sampled,exact,waterfill,joint"
+BASELINE = "in order, no replicas"  # experts in order, E/R slots per rank: what tables compare with
+DEFAULT_POLICIES = "in-order,static,even,dynamic,exact"
+SHARED_POLICIES = "in-order,shared_local,waterfill_sampled,exact,waterfill,joint"
 PLACERS = "trivial, eplb, graph, craft, scenario, grace"
 FORMATS = "isoload, tensorrt-llm, sglang, vllm, vllm-list, vllm-ascend"
 CALIBRATIONS = "first-half, interleaved, all, leave-one-out, leave-cluster-out"
@@ -117,6 +118,14 @@ SlotsPerRank = Annotated[
 ]
 PlacerName = Annotated[str, typer.Option(help=f"One of {PLACERS}, with options as name:option=value.")]
 FormatName = Annotated[str, typer.Option("--format", help=f"One of {FORMATS}.")]
+Plugins = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--plugin",
+        metavar="FILE.py",
+        help="A Python file that registers policies or placers of your own; may be given several times.",
+    ),
+]
 TopK = Annotated[
     str | None,
     typer.Option(

@@ -127,11 +127,12 @@ def place_page(
     spec = charts.points(values, "max/mean rank load", (charts.LINES[0], charts.OWN))
     by_placer = figure("Imbalance by placer", said, spec, ("placer", "even", "exact"), cells)
     heats = rank_heats("replicas sharing alike", even_loads(placement, trace.batch_counts()), trace.layer_ids)
-    made = rows[2]
+    made = next(row for row in rows if row["written"])
+    others = [f"{row['placer']} {row['even']:.3f}" for row in rows if row is not made]
     lead = [
         f"The busiest rank has {made['exact']:.3f} times the mean under {made['placer']}, its replicas split exactly; "
         f"{made['even']:.3f} where they share alike.",
-        f"Experts in order have {rows[0]['even']:.3f}, placed by eplb {rows[1]['even']:.3f}.",
+        f"Others, where replicas share alike: {'; '.join(others)}.",
     ]
     body = [section("Placers", tables, by_placer), section("Where the load is", *heats), _notes(notes)]
     heading = f"{made['placer']}: {made['exact']:.3f} × the mean"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,7 +16,10 @@ from isoload.files.writing import descriptor_of
 
 if TYPE_CHECKING:
     from isoload.records.placement import Placement
+    from isoload.topology import Topology
+    from isoload.trace import Trace
 
+BOTH = ("eplb", "scenario")  # the default placers; of equal ones the last
 UNITS = (
     "max/mean rank load, mean over batches and layers. even: replicas share alike; exact: the best split, as isoload's "
     "policy exact makes it. The file is made of all batches; files given with --before or --against may have seen the "
@@ -52,9 +55,53 @@ def memory_budget(
         )
     if "replicas" in options:
         raise ValueError(f"replica_memory must be 0 where the placer has replicas, got {memory}")
-    if "replicas" not in [field.name for field in fields(PLACERS[name])]:
+    if "replicas" not in [option.name for option in fields(PLACERS[name])]:
         raise ValueError(f"replica_memory must be 0 for placer {name}, which has no budget, got {memory}")
     return {"replicas": min(memory // size, num_layers)}
+
+
+@dataclass(frozen=True, eq=False)
+class Way:
+    """A placer with its options, and the slots per rank (None: as many as it chooses): one row of the table."""
+
+    label: str
+    name: str
+    slots: int | None
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def place(self, counts: Any, topology: Topology) -> Placement:
+        """Return the placement of counts or traces."""
+        from isoload.placers import place
+        from isoload.replay.judge import without_replicas
+
+        made = place(counts, topology, self.slots, self.name, **self.options)
+        return without_replicas(made) if self.label == options.BASELINE else made
+
+
+def shown_row(row: Row) -> Row:
+    """Return the row of a table, where the placer of the file is marked."""
+    return row | {"placer": f"{row['placer']} (written)"} if row["written"] else row
+
+
+def free_slots(name: str, options: dict[str, Any], trace: Trace, topology: Topology) -> int | None:
+    """Return the default slots per rank, or None for a placer that chooses their number."""
+    from isoload.placers import make_placer
+    from isoload.replay.simulate import default_slots_per_rank
+
+    own = {key: value for key, value in options.items() if key != "before"}
+    if make_placer(name, own).has_budget:
+        return None
+    return default_slots_per_rank(trace.num_experts, topology.num_ranks)
+
+
+def judge_way(way: Way, trace: Trace, calibrate: str, topology: Topology) -> tuple[Any, Any]:
+    """Return the imbalance [batches, L], even and exact, of placements made without the batches they are judged on."""
+    from isoload.placers import PLACERS
+    from isoload.replay.judge import unseen_imbalances
+
+    return unseen_imbalances(
+        trace, calibrate, partial(way.place, topology=topology), PLACERS[way.name].needs_tokens
+    )
 
 
 def place(
@@ -63,7 +110,22 @@ def place(
     ranks: Annotated[int, options.Range(1), typer.Option(help="R, ranks of the expert-parallel group.")],
     ranks_per_node: options.RanksPerNode = 0,
     slots_per_rank: options.SlotsPerRank = 0,
-    placer: options.PlacerName = "scenario",
+    placer: Annotated[
+        str | None,
+        typer.Option(
+            help=f"One of {options.PLACERS}, with options as name:option=value. Default: {' or '.join(BOTH)}, "
+            "whichever has the lower imbalance on unseen batches, split exactly."
+        ),
+    ] = None,
+    placers: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LIST|all",
+            help="More placers to compare with, as --placer names them; all: every one, with the reason where one "
+            "cannot place this trace.",
+        ),
+    ] = None,
+    plugin: options.Plugins = None,
     file_format: options.FormatName = "isoload",
     before: Annotated[str | None, typer.Option(metavar="FILE", help="A placement to start from.")] = None,
     against: Annotated[str | None, typer.Option(metavar="FILE", help="A placement to compare with.")] = None,
@@ -97,15 +159,15 @@ def place(
     Recordings weigh alike.
     """
     from isoload.cli.given import Reading, load_traces, source_line, with_extra
+    from isoload.cli.plugins import load_plugins
     from isoload.cli.targets import check_targets
     from isoload.formats import check_format, read_placement, write_placement
-    from isoload.placers import make_placer, parse_placer
-    from isoload.placers import place as place_experts
+    from isoload.placers import PLACERS, parse_placer
     from isoload.replay import judge
     from isoload.replay.calibration import strictest
-    from isoload.replay.simulate import default_slots_per_rank
     from isoload.topology import Topology
 
+    load_plugins(plugin)
     check_targets([*traces, before, against], force, json, str(output), html)
     check_format(file_format, output, "output")
     reading = Reading(stages, same_layers, allow_missing_ranks, first_moe_layer, model)
@@ -113,56 +175,70 @@ def place(
     first = loaded[0]
     held_back = calibrate or strictest(first.num_batches, first.cluster)
     topology = Topology(ranks, ranks_per_node)
-    name, chosen = parse_placer(placer)
-    chosen |= memory_budget(replica_memory, expert_bytes, name, chosen, first.num_layers)
     start, rival = (
         None if path is None else reading.stated(read_placement(path, topology)).for_trace(first, option)
         for option, path in (("before", before), ("against", against))
     )
-    slots: int | None = slots_per_rank or (0 if start is None else start.slots_per_rank)
-    if not slots:
-        budget = make_placer(name, chosen).has_budget  # decides itself how many slots each rank has
-        slots = None if budget else default_slots_per_rank(first.num_experts, topology.num_ranks)
-    given: dict[str, Any] = {"slots_per_rank": slots, "placer": name, **chosen}
-    if start is not None:
-        given["before"] = start
-    placement = place_experts(loaded, topology, **given)
+    slots = slots_per_rank or (0 if start is None else start.slots_per_rank)
+    # Only scenario starts from a placement or keeps to a budget of replicas.
+    either = BOTH if start is None and not replica_memory else BOTH[-1:]
+    tried = []
+    for text in either if placer is None else [placer]:
+        name, chosen = parse_placer(text)
+        chosen |= memory_budget(replica_memory, expert_bytes, name, chosen, first.num_layers)
+        if start is not None:
+            chosen["before"] = start
+        tried.append(Way(text, name, slots or free_slots(name, chosen, first, topology), chosen))
+    seen = {way.label: judge_way(way, first, held_back, topology) for way in tried}
+    best = min(reversed(tried), key=lambda way: seen[way.label][1].mean())
+    placement = best.place(loaded, topology)
     old = rival if start is None else start
 
-    def judged(label: str, made: Placement, even: float, exact: float) -> Row:
+    def judged(label: str, made: Placement, even: Any, exact: Any) -> Row:
         return {
             "placer": label,
-            "even": even,  # imbalance, mean over unseen batches and layers, replicas sharing alike
-            "exact": exact,  # the same, split exactly
+            "written": made is placement,
+            "even": float(
+                even.mean()
+            ),  # imbalance, mean over unseen batches and layers, replicas sharing alike
+            "exact": float(exact.mean()),  # the same, split exactly
             "replicas": judge.count_replicas(made),
             "replica_bytes": round(judge.most_replicas(made) * expert_bytes) if expert_bytes else None,
             "changed": judge.changed_slots(old, made) if old and old.num_slots == made.num_slots else None,
+            "by_batch": {"even": even.tolist(), "exact": exact.tolist()},  # [batches][L]
         }
 
-    counts: Any = sum(trace.batch_counts().sum(0) for trace in loaded)
-    rows = []
-    for label, how in (
-        ("in order", {"placer": "trivial"}),
-        ("eplb", {"placer": "eplb", "slots_per_rank": placement.slots_per_rank}),
-        (placer, given),
-    ):
-        made = placement if how is given else place_experts(counts, topology, **how)
-        make = partial(place_experts, topology=topology, **how)
-        rows.append(judged(label, made, *judge.judge_unseen(first, held_back, make)))
+    compared = [Way(options.BASELINE, "trivial", None), Way("eplb", "eplb", placement.slots_per_rank)]
+    every = placers == "all"
+    for text in PLACERS if every else filter(None, map(str.strip, (placers or "").split(","))):
+        name, more = parse_placer(text)
+        compared.append(Way(text, name, slots or free_slots(name, more, first, topology), more))
+    rows, refused = [], {}
+    for way in {way.label: way for way in [*compared, *tried]}.values():
+        try:
+            found = seen.get(way.label) or judge_way(way, first, held_back, topology)
+            made = placement if way is best else way.place(loaded, topology)
+        except (ValueError, ImportError) as error:
+            if not every:
+                raise
+            refused[way.label] = str(error)
+        else:
+            rows.append(judged(way.label, made, *found))
     if against is not None and rival is not None:
         if rival.num_routed != first.num_experts:
             raise ValueError(f"against must have {first.num_experts} routed experts, got {rival.num_routed}")
         imbalances = judge.even_imbalance, judge.exact_imbalance
-        rows.append(
-            judged(against, rival, *(float(f(rival, first.batch_counts()).mean()) for f in imbalances))
-        )
+        rows.append(judged(against, rival, *(f(rival, first.batch_counts()) for f in imbalances)))
     figures = {"calibrate": held_back, "provenance": placement.provenance, "placers": rows}
-    line, columns = placement_line(placement, str(output)), columns_of(FIGURES, rows)
-    seen = "Seen batches" if held_back == "all" else "Unseen batches"
-    units = [f"{seen} (calibrate {held_back}): {UNITS}"]
+    figures |= {"refused": refused} if refused else {}
+    line = f"{placement_line(placement, str(output))}, placer {best.label}"
+    columns = columns_of(FIGURES, [shown_row(row) for row in rows])
+    batches = "Seen batches" if held_back == "all" else "Unseen batches"
+    units = [f"{batches} (calibrate {held_back}): {UNITS}"]
 
     def show(console: Console) -> None:
-        say(console, ("", [line, *source_line(loaded)]), columns, ("", units))
+        reasons = [f"{label}: n/a: {reason}" for label, reason in refused.items()]
+        say(console, ("", [line, *source_line(loaded)]), columns, ("", units), ("yellow", reasons))
         if not any(placement.has_freedom):
             say(console, ("yellow", [NO_FREEDOM.format(more=placement.slots_per_rank + 1)]))
 

@@ -112,14 +112,15 @@ def replay_units(replay: Replay, wide: bool) -> list[str]:
 
     used, shared = replay.settings, replay.settings["shared_experts"]
     units = (WIDE_UNITS if wide else UNITS).format(best="joint" if shared else "exact")
+    borrowing = [row for row in replay.policies if row.policy != options.BASELINE]
     found = [units, *([SHARED] if shared and wide else [])]
     found += [SPEEDS.format(ticks=NOMINAL_TICKS)] if used.get("speeds") else []
-    return found + ([BELOW] if any(row.gap_mean < 0 for row in replay.policies) else [])
+    return found + ([BELOW] if any(row.gap_mean < 0 for row in borrowing) else [])
 
 
 def replay_warnings(replay: Replay) -> list[str]:
     """What cannot be judged here, and why."""
-    found = []
+    found = [f"{policy}: n/a: {reason}" for policy, reason in replay.refused.items()]
     if not replay.settings["top_k"]:
         found.append(
             "The record does not say top-k: copies are drawn one by one, rows not counted (--top-k)."
@@ -137,8 +138,11 @@ def replay_json(replay: Replay) -> Row:
     rows = [row.to_json() for row in replay.policies]
     for row, predicted in zip(rows, replay.costs, strict=False):
         row["predicted"] = predicted
+    for row, tally in zip(rows, replay.tallies, strict=False):  # a Replay made by hand may have none
+        row["by_batch"] = tally.by_batch()
     names = ("trace", "settings", "tokens", "layers", "batches")
-    return {name: getattr(replay, name) for name in names} | {"policies": rows}
+    refused = {"refused": replay.refused} if replay.refused else {}
+    return {name: getattr(replay, name) for name in names} | {"policies": rows} | refused
 
 
 def replay(
@@ -157,12 +161,15 @@ def replay(
     ] = 0,
     placer: options.PlacerName = "eplb",
     placement: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Replay this placement instead of making one.")
+        str | None,
+        typer.Option(metavar="FILE", help="Replay this placement, on all batches, instead of making one."),
     ] = None,
     calibrate: Annotated[
         str | None,
         typer.Option(
-            help=f"Batches to place on: {options.CALIBRATIONS}. The rest is replayed. {options.CALIBRATE_DEFAULT}"
+            help=f"Batches to place on: {options.CALIBRATIONS}. The rest is replayed. {options.CALIBRATE_DEFAULT} "
+            "With --placement: all; another rule replays placements that the file's placer makes without the replayed "
+            "batches."
         ),
     ] = None,
     top_k: options.TopK = None,
@@ -190,7 +197,9 @@ def replay(
     policies: Annotated[
         str | None,
         typer.Option(
-            help=f"Some of {options.POLICIES}, each with options as name:option=value. "
+            help=f"Some of {options.POLICIES}, each with options as name:option=value; in-order: experts in order, no "
+            "replicas, E/R slots per rank; all: every policy, with the reason where one cannot take this placement. "
+            "none leaves the placement's replicas unused. "
             f"Default: {options.DEFAULT_POLICIES}; with shared experts {options.SHARED_POLICIES}."
         ),
     ] = None,
@@ -203,6 +212,7 @@ def replay(
         options.Range(1),
         typer.Option(help="Batches after which ranks exchange, where loads are not gathered."),
     ] = 16,
+    plugin: options.Plugins = None,
     layers: options.LayersText = None,
     cost: options.CostFile = None,
     wide: options.Wide = False,
@@ -230,9 +240,12 @@ def replay(
     policies that price imports use them where their options set no others.
     """
     from isoload.cli.given import Reading, given_placement, load_trace, progress, source_line, unseen_part
+    from isoload.cli.plugins import load_plugins
     from isoload.cli.targets import check_targets
+    from isoload.policies import POLICIES
     from isoload.replay import simulate
 
+    load_plugins(plugin)
     check_targets([*traces, placement, cost], force, json, html=html)
     reading = Reading(stages, same_layers, allow_missing_ranks, first_moe_layer, model)
     placed = None if placement is None else reading.stated(given_placement(context, placement))
@@ -242,7 +255,9 @@ def replay(
         slots_per_rank = placed.slots_per_rank
     chosen: tuple[str, ...] = simulate.SHARED_POLICIES if shared_experts else simulate.DEFAULT_POLICIES
     if policies is not None:
-        chosen = tuple(name.strip() for name in policies.split(",") if name.strip())
+        names = [name.strip() for name in policies.split(",") if name.strip()]
+        whole = {"in-order": (simulate.BASELINE,), "all": (simulate.BASELINE, *POLICIES)}
+        chosen = tuple(dict.fromkeys(each for name in names for each in whole.get(name, (name,))))
     settings = simulate.ReplaySettings(
         num_ranks=ranks,
         ranks_per_node=ranks_per_node,
@@ -260,6 +275,7 @@ def replay(
         policies=chosen,
         loads=loads,  # type: ignore[arg-type]
         exchange_every=exchange_every,
+        skip_refused=policies is not None and "all" in names,
     )
     loaded, note = load_trace(traces, layers, top_k, reading), ""
     if placed is not None:

@@ -12,8 +12,9 @@ from isoload.files.writing import to_json_text, write_text
 from isoload.formats import engines, own, tensorrt_llm
 from isoload.formats.engines import UnknownRanks
 from isoload.records.placement import Placement
-from isoload.topology import Topology
+from isoload.topology import Topology, as_topology
 from isoload.trace.identity import Numbering
+from isoload.wording import not_one_of
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ def check_format(format: str, path: str | Path, name: str = "path") -> None:
     SGLang takes a .pt for a torch file, and any name but .json for the JSON itself.
     """
     if format not in FORMATS:
-        raise ValueError(f"format must be one of {', '.join(FORMATS)}, got {format!r}")
+        raise ValueError(not_one_of("format", FORMATS, format))
     suffix = FORMATS[format].suffix
     if not str(path).endswith(suffix) and str(path) != "-":
         raise ValueError(f"{name} must end in {suffix} for format {format}, got {str(path)!r}")
@@ -94,19 +95,20 @@ def write_placement(placement: Placement, path: str | Path, format: str = "isolo
     write_text(form.dumps(form.write(placement)), str(path))
 
 
-def read_placement(path: str | Path, topology: Topology | None = None) -> Placement:
+def read_placement(path: str | Path, topology: Topology | int | None = None) -> Placement:
     """Reads a placement by what the file holds, not by its name.
 
     Args:
         path: the file; nothing in it is executed.
-        topology: of an engine's file, which does not say it; in place of that of isoload's own file: the same ranks, of
-            which others may be alive. Ranks that hold experts must be.
+        topology: R ranks, or the number R. An engine's file needs it, because the file does not contain it. For
+            isoload's own file it replaces the file's topology: the same ranks, of which others may be alive. Ranks
+            that hold experts must be alive.
 
     Raises:
         ValueError: naming the file, the key and the layer.
         OSError: a file that cannot be opened.
     """
-    path = Path(path)
+    path, topology = Path(path), None if topology is None else as_topology(topology)
     text = read_text(path)
     try:
         content, form = recognise(text)

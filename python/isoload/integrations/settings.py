@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from isoload.placers import parse_placer
+from isoload.placers import make_placer, parse_placer
 from isoload.policies import Policy, make_policy, parse_policy
 from isoload.policies.shared_base import SharedPolicy
+from isoload.wording import not_one_of
 
 
 class Variable(NamedTuple):
@@ -71,10 +72,7 @@ class Settings:
         _policies(policy)
         if loads is not None:
             _check_loads(loads, policy)
-        try:
-            parse_placer(placer)
-        except ValueError as error:
-            raise ValueError(f"{PLACER.name}: {error}") from None
+        _check_placer(placer)
         report, stalled = _seconds(REPORT, given), _seconds(STALLED, given)
         mode, record, switch = _text(MODE, given), _text(RECORD, given), _text(SWITCH, given)
         _check_mode(mode, record, report, policy, switch)
@@ -120,7 +118,7 @@ class Settings:
 
 def _check_mode(mode: str, record: str, seconds: float, policy: str | None, switch: str) -> None:
     if mode not in MODES:
-        raise ValueError(f"{MODE.name} must be one of {', '.join(MODES)}, got {mode!r}")
+        raise ValueError(not_one_of(MODE.name, MODES, mode))
     if switch and mode != "on":
         raise ValueError(f"{SWITCH.name} must come with {MODE.name}=on, got {mode!r}")
     if record and mode != "shadow" and not switch:
@@ -136,7 +134,7 @@ def _check_mode(mode: str, record: str, seconds: float, policy: str | None, swit
 
 def _check_loads(loads: str, policy: str | None) -> None:
     if loads not in ALL_LOADS:
-        raise ValueError(f"{LOADS.name} must be one of {', '.join(ALL_LOADS)}, got {loads!r}")
+        raise ValueError(not_one_of(LOADS.name, ALL_LOADS, loads))
     if loads != "gathered" and any(of.name != "exact" for of in _policies(policy).values()):
         raise ValueError(
             f"{POLICY.name} must be exact where {LOADS.name} is {loads}: other policies need the counts of all ranks "
@@ -167,7 +165,28 @@ def _usable(text: str) -> Policy:
         raise ValueError(
             f"{POLICY.name} must not borrow weights, which no engine copies between two batches, got {text!r}"
         )
+    if policy.cpu_only:
+        raise ValueError(
+            f"{POLICY.name} must plan on the engine's device, this policy computes on the CPU only, got {text!r}"
+        )
     return policy
+
+
+def _check_placer(text: str) -> None:
+    """Refuse a placer that cannot fill an engine's slots, before the engine loads a model."""
+    try:
+        placer = make_placer(*parse_placer(text))
+    except ValueError as error:
+        raise ValueError(f"{PLACER.name}: {error}") from None
+    if placer.needs_tokens:
+        raise ValueError(
+            f"{PLACER.name} must place by counts, because an engine records no per-token choices, got {text!r}"
+        )
+    if placer.has_budget:
+        raise ValueError(
+            f"{PLACER.name} must fill all slots of the engine, {placer.name} with these options leaves some empty, "
+            f"got {text!r}"
+        )
 
 
 def is_on(variable: Variable, environ: Mapping[str, str]) -> bool:

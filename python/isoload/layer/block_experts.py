@@ -67,7 +67,7 @@ class BlockExperts(nn.Module):
 
 def balance(
     model: nn.Module,
-    topology: Topology,
+    topology: Topology | int,
     *,
     transport: Transport | None = None,
     placement: Placement | None = None,
@@ -77,7 +77,7 @@ def balance(
 
     Args:
         model: with the weights of all experts in every process; or one of its blocks.
-        topology: R ranks.
+        topology: R ranks, or the number R.
         transport: one for all blocks; None = all ranks in this process.
         placement: of the routed experts, with the model's MoE layers by their numbers, or one layer for each MoE block
             in order where it does not state which layers they are; None = experts in order
@@ -107,7 +107,7 @@ def layer_numbers(model: nn.Module, blocks: Sequence[nn.Module]) -> list[int] | 
 
 def take_over(
     blocks: Sequence[nn.Module],
-    topology: Topology,
+    topology: Topology | int,
     transport: Transport | None,
     placement: Placement | None,
     **options: Any,

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from isoload.value_checks import values_readable
+from isoload.wording import not_one_of
 
 Style = Literal["softmax_topk", "topk_softmax", "sigmoid"]
 TINY = 1e-20  # keeps a renormalised token whose scores are all 0 from dividing 0 by 0
@@ -52,7 +53,7 @@ class Router:
 
     def __post_init__(self) -> None:
         if self.style not in get_args(Style):
-            raise ValueError(f"style must be one of {', '.join(get_args(Style))}, got {self.style!r}")
+            raise ValueError(not_one_of("style", get_args(Style), self.style))
         if not 1 <= self.top_k <= self.num_experts:
             raise ValueError(f"top_k must be in 1..num_experts={self.num_experts}, got {self.top_k}")
         if self.renormalise and self.style == "topk_softmax":

@@ -135,7 +135,7 @@ class LibraStack:
     def from_decoder(
         cls,
         layers: Iterable[nn.Module],
-        topology: Topology,
+        topology: Topology | int,
         *,
         transport: Transport | None = None,
         placement: Placement | None = None,
@@ -154,7 +154,7 @@ class LibraStack:
 
         Args:
             layers: ``model.model.layers``, with the weights of all experts in every process; dense ones are skipped.
-            topology: R ranks.
+            topology: R ranks, or the number R.
             transport: None = all ranks in this process, which the tokens are dealt to evenly.
             placement: of the routed experts, a layer for each MoE block; None = in order, with 2 spare slots per rank.
             predict, local, slots, cost, copies_per_rank, memory: as of the class.

@@ -15,6 +15,7 @@ from isoload.layer.routers import Gate
 from isoload.policies.keeping import may_keep_local
 from isoload.predict import Last, Linear, Lookahead, Predictor
 from isoload.transport.row_dispatcher import RowDispatcher
+from isoload.wording import not_one_of
 
 LOCALS = ("planned", "held")
 
@@ -57,7 +58,7 @@ def facts_of(layer: MoE) -> dict[str, object]:
 def check_local(local: str, layers: Sequence[MoE], predicts: bool) -> None:
     """Raises ValueError unless the layers can run in this order of the two stages."""
     if local not in LOCALS:
-        raise ValueError(f"local must be one of {', '.join(LOCALS)}, got {local!r}")
+        raise ValueError(not_one_of("local", LOCALS, local))
     if local == "planned":
         return
     dispatcher = layers[0].dispatcher

@@ -19,6 +19,7 @@ from isoload.balancing.counting import count
 from isoload.layer.modules import is_fused
 from isoload.trace import Identity, Trace, write_trace
 from isoload.transport import Call, Group
+from isoload.wording import amount
 
 
 class Recorder:
@@ -63,6 +64,12 @@ class Recorder:
         self._sources: dict[int, weakref.ref[object]] = {}
         self.top_k = 0  # K of the tokens seen last, 0 = none yet: what a replay draws by
         self.clear()
+
+    def __repr__(self) -> str:
+        """Return one line of sizes."""
+        sizes = amount(self.num_layers, "layer"), amount(self.num_experts, "expert")
+        kept = amount(self.num_batches, "batch", "batches")
+        return f"Recorder({', '.join(sizes)}, {kept} of at most {self.max_batches})"
 
     @property
     def num_layers(self) -> int:

@@ -9,6 +9,7 @@ from torch import Tensor
 from isoload.ops.library import call, ints, longs, op
 from isoload.replica_tables import ReplicaTables
 from isoload.results import ExactSplit
+from isoload.wording import not_one_of
 
 UNLIMITED = 2**31 - 1
 Objective = Literal["spread", "local", "packed"]
@@ -83,7 +84,7 @@ def split_options(
 ) -> tuple[int, int, int, int, int]:
     """The op's objective, ranks_per_node, tolerance_ppm, sweeps and budget."""
     if objective not in OBJECTIVES:
-        raise ValueError(f"objective must be one of {', '.join(OBJECTIVES)}, got {objective!r}")
+        raise ValueError(not_one_of("objective", OBJECTIVES, objective))
     if not 0 <= tolerance <= 1000:
         raise ValueError(f"tolerance must be in 0..1000 (relative), got {tolerance}")
     if budget is not None and budget < 0:

@@ -23,7 +23,7 @@ from isoload.placers.scenarios import Scenarios, make_scenarios
 from isoload.placers.trivial import TrivialPlacer
 from isoload.placers.weights import merged, weights_by_load
 from isoload.records.placement import Placement
-from isoload.topology import NOMINAL_TICKS, Topology
+from isoload.topology import NOMINAL_TICKS, Topology, as_topology
 from isoload.trace.identity import joined
 
 MAX_SHARED = 64  # models have one or two
@@ -35,9 +35,21 @@ PLACERS: dict[str, type[Placer]] = {
 }
 
 
+def register_placer(placer: type[Placer]) -> type[Placer]:
+    """Make a placer known by its name; usable as a decorator.
+
+    Raises:
+        ValueError: the name is taken.
+    """
+    if placer.name in PLACERS:
+        raise ValueError(f"name must be a new one, placer {placer.name} exists")
+    PLACERS[placer.name] = placer
+    return placer
+
+
 def place(
     counts: Any,
-    topology: Topology,
+    topology: Topology | int,
     slots_per_rank: int | None = None,
     placer: str = "eplb",
     spare_slots: int = 0,
@@ -50,7 +62,7 @@ def place(
     Args:
         counts: [L, E] or [batches, L, E] copies per routed expert (array or tensor); or a
             :class:`isoload.trace.Trace` or several, whose layer_ids the placement then has.
-        topology: the ranks; those not alive get no expert.
+        topology: the ranks, or their number R; ranks that are not alive get no expert.
         slots_per_rank: S, shared and spare slots included. Default: one slot for each expert, and those.
         placer: a name in ``isoload.PLACERS``.
         spare_slots: of every rank's S slots, how many stay empty; at most E.
@@ -63,7 +75,7 @@ def place(
     Raises:
         ValueError: naming the argument, the rule and the value.
     """
-    planner = make_placer(placer, options)
+    planner, topology = make_placer(placer, options), as_topology(topology)
     scenarios, traces = make_scenarios(counts)
     live = topology.live_ranks
     dense = _dense_slots(scenarios, topology, slots_per_rank, spare_slots, num_shared)
@@ -221,4 +233,14 @@ def _home_slots(
     return torch.from_numpy((owner * size + place).astype(np.int32))
 
 
-__all__ = ["PLACERS", "Placed", "Placer", "Room", "Scenarios", "make_placer", "parse_placer", "place"]
+__all__ = [
+    "PLACERS",
+    "Placed",
+    "Placer",
+    "Room",
+    "Scenarios",
+    "make_placer",
+    "parse_placer",
+    "place",
+    "register_placer",
+]

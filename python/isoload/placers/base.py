@@ -50,6 +50,7 @@ class Placer(ABC):
 
     name: ClassVar[str]
     takes_before: ClassVar[bool] = False  # whether it can start from a placement
+    needs_tokens: ClassVar[bool] = False  # whether it needs traces with per-token choices
     # Whether it chooses the number of slots itself, by a budget of replicas.
     has_budget: ClassVar[bool] = False
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from isoload.placers.base import Floats, Ints, Room
+from isoload.wording import not_one_of
 
 BUDGETS = ("gain", "knee")
 GRIDS = ("powers", "full")
@@ -14,7 +15,7 @@ def make_grid(room: Room, experts: int, grid: str = "powers") -> list[int]:
     """Numbers of replicas of a layer that are tried: 0, and powers of two up to R, or all up to R, that have room."""
     num_ranks, most = room.num_ranks, most_replicas(room, experts)
     if grid not in GRIDS:
-        raise ValueError(f"grid must be one of {', '.join(GRIDS)}, got {grid!r}")
+        raise ValueError(not_one_of("grid", GRIDS, grid))
     powers = [2**i for i in range(num_ranks.bit_length())]
     found = sorted({*powers, num_ranks}) if grid == "powers" else list(range(1, num_ranks + 1))
     return [0, *(n for n in found if n <= most)]

@@ -12,6 +12,7 @@ from isoload.placers.budget import allocate, assign, check_budget, make_grid
 from isoload.placers.eplb import pack_into
 from isoload.placers.scenarios import Scenarios
 from isoload.placers.weights import rank_loads
+from isoload.wording import not_one_of
 
 OBJECTIVES = ("time", "gain", "printed")
 
@@ -44,7 +45,7 @@ class CraftPlacer(Placer):
 
     def place(self, scenarios: Scenarios, room: Room) -> Placed:
         if self.objective not in OBJECTIVES:
-            raise ValueError(f"objective must be one of {', '.join(OBJECTIVES)}, got {self.objective!r}")
+            raise ValueError(not_one_of("objective", OBJECTIVES, self.objective))
         layers, experts, ranks = scenarios.num_layers, scenarios.num_experts, room.num_ranks
         check_budget(self.replicas, layers, room, experts)
         grid = make_grid(room, experts, self.grid)

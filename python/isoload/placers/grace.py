@@ -39,6 +39,7 @@ class GracePlacer(Placer):
 
     name = "grace"
     has_budget = True
+    needs_tokens = True
     ratio: float | None = None
     replicate: bool = True
     everywhere: int | None = None

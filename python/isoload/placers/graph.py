@@ -13,6 +13,7 @@ import numpy as np
 from isoload.placers.base import Placed, Placer, Room, slots_of
 from isoload.placers.eplb import pack_once
 from isoload.placers.scenarios import Loads, Scenarios
+from isoload.wording import not_one_of
 
 Owners = list[list[int]]  # of every rank: the ranks whose experts it replicates
 
@@ -43,7 +44,7 @@ class GraphPlacer(Placer):
 
     def place(self, scenarios: Scenarios, room: Room) -> Placed:
         if self.graph not in GRAPHS:
-            raise ValueError(f"graph must be one of {', '.join(GRAPHS)}, got {self.graph!r}")
+            raise ValueError(not_one_of("graph", GRAPHS, self.graph))
         owners = owners_of(self.graph, room.num_ranks, self.ranks_per_node)
         weight = scenarios.total()
         homes = self._homes(weight, room.num_ranks)

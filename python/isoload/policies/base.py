@@ -74,6 +74,11 @@ class Policy:
     samples: ClassVar[bool] = False
     keeps_local: ClassVar[bool] = False
 
+    @property
+    def cpu_only(self) -> bool:
+        """Whether plans can be made on the CPU alone."""
+        return False
+
     def __post_init__(self) -> None:
         """Raises ValueError for options that cannot be. A subclass with rules of its own comes here first."""
         if not torch.compiler.is_compiling():  # in a graph policies are made of checked ones

@@ -48,6 +48,10 @@ class LpPolicy(Policy):
                 f"got {self.precision} and {self.tolerance}"
             )
 
+    @property
+    def cpu_only(self) -> bool:
+        return self.method == "affine"
+
     def check(self, placement: HostPlacement) -> None:
         if self.method == "affine" and placement.topology.speeds is not None:
             raise ValueError(

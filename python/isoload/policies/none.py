@@ -1,4 +1,4 @@
-"""Policy ``none``: every expert is computed in its home slot; what an engine does without replicas."""
+"""Policy ``none``: replicas unused. Every expert is computed in its home slot."""
 
 from __future__ import annotations
 

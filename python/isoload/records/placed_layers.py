@@ -39,6 +39,8 @@ class HostPlacement(Protocol):
     @property
     def slots_per_rank(self) -> int: ...
     @property
+    def layer_ids(self) -> tuple[int, ...]: ...
+    @property
     def arrays(self) -> tuple[Ints, Ints]: ...
     def layer(self, index: int, device: torch.device | str) -> PlacedLayers: ...
 
@@ -115,6 +117,11 @@ class PlacedLayers:
             shared_home=torch.tensor(shared_home(live, ranks), device=device) if host.num_shared else None,
             shared_limits=torch.tensor(most, dtype=torch.int32, device=device) if limited else None,
         )
+
+    def __repr__(self) -> str:
+        """Return one line without the values of tensors."""
+        which = "all layers" if self.layer is None else f"layer {self.layer}"
+        return f"PlacedLayers({which} of {self.host!r}, on {self.home_slot.device})"
 
     def memo(self, key: Any, of: OfLayer) -> Tensor:
         """What a function makes of each layer of the placement, [L, ...] or of the one layer, on the device, kept.

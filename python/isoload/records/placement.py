@@ -13,10 +13,11 @@ from torch import Tensor
 
 from isoload import ops
 from isoload.records.placed_layers import PlacedLayers
-from isoload.topology import Topology
+from isoload.topology import Topology, as_topology
 from isoload.trace import Trace
 from isoload.trace.identity import Identity, Numbering, joined, matching_rows, spans
 from isoload.value_checks import may_be_kept
+from isoload.wording import amount, span, text_table
 
 IntArray = np.ndarray[Any, np.dtype[np.int32]]
 FloatArray = np.ndarray[Any, np.dtype[np.float64]]
@@ -32,7 +33,7 @@ class Placement:
     Args:
         slot_to_expert: [L, P] integers, expert in each slot; -1 = empty (a spare slot) or absent (an address
             without memory).
-        topology: R ranks; R divides P.
+        topology: R ranks, or the number R; R divides P.
         num_experts: E, shared experts included (they follow the routed ones).
         home_slot: [L, E] slot that owns the expert's weights. Default: its lowest slot.
         spare_slots: the last so many slots of every rank are empty, for experts borrowed for one batch.
@@ -62,6 +63,7 @@ class Placement:
     weight_array: FloatArray | None = field(init=False, repr=False)  # [L, P] float64 replica_weight as NumPy
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "topology", as_topology(self.topology))
         slots = _int32("slot_to_expert", self.slot_to_expert)
         object.__setattr__(self, "slot_to_expert", slots)
         if slots.dim() != 2 or not slots.shape[0]:
@@ -295,6 +297,40 @@ class Placement:
             replica_weight=None if weight is None else torch.cat([weight, torch.ones(extra.shape)]),
             identity=replace(self.identity, moe_layers=known),
         )
+
+    def __repr__(self) -> str:
+        """Return one line of sizes; :meth:`describe` has the layers."""
+        parts = [
+            amount(self.num_layers, "layer"),
+            f"{self.num_routed:,} experts",
+            f"{amount(self.topology.num_ranks, 'rank')} x {amount(self.slots_per_rank, 'slot')}",
+            f"{span(self._replicas)} replicas per layer",
+            *([f"{self.spare_slots} spare slots per rank"] if self.spare_slots else []),
+            *([amount(self.num_shared, "shared expert")] if self.num_shared else []),
+        ]
+        return f"Placement({', '.join(parts)})"
+
+    def describe(self) -> str:
+        """Return the line of :func:`repr` and a table with a row for each layer.
+
+        Its columns are the model's layer number, the replicas (slots of routed experts beyond one for each), how many
+        experts have more than one slot, the expert with most slots and their number, and the empty slots.
+        """
+        slots, rows = self.arrays[0], []
+        for layer_id, row, replicas in zip(self.layer_ids, slots, self._replicas, strict=True):
+            copies = np.bincount(row[row >= 0], minlength=self.num_experts)[: self.num_routed]
+            most = int(copies.argmax())
+            empty = int((row < 0).sum())
+            rows.append((str(layer_id), replicas, int((copies > 1).sum()), most, int(copies[most]), empty))
+        head = ("layer", "replicas", "replicated experts", "most slots: expert", "slots", "empty slots")
+        return f"{self!r}\n{text_table(head, rows)}"
+
+    @property
+    def _replicas(self) -> list[int]:
+        """[L] slots of routed experts beyond one for each."""
+        routed = (self.arrays[0] >= 0) & (self.arrays[0] < self.num_routed)
+        replicas: list[int] = (routed.sum(1) - self.num_routed).tolist()
+        return replicas
 
     def _remember(self, key: tuple[torch.device, int | None], placed: PlacedLayers) -> PlacedLayers:
         if may_be_kept(placed.home_slot):

@@ -12,6 +12,8 @@ from isoload.records.placed_layers import PlacedLayers
 from isoload.replica_tables import ReplicaTables
 from isoload.shared_experts import SharedPlan, pick_layer
 from isoload.topology import Topology
+from isoload.value_checks import values_readable
+from isoload.wording import amount, span, text_table
 
 
 class Planner(Protocol):
@@ -82,6 +84,52 @@ class Plan:
         """ "quota": a route meets the plan exactly; "sample": what it does is known from routed slots only."""
         drawn = self.weights is not None or (self.shared is not None and not self.shared.is_met)
         return "sample" if drawn else "quota"
+
+    def __repr__(self) -> str:
+        """Return one line; the values only of a plan on the CPU.
+
+        To read them from a GPU would make the host wait, and would end the capture of a CUDA graph.
+        """
+        layers = [] if self.layer is not None else [amount(len(self.slot_to_expert), "layer")]
+        parts = [self.policy.name, *layers, amount(self.topology.num_ranks, "rank"), self._summary()]
+        return f"Plan({', '.join(parts)})"
+
+    def _summary(self) -> str:
+        if self.bound.device.type != "cpu" or not values_readable(self.bound):
+            return f"on {self.bound.device}"
+        unit = "" if self.topology.ticks is None else " ticks"
+        if self.peak is None:
+            return f"sampled, bound {span(self.bound.flatten().tolist())}{unit}"
+        peak = f"peak {span(self.peak.flatten().tolist())}{unit}"
+        if self.peak.equal(self.bound):
+            return f"{peak} = bound"
+        return f"{peak}, bound {span(self.bound.flatten().tolist())}{unit}"
+
+    def describe(self) -> str:
+        """Return the line of :func:`repr` and a table, which reads the plan's tensors: on a GPU the host waits.
+
+        A plan of one layer has a row for each rank: its load (copies, or their cost in ticks where ranks differ in
+        speed), the slots that take copies, and the experts in its spare slots. A plan of all layers has a row for each
+        layer: peak, bound, and the imbalance (peak over mean load). A sampled plan has no loads.
+        """
+        if self.quota is None or self.peak is None:
+            return repr(self)
+        load = rank_cost(self.quota, self.topology).cpu()
+        if self.layer is None:
+            mean = self.quota.sum(-1).cpu() / self.topology.copies_per_cost
+            imbalance = (self.peak.cpu() / mean).nan_to_num(1.0)
+            values = (self.peak.tolist(), self.bound.tolist(), imbalance.tolist())
+            layer_ids = map(str, self.placed.host.layer_ids)
+            rows: list[tuple[object, ...]] = list(zip(layer_ids, *values, strict=True))
+            return f"{self!r}\n{text_table(('layer', 'peak', 'bound', 'imbalance'), rows)}"
+        shape = self.topology.num_ranks, -1
+        used = (self.quota.view(shape) > 0).sum(-1).tolist()
+        spare = self.slot_to_expert.view(shape)[
+            :, self.placed.host.slots_per_rank - self.placed.spare_slots :
+        ]
+        borrowed = [" ".join(str(e) for e in row if e >= 0) or "-" for row in spare.tolist()]
+        rows = list(zip(range(len(used)), load.tolist(), used, borrowed, strict=True))
+        return f"{self!r}\n{text_table(('rank', 'load', 'slots in use', 'borrowed experts'), rows)}"
 
     def __getitem__(self, layer: int) -> Plan:
         """The plan of one layer of a batch."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,6 +14,7 @@ from torch import Tensor
 from isoload.balancing.counting import count
 from isoload.trace import Trace
 from isoload.trace.record import Ints, count_batches
+from isoload.wording import not_one_of
 
 ASSIGNMENTS = ("contiguous", "round-robin")
 CUT_TOKENS = 1024  # tokens per batch where a per-token trace does not say
@@ -81,6 +84,19 @@ class Batches:
         """Where a cut batch lies in the trace."""
         first = sum(self.num_tokens[:index])
         return slice(first, first + self.num_tokens[index])
+
+    def part(self, chosen: Sequence[int]) -> Trace:
+        """Return the trace of some batches, with their tokens if the batches are cut from tokens."""
+        picked = list(chosen)
+        kept: dict[str, Any] = {"counts": self.counts[picked], "cluster": None}
+        if self.drawn:
+            tokens = self.trace.tokens_per_batch
+            return replace(self.trace, **kept, tokens_per_batch=None if tokens is None else tokens[picked])
+        rows = np.concatenate([np.arange(len(self.trace.topk_ids))[self.tokens(index)] for index in picked])  # type: ignore[arg-type]
+        for name in ("topk_ids", "seq_id"):
+            array = getattr(self.trace, name)
+            kept[name] = None if array is None else array[rows]
+        return replace(self.trace, **kept, tokens_per_batch=np.array(self.num_tokens)[picked])
 
     def source_batch(self, index: int, num_ranks: int, assign: str) -> SourceBatch:
         """Batch `index` with its tokens on source ranks as :func:`source_ranks` says."""
@@ -199,7 +215,7 @@ def source_ranks(num_tokens: int, num_ranks: int, assign: str, seq_id: Ints | No
         seq_id: [T] sequence of every token; None = every token is one.
     """
     if assign not in ASSIGNMENTS:
-        raise ValueError(f"assign must be one of {', '.join(ASSIGNMENTS)}, got {assign!r}")
+        raise ValueError(not_one_of("assign", ASSIGNMENTS, assign))
     if num_tokens == 0:
         return np.zeros(0, dtype=np.int64)
     ids = np.arange(num_tokens) if seq_id is None else seq_id

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from isoload.wording import not_one_of
+
 CALIBRATIONS = ("first-half", "interleaved", "all", "leave-one-out", "leave-cluster-out")
 
 
@@ -39,7 +41,7 @@ def calibration_folds(
     """
     every = tuple(range(num_batches))
     if calibrate not in CALIBRATIONS:
-        raise ValueError(f"calibrate must be one of {', '.join(CALIBRATIONS)}, got {calibrate!r}")
+        raise ValueError(not_one_of("calibrate", CALIBRATIONS, calibrate))
     if calibrate == "all":
         return [Fold(every, every)]
     if calibrate == "leave-cluster-out":

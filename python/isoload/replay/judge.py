@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,8 @@ import torch
 from isoload.balancing.planning import plan_layers
 from isoload.placers.weights import rank_loads
 from isoload.records.placement import Placement
-from isoload.replay.calibration import calibration_folds
+from isoload.replay.batches import make_batches
+from isoload.replay.calibration import Fold, calibration_folds
 from isoload.trace import Trace
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
@@ -63,17 +65,48 @@ def _over_mean(peak: Floats, counts: Ints, placement: Placement) -> Floats:
     return np.where(total > 0, peak / np.maximum(mean, 1e-300), 1.0)
 
 
-def judge_unseen(trace: Trace, calibrate: str, make: Callable[[Ints], Placement]) -> tuple[float, float]:
-    """Mean imbalance, even and exact, over layers and batches that the placement has not seen.
+def judge_unseen(
+    trace: Trace, calibrate: str, make: Callable[[Any], Placement], needs_tokens: bool = False
+) -> tuple[float, float]:
+    """Return the means of :func:`unseen_imbalances`, even and exact."""
+    even, exact = unseen_imbalances(trace, calibrate, make, needs_tokens)
+    return float(even.mean()), float(exact.mean())
 
-    calibrate: one of ``CALIBRATIONS``, by which batches are split; make: the placement of counts [batches, L, E].
+
+def unseen_imbalances(
+    trace: Trace, calibrate: str, make: Callable[[Any], Placement], needs_tokens: bool = False
+) -> tuple[Floats, Floats]:
+    """Return the imbalance [batches, L], even and exact, of batches that the placement has not seen.
+
+    Args:
+        trace: its batches are split.
+        calibrate: one of ``CALIBRATIONS``, the rule of the split.
+        make: returns the placement of counts [batches, L, E], or with `needs_tokens` of the trace of these batches.
+        needs_tokens: whether `make` needs the per-token choices of the batches.
+
+    Raises:
+        ValueError: the batches cannot be split so; per-token choices are needed that are not those of the batches.
     """
     counts, even, exact = trace.batch_counts(), [], []
     for fold in calibration_folds(len(counts), calibrate, trace.cluster):
-        placement, judged = make(counts[list(fold.calibrate)]), counts[list(fold.replay)]
+        seen = _with_tokens(trace, calibrate, fold) if needs_tokens else counts[list(fold.calibrate)]
+        placement, judged = make(seen), counts[list(fold.replay)]
         even.append(even_imbalance(placement, judged))
         exact.append(exact_imbalance(placement, judged))
-    return float(np.concatenate(even).mean()), float(np.concatenate(exact).mean())
+    return np.concatenate(even), np.concatenate(exact)
+
+
+def _with_tokens(trace: Trace, calibrate: str, fold: Fold) -> Trace:
+    """Return the trace of a fold's first part."""
+    if calibrate == "all" or not trace.has_tokens:
+        return trace
+    batches = make_batches(trace)
+    if not np.array_equal(batches.counts, trace.batch_counts()):
+        raise ValueError(
+            f"calibrate must be all for trace {trace.name}, whose per-token choices are not those of its batches, "
+            f"got {calibrate}"
+        )
+    return batches.part(fold.calibrate)
 
 
 def changed_slots(before: Placement, after: Placement) -> float:
@@ -91,6 +124,17 @@ def most_replicas(placement: Placement) -> float:
     """Slots of all layers, on the rank with most, beyond its even part of one for each routed expert."""
     held = _routed(placement).sum((0, 2)).max()
     return float(held - placement.num_layers * placement.num_routed / len(placement.topology.live_ranks))
+
+
+def without_replicas(placement: Placement) -> Placement:
+    """Return the placement with every routed expert in its home slot alone; the other replicas' slots are absent."""
+    slots, home = (array.copy() for array in placement.arrays)
+    expert = np.clip(slots, 0, None)
+    replica = (slots < placement.num_routed) & (
+        np.take_along_axis(home, expert, 1) != np.arange(slots.shape[1])
+    )
+    slots[replica] = -1
+    return replace(placement, slot_to_expert=torch.from_numpy(slots), replica_weight=None)
 
 
 def _routed(placement: Placement) -> Any:

@@ -142,6 +142,18 @@ class Tally:
         self.copies.append(routed.copies)
         self.shared.append(routed.shared)
 
+    def by_batch(self) -> dict[str, list[list[float | None]]]:
+        """Return figures [batches][L]: the largest rank load, exact's bound, and the largest over the mean load.
+
+        A layer without copies in a batch has no imbalance: None.
+        """
+        imbalance: list[list[float | None]] = [
+            [float(high / mean) if mean else None for high, mean in zip(loads.max(-1), means, strict=True)]
+            for loads, means in zip(self.loads, self.means, strict=True)
+        ]
+        peak = [loads.max(-1).tolist() for loads in self.loads]
+        return {"imbalance": imbalance, "peak": peak, "bound": [bound.tolist() for bound in self.bounds]}
+
     def figures(self) -> PolicyFigures:
         used = np.concatenate(self.loads).sum(-1) > 0
         if not used.any():

@@ -11,6 +11,7 @@ from isoload.replay.batches import Batches, SourceBatch
 from isoload.replay.calibration import Fold
 from isoload.trace import Trace
 from isoload.trace.record import Ints
+from isoload.wording import not_one_of
 
 FROM_CALIBRATION = ("linear", "path", "popularity")
 PREDICTIONS = ("perfect", "last", *FROM_CALIBRATION, "none")
@@ -25,7 +26,7 @@ def check_prediction(text: str) -> float | None:
     except ValueError:
         part = -1.0
     if not 0 <= part <= 1:
-        raise ValueError(f"predict must be one of {', '.join(PREDICTIONS)} or a number in 0..1, got {text!r}")
+        raise ValueError(not_one_of("predict", PREDICTIONS, text, " or a number in 0..1"))
     return part
 
 

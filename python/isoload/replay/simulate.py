@@ -20,22 +20,26 @@ from isoload.balancing.own_counts import Loads
 from isoload.balancing.planning import fill, plan, plan_layers
 from isoload.balancing.routing import route
 from isoload.cost import CostModel
-from isoload.placers import parse_placer, place
+from isoload.placers import make_placer, parse_placer, place
 from isoload.policies import POLICIES, Policy, make_policy, parse_policy
 from isoload.records.placement import Placement
 from isoload.records.plan import Plan
 from isoload.replay.batches import Batches, SourceBatch, make_batches
 from isoload.replay.calibration import Fold, calibration_folds, strictest
 from isoload.replay.idle_borrowing import IdleBorrowing
+from isoload.replay.judge import without_replicas
 from isoload.replay.layer_cost import CostTally
 from isoload.replay.metrics import PolicyFigures, RoutedBatch, Tally, count_routed
 from isoload.replay.prediction import Forecast, check_prediction
 from isoload.topology import Topology
 from isoload.trace import Trace
 from isoload.transport import LocalGroup
+from isoload.wording import not_one_of
 
-DEFAULT_POLICIES = ("none", "static", "even", "dynamic", "exact")
-SHARED_POLICIES = ("shared_local", "waterfill_sampled", "exact", "waterfill", "joint")
+# The row that others are compared with: experts in order, E/R slots per rank, as a model runs before anything is done.
+BASELINE = "in order, no replicas"
+DEFAULT_POLICIES = (BASELINE, "static", "even", "dynamic", "exact")
+SHARED_POLICIES = (BASELINE, "shared_local", "waterfill_sampled", "exact", "waterfill", "joint")
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,8 @@ class ReplaySettings:
 
     num_ranks: int = 8
     ranks_per_node: int = 0  # divides R; 0 = all of them
-    slots_per_rank: int = 0  # S, spare slots included; 0 = :func:`default_slots_per_rank`
+    # S, spare slots included; 0 = :func:`default_slots_per_rank`, or what a placer with a budget chooses
+    slots_per_rank: int = 0
     spare_slots: int = 0  # of each rank's S slots, how many stay empty
     shared_experts: int = 0  # that every token gets besides the trace's routed ones
     placer: str = "eplb"  # a name in ``isoload.PLACERS``, with options as ``name:option=value``
@@ -55,9 +60,12 @@ class ReplaySettings:
     seed: int = 0  # of drawn batches and of every policy that draws
     predict: str = "last"  # what policies that fill spare slots ahead know, see :class:`Forecast`
     cost: CostModel | None = None  # by which times are predicted; policies that price imports take it, too
-    policies: tuple[str, ...] = DEFAULT_POLICIES  # in ``isoload.POLICIES``, with options as the placer
+    policies: tuple[str, ...] = (
+        DEFAULT_POLICIES  # BASELINE, or in ``isoload.POLICIES``, with options as the placer
+    )
     loads: Loads = "gathered"  # what ``exact`` plans by, see :class:`isoload.Balancer`
     exchange_every: int = 16  # batches after which its ranks exchange, where loads are not gathered
+    skip_refused: bool = False  # leave policies out that cannot take the placement, see Replay.refused
 
 
 @dataclass(frozen=True)
@@ -74,6 +82,7 @@ class Replay:
     notes: tuple[str, ...] = ()  # sentences about policies that borrowed nothing
     # What each policy's row sums up.
     tallies: tuple[Tally, ...] = field(default=(), repr=False, compare=False)
+    refused: dict[str, str] = field(default_factory=dict)  # by policy why it is left out
 
 
 def replay(
@@ -114,6 +123,7 @@ def _replay(
     topology = Topology(settings.num_ranks, settings.ranks_per_node, bandwidths=bandwidths)
     _check(settings, trace)
     placer, options = parse_placer(settings.placer)
+    planner = make_placer(placer, options)
     ahead = any(_policy(name, settings, 0).ahead for name in settings.policies)
     batches = make_batches(trace, settings.batch_tokens, settings.seed)
     others = settings.spare_slots, settings.shared_experts
@@ -122,37 +132,47 @@ def _replay(
         settings = replace(settings, calibrate=calibrate)
         whole = calibration_folds(len(batches.counts), calibrate, batches.clusters)
         default = default_slots_per_rank(trace.num_experts, settings.num_ranks, sum(others))
-        slots_per_rank = settings.slots_per_rank or default
+        slots_per_rank = settings.slots_per_rank or (None if planner.has_budget else default)
     else:
         whole = [Fold((), tuple(range(len(batches.counts))))]
         given = fitting(given, trace, settings)
-        topology, slots_per_rank = given.topology, given.slots_per_rank
+        topology, slots_per_rank = given.topology, None
     folds = [Fold(fold.calibrate, fold.replay[: settings.max_batches or None]) for fold in whole]
     tallies = [Tally(name, topology, trace.top_k > 0) for name in settings.policies]
     costs = [CostTally(model) for _ in settings.policies] if model else []
     idle = [IdleBorrowing(name) for name in settings.policies]
-    tokens = done = 0
+    tokens = done = widest = 0
+    refused: dict[str, str] = {}
     total = sum(len(fold.replay) for fold in folds)
     for fold in folds:
-        seen = batches.counts[list(fold.calibrate)]
+        seen: Any = (
+            batches.part(fold.calibrate) if planner.needs_tokens else batches.counts[list(fold.calibrate)]
+        )
         placement = given or place(seen, topology, slots_per_rank, placer, *others, **options)
-        _warm_up(placement, settings)
+        widest = max(widest, placement.slots_per_rank)
+        plain = in_order(placement) if BASELINE in settings.policies else placement
+        placements = placement, plain
+        refused |= _warm_up(placements, settings)
+        kept = [i for i, tally in enumerate(tallies) if tally.policy not in refused]
+        tallies, idle = [tallies[i] for i in kept], [idle[i] for i in kept]
+        costs = [costs[i] for i in kept] if costs else []
+        settings = replace(settings, policies=tuple(tally.policy for tally in tallies))
         by_loads = {
             name: LayersByLoads(
                 placement, _policy(name, settings, 0), settings.loads, settings.exchange_every
             )
             for name in settings.policies
-            if settings.loads != "gathered" and parse_policy(name)[0] == "exact"
+            if settings.loads != "gathered" and _parsed(name)[0] == "exact"
         }
         forecast = Forecast(settings.predict, trace, batches, fold, settings.seed) if ahead else None
         for index in fold.replay:
             batch = batches.source_batch(index, settings.num_ranks, settings.assign)
             batch = batch.with_shared(trace.num_experts, settings.shared_experts)
-            _replay_batch(batch, index, placement, settings, forecast, by_loads, tallies, costs, idle)
+            _replay_batch(batch, index, placements, settings, forecast, by_loads, tallies, costs, idle)
             tokens, done = tokens + batch.num_tokens, done + 1
             on_batch(done, total)
     figures = tuple(tally.figures() for tally in tallies)
-    resolved = _resolved(settings, trace, batches, folds, slots_per_rank)
+    resolved = _resolved(settings, trace, batches, folds, widest)
     resolved["layers_with_freedom"] = sum(placement.has_freedom)
     if given is not None:
         resolved |= {"placer": None, "calibrate": None, "placement": given.provenance}
@@ -162,9 +182,8 @@ def _replay(
     for row in predicted:
         row["layer_us_change"] = row["layer_us_mean"] / predicted[0]["layer_us_mean"] - 1
     notes = tuple(note for each in idle if (note := each.note()))
-    return Replay(
-        trace.name, resolved, tokens, trace.num_layers, total, figures, predicted, notes, tuple(tallies)
-    )
+    made = figures, predicted, notes, tuple(tallies), refused
+    return Replay(trace.name, resolved, tokens, trace.num_layers, total, *made)
 
 
 def fitting(placement: Placement, trace: Trace, settings: ReplaySettings) -> Placement:
@@ -195,7 +214,7 @@ def default_slots_per_rank(num_experts: int, num_ranks: int, others: int = 0) ->
 def _replay_batch(
     batch: SourceBatch,
     index: int,
-    placement: Placement,
+    placements: tuple[Placement, Placement],
     settings: ReplaySettings,
     forecast: Forecast | None,
     by_loads: dict[str, LayersByLoads],
@@ -203,12 +222,14 @@ def _replay_batch(
     costs: list[CostTally],
     idle: list[IdleBorrowing],
 ) -> None:
+    placement = placements[0]  # then the baseline's
     ranks, loads = range(batch.num_ranks), batch.loads(placement.num_experts)
     best = "joint" if placement.num_shared else "exact"
     bound = plan_layers(loads, placement, best).bound.numpy()
     ahead = loads if forecast is None else forecast.of(batch, index, loads, placement.num_shared)
     for position, tally in enumerate(tallies):
         plans: list[Plan] = []
+        placement = placements[tally.policy == BASELINE]
         if by_own := by_loads.get(tally.policy):
             slots = by_own.route(batch, tally)
         else:
@@ -222,6 +243,8 @@ def _replay_batch(
             slots = torch.stack(routes)
         size, shared = placement.slots_per_rank, placement.num_shared
         routed = count_routed(slots.numpy(), batch.sources(), placement.topology, size, shared)
+        if tally.policy == BASELINE:  # has no replicas, so that nothing is planned
+            tally.layer_ns[-len(loads) :], tally.batched_ns[-1] = [0] * len(loads), 0.0
         _check_realised(plans, routed, tally.policy)
         tally.add(routed, bound)
         if costs:
@@ -263,11 +286,11 @@ def _check(settings: ReplaySettings, trace: Trace) -> None:
         raise ValueError(f"max_batches must be at least 0, got {settings.max_batches}")
     if not trace.top_k and (settings.cost or settings.shared_experts):
         raise ValueError("top_k must be known where cost or shared_experts count tokens, got none")
-    names, listed = [parse_policy(policy)[0] for policy in policies], ", ".join(policies)
+    names, listed = [_parsed(policy)[0] for policy in policies], ", ".join(policies)
     if not policies or len(set(policies)) < len(policies):
         raise ValueError(f"policies must be distinct and at least one, got {listed or 'none at all'}")
     if loads not in get_args(Loads):
-        raise ValueError(f"loads must be one of {', '.join(get_args(Loads))}, got {loads!r}")
+        raise ValueError(not_one_of("loads", get_args(Loads), loads))
     if settings.exchange_every < 1:
         raise ValueError(f"exchange_every must be at least 1, got {settings.exchange_every}")
     if loads != "gathered" and "exact" not in names:
@@ -304,10 +327,21 @@ class LayersByLoads:
         return torch.stack(slots)
 
 
+def _parsed(policy: str) -> tuple[str, dict[str, Any]]:
+    return ("none", {}) if policy == BASELINE else parse_policy(policy)
+
+
+def in_order(placement: Placement) -> Placement:
+    """Return the baseline of a placement: the same experts in order on the same ranks, without replicas."""
+    ones = np.ones((placement.num_layers, placement.num_routed))
+    trivial = place(ones, placement.topology, placer="trivial", num_shared=placement.num_shared)
+    return without_replicas(trivial)  # where R does not divide E
+
+
 def _policy(policy: str, settings: ReplaySettings, step: int) -> Policy:
     """A policy that draws gets the seed, and one that draws anew for every batch its number; one that prices imports
     the cost model's constants. Its own options come first."""
-    name, options = parse_policy(policy)
+    name, options = _parsed(policy)
     known = {field.name for field in fields(POLICIES[name])}
     given: dict[str, Any] = {"seed": settings.seed, "step": step}
     if settings.cost:
@@ -316,11 +350,26 @@ def _policy(policy: str, settings: ReplaySettings, step: int) -> Policy:
     return make_policy(name, {**given, **options})
 
 
-def _warm_up(placement: Placement, settings: ReplaySettings) -> None:
-    """Plans every layer once, so that what is derived once per placement is not timed."""
-    loads = torch.zeros(placement.num_layers, settings.num_ranks, placement.num_experts, dtype=torch.int32)
+def _warm_up(placements: tuple[Placement, Placement], settings: ReplaySettings) -> dict[str, str]:
+    """Plan every layer once, so that what is derived once per placement is not timed.
+
+    Returns:
+        by policy why it cannot take the placement, if the settings skip such policies.
+    """
+    refused = {}
     for policy in settings.policies:
-        _timed_plans(loads, loads, placement, _policy(policy, settings, 0), Tally(policy, placement.topology))
+        placement = placements[policy == BASELINE]
+        shape = placement.num_layers, settings.num_ranks, placement.num_experts
+        loads = torch.zeros(shape, dtype=torch.int32)
+        try:
+            _timed_plans(
+                loads, loads, placement, _policy(policy, settings, 0), Tally(policy, placement.topology)
+            )
+        except ValueError as error:
+            if not settings.skip_refused:
+                raise
+            refused[policy] = str(error)
+    return refused
 
 
 def _resolved(
@@ -328,6 +377,7 @@ def _resolved(
 ) -> dict[str, Any]:
     """The settings as they took effect, and what else is needed to read the figures."""
     given = asdict(settings)
+    del given["skip_refused"]
     if not any(_policy(name, settings, 0).ahead for name in settings.policies):
         del given["predict"]  # nothing was predicted
     if settings.loads == "gathered":

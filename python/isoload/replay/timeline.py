@@ -16,7 +16,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from isoload.times import LayerTime
 from isoload.times.shipped import numbers
-from isoload.topology import NOMINAL_TICKS, Topology
+from isoload.topology import NOMINAL_TICKS, Topology, as_topology
+from isoload.wording import not_one_of
 
 Floats = NDArray[np.float64]
 ENDS = ("low", "high")
@@ -86,7 +87,7 @@ def timeline(
     layer: LayerTime,
     sent: ArrayLike,
     tokens: int,
-    topology: Topology,
+    topology: Topology | int,
     *,
     end: str = "high",
     rows: ArrayLike | None = None,
@@ -103,7 +104,7 @@ def timeline(
         layer: what experts, dispatch and combine take.
         sent: [L, R, P] copies that each source rank sends to each slot.
         tokens: of a source rank.
-        topology: of R ranks; with speeds, a slow rank's experts take longer.
+        topology: of R ranks, or the number R; with speeds, a slow rank's experts take longer.
         end: of the all-to-all's range: "low", as if rows were even; "high", as if all ranks had as many as the busiest.
         rows: [L, R, R] distinct tokens from source to rank, where routing is known. Default: :func:`rows_between`.
         dense_s: seconds of attention and all else of a layer before its router's choice is used; as all seconds here of
@@ -122,9 +123,10 @@ def timeline(
         ValueError: naming the argument, the rule and the value.
     """
     if end not in ENDS:
-        raise ValueError(f"end must be one of {', '.join(ENDS)}, got {end!r:.40}")
+        raise ValueError(not_one_of("end", ENDS, end))
     if tokens < 1:
         raise ValueError(f"tokens must be at least 1, got {tokens}")
+    topology = as_topology(topology)
     copies, ranks = numbers("sent", sent), topology.num_ranks
     if copies.ndim != 3 or copies.shape[1] != ranks or copies.shape[2] % ranks:
         raise ValueError(f"sent must be [layers, {ranks} ranks, slots of all], got {list(copies.shape)}")

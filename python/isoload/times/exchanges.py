@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from isoload.times.shipped import Floats, Row, numbers, read, select
+from isoload.wording import not_one_of
 
 STEPS = ("dispatch", "combine")
 
@@ -61,7 +62,7 @@ class AllToAllTime:
             ValueError: naming the argument and what it may be.
         """
         if step not in STEPS:
-            raise ValueError(f"step must be one of {', '.join(STEPS)}, got {step!r:.60}")
+            raise ValueError(not_one_of("step", STEPS, step))
         if nodes < 1 or ranks % nodes:
             raise ValueError(f"nodes must divide ranks {ranks}, got {nodes}")
         table = read("exchanges")

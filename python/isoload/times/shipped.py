@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from isoload.files.reading import parse_json
+from isoload.wording import not_one_of
 
 Row = dict[str, Any]
 Floats = NDArray[np.float64]
@@ -41,7 +42,7 @@ def select(rows: tuple[Row, ...], **asked: Any) -> tuple[Row, ...]:
         if value is not None:
             rows = tuple(row for row in rows if row[name] == value)
         if not rows:
-            raise ValueError(f"{name} must be one of {', '.join(map(str, choices))}, got {value!r:.60}")
+            raise ValueError(not_one_of(name, choices, value))
     return rows
 
 

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from isoload.files.reading import MAX_EXPERTS, shown
 from isoload.trace.archives import check_bytes, max_bytes
 from isoload.trace.identity import Identity
+from isoload.wording import amount
 
 Ints = npt.NDArray[np.integer[Any]]
 
@@ -124,6 +125,18 @@ class Trace:
             self.layer_ids, f"trace {self.name}", first_moe_layer, moe_layers, model
         )
         return replace(self, identity=identity)
+
+    def __repr__(self) -> str:
+        """Return one line of sizes."""
+        parts = [
+            shown(self.name),
+            amount(self.num_batches, "batch", "batches"),
+            amount(self.num_layers, "layer"),
+            amount(self.num_experts, "expert"),
+            f"top-{self.top_k}" if self.top_k else "top-k unknown",
+            "counts alone" if self.topk_ids is None else amount(len(self.topk_ids), "token"),
+        ]
+        return f"Trace({', '.join(parts)})"
 
     def select_layers(self, layers: Sequence[int]) -> Trace:
         """The trace of some layers, by position (not by the model's layer number)."""

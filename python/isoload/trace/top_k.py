@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from isoload.files.reading import shown
 from isoload.trace import Trace
+from isoload.wording import nearest
 
 # Part of a published model's name: routed experts E -> K.
 MODELS = {
@@ -40,9 +41,10 @@ def with_top_k(trace: Trace, given: str | None = None) -> Trace:
     number = given.isdecimal() and len(given) < 9
     top_k = int(given) if number else model_top_k(given, trace.num_experts)
     if not top_k:
+        other = "" if any(part in given.lower() for part in MODELS) else nearest(given, MODELS)
         raise ValueError(
             f"top_k must be a number from 1 on, or name a model of {trace.num_experts} experts that is one of "
-            f"{', '.join(MODELS)}, got {shown(given)}"
+            f"{', '.join(MODELS)}, got {shown(given)}{other}"
         )
     if trace.top_k not in (0, top_k):
         raise ValueError(f"top_k must be the record's {trace.top_k}, got {shown(given)}")

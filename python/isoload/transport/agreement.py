@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from isoload.records.placement import Placement
+from isoload.wording import not_one_of
 
 STAGE_BYTES = 40  # of a stage's name, where ranks tell each other
 STAGES = ("count", "plan", "route", "dispatch", "experts", "combine", "placement")
@@ -18,7 +19,7 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 def error_code(stage: str) -> int:
     """The number by which ``gather_loads`` tells all ranks that one failed in a stage."""
     if stage not in STAGES:
-        raise ValueError(f"stage must be one of {', '.join(STAGES)}, got {stage!r}")
+        raise ValueError(not_one_of("stage", STAGES, stage))
     return STAGES.index(stage) + 1
 
 

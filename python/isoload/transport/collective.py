@@ -45,31 +45,32 @@ class CollectiveGroup(Group):
     connection close, else after the process group's timeout.
 
     Args:
-        topology: R ranks, as many as the process group has.
+        topology: R ranks, or the number R, as many as the process group has.
         process_group: None = the default one.
 
     Raises:
         ValueError: on all ranks alike, if the topology does not fit the process group or differs between the ranks.
     """
 
-    def __init__(self, topology: Topology, process_group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, topology: Topology | int, process_group: dist.ProcessGroup | None = None) -> None:
         self.process_group = process_group if process_group is not None else dist.group.WORLD
         super().__init__(topology, [dist.get_rank(self.process_group)])
         size = dist.get_world_size(self.process_group)
         with self.agreeing("construction") as facts:
-            facts["topology"] = topology
-        if topology.num_ranks != size:
-            raise ValueError(f"topology must have the group's {size} ranks, got {topology.num_ranks}")
+            facts["topology"] = self.topology
+        if self.topology.num_ranks != size:
+            got = self.topology.num_ranks
+            raise ValueError(f"topology must have the group's {size} ranks, got {got}")
 
     @classmethod
-    def own(cls, topology: Topology, like: dist.ProcessGroup | None = None) -> CollectiveGroup:
+    def own(cls, topology: Topology | int, like: dist.ProcessGroup | None = None) -> CollectiveGroup:
         """A group over the processes of another, with a communicator that no other code's collectives share.
 
         All processes of the default group call it together, as :func:`torch.distributed.new_group` demands. Its timeout
         is the other group's.
 
         Args:
-            topology: R ranks, as many as `like` has.
+            topology: R ranks, or the number R, as many as `like` has.
             like: whose processes join; None = all.
         """
         ranks = None if like is None else dist.get_process_group_ranks(like)

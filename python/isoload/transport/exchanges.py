@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from isoload.topology import Topology
+from isoload.topology import Topology, as_topology
 from isoload.transport.peers import Peers
 
 T = TypeVar("T")
@@ -74,14 +74,14 @@ class Exchanges(Shared, ABC):
     ``_start_gather``.
 
     Args:
-        topology: R ranks.
+        topology: R ranks, or the number R.
         ranks: the ranks that this process owns.
     """
 
-    def __init__(self, topology: Topology, ranks: Sequence[int]) -> None:
-        self.topology = topology
+    def __init__(self, topology: Topology | int, ranks: Sequence[int]) -> None:
+        self.topology = as_topology(topology)
         self.ranks = tuple(ranks)
-        self.traffic = Traffic.of(topology.num_ranks, torch.device("cpu"))
+        self.traffic = Traffic.of(self.topology.num_ranks, torch.device("cpu"))
         self._memo: dict[tuple[Any, ...], Any] = {}
 
     def __reduce__(self) -> Any:

@@ -28,7 +28,7 @@ FACT_RANGE = 2**31 - 1  # facts travel as int32 beside the loads: larger ones by
 class Group(Exchanges):
     """R ranks that share a layer; for the arguments see :class:`Exchanges`."""
 
-    def __init__(self, topology: Topology, ranks: Sequence[int]) -> None:
+    def __init__(self, topology: Topology | int, ranks: Sequence[int]) -> None:
         super().__init__(topology, ranks)
         # [R] every rank's least first count since the host looked, minus the code of a failure; the second of captured
         # gathers, at an address that graphs hold

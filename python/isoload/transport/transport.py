@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from isoload.topology import Topology
+from isoload.topology import Topology, as_topology
 from isoload.transport.collective import CollectiveGroup
 from isoload.transport.dispatcher import Dispatcher
 from isoload.transport.exchanges import Owned, PerRank, Shared
@@ -18,6 +18,7 @@ from isoload.transport.group import Group
 from isoload.transport.node_dispatcher import NodeDispatcher
 from isoload.transport.peers import Peers
 from isoload.transport.row_dispatcher import RowDispatcher
+from isoload.wording import not_one_of
 
 Dispatch = Literal["rank", "node"]
 
@@ -33,7 +34,8 @@ class Transport(Shared):
 class LocalGroup(Group):
     """R virtual ranks in one process, which owns them all; the same results as a process group, bit for bit."""
 
-    def __init__(self, topology: Topology) -> None:
+    def __init__(self, topology: Topology | int) -> None:
+        topology = as_topology(topology)
         super().__init__(topology, range(topology.num_ranks))
 
     def __reduce__(self) -> Any:
@@ -62,7 +64,7 @@ def make_dispatcher(
     """The dispatcher of a transport, for its arguments; all ranks of the group make it together."""
     with group.agreeing("construction") as facts:
         if dispatch not in get_args(Dispatch):
-            raise ValueError(f"dispatch must be one of {', '.join(get_args(Dispatch))}, got {dispatch!r}")
+            raise ValueError(not_one_of("dispatch", get_args(Dispatch), dispatch))
         facts["dispatch"] = dispatch
     fans_out = group.topology.num_nodes > 1 and group.topology.ranks_per_node > 1
     kind = NodeDispatcher if dispatch == "node" and fans_out else RowDispatcher
@@ -73,14 +75,14 @@ class LocalTransport(Transport):
     """R virtual ranks in one process.
 
     Args:
-        topology: R ranks.
+        topology: R ranks, or the number R.
         max_tokens_per_rank, max_copies_per_rank: see :class:`RowDispatcher`.
         dispatch: see :class:`CollectiveTransport`.
     """
 
     def __init__(
         self,
-        topology: Topology,
+        topology: Topology | int,
         max_tokens_per_rank: int | None = None,
         max_copies_per_rank: int | None = None,
         dispatch: Dispatch = "rank",
@@ -93,7 +95,7 @@ class CollectiveTransport(Transport):
     """One rank per process over torch.distributed. All ranks of the group construct it together.
 
     Args:
-        topology: R ranks, as many as the process group has.
+        topology: R ranks, or the number R, as many as the process group has.
         group: the process group; None = the default one.
         max_tokens_per_rank, max_copies_per_rank: see :class:`RowDispatcher`.
         dispatch: "rank": a token travels once to every rank that holds an expert of its. "node": once to every node,
@@ -106,7 +108,7 @@ class CollectiveTransport(Transport):
 
     def __init__(
         self,
-        topology: Topology,
+        topology: Topology | int,
         group: dist.ProcessGroup | None = None,
         max_tokens_per_rank: int | None = None,
         max_copies_per_rank: int | None = None,

@@ -25,6 +25,7 @@ from isoload.weights.moves import (
     start_moves,
     unpack_rows,
 )
+from isoload.wording import not_one_of
 
 P2P_LIMIT = 32  # operations of a rank in one batch: NCCL hangs on batches of hundreds
 
@@ -211,7 +212,7 @@ def make_backend(group: Group, name: str | None, device: torch.device, own_memor
         own_memory: whether home rows lie in memory of new_stack; that of a Shard no other process can read.
     """
     if name is not None and name not in BACKENDS:
-        raise ValueError(f"borrow must be one of {', '.join(BACKENDS)}, got {name!r}")
+        raise ValueError(not_one_of("borrow", BACKENDS, name))
     if name == "p2p":
         if not isinstance(group, CollectiveGroup):
             raise ValueError("borrow must not be p2p without processes, got 'p2p'")

@@ -37,6 +37,10 @@ class LlepPublishedPolicy(BorrowPolicy):
         super().__post_init__()
         check_rules(self.capacity, self.min_chunk, self.threshold, self.measure)
 
+    @property
+    def cpu_only(self) -> bool:
+        return True
+
     def fill(self, demand: Demand, placed: PlacedLayers) -> PlacedLayers:
         loads = sum_sources(demand.loads, placed)
         if loads.device.type != "cpu":

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from isoload.wording import not_one_of
+
 MODULES = ("deep_ep", "deep_ep_v25")
 BUFFERS = ("EPBuffer", "ElasticBuffer", "Buffer")  # the first that is there is used
 
@@ -46,7 +48,7 @@ def load_buffer(name: str | None = None) -> Any:
         RuntimeError: if the package does not start here; its own error says why.
     """
     if name is not None and name not in BUFFERS:
-        raise ValueError(f"kind must be one of {', '.join(BUFFERS)}, got {name!r}")
+        raise ValueError(not_one_of("kind", BUFFERS, name))
     for package in installed():
         wanted = name or next(iter(package.buffers), None)
         if wanted in package.buffers:

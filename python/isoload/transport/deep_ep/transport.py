@@ -22,7 +22,7 @@ class DeepEPTransport(Transport):
     """One rank per process: loads and agreements over torch.distributed, rows by DeepEP.
 
     Args:
-        topology: R ranks, as many as the process group has.
+        topology: R ranks, or the number R, as many as the process group has.
         group: the process group, of NCCL; None = the default one.
         hidden: H.
         top_k: K, with the columns of shared experts.
@@ -42,7 +42,7 @@ class DeepEPTransport(Transport):
 
     def __init__(
         self,
-        topology: Topology,
+        topology: Topology | int,
         group: dist.ProcessGroup | None = None,
         *,
         hidden: int,
@@ -59,7 +59,7 @@ class DeepEPTransport(Transport):
         buffer: Any = None,
     ) -> None:
         joined = CollectiveGroup(topology, group)
-        shape = Shape(topology.num_ranks, slots_per_rank, top_k, hidden, max_tokens_per_rank)
+        shape = Shape(joined.topology.num_ranks, slots_per_rank, top_k, hidden, max_tokens_per_rank)
         if buffer is None:
             with joined.agreeing("construction"):
                 made = load_buffer("Buffer" if low_latency else kind)
