@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -98,6 +100,7 @@ def check_wrappers(group: Group, ranks: Sequence[RankWeights]) -> None:
             f"layer's {', '.join(others)}"
         )
     _check_ddp(group, ranks)
+    _check_fsdp(ranks)
 
 
 def _check_ddp(group: Group, ranks: Sequence[RankWeights]) -> None:
@@ -122,6 +125,57 @@ def _check_ddp(group: Group, ranks: Sequence[RankWeights]) -> None:
 
 # For each DistributedDataParallel the weights that it leaves alone, as found once.
 _CHECKED: WeakKeyDictionary[DistributedDataParallel, WeakSet[RankWeights]] = WeakKeyDictionary()
+
+
+def _check_fsdp(ranks: Sequence[RankWeights]) -> None:
+    """Raise ValueError if fully_shard divides the other Parameters' gradients by another number than the experts'.
+
+    A divide factor applies to one wrapped module and not to those inside of it, so every module is checked: once, in
+    the first forward that records gradients.
+    """
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # fully_shard needs its import
+    if fsdp is None or not torch.is_grad_enabled():
+        return
+    for weights in ranks:
+        states = [] if weights in _UNDIVIDED else _fsdp_states(fsdp.FSDPModule, weights)
+        for name, factor, num_ranks in _divide_factors(states):
+            if (num_ranks if factor is None else factor) == weights.gradient_divisor or num_ranks == 1:
+                continue
+            given = f"the default, {num_ranks}" if factor is None else str(factor)
+            raise ValueError(
+                f"the gradient divide factor of every module that fully_shard wraps must be {weights.gradient_divisor} "
+                f"as that of the experts, got {given} for {name}: call "
+                f"module.set_gradient_divide_factor({float(weights.gradient_divisor)}) on each module that was given "
+                "to fully_shard, since the root's factor does not reach the modules inside"
+            )
+        if states:
+            _UNDIVIDED.add(weights)
+
+
+def _fsdp_states(kind: type, weights: RankWeights) -> list[Any]:
+    """Return the states of all modules that fully_shard wraps in the model of these weights, as of its forward."""
+    from torch.distributed._composable_state import _module_state_mapping
+
+    for module in list(_module_state_mapping):
+        if isinstance(module, kind) and any(inner is weights for inner in module.modules()):
+            states: list[Any] = module._get_fsdp_state()._state_ctx.all_states  # type: ignore[attr-defined]
+            return states
+    return []
+
+
+def _divide_factors(states: Sequence[Any]) -> Iterator[tuple[str, float | None, int]]:
+    """Yield name, divide factor and number of ranks of every wrapped module with Parameters that train."""
+    for state in states:
+        groups = getattr(state, "_fsdp_param_groups", None)  # several per module since torch 2.12
+        for group in [state._fsdp_param_group] if groups is None else groups:
+            if group is None or not any(own.sharded_param.requires_grad for own in group.fsdp_params):
+                continue
+            name = group._module_fqn or f"the root ({type(state._modules[0]).__name__})"
+            yield name, group.gradient_divide_factor, group.mesh_info.mesh.size()
+
+
+# Weights whose model's divide factors are right, as checked once.
+_UNDIVIDED: WeakSet[RankWeights] = WeakSet()
 
 
 def check_rows(rows: list[Tensor], most: int | None, down: Tensor) -> None:

@@ -76,25 +76,30 @@ def _totals(ctx: Any, stacks: Sequence[Tensor]) -> list[Tensor]:
     held = split(stacks, ctx.widths)
     spare = split(stacks[joined:], [borrowed // len(ctx.widths)] * len(ctx.widths))
     width, dtype = sum(ctx.trained), stacks[0].dtype
-    # The gradients are this node's own: nothing but run_experts made them. Rows are added in place.
-    homes, replicas = [], []
+    # Incoming gradients are only read: a caller may pass the same tensors to backward again, as schedules do that
+    # compute the gradients of inputs and those of weights at different times. Sums get memory of their own.
+    adds = bool(ctx.replicas) or ctx.borrowed is not None or ctx.divisor != 1
+    # Rows that have replicas and are also borrowed would be rounded twice: their sums stay exact in between.
+    both = bool(ctx.replicas) and ctx.borrowed is not None
+    exact = torch.promote_types(dtype, torch.float32) if both else dtype
+    totals, replicas = [], []
     for count, own in zip(ctx.num_homes, held, strict=True):
-        # contiguous: the storage's gradient itself if it has no other rows, which a view would keep alive
-        homes.append([g.contiguous() if len(g) == count else g[:count].clone() for g in own[:width]])
+        totals.append([home_gradient(g, count, exact, copy=adds) for g in own[:width]])
         replicas.append([g[count:] for g in own] if len(own) == width else own[width:])
     if ctx.replicas:
-        exact = torch.promote_types(dtype, torch.float32)
-        # Rows with replicas that are borrowed, too, would be rounded twice: then the sums stay exact in between.
-        both = ctx.borrowed is not None
-        totals = [[g.to(exact) for g in own] for own in homes] if both else homes
         add_back(ctx.group, "replica gradients", ctx.replicas, replicas, totals)
-    else:
-        totals = homes
     if ctx.borrowed is not None:
         ctx.borrowed.add_back(spare, totals)
     if ctx.divisor != 1:
         totals = [[total.div_(ctx.divisor) for total in own] for own in totals]
     return [total.to(dtype) for own in totals for total in own]
+
+
+def home_gradient(stack: Tensor, count: int, dtype: torch.dtype, copy: bool) -> Tensor:
+    """Return the first rows [count, ...] of an incoming gradient [rows, ...] in a dtype, with memory of their own."""
+    if len(stack) == count and not copy:
+        return stack.contiguous()  # the gradient itself: nothing writes to it
+    return stack[:count].to(dtype, copy=True, memory_format=torch.contiguous_format)
 
 
 def split(values: Sequence[Tensor], widths: Sequence[int]) -> list[list[Tensor]]:
