@@ -10,7 +10,7 @@ from isoload.balancing.planning import plan, share
 from isoload.balancing.routing import route
 from isoload.experts.weights import ExpertWeights
 from isoload.formats import read_placement, write_placement
-from isoload.layer import LibraStack, MoE, balance
+from isoload.layer import LibraStack, MoE, balance, load, save
 from isoload.online import Rebalancer, Recorder
 from isoload.placers import PLACERS, place
 from isoload.policies import POLICIES
@@ -44,6 +44,8 @@ __all__ = [  # noqa: RUF022
     "CollectiveTransport",
     "balance",
     "LibraStack",
+    "save",
+    "load",
     "Recorder",
     "Rebalancer",
 ]

@@ -4,6 +4,7 @@ from isoload.layer.block_experts import BlockExperts, balance
 from isoload.layer.data_parallel import ignore_in_ddp
 from isoload.layer.moe import MoE
 from isoload.layer.optimizer_state import full_optimizer_state, load_full_optimizer_state
+from isoload.layer.program import load, save
 from isoload.layer.stack import LibraStack
 
 __all__ = [
@@ -13,5 +14,7 @@ __all__ = [
     "balance",
     "full_optimizer_state",
     "ignore_in_ddp",
+    "load",
     "load_full_optimizer_state",
+    "save",
 ]
