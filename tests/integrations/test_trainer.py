@@ -22,7 +22,9 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 
 def be_launched(rank: int, ranks: int) -> None:
     """What torchrun sets, read by accelerate."""
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks)
+    )
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29511")
 
 
@@ -39,10 +41,18 @@ def make_trainer(model: Any, folder: str, kind: type, **how: Any) -> Any:
     from transformers import TrainingArguments
 
     draw = torch.Generator().manual_seed(7)
-    texts = [{"input_ids": (ids := torch.randint(1, 64, (9,), generator=draw)), "labels": ids} for _ in range(32)]
+    texts = [
+        {"input_ids": (ids := torch.randint(1, 64, (9,), generator=draw)), "labels": ids} for _ in range(32)
+    ]
     how = {"max_steps": 4, "save_steps": 2, "learning_rate": 1e-2, "max_grad_norm": 0.1, **how}
     args = TrainingArguments(
-        folder, use_cpu=True, report_to="none", disable_tqdm=True, per_device_train_batch_size=2, seed=3, **how
+        folder,
+        use_cpu=True,
+        report_to="none",
+        disable_tqdm=True,
+        per_device_train_batch_size=2,
+        seed=3,
+        **how,
     )
     return kind(model=model, args=args, train_dataset=texts)
 
@@ -86,8 +96,12 @@ def plain_trainer(rank: int, folder: str) -> None:
 
     be_launched(rank, 2)
     model, layers = balanced(2)
-    trainer = make_trainer(isoload.layer.ignore_in_ddp(model), folder, Trainer, save_strategy="no", max_steps=1)
-    trainer.create_optimizer().register_step_post_hook(lambda *_: [layer.refresh_replicas() for layer in layers])
+    trainer = make_trainer(
+        isoload.layer.ignore_in_ddp(model), folder, Trainer, save_strategy="no", max_steps=1
+    )
+    trainer.create_optimizer().register_step_post_hook(
+        lambda *_: [layer.refresh_replicas() for layer in layers]
+    )
     trainer.train()
     trainer.save_model(folder)
     dist.barrier()
@@ -96,7 +110,9 @@ def plain_trainer(rank: int, folder: str) -> None:
 def test_a_plain_trainer_says_what_is_missing(tmp_path: Path) -> None:
     """Regression: it saved one rank's experts; only rank 0 calls save_pretrained."""
     first, _ = rank_outcomes(plain_trainer, 2, str(tmp_path), timeout=120.0, group_timeout=10.0)
-    assert "rank 0 has called save_pretrained, but ranks [1] have not within 10 seconds" in str(first.error), first
+    assert "rank 0 has called save_pretrained, but ranks [1] have not within 10 seconds" in str(
+        first.error
+    ), first
 
 
 def accelerated(rank: int, folder: str, how: str) -> None:

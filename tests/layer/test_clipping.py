@@ -99,4 +99,6 @@ def with_a_function(rank: int) -> None:
 
 def test_experts_registered_elsewhere_are_refused() -> None:
     for outcome in rank_outcomes(with_a_function, RANKS):
-        assert "layer must have its experts' Parameters to clip their gradients, got a Shard" in str(outcome.error)
+        assert "layer must have its experts' Parameters to clip their gradients, got a Shard" in str(
+            outcome.error
+        )

@@ -135,7 +135,9 @@ def test_training_under_fully_shard_is_the_plain_one() -> None:
     run_ranks(fully_sharded, RANKS)
 
 
-def sharded_by_block(rank: int, wrapped: tuple[int, ...], factors: tuple[int, ...], averaged: bool = False) -> None:
+def sharded_by_block(
+    rank: int, wrapped: tuple[int, ...], factors: tuple[int, ...], averaged: bool = False
+) -> None:
     """Wraps these modules of the model one by one, then the model; -1 stands for the model itself."""
     model = make_model()
     if averaged:  # the experts' gradients are then divided by the number of ranks, as FSDP2's default does
@@ -171,7 +173,9 @@ def test_a_divide_factor_that_misses_a_module_is_loud(
     wrapped: tuple[int, ...], factors: tuple[int, ...], name: str
 ) -> None:
     """Regression: the root's factor does not reach modules wrapped one by one; gradients were too small by R."""
-    message = "ValueError: the gradient divide factor of every module that fully_shard wraps must be 1 as that of"
+    message = (
+        "ValueError: the gradient divide factor of every module that fully_shard wraps must be 1 as that of"
+    )
     for outcome in rank_outcomes(sharded_by_block, RANKS, wrapped, factors, group_timeout=10.0):
         assert message in str(outcome.error) and name in str(outcome.error), outcome
         assert "call module.set_gradient_divide_factor(1.0) on each module" in str(outcome.error)

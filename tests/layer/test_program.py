@@ -42,10 +42,14 @@ def balanced(name: str, ranks: int, seed: int = 0, local: bool = False) -> tuple
 
 def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     parameters = list(model.parameters())
-    return torch.optim.AdamW([{"params": parameters[:3], "weight_decay": 0.0}, {"params": parameters[3:]}], lr=1e-3)
+    return torch.optim.AdamW(
+        [{"params": parameters[:3], "weight_decay": 0.0}, {"params": parameters[3:]}], lr=1e-3
+    )
 
 
-def step(model: Any, layers: list[isoload.MoE], optimizer: torch.optim.Optimizer, number: int, ranks: int) -> None:
+def step(
+    model: Any, layers: list[isoload.MoE], optimizer: torch.optim.Optimizer, number: int, ranks: int
+) -> None:
     """One step on the mean of all batches, whatever the number of ranks."""
     own = range(dist.get_rank(), BATCHES, ranks) if dist.is_initialized() else range(BATCHES)
     optimizer.zero_grad()
@@ -100,7 +104,9 @@ def test_four_processes_save_and_other_numbers_go_on(name: str, tmp_path: Path) 
     saved, after, state = outcomes[0]
     assert [bool(other[2]) for other in outcomes] == [True, False, False, False]
     stock = make_model(name)
-    pretrained = type(stock).from_pretrained(tmp_path / "pretrained", dtype=torch.float64, experts_implementation="eager")
+    pretrained = type(stock).from_pretrained(
+        tmp_path / "pretrained", dtype=torch.float64, experts_implementation="eager"
+    )
     assert len(list((tmp_path / "pretrained").glob("model-*.safetensors"))) > 1
     assert {path.name for path in tmp_path.iterdir()} == {"pretrained", "program"}
     assert pretrained.state_dict().keys() == stock.state_dict().keys()
@@ -125,7 +131,9 @@ class Plain(nn.Module):
         super().__init__()
         torch.manual_seed(seed)
         topology = isoload.Topology(ranks)
-        placement = isoload.place(torch.arange(2 * EXPERTS).view(2, -1) + 1, topology, slots_per_rank=EXPERTS // ranks + 1)
+        placement = isoload.place(
+            torch.arange(2 * EXPERTS).view(2, -1) + 1, topology, slots_per_rank=EXPERTS // ranks + 1
+        )
         transport = isoload.CollectiveTransport(topology)
         self.linear = nn.Linear(8, 8, dtype=torch.float64)
         gate = nn.Linear(8, EXPERTS, bias=False, dtype=torch.float64)
@@ -185,9 +193,7 @@ def plain_program(rank: int, ranks: int, how: str, folder: str, makes: bool) -> 
     return whole_state(inner)
 
 
-@pytest.mark.parametrize(
-    ("saves", "loads"), [("", "ddp"), ("ddp", "fsdp"), ("fsdp", ""), ("compiled", "")]
-)
+@pytest.mark.parametrize(("saves", "loads"), [("", "ddp"), ("ddp", "fsdp"), ("fsdp", ""), ("compiled", "")])
 def test_programs_in_wrappers(saves: str, loads: str, tmp_path: Path) -> None:
     folder = str(tmp_path / "program")
     wanted = run_ranks(plain_program, 4, 4, saves, folder, True)[0]
@@ -219,7 +225,9 @@ def load_wrongly(rank: int, folder: str, how: str) -> None:
         model.more = nn.Linear(1, 1)
     if how == "sizes":
         model.float()
-    source = {"alone": f"{folder}-alone", "rank": f"{folder}-rank{rank}.pt", "nothing": f"{folder}-none"}.get(how, folder)
+    source = {"alone": f"{folder}-alone", "rank": f"{folder}-rank{rank}.pt", "nothing": f"{folder}-none"}.get(
+        how, folder
+    )
     if how == "differs" and rank == 1:
         source = f"{folder}-alone"
     try:
@@ -315,7 +323,9 @@ def pretrained_part(rank: int, folder: str) -> None:
     assert copy.deepcopy(model.layers if hasattr(model, "layers") else model.model) is not None
     again = copy.deepcopy(model)
     assert again.save_pretrained.__self__ is again
-    with pytest.raises(ValueError, match="state_dict must hold the experts of all ranks, got .*rank_. _?of_2|rank_"):
+    with pytest.raises(
+        ValueError, match="state_dict must hold the experts of all ranks, got .*rank_. _?of_2|rank_"
+    ):
         model.save_pretrained(folder, state_dict=model.state_dict())
     with pytest.raises(ValueError, match="push_to_hub must be False over processes"):
         model.save_pretrained(folder, push_to_hub=True)

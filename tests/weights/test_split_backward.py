@@ -1,4 +1,4 @@
-"""Backward in two parts, of inputs and later of weights, as zero-bubble pipeline schedules run it: the same gradients."""
+"""Backward in two parts, of inputs and later of weights, as zero-bubble schedules run it: the same gradients."""
 
 from __future__ import annotations
 

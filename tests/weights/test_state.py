@@ -186,7 +186,10 @@ def part_of_rank(rank, ranks):
         layer.load_state_dict(torch.load(file, weights_only=True))
     with pytest.raises(ValueError, match="as another rank's state has: load the state that this rank saved"):
         layer.load_state_dict(states[(rank + 1) % ranks])
-    for save in (safetensors.torch.save_model, lambda model, path: model.state_dict()[f"{own}home_experts"].contiguous()):
+    for save in (
+        safetensors.torch.save_model,
+        lambda model, path: model.state_dict()[f"{own}home_experts"].contiguous(),
+    ):
         with pytest.raises(ValueError, match="experts of one rank alone, .* on all ranks call isoload.save"):
             save(layer, "unused.safetensors")
     return state
@@ -196,7 +199,9 @@ def part_of_rank(rank, ranks):
 def test_a_rank_s_state_says_that_it_is_a_part(ranks):
     """Regression: all ranks had the same keys, so that any one's file looked like the layer's."""
     states = run_ranks(part_of_rank, ranks, ranks)
-    experts = sorted(e for r, s in enumerate(states) for e in s[f"weights.rank_{r}_of_{ranks}.home_experts"].tolist())
+    experts = sorted(
+        e for r, s in enumerate(states) for e in s[f"weights.rank_{r}_of_{ranks}.home_experts"].tolist()
+    )
     assert experts == list(range(EXPERTS))
 
 

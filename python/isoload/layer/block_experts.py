@@ -26,9 +26,9 @@ class BlockExperts(nn.Module):
     """Takes the place of ``block.experts``: the same call, the same sum.
 
     The process's tokens are dealt evenly over the ranks it owns: one with torch.distributed, all virtual ones of a
-    LocalTransport. state_dict() has the keys of the fused module that it replaces, with all experts, by number, where the
-    process owns all ranks. Over processes its keys contain ``rank_1_of_4``, for example, and hold that rank's experts,
-    listed in ``home_experts``. Either loads, and so does a checkpoint of the model; refresh replicas afterwards.
+    LocalTransport. state_dict() has the keys of the fused module that it replaces, with all experts, by number, where
+    the process owns all ranks. Over processes its keys contain ``rank_1_of_4``, for example, and hold that rank's
+    experts, listed in ``home_experts``. Either loads, and so does a checkpoint of the model; refresh replicas afterwards.
 
     Args:
         block: with ``experts`` that transformers fuses. The weights of all experts are copied to their ranks' rows.
@@ -111,7 +111,7 @@ def balance(
     blocks = [block for _, block in find_blocks([model], "model")]
     made = take_over(blocks, topology, transport, placement, **options)
     if hasattr(model, "save_pretrained") and not made[0].layer.group.owns_all:
-        model.save_pretrained = MethodType(save_pretrained, model)
+        model.save_pretrained = MethodType(save_pretrained, model)  # type: ignore[assignment]
     return put_in(blocks, made)
 
 

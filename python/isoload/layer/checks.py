@@ -74,6 +74,22 @@ def check_halves(experts: Experts, activation: Activation) -> None:
             )
 
 
+def check_compute_dtype(computes: torch.dtype | None, experts: Experts) -> None:
+    """Raise ValueError unless experts can compute in a dtype."""
+    if computes is None:
+        return
+    if computes not in DTYPES:
+        raise ValueError(
+            f"compute_dtype must be one of {', '.join(map(str, DTYPES))} or None, got {computes}"
+        )
+    for own in experts:
+        given = own.read(()) if isinstance(own, Checkpoint) else own.read() if isinstance(own, Shard) else own
+        if given.quantised:
+            raise ValueError(
+                f"compute_dtype must be None beside quantised experts, which compute in the rows' dtype, got {computes}"
+            )
+
+
 def device_of(experts: Experts) -> torch.device:
     """Where the weights are to be."""
     first = experts[0]
@@ -158,8 +174,8 @@ def _fsdp_states(kind: type, weights: RankWeights) -> list[Any]:
 
     for module in list(_module_state_mapping):
         if isinstance(module, kind) and any(inner is weights for inner in module.modules()):
-            states: list[Any] = module._get_fsdp_state()._state_ctx.all_states  # type: ignore[attr-defined]
-            return states
+            wrapped: Any = module
+            return list(wrapped._get_fsdp_state()._state_ctx.all_states)
     return []
 
 
@@ -178,10 +194,11 @@ def _divide_factors(states: Sequence[Any]) -> Iterator[tuple[str, float | None, 
 _UNDIVIDED: WeakSet[RankWeights] = WeakSet()
 
 
-def check_rows(rows: list[Tensor], most: int | None, down: Tensor) -> None:
+def check_rows(rows: list[Tensor], most: int | None, down: Tensor, computes: torch.dtype | None) -> None:
     """Raises ValueError if rows do not fit experts down [S, H, I], or are more than the transport has room for.
 
-    Beside quantised experts rows may have any dtype, and no gradients are recorded.
+    Rows have the experts' dtype or the one that these compute in. Beside quantised experts rows may have any dtype, and
+    no gradients are recorded.
     """
     quantised = down.dtype not in DTYPES
     if quantised:
@@ -190,11 +207,12 @@ def check_rows(rows: list[Tensor], most: int | None, down: Tensor) -> None:
         if row.dim() != 2 or row.dtype not in DTYPES:
             names = ", ".join(map(str, DTYPES))
             raise ValueError(f"x must be [T, H] of {names}, got {list(row.shape)} {row.dtype}")
-        dtype = row.dtype if quantised else down.dtype
-        if (row.shape[1], row.dtype) != (down.shape[1], dtype):
+        allowed = (row.dtype,) if quantised else tuple(dict.fromkeys((down.dtype, computes)))
+        if row.shape[1] != down.shape[1] or row.dtype not in allowed:
+            advice = f": pass compute_dtype={row.dtype} to compute in it" if row.dtype not in allowed else ""
             raise ValueError(
-                f"x must be [T, {down.shape[1]}] {dtype} as the experts, whose weights autocast leaves alone, "
-                f"got {list(row.shape)} {row.dtype}"
+                f"x must be [T, {down.shape[1]}] {' or '.join(map(str, allowed))} as the experts, got "
+                f"{list(row.shape)} {row.dtype}{advice}"
             )
     if most is not None and max(map(len, rows)) > most:
         raise ValueError(f"x must have at most max_tokens_per_rank={most} tokens, got {max(map(len, rows))}")

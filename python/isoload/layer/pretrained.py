@@ -8,7 +8,14 @@ from typing import Any
 
 from torch import nn
 
-from isoload.layer.whole import all_processes, check_layers, is_writer, stored_layers, whole_state, written_aside
+from isoload.layer.whole import (
+    all_processes,
+    check_layers,
+    is_writer,
+    stored_layers,
+    whole_state,
+    written_aside,
+)
 from isoload.weights.state import check_whole
 
 
@@ -37,7 +44,8 @@ def save_pretrained(
         ValueError: on all ranks: the state is one rank's part, or the state cannot be gathered.
         RuntimeError: other ranks have not called it within the timeout of the default process group.
     """
-    write: Any = type(model).save_pretrained
+    kind: Any = type(model)  # the instance attribute save_pretrained is this function
+    write = kind.save_pretrained
     if state_dict is not None:
         check_whole(state_dict)
         write(model, save_directory, is_main_process, state_dict, push_to_hub, **how)

@@ -1,7 +1,8 @@
 """save and load: a whole program in a folder, experts of all layers and their optimizer state on any number of ranks.
 
 The folder holds ``isoload.json`` (layers, optimizer, a number of its own), ``others.pt`` (the other Parameters and
-buffers, their optimizer state, the parameter groups) and ``experts-0.pt`` and so on, a layer each, with stacks [E, ...].
+buffers, their optimizer state, the parameter groups) and ``experts-0.pt`` and so on, one per layer, with stacks
+[E, ...].
 """
 
 from __future__ import annotations
@@ -104,7 +105,9 @@ def load(model: nn.Module, optimizer: Optimizer | None, folder: str | Path) -> N
         entries = {plain_name(key): key for key in other_entries(model)}
         if entries.keys() != others["model"].keys():
             odd = sorted(entries.keys() ^ others["model"].keys())
-            raise ValueError(f"model must have the Parameters and buffers of {source}, got a difference in {odd}")
+            raise ValueError(
+                f"model must have the Parameters and buffers of {source}, got a difference in {odd}"
+            )
         if optimizer is not None:
             check_groups(model, optimizer, others["optimizer"])
     with processes.agreeing("load"), torch.no_grad():
@@ -207,7 +210,9 @@ def names_of(model: nn.Module) -> dict[int, str]:
 def group_names(group: Mapping[str, Any], names: Mapping[int, str]) -> list[str]:
     """Return the names of a parameter group's Parameters, without repetition."""
     if strange := [list(p.shape) for p in group["params"] if id(p) not in names]:
-        raise ValueError(f"optimizer must hold Parameters of the model alone, got another of shape {strange[0]}")
+        raise ValueError(
+            f"optimizer must hold Parameters of the model alone, got another of shape {strange[0]}"
+        )
     return list(dict.fromkeys(names[id(p)] for p in group["params"]))
 
 

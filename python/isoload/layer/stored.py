@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from isoload.balancing.balancer import Balancer
-from isoload.experts.weights import NAMES
+from isoload.experts.weights import DTYPES, NAMES
 from isoload.layer.checks import Experts, check_wrappers, device_of
 from isoload.records.placement import Placement
 from isoload.transport import Call, CollectiveGroup, Group
@@ -40,6 +40,7 @@ class StoredExperts(nn.Module):
     layouts, replica_moves  what the rows of all ranks hold, and which rows are copies of others
     num_rows                weight rows that every rank has memory for
     borrowing               how spare slots get their weights; None without spare slots
+    compute_dtype           in which experts compute; None: in autocast's dtype, or in their own without autocast
     """
 
     group: Group
@@ -47,6 +48,7 @@ class StoredExperts(nn.Module):
     layouts: list[Layout]
     num_rows: list[int]
     borrowing: Borrowing | None
+    compute_dtype: torch.dtype | None
 
     @property
     def has_replicas(self) -> bool:
@@ -78,7 +80,8 @@ class StoredExperts(nn.Module):
             self._borrow_by(make_backend(self.group, name, self._ranks()[0].row_of_slot.device))
 
     def _borrow_by(self, backend: Backend) -> None:
-        self.borrowing = Borrowing(self.group, self._ranks(), self.placement.spare_slots, backend)
+        spare = self.placement.spare_slots
+        self.borrowing = Borrowing(self.group, self._ranks(), spare, backend, self.compute_dtype)
         self.borrowing.note_layouts(self.layouts, self.placement.num_experts)
 
     def _note_layouts(self, layouts: list[Layout]) -> None:
@@ -122,6 +125,19 @@ class StoredExperts(nn.Module):
         """
         return list(self.weights.parameters())
 
+    def dtype_now(self) -> torch.dtype | None:
+        """The dtype in which rows travel and experts compute now; None for quantised experts: the rows' own."""
+        down = self._ranks()[0].stored_down
+        if down.dtype not in DTYPES:
+            return None
+        if self.compute_dtype is not None:
+            return self.compute_dtype
+        device = down.device.type
+        follows = down.dtype != torch.float64 and torch.is_autocast_enabled(
+            device
+        )  # autocast leaves float64 alone
+        return torch.get_autocast_dtype(device) if follows else down.dtype
+
     def refresh_replicas(self) -> None:
         """Copies home rows to their replicas: after every optimizer step, by all ranks together."""
         if self.has_replicas:
@@ -150,7 +166,8 @@ class StoredExperts(nn.Module):
     def writer(self) -> int:
         """The rank, in the layer's group, of the process that writes a saved program: rank 0 of the default group."""
         group = self.group
-        return dist.get_group_rank(group.process_group, 0) if isinstance(group, CollectiveGroup) else 0
+        processes = group.process_group if isinstance(group, CollectiveGroup) else None
+        return 0 if processes is None else dist.get_group_rank(processes, 0)
 
     def whole_experts(self) -> dict[str, Tensor]:
         """Return the stacks of all experts on the writer, by the keys of a whole state: all ranks together."""

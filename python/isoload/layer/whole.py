@@ -39,7 +39,9 @@ def is_writer() -> bool:
 def unwrapped(model: nn.Module) -> nn.Module:
     """Return the model inside of DistributedDataParallel and torch.compile, whose names the saved program has."""
     while True:
-        inner = model.module if isinstance(model, DistributedDataParallel) else getattr(model, "_orig_mod", None)
+        inner = (
+            model.module if isinstance(model, DistributedDataParallel) else getattr(model, "_orig_mod", None)
+        )
         if not isinstance(inner, nn.Module):
             return model
         model = inner

@@ -23,8 +23,8 @@ FULL = "experts."  # prefix of the stacks [E, ...] of a full state
 
 PART = re.compile(r"\brank_\d+_of_\d+\.")
 WHOLE = (
-    "on all ranks call isoload.save(model, optimizer, folder), or model.save_pretrained(folder) of a transformers model "
-    "that isoload.balance changed"
+    "on all ranks call isoload.save(model, optimizer, folder), or model.save_pretrained(folder) of a transformers "
+    "model that isoload.balance changed"
 )
 
 
@@ -53,7 +53,7 @@ class PartIndex(Tensor):
     state of one process alone raise: safetensors' save_model, accelerate and torch.distributed.checkpoint.
     """
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def untyped_storage(self) -> NoReturn:
         raise ValueError(f"this state holds the experts of one rank alone, {self.plain().tolist()}: {WHOLE}")
