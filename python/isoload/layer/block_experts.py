@@ -28,7 +28,7 @@ class BlockExperts(nn.Module):
     The process's tokens are dealt evenly over the ranks it owns: one with torch.distributed, all virtual ones of a
     LocalTransport. state_dict() has the keys of the fused module that it replaces, with all experts, by number, where
     the process owns all ranks. Over processes its keys contain ``rank_1_of_4``, for example, and hold that rank's
-    experts, listed in ``home_experts``. Either loads, and so does a checkpoint of the model; refresh replicas afterwards.
+    experts, listed in ``home_experts``. Either loads, and so does a checkpoint of the model; refresh replicas then.
 
     Args:
         block: with ``experts`` that transformers fuses. The weights of all experts are copied to their ranks' rows.
