@@ -8,7 +8,7 @@ from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from isoload.checkpoints import Checkpoint
@@ -152,8 +152,12 @@ def _check_fsdp(ranks: Sequence[RankWeights]) -> None:
     fsdp = sys.modules.get("torch.distributed.fsdp")  # fully_shard needs its import
     if fsdp is None or not torch.is_grad_enabled():
         return
+    from torch.distributed._composable_state import _module_state_mapping as wrapped
+
     for weights in ranks:
-        states = [] if weights in _UNDIVIDED else _fsdp_states(fsdp.FSDPModule, weights)
+        if _FACTORS_CHECKED.get(weights) == len(wrapped):
+            continue
+        states = _fsdp_states(fsdp.FSDPModule, list(wrapped), weights)
         for name, factor, num_ranks in _divide_factors(states):
             if (num_ranks if factor is None else factor) == weights.gradient_divisor or num_ranks == 1:
                 continue
@@ -164,15 +168,12 @@ def _check_fsdp(ranks: Sequence[RankWeights]) -> None:
                 f"module.set_gradient_divide_factor({float(weights.gradient_divisor)}) on each module that was given "
                 "to fully_shard, since the root's factor does not reach the modules inside"
             )
-        if states:
-            _UNDIVIDED.add(weights)
+        _FACTORS_CHECKED[weights] = len(wrapped)
 
 
-def _fsdp_states(kind: type, weights: RankWeights) -> list[Any]:
+def _fsdp_states(kind: type, modules: Sequence[nn.Module], weights: RankWeights) -> list[Any]:
     """Return the states of all modules that fully_shard wraps in the model of these weights, as of its forward."""
-    from torch.distributed._composable_state import _module_state_mapping
-
-    for module in list(_module_state_mapping):
+    for module in modules:
         if isinstance(module, kind) and any(inner is weights for inner in module.modules()):
             wrapped: Any = module
             return list(wrapped._get_fsdp_state()._state_ctx.all_states)
@@ -190,8 +191,8 @@ def _divide_factors(states: Sequence[Any]) -> Iterator[tuple[str, float | None, 
             yield name, group.gradient_divide_factor, group.mesh_info.mesh.size()
 
 
-# Weights whose model's divide factors are right, as checked once.
-_UNDIVIDED: WeakSet[RankWeights] = WeakSet()
+# For each rank's weights how many modules were wrapped when the divide factors were right.
+_FACTORS_CHECKED: WeakKeyDictionary[RankWeights, int] = WeakKeyDictionary()
 
 
 def check_rows(rows: list[Tensor], most: int | None, down: Tensor, computes: torch.dtype | None) -> None:
