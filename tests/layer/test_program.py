@@ -181,7 +181,10 @@ def train_plain(model: nn.Module, optimizer: Any, rank: int, ranks: int, how: st
 
 def plain_program(rank: int, ranks: int, how: str, folder: str, makes: bool) -> dict[str, Any]:
     model = wrap(Plain(ranks, seed=0 if makes else 1), how)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01 if makes else 0.5)
+    experts = {id(p) for m in model.modules() if isinstance(m, isoload.MoE) for p in m.expert_parameters()}
+    apart = [[p for p in model.parameters() if (id(p) in experts) == own] for own in (False, True)]
+    lr = 0.01 if makes else 0.5
+    optimizer = torch.optim.AdamW([{"params": group} for group in apart], lr=lr, foreach=True)
     if makes:
         train_plain(model, optimizer, rank, ranks, how, 0)
         isoload.save(model, optimizer, folder)
