@@ -270,7 +270,7 @@ def test_quantised_experts_have_no_compute_dtype() -> None:
     topology = isoload.Topology(1)
     placement = isoload.place(torch.ones(1, EXPERTS), topology)
     experts = random_quantised("fp8", EXPERTS, 128, 128, 1)
-    with pytest.raises(ValueError, match="compute_dtype must be None beside quantised experts"):
+    with pytest.raises(ValueError, match="compute_dtype must be None for quantised experts"):
         isoload.MoE(
             lambda rows: rows, experts, isoload.LocalTransport(topology), placement, compute_dtype=BF16
         )

@@ -86,7 +86,7 @@ def check_compute_dtype(computes: torch.dtype | None, experts: Experts) -> None:
         given = own.read(()) if isinstance(own, Checkpoint) else own.read() if isinstance(own, Shard) else own
         if given.quantised:
             raise ValueError(
-                f"compute_dtype must be None beside quantised experts, which compute in the rows' dtype, got {computes}"
+                f"compute_dtype must be None for quantised experts, which compute in the rows' dtype, got {computes}"
             )
 
 

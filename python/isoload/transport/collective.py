@@ -68,10 +68,10 @@ def await_all(call: str) -> None:
 
     try:
         try:
-            store.wait(keys, min(FIRST_WAIT, limit))
+            store.wait(keys, first := min(FIRST_WAIT, limit / 2))
         except RuntimeError:
             warnings.warn(f"{missing()} not yet: call it on all ranks", stacklevel=4)
-            store.wait(keys, limit)
+            store.wait(keys, limit - first)
     except RuntimeError:
         message = f"{missing()} not within {limit.total_seconds():.0f} seconds: call it on all ranks"
         store.delete_key(keys[rank])  # a later call must not count this one
