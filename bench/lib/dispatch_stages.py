@@ -108,8 +108,8 @@ class StageClock:
         return result
 
 
-def _bring(borrow: Callable[[PlacedLayers], Borrowed | None], filled: PlacedLayers) -> Borrowed | None:
-    borrowed = borrow(filled)
+def _bring(borrow: Callable[..., Borrowed | None], filled: PlacedLayers, **how: Any) -> Borrowed | None:
+    borrowed = borrow(filled, **how)
     if borrowed is not None:
         borrowed.wait()
     return borrowed

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from isoload.balancing.routing import route
     from isoload.experts.weights import ExpertWeights
     from isoload.formats import read_placement, write_placement
-    from isoload.layer import LibraStack, MoE, balance
+    from isoload.layer import LibraStack, MoE, balance, load, save
     from isoload.online import Rebalancer, Recorder
     from isoload.placers import PLACERS, place
     from isoload.policies import POLICIES
@@ -51,6 +51,8 @@ __all__ = [  # noqa: RUF022
     "CollectiveTransport",
     "balance",
     "LibraStack",
+    "save",
+    "load",
     "Recorder",
     "Rebalancer",
 ]
@@ -73,6 +75,8 @@ _HOMES = {  # where the names of __all__ are defined; the block above says the s
         "LibraStack",
         "MoE",
         "balance",
+        "load",
+        "save",
     ),
     "online": (
         "Rebalancer",

@@ -96,7 +96,7 @@ def state_of_rank(rank: int) -> tuple[dict[str, torch.Tensor], list[int], torch.
     state = model.state_dict()
     states: list[Any] = [None, None]
     dist.all_gather_object(states, state)
-    with pytest.raises(ValueError, match="home_experts must hold experts .*, at home on this rank, got"):
+    with pytest.raises(ValueError, match="home_experts must hold experts .*, whose home is this rank, got"):
         model.load_state_dict(states[1 - rank])  # the other rank's file
     other = make_model("gpt_oss")
     for parameter in other.parameters():
@@ -114,13 +114,16 @@ def state_of_rank(rank: int) -> tuple[dict[str, torch.Tensor], list[int], torch.
 
 def test_a_process_saves_its_own_experts() -> None:
     whole = make_model("gpt_oss").state_dict()
-    for state, homes, _ in run_ranks(state_of_rank, 2):
-        prefix = "model.layers.0.mlp.experts."
-        assert state.keys() - whole.keys() == {f"model.layers.{i}.mlp.experts.home_experts" for i in (0, 1)}
-        experts = state[prefix + "home_experts"].tolist()
+    for rank, (state, homes, _) in enumerate(run_ranks(state_of_rank, 2)):
+        prefix, part = "model.layers.0.mlp.experts.", f"rank_{rank}_of_2."
+        stacks = {"gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias"}
+        assert {key.removeprefix(prefix) for key in state if key.startswith(prefix)} == {
+            part + name for name in (*stacks, "home_experts")
+        }
+        experts = state[prefix + part + "home_experts"].tolist()
         assert sorted(experts) == homes and len(homes) < EXPERTS
-        for name in ("gate_up_proj", "down_proj", "gate_up_proj_bias"):
-            assert torch.equal(state[prefix + name], whole[prefix + name][experts])
+        for name in stacks:
+            assert torch.equal(state[prefix + part + name], whole[prefix + name][experts])
 
 
 def test_an_activation_of_the_model_s_own() -> None:

@@ -135,6 +135,63 @@ def test_training_under_fully_shard_is_the_plain_one() -> None:
     run_ranks(fully_sharded, RANKS)
 
 
+def sharded_by_block(
+    rank: int, wrapped: tuple[int, ...], factors: tuple[int, ...], averaged: bool = False
+) -> None:
+    """Wraps these modules of the model one by one, then the model; -1 stands for the model itself."""
+    model = make_model()
+    if averaged:  # the experts' gradients are then divided by the number of ranks, as FSDP2's default does
+        isoload.layer.ignore_in_ddp(model)
+    modules = [model if i < 0 else model[i] for i in (*wrapped, -1)]
+    for module in modules:
+        fully_shard(module, ignored_params=set(model[1].expert_parameters()))
+    for i in factors:
+        (model if i < 0 else model[i]).set_gradient_divide_factor(1.0)
+    train(model, model[1], rank, scale=1 / (1 if averaged else RANKS))
+    assert_close(trained(model), plain(rank))
+
+
+@pytest.mark.parametrize(
+    ("wrapped", "factors", "averaged"),
+    [((0, 2), (0, 2, -1), False), ((0, 1, 2), (0, 1, 2), False), ((2,), (2, -1), False), ((0, 2), (), True)],
+)
+def test_training_with_blocks_wrapped_one_by_one(
+    wrapped: tuple[int, ...], factors: tuple[int, ...], averaged: bool
+) -> None:
+    run_ranks(sharded_by_block, RANKS, wrapped, factors, averaged)
+
+
+@pytest.mark.parametrize(
+    ("wrapped", "factors", "name"),
+    [
+        ((0, 2), (-1,), "the default, 2 for 0:"),
+        ((0, 1), (-1, 0), "the default, 2 for 1:"),
+        ((0,), (0,), "the default, 2 for the root (FSDPSequential):"),
+    ],
+)
+def test_a_divide_factor_that_misses_a_module_is_loud(
+    wrapped: tuple[int, ...], factors: tuple[int, ...], name: str
+) -> None:
+    """Regression: the root's factor does not reach modules wrapped one by one; gradients were too small by R."""
+    message = (
+        "ValueError: the gradient divide factor of every module that fully_shard wraps must be 1 as that of"
+    )
+    for outcome in rank_outcomes(sharded_by_block, RANKS, wrapped, factors, group_timeout=10.0):
+        assert message in str(outcome.error) and name in str(outcome.error), outcome
+        assert "call module.set_gradient_divide_factor(1.0) on each module" in str(outcome.error)
+
+
+def sharded_for_evaluation(rank: int) -> None:
+    model = make_model()
+    fully_shard(model, ignored_params=set(model[1].expert_parameters()))
+    with torch.no_grad():
+        model(next(iter(batches(rank))))
+
+
+def test_no_divide_factor_is_needed_without_gradients() -> None:
+    run_ranks(sharded_for_evaluation, RANKS)
+
+
 def sharded_too(rank: int, replicas: bool) -> None:
     model = make_model(replicas=replicas)
     fully_shard(model)

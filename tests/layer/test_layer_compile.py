@@ -196,13 +196,28 @@ def test_a_float32_layer_under_inductor() -> None:
 
 @pytest.mark.parametrize("hidden", [16, 6], ids=["grouped_mm", "loop"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_autocast_leaves_the_experts_alone(dtype: torch.dtype, hidden: int) -> None:
-    """Regression: it cast what the loop multiplies, so the bits hung on the width."""
+def test_autocast_is_an_explicit_compute_dtype(dtype: torch.dtype, hidden: int) -> None:
+    """To the bit, whatever the width: autocast itself would cast what the loop multiplies, and not grouped_mm."""
     layer, rows = make_layer(dtype, hidden)
     leaves = [*rows, *layer.expert_parameters()]
-    wanted = both_ways(layer, leaves, rows)
     got = both_ways(layer, leaves, rows, autocast=True)
+    layer.compute_dtype = torch.bfloat16
+    wanted = both_ways(layer, leaves, rows)
     assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+    assert all(a.dtype == dtype for a in got)
+
+
+def test_a_compiled_layer_follows_autocast() -> None:
+    """Regression: compiled code runs with autocast off, so that it computed in float32."""
+    torch._dynamo.reset()
+    layer, rows = make_layer(torch.float32)
+    leaves = [*rows, *layer.expert_parameters()]
+    wanted = both_ways(layer, leaves, rows, autocast=True)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    got = both_ways(compiled, leaves, rows, autocast=True)
+    assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+    plain = both_ways(compiled, leaves, rows)
+    assert not torch.equal(plain[0], got[0])
 
 
 class Layer:

@@ -145,7 +145,7 @@ def test_a_rank_that_makes_another_call_is_named(what: str, stage: str) -> None:
         assert message in str(outcome.error), outcome
 
 
-FITS = "x must be [T, 8] torch.float64 as the experts, whose weights autocast leaves alone, got [0, 8] torch.bfloat16"
+FITS = "x must be [T, 8] torch.float64 as the experts, got [0, 8] torch.bfloat16: pass compute_dtype=torch.bfloat16"
 
 
 @pytest.mark.parametrize("capacity", [None, 32])

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from isoload import kernels
 from isoload.experts.grouped_linear import projections
 from isoload.experts.quantised import check_no_gradients
-from isoload.experts.weights import DTYPES, Activation, ClampedGLU, ExpertWeights, SwiGLU
+from isoload.experts.weights import DTYPES, Activation, BorrowedWeights, ClampedGLU, ExpertWeights, SwiGLU
 from isoload.ops import group_copies
 from isoload.permutation import gather_copies, sum_dtype, weighted_sum
 from isoload.results import Grouping
@@ -37,7 +37,7 @@ def run_experts(
     and every stack that requires them.
 
     Args:
-        rows: [N, H] in the groups' dtype; beside quantised groups in any dtype, without gradients.
+        rows: [N, H] in the first group's dtype; beside quantised groups in any dtype, without gradients.
         slots: [N, K] int32 or int64 local slot, -1 = absent.
         weights: [N, K] float32 gate weights (float64 ones only with float64 rows).
         groups: stacks of weights: the resident rows, then the spare pool.
@@ -178,7 +178,10 @@ def _check_arguments(
         raise ValueError("groups must hold at least one stack of weights, got none")
     hidden, dtype = groups[0].down.shape[1], groups[0].down.dtype
     for g, group in enumerate(groups):
-        if (group.down.shape[1], group.down.dtype) != (hidden, dtype):
+        same = (
+            isinstance(group, BorrowedWeights) or group.down.dtype == dtype
+        )  # borrowed ones are cast where used
+        if group.down.shape[1] != hidden or not same:
             raise ValueError(
                 f"groups[{g}] must have the width and dtype of groups[0] ({hidden}, {dtype}), "
                 f"got {group.down.shape[1]}, {group.down.dtype}"

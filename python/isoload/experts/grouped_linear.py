@@ -66,7 +66,10 @@ _LINEAR: dict[str, Linear] = {"grouped_mm": _grouped_linear, "loop": _loop_linea
 
 
 class _BorrowedLinear(torch.autograd.Function):
-    """A linear map that does not save its weight: backward reads the memory where it was, see BorrowedWeights."""
+    """A linear map that does not save its weight: backward reads the memory where it was, see BorrowedWeights.
+
+    The weight may have another dtype than the copies, in whose dtype the products are.
+    """
 
     @staticmethod
     def forward(
@@ -80,7 +83,7 @@ class _BorrowedLinear(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, grouping.ends)
         ctx.kernel, ctx.wait, ctx.weight = kernel, wait, weight.detach()
-        return _LINEAR[kernel](x, weight, bias, grouping)
+        return _LINEAR[kernel](x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype), grouping)
 
     @staticmethod
     @once_differentiable
@@ -88,16 +91,17 @@ class _BorrowedLinear(torch.autograd.Function):
         x, ends = ctx.saved_tensors
         _, _, _, trains, biased, _ = ctx.needs_input_grad
         ctx.wait()
+        own, weight = ctx.weight.dtype, ctx.weight.to(grad.dtype)
         if ctx.kernel == "grouped_mm":
-            to_x = grouped_mm(grad, ctx.weight, ends)
-            to_weight = grouped_mm(grad.t(), x, ends) if trains else None
-            return None, None, to_x, to_weight, _sum_per_slot(grad, ends) if biased else None, None
+            to_x = grouped_mm(grad, weight, ends)
+            to_weight = grouped_mm(grad.t(), x, ends).to(own) if trains else None
+            return None, None, to_x, to_weight, _sum_per_slot(grad, ends).to(own) if biased else None, None
         bounds = [0, *ends.tolist()]
         parts = [(grad[a:b], x[a:b]) for a, b in pairwise(bounds)]
-        to_x = torch.cat([g @ w for (g, _), w in zip(parts, ctx.weight.unbind(), strict=True)])
+        to_x = torch.cat([g @ w for (g, _), w in zip(parts, weight.unbind(), strict=True)])
         to_x = torch.cat([to_x, x.new_zeros(len(x) - bounds[-1], x.shape[1])])
-        to_weight = torch.stack([g.t() @ rows for g, rows in parts]) if trains else None
-        to_bias = torch.stack([g.sum(0) for g, _ in parts]) if biased else None
+        to_weight = torch.stack([g.t() @ rows for g, rows in parts]).to(own) if trains else None
+        to_bias = torch.stack([g.sum(0) for g, _ in parts]).to(own) if biased else None
         return None, None, to_x, to_weight, to_bias, None
 
 

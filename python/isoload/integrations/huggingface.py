@@ -8,6 +8,7 @@ experts that a batch borrows.
 
 from __future__ import annotations
 
+import os
 import weakref
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from isoload.layer import MoE
+from isoload.layer import MoE, clip_grad_norm_, ignore_in_ddp, load, save
 from isoload.layer.block_experts import no_gate
 from isoload.layer.modules import check_fused, fused_activation, fused_stacks
+from isoload.layer.whole import whole_state
 from isoload.placers import place
 from isoload.policies import Policy, make_policy
 from isoload.topology import Topology
@@ -150,3 +152,67 @@ class BalancedExperts:
             own.contiguous(), self.tp_mesh, [Split(0)], run_check=False, shape=shape, stride=(own.shape[1], 1)
         )
         return parts.full_tensor()
+
+
+PROGRAM = "isoload"  # folder of the saved program inside of a Trainer's checkpoint
+
+
+class BalancedTraining:
+    """Mixin for transformers' Trainer, to train a model that :func:`isoload.balance` changed over processes.
+
+        class BalancedTrainer(BalancedTraining, Trainer): ...
+
+    A checkpoint holds the weights of all experts as save_pretrained writes them, and a folder ``isoload`` that
+    :func:`isoload.save` wrote, from which training resumes on any number of processes. DistributedDataParallel leaves
+    the experts alone, replicas are refreshed after every step, and gradients are clipped by their norm over all ranks.
+    """
+
+    model: Any
+    args: Any
+    accelerator: Any
+    optimizer: Any
+    lr_scheduler: Any
+    state: Any
+
+    def __init__(self, *args: Any, **how: Any) -> None:
+        super().__init__(*args, **how)
+        ignore_in_ddp(self.model)
+        self._refreshed: Any = None  # the optimizer whose steps are followed by a refresh
+
+    def create_optimizer(self, *args: Any, **how: Any) -> Any:
+        optimizer = super().create_optimizer(*args, **how)  # type: ignore[misc]
+        if optimizer is not self._refreshed:
+            optimizer.register_step_post_hook(lambda *_: self._refresh())
+            self._refreshed = optimizer
+        return optimizer
+
+    def _refresh(self) -> None:
+        for module in self.model.modules():
+            if isinstance(module, MoE):
+                module.refresh_replicas()
+
+    def _clip_grad_norm(self, model: nn.Module) -> Tensor:
+        self.accelerator.unscale_gradients()
+        return clip_grad_norm_(self.model, self.args.max_grad_norm)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        whole = whole_state(self.model) if state_dict is None else state_dict  # on all ranks
+        if self.args.should_save:
+            super()._save(output_dir, whole)  # type: ignore[misc]
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        save(self.model, self.optimizer, os.path.join(output_dir, PROGRAM))
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, "scheduler.pt"))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        load(self.model, None, os.path.join(resume_from_checkpoint, PROGRAM))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            load(self.model, self.optimizer, os.path.join(checkpoint, PROGRAM))
+            scheduler = torch.load(os.path.join(checkpoint, "scheduler.pt"), weights_only=True)
+            self.lr_scheduler.load_state_dict(scheduler)
+
+    def _load_best_model(self) -> None:
+        load(self.model, None, os.path.join(self.state.best_model_checkpoint, PROGRAM))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from types import MethodType
 from typing import Any
 
 import torch
@@ -11,12 +12,13 @@ from torch import Tensor, nn
 
 from isoload.layer.modules import block_experts, is_fused, saved_names
 from isoload.layer.moe import MoE
+from isoload.layer.pretrained import save_pretrained
 from isoload.placers import place
 from isoload.policies import POLICIES, Policy, make_policy
 from isoload.records.placement import Placement
 from isoload.topology import Topology
 from isoload.transport import LocalTransport, Transport
-from isoload.weights.state import HOMES
+from isoload.weights.state import HOMES, PART, no_distributed_checkpoint, without_part
 
 SPARE_SLOTS = 2  # of every rank, where a borrowing policy comes without a placement
 
@@ -25,9 +27,9 @@ class BlockExperts(nn.Module):
     """Takes the place of ``block.experts``: the same call, the same sum.
 
     The process's tokens are dealt evenly over the ranks it owns: one with torch.distributed, all virtual ones of a
-    LocalTransport. state_dict() has the keys of the fused module that it replaces: with all experts, by number, where
-    the process owns all ranks, else with those at home on its rank, listed in ``home_experts``. Either loads, and so
-    does a checkpoint of the model; refresh replicas afterwards.
+    LocalTransport. state_dict() has the keys of the fused module that it replaces, with all experts, by number, where
+    the process owns all ranks. Over processes its keys contain ``rank_1_of_4``, for example, and hold that rank's
+    experts, listed in ``home_experts``. Either loads, and so does a checkpoint of the model; refresh replicas then.
 
     Args:
         block: with ``experts`` that transformers fuses. The weights of all experts are copied to their ranks' rows.
@@ -60,6 +62,22 @@ class BlockExperts(nn.Module):
         rows, ids, weights = (list(v.tensor_split(parts)) for v in given)
         return torch.cat(list(self.layer.compute(rows, ids, weights)))
 
+    def __getattr__(self, name: str) -> Any:
+        # torch.distributed.checkpoint looks up every key of a state among the modules
+        if PART.match(f"{name}."):
+            raise AttributeError(no_distributed_checkpoint(name))
+        return super().__getattr__(name)
+
+    @property
+    def part_keys(self) -> str:
+        """How the keys of this module's state begin that are a part of the experts."""
+        return ""
+
+    def whole_experts(self) -> dict[str, Tensor]:
+        """Return the stacks of all experts on the writer, by the names of the model's state: all ranks together."""
+        stacks = self.layer.full_experts(self.layer.writer)
+        return {saved: self.turn(stacks[name]) for name, saved in self._names.items()}
+
     def turn(self, stack: Tensor) -> Tensor:
         """[E, out, in] as the replaced module has it, and back."""
         return stack.transpose(1, 2) if self._transposed and stack.dim() == 3 else stack
@@ -84,6 +102,8 @@ def balance(
             (placer ``trivial``), with SPARE_SLOTS spare slots per rank if the policy borrows.
         **options: policy, its options, and what else :class:`MoE` takes.
 
+    Over processes ``model.save_pretrained`` must be called on all ranks: it gathers all experts, and rank 0 writes.
+
     Returns:
         the layers, in the model's order: call their refresh_replicas() after every optimizer step.
 
@@ -94,6 +114,8 @@ def balance(
     if placement is not None and (numbers := layer_numbers(model, blocks)) is not None:
         placement = placement.for_model(numbers)
     made = take_over(blocks, topology, transport, placement, **options)
+    if hasattr(model, "save_pretrained") and not made[0].layer.group.owns_all:
+        model.save_pretrained = MethodType(save_pretrained, model)  # type: ignore[assignment]
     return put_in(blocks, made)
 
 
@@ -162,18 +184,19 @@ def is_known(block: nn.Module) -> bool:
 
 def _rename_saved(experts: BlockExperts, state: dict[str, Any], prefix: str, metadata: Any) -> None:
     """The state of a BlockExperts under the names, and in the orientation, of the module that it replaced."""
-    group, ranks = experts.layer.group, experts.layer._ranks()
-    for key in [key for key in state if key.startswith(f"{prefix}layer.weights.")]:
-        if key.endswith(HOMES) and len(ranks) < group.topology.num_ranks:
-            state[prefix + HOMES] = state[key]
-        del state[key]
-    stacks = ranks[0].homes() if prefix + HOMES in state else experts.layer.full_experts()
+    layer, own = experts.layer, f"{prefix}layer.weights."
+    kept = {key.removeprefix(own): state.pop(key) for key in list(state) if key.startswith(own)}
+    if part := layer.part_name:
+        state[prefix + part + HOMES] = kept[part + HOMES]
+    stacks = layer._ranks()[0].homes() if part else layer.full_experts()
     for name, saved in experts._names.items():
-        state[prefix + saved] = experts.turn(stacks[name].detach())
+        state[prefix + part + saved] = experts.turn(stacks[name].detach())
 
 
 def _rename_loaded(experts: BlockExperts, state: dict[str, Any], prefix: str, *rest: Any) -> None:
     """The inverse, for every owned rank; rows_for then takes a rank's own experts."""
+    for key in [key for key in state if key.startswith(prefix) and PART.match(key, len(prefix))]:
+        state[prefix + without_part(key.removeprefix(prefix))] = state.pop(key)
     homes = state.pop(prefix + HOMES, None)
     for name, saved in experts._names.items():
         if (stack := state.pop(prefix + saved, None)) is None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from isoload.checkpoints import Checkpoint
@@ -72,6 +74,22 @@ def check_halves(experts: Experts, activation: Activation) -> None:
             )
 
 
+def check_compute_dtype(computes: torch.dtype | None, experts: Experts) -> None:
+    """Raise ValueError unless experts can compute in a dtype."""
+    if computes is None:
+        return
+    if computes not in DTYPES:
+        raise ValueError(
+            f"compute_dtype must be one of {', '.join(map(str, DTYPES))} or None, got {computes}"
+        )
+    for own in experts:
+        given = own.read(()) if isinstance(own, Checkpoint) else own.read() if isinstance(own, Shard) else own
+        if given.quantised:
+            raise ValueError(
+                f"compute_dtype must be None for quantised experts, which compute in the rows' dtype, got {computes}"
+            )
+
+
 def device_of(experts: Experts) -> torch.device:
     """Where the weights are to be."""
     first = experts[0]
@@ -98,6 +116,7 @@ def check_wrappers(group: Group, ranks: Sequence[RankWeights]) -> None:
             f"layer's {', '.join(others)}"
         )
     _check_ddp(group, ranks)
+    _check_fsdp(ranks)
 
 
 def _check_ddp(group: Group, ranks: Sequence[RankWeights]) -> None:
@@ -124,10 +143,63 @@ def _check_ddp(group: Group, ranks: Sequence[RankWeights]) -> None:
 _CHECKED: WeakKeyDictionary[DistributedDataParallel, WeakSet[RankWeights]] = WeakKeyDictionary()
 
 
-def check_rows(rows: list[Tensor], most: int | None, down: Tensor) -> None:
+def _check_fsdp(ranks: Sequence[RankWeights]) -> None:
+    """Raise ValueError if fully_shard divides the other Parameters' gradients by another number than the experts'.
+
+    A divide factor applies to one wrapped module and not to those inside of it, so every module is checked: once, in
+    the first forward that records gradients.
+    """
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # fully_shard needs its import
+    if fsdp is None or not torch.is_grad_enabled():
+        return
+    from torch.distributed._composable_state import _module_state_mapping as wrapped
+
+    for weights in ranks:
+        if _FACTORS_CHECKED.get(weights) == len(wrapped):
+            continue
+        states = _fsdp_states(fsdp.FSDPModule, list(wrapped), weights)
+        for name, factor, num_ranks in _divide_factors(states):
+            if (num_ranks if factor is None else factor) == weights.gradient_divisor or num_ranks == 1:
+                continue
+            given = f"the default, {num_ranks}" if factor is None else str(factor)
+            raise ValueError(
+                f"the gradient divide factor of every module that fully_shard wraps must be {weights.gradient_divisor} "
+                f"as that of the experts, got {given} for {name}: call "
+                f"module.set_gradient_divide_factor({float(weights.gradient_divisor)}) on each module that was given "
+                "to fully_shard, since the root's factor does not reach the modules inside"
+            )
+        _FACTORS_CHECKED[weights] = len(wrapped)
+
+
+def _fsdp_states(kind: type, modules: Sequence[nn.Module], weights: RankWeights) -> list[Any]:
+    """Return the states of all modules that fully_shard wraps in the model of these weights, as of its forward."""
+    for module in modules:
+        if isinstance(module, kind) and any(inner is weights for inner in module.modules()):
+            wrapped: Any = module
+            return list(wrapped._get_fsdp_state()._state_ctx.all_states)
+    return []
+
+
+def _divide_factors(states: Sequence[Any]) -> Iterator[tuple[str, float | None, int]]:
+    """Yield name, divide factor and number of ranks of every wrapped module with Parameters that train."""
+    for state in states:
+        groups = getattr(state, "_fsdp_param_groups", None)  # several per module since torch 2.12
+        for group in [state._fsdp_param_group] if groups is None else groups:
+            if group is None or not any(own.sharded_param.requires_grad for own in group.fsdp_params):
+                continue
+            name = group._module_fqn or f"the root ({type(state._modules[0]).__name__})"
+            yield name, group.gradient_divide_factor, group.mesh_info.mesh.size()
+
+
+# For each rank's weights how many modules were wrapped when the divide factors were right.
+_FACTORS_CHECKED: WeakKeyDictionary[RankWeights, int] = WeakKeyDictionary()
+
+
+def check_rows(rows: list[Tensor], most: int | None, down: Tensor, computes: torch.dtype | None) -> None:
     """Raises ValueError if rows do not fit experts down [S, H, I], or are more than the transport has room for.
 
-    Beside quantised experts rows may have any dtype, and no gradients are recorded.
+    Rows have the experts' dtype or the one that these compute in. Beside quantised experts rows may have any dtype, and
+    no gradients are recorded.
     """
     quantised = down.dtype not in DTYPES
     if quantised:
@@ -136,11 +208,12 @@ def check_rows(rows: list[Tensor], most: int | None, down: Tensor) -> None:
         if row.dim() != 2 or row.dtype not in DTYPES:
             names = ", ".join(map(str, DTYPES))
             raise ValueError(f"x must be [T, H] of {names}, got {list(row.shape)} {row.dtype}")
-        dtype = row.dtype if quantised else down.dtype
-        if (row.shape[1], row.dtype) != (down.shape[1], dtype):
+        allowed = (row.dtype,) if quantised else tuple(dict.fromkeys((down.dtype, computes)))
+        if row.shape[1] != down.shape[1] or row.dtype not in allowed:
+            advice = f": pass compute_dtype={row.dtype} to compute in it" if row.dtype not in allowed else ""
             raise ValueError(
-                f"x must be [T, {down.shape[1]}] {dtype} as the experts, whose weights autocast leaves alone, "
-                f"got {list(row.shape)} {row.dtype}"
+                f"x must be [T, {down.shape[1]}] {' or '.join(map(str, allowed))} as the experts, got "
+                f"{list(row.shape)} {row.dtype}{advice}"
             )
     if most is not None and max(map(len, rows)) > most:
         raise ValueError(f"x must have at most max_tokens_per_rank={most} tokens, got {max(map(len, rows))}")

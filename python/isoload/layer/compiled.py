@@ -78,8 +78,11 @@ def run_in_graph(
     ids, weights = [ids for ids, _ in chosen], [weights for _, weights in chosen]
     trained = [p for p in parameters if p.requires_grad]
     frozen = [p for p in parameters if not p.requires_grad]
+    device = rows[0].device.type
+    # Compiled code runs with autocast off: the op turns it on again.
+    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     outputs: list[Tensor] = run_layer(
-        layer.handle, rows, ids, weights, trained, frozen, num_tokens, torch.is_grad_enabled()
+        layer.handle, rows, ids, weights, trained, frozen, num_tokens, autocast, torch.is_grad_enabled()
     )
     return outputs[: len(rows)]
 
@@ -112,6 +115,7 @@ def run_layer(
     trained: list[Tensor],
     frozen: list[Tensor],
     num_tokens: int | None,
+    autocast: torch.dtype | None,
     records: bool,
 ) -> list[Tensor]:
     """A layer's outputs [T, H] per owned rank, then the ticket of the recording (empty where nothing is recorded).
@@ -121,6 +125,7 @@ def run_layer(
         rows, topk_ids, weights: [T, H], [T, K] and [T, K] per owned rank.
         trained, frozen: the layer's own expert Parameters, with and without gradients.
         num_tokens: see MoE.forward.
+        autocast: dtype of autocast; None: autocast is off.
         records: whether gradients are recorded.
     """
     layer = _layers[int(handle)]
@@ -131,7 +136,8 @@ def run_layer(
 
     with _outside_of_ops(records):
         leaves, gates = ([v.detach().requires_grad_(records) for v in values] for values in (rows, weights))
-        outputs = layer.run(leaves, choose, num_tokens)
+        with torch.autocast(rows[0].device.type, autocast, enabled=autocast is not None):
+            outputs = layer.run(leaves, choose, num_tokens)
     if not records:
         return [*outputs, torch.empty(0, dtype=torch.uint8)]
     number = next(_numbers)
@@ -175,7 +181,8 @@ def _backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
     ticket, *inputs = ctx.saved_tensors
     found = iter(run_layer_backward(ticket, grads[:-1], inputs))
     to_rows, to_weights, to_trained = (list(itertools.islice(found, count)) for count in ctx.counts)
-    return None, to_rows, [None] * len(to_rows), to_weights, to_trained, [None] * ctx.num_frozen, None, None
+    nothing = [None] * ctx.num_frozen, None, None, None
+    return None, to_rows, [None] * len(to_rows), to_weights, to_trained, *nothing
 
 
 run_layer.register_autograd(_backward, setup_context=_save)

@@ -15,7 +15,14 @@ from isoload.balancing.planning import Gathered
 from isoload.checkpoints import Checkpoint
 from isoload.experts.compute import count_copies, run_experts, run_sorted
 from isoload.experts.weights import Activation, ExpertWeights, SwiGLU
-from isoload.layer.checks import check_halves, check_parts, check_rows, experts_by_rank, name_of
+from isoload.layer.checks import (
+    check_compute_dtype,
+    check_halves,
+    check_parts,
+    check_rows,
+    experts_by_rank,
+    name_of,
+)
 from isoload.layer.compiled import Choose, handle_of, run_in_graph
 from isoload.layer.routers import Routing, given_choices
 from isoload.layer.stored import StoredExperts
@@ -97,6 +104,10 @@ class MoE(StoredExperts):
         borrow: the backend that brings the weights of spare slots: "pull", "copy", "all_to_all", "p2p" or, over a
             DeepEPTransport, "deep_ep", see isoload.weights.backends. None: "pull" where ranks can read each other's
             memory, else "all_to_all"; ``borrowing.backend.name`` says which.
+        compute_dtype: in which rows travel, experts compute and borrowed weights travel, whatever the experts' dtype;
+            Parameters and their gradients keep the experts' dtype. None: autocast's dtype where autocast is on (but
+            for float64), else the experts'. "pull" and "copy" bring borrowed weights in the experts' dtype. Not for
+            quantised experts, which compute in the rows' dtype.
 
     Raises:
         ValueError: naming the argument, the rule and the value; on the other ranks naming the rank and the stage.
@@ -118,9 +129,11 @@ class MoE(StoredExperts):
         weight_rows: int | None = None,
         borrow: str | None = None,
         layer_id: int | None = None,
+        compute_dtype: torch.dtype | None = None,
         **options: Any,
     ) -> None:
         super().__init__()
+        self.compute_dtype = compute_dtype
         self.gate, self.shared = gate, shared
         self.run_by: Callable[[list[Tensor], Choose, int | None], list[Tensor]] | None = None  # a stack
         self.transport, self.group, self.dispatcher = transport, transport.group, transport.dispatcher
@@ -134,7 +147,8 @@ class MoE(StoredExperts):
             check_halves(own, self.activation)
             arrange = shard_layouts if isinstance(own[0], Shard) else layouts
             self.layouts, self.num_rows = arrange(placed), count_rows(placed, weight_rows)
-            facts.update({"weight_rows": weight_rows, "borrow": borrow})
+            check_compute_dtype(compute_dtype, own)
+            facts.update({"weight_rows": weight_rows, "borrow": borrow, "compute_dtype": compute_dtype})
             facts.update({"experts": described, "activation": name_of(self.activation)})
         how = {"min_tokens": min_tokens, "loads": loads, **options}
         self.balancer = Balancer(placement, layer, policy, self.group, **how)
@@ -171,8 +185,9 @@ class MoE(StoredExperts):
         return self.balancer.exchange(*(other.balancer for other in others))
 
     def forward(self, x: Tensor | Sequence[Tensor], num_tokens: int | None = None) -> Tensor | list[Tensor]:
-        """[T, H] -> [T, H] on every owned rank, autocast or not in the experts' dtype; T may differ and be 0.
+        """[T, H] -> [T, H] on every owned rank, in the dtype of x; T may differ and be 0.
 
+        x has the experts' dtype or the one that they compute in, see compute_dtype.
         num_tokens: tokens over all ranks, or an upper bound of them, the same on all ranks; compared with min_tokens.
             None: what max_tokens_per_rank allows, else unknown, and the batch is planned.
         """
@@ -211,11 +226,14 @@ class MoE(StoredExperts):
 
         A LibraStack has the same stages in another order.
         """
-        if self.run_by is not None:
-            return self.run_by(rows, choose, num_tokens)
+        run = self._stages if self.run_by is None else self.run_by
+        outputs = run(rows, choose, num_tokens)
+        return [y.to(row.dtype) for y, row in zip(outputs, rows, strict=True)]
+
+    def _stages(self, rows: list[Tensor], choose: Choose, num_tokens: int | None) -> list[Tensor]:
         chosen = self.choices(rows, choose)  # [T, K] ids and weights
         batch = self.balancer.plan(self.gather(chosen, num_tokens))  # loads [R, E], quota [P]
-        borrowed = self.borrow(batch.plan)  # on their way from here on
+        borrowed = self.borrow(batch.plan, chosen)  # on their way from here on
         slots = self.balancer.route(batch)  # [T, K]
         received = self.dispatcher.dispatch(*self.sent(chosen, slots))
         if borrowed is not None:
@@ -234,9 +252,11 @@ class MoE(StoredExperts):
         call = Call(self.group, "count", device, facts, later=self.dispatcher.carry_failure)
         call.in_gather = dict.fromkeys(ROW_FACTS, 0)
         with call:
-            check_rows(rows, self.dispatcher.max_tokens_per_rank, ranks[0].stored_down)
+            computes = self.dtype_now()
+            check_rows(rows, self.dispatcher.max_tokens_per_rank, ranks[0].stored_down, computes)
             self._check_weights()
             routings = [self._complete(*routing) for routing in choose()]
+            rows = rows if computes is None else [row.to(computes) for row in rows]
             call.facts[TRAINED] = sum(trains << i for i, trains in enumerate(trained_stacks(ranks)))
             row_facts = rows[0].shape[1], DTYPES.index(rows[0].dtype), routings[0][0].shape[1]
             call.in_gather.update(zip(ROW_FACTS, row_facts, strict=True))
@@ -249,11 +269,15 @@ class MoE(StoredExperts):
             num_tokens = most * self.group.topology.num_ranks
         return self.balancer.gather(chosen.ids, num_tokens, chosen.call, more)
 
-    def borrow(self, made: Plan | None) -> Borrowed | None:
+    def borrow(self, made: Plan | None, chosen: Chosen) -> Borrowed | None:
         """Begins to bring the experts in the plan's spare slots."""
         if made is None or self.borrowing is None or made.placed.unfilled is None:
             return None
-        return self.borrowing.borrow(made.placed)
+        return self.borrowing.borrow(made.placed, dtype=self._dtype_of(chosen.rows))
+
+    def _dtype_of(self, rows: Sequence[Tensor]) -> torch.dtype | None:
+        """The dtype in which experts compute with rows on their way; None where they are quantised."""
+        return rows[0].dtype if self._ranks()[0].stored_down.dtype in DTYPES else None
 
     def sent(
         self, chosen: Chosen, slots: list[Tensor]
@@ -261,9 +285,10 @@ class MoE(StoredExperts):
         """What dispatch takes, for copies that go to slots [T, K]."""
         return chosen.rows, slots, chosen.weights, self.placement.slots_per_rank, chosen.call
 
-    def stacks(self, borrowed: Borrowed | None) -> list[list[ExpertWeights]]:
+    def stacks(self, chosen: Chosen, borrowed: Borrowed | None) -> list[list[ExpertWeights]]:
         """Every owned rank's weights, resident, then borrowed, where no gradients are recorded."""
-        return join_rows(self.group, self._ranks(), [], self.replica_moves, borrowed, {})[1]
+        dtype = self._dtype_of(chosen.rows)
+        return join_rows(self.group, self._ranks(), [], self.replica_moves, borrowed, {}, dtype)[1]
 
     def run_local(
         self, received: Sequence[Received], stacks: Sequence[Sequence[ExpertWeights]]
@@ -289,7 +314,8 @@ class MoE(StoredExperts):
         noted = {f"route of rank {r}": s for r, s in zip(self.group.ranks, slots, strict=True)}
         noted = {"loads": loads, **noted} if values_readable(loads) else {}
         rows = [got.rows for got in received]
-        rows, stacks = join_rows(self.group, self._ranks(), rows, self.replica_moves, borrowed, noted)
+        parts = self._ranks(), rows, self.replica_moves, borrowed, noted, self._dtype_of(rows)
+        rows, stacks = join_rows(self.group, *parts)
         received = [replace(got, rows=row) for got, row in zip(received, rows, strict=True)]
         outputs = self.run_local(received, stacks)
         return outputs if borrowed is None else list(BringAgain.apply(borrowed, *outputs))

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from isoload.layer.moe import MoE
-from isoload.layer.stored import gather_rows
+from isoload.layer.stored import StoredExperts, gather_rows
 from isoload.transport import Call, checksum
 from isoload.weights.migrate import FACTS, state_fields
 from isoload.weights.state import FULL
@@ -20,7 +19,7 @@ from isoload.weights.storage import RankWeights
 State = dict[str, dict[str, Any]]  # by stack and key
 
 
-def full_optimizer_state(layer: MoE, optimizer: Optimizer) -> State:
+def full_optimizer_state(layer: StoredExperts, optimizer: Optimizer, reader: int | None = None) -> State:
     """What an optimizer keeps of the layer's experts, whatever the placement: all ranks together.
 
     ``optimizer.state_dict()`` keeps it by row, and the rows are other experts' under another placement.
@@ -28,6 +27,7 @@ def full_optimizer_state(layer: MoE, optimizer: Optimizer) -> State:
     Args:
         layer: whose expert Parameters the optimizer holds.
         optimizer: of this process; with the same state on all ranks, by names and dtypes.
+        reader: the only rank that gets the rows; the others get [0, ...]. None: every process.
 
     Returns:
         By stack (``experts.gate_up`` and so on) and key (``exp_avg``): [E, ...] on every process where the state has
@@ -55,14 +55,14 @@ def full_optimizer_state(layer: MoE, optimizer: Optimizer) -> State:
         for name, parameter in ranks[0].named_parameters(recurse=False)
     }
     if fields[0]:
-        gathered = gather_rows(layer.group, layer.layouts, stacks)
+        gathered = gather_rows(layer.group, layer.layouts, stacks, reader)
         for (name, key, _), rows in zip(fields[0], gathered, strict=True):
             full[FULL + name][key] = rows
     return full
 
 
 @torch.no_grad()
-def load_full_optimizer_state(layer: MoE, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+def load_full_optimizer_state(layer: StoredExperts, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     """Loads what :func:`full_optimizer_state` made, under any placement and number of ranks. Each rank by itself.
 
     Options such as the learning rate, and the state of other Parameters, stay as they are.
@@ -86,16 +86,21 @@ def load_full_optimizer_state(layer: MoE, optimizer: Optimizer, state: Mapping[s
                     f"{FULL}{name} {key} must be {wanted} or one element, got {list(value.shape)}"
                 )
     for rank, name, parameter in trained(ranks):
-        how, wanted = groups[id(parameter)], [num_experts, *parameter.shape[1:]]
-        counts_there = how.get("capturable", False) or how.get("fused", False)
+        wanted = [num_experts, *parameter.shape[1:]]
         kept = optimizer.state[parameter] = {}
         for key, value in state[FULL + name].items():
             if isinstance(value, Tensor) and list(value.shape) == wanted:
                 kept[key] = value[list(rank.layout.homes)].to(parameter.device)
-            elif isinstance(value, Tensor):
-                kept[key] = value.clone().to(parameter.device if counts_there else value.device)
             else:
-                kept[key] = copy.deepcopy(value)
+                kept[key] = single_value(value, parameter, groups[id(parameter)])
+
+
+def single_value(value: Any, parameter: Tensor, options: Mapping[str, Any]) -> Any:
+    """Return a copy of a value of an optimizer's state that has not its Parameter's shape, such as the step."""
+    if not isinstance(value, Tensor):
+        return copy.deepcopy(value)
+    counts_there = options.get("capturable", False) or options.get("fused", False)
+    return value.clone().to(parameter.device if counts_there else value.device)
 
 
 def trained(ranks: list[RankWeights]) -> Iterator[tuple[RankWeights, str, nn.Parameter]]:

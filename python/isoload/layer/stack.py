@@ -286,7 +286,7 @@ class LibraStack:
         if filled is None:
             return None
         assert layer.borrowing is not None
-        borrowed = layer.borrowing.borrow(filled, in_use)
+        borrowed = layer.borrowing.borrow(filled, in_use, layer.dtype_now())
         self._fetched = Fetched(layer, filled, borrowed, [rank.marks() for rank in layer._ranks()])
         return borrowed
 

@@ -6,13 +6,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from isoload.balancing.balancer import Balancer
-from isoload.experts.weights import NAMES
+from isoload.experts.weights import DTYPES, NAMES
 from isoload.layer.checks import Experts, check_wrappers, device_of
 from isoload.records.placement import Placement
-from isoload.transport import Call, Group
+from isoload.transport import Call, CollectiveGroup, Group
 from isoload.weights.backend import Backend
 from isoload.weights.backends import make_backend
 from isoload.weights.borrow import Borrowing
@@ -20,7 +21,16 @@ from isoload.weights.layout import Layout, home_addresses, layouts, replica_move
 from isoload.weights.migrate import FACTS, check_move, check_no_state, move_facts, move_state, move_weights
 from isoload.weights.moves import Address, Move, move_rows
 from isoload.weights.shard import Shard, ShardWeights
-from isoload.weights.state import FULL, check_kind
+from isoload.weights.state import (
+    FULL,
+    HOMES,
+    PART,
+    PartIndex,
+    check_kind,
+    no_distributed_checkpoint,
+    part_name,
+    without_part,
+)
 from isoload.weights.storage import RankWeights, new_stack, refresh_replicas
 
 
@@ -30,6 +40,7 @@ class StoredExperts(nn.Module):
     layouts, replica_moves  what the rows of all ranks hold, and which rows are copies of others
     num_rows                weight rows that every rank has memory for
     borrowing               how spare slots get their weights; None without spare slots
+    compute_dtype           in which experts compute; None: in autocast's dtype, or in their own without autocast
     """
 
     group: Group
@@ -37,6 +48,7 @@ class StoredExperts(nn.Module):
     layouts: list[Layout]
     num_rows: list[int]
     borrowing: Borrowing | None
+    compute_dtype: torch.dtype | None
 
     @property
     def has_replicas(self) -> bool:
@@ -68,7 +80,8 @@ class StoredExperts(nn.Module):
             self._borrow_by(make_backend(self.group, name, self._ranks()[0].row_of_slot.device))
 
     def _borrow_by(self, backend: Backend) -> None:
-        self.borrowing = Borrowing(self.group, self._ranks(), self.placement.spare_slots, backend)
+        spare = self.placement.spare_slots
+        self.borrowing = Borrowing(self.group, self._ranks(), spare, backend, self.compute_dtype)
         self.borrowing.note_layouts(self.layouts, self.placement.num_experts)
 
     def _note_layouts(self, layouts: list[Layout]) -> None:
@@ -87,7 +100,7 @@ class StoredExperts(nn.Module):
                 self.num_rows = [max(self.num_rows)] * len(self.num_rows)
         # else only inference could write them
         with group.agreeing("construction"), torch.inference_mode(False):
-            self.weights = nn.ModuleList(
+            self.weights = OwnedRanks(
                 ShardWeights(self.layouts[rank], own, self.num_rows[rank], spare, new)
                 if isinstance(own, Shard)
                 else RankWeights(self.layouts[rank], own, self.num_rows[rank], spare, new)
@@ -95,6 +108,14 @@ class StoredExperts(nn.Module):
             )
             if spare:
                 self._borrow_by(backend)
+        self.register_state_dict_post_hook(_mark_part)
+        self.register_load_state_dict_pre_hook(_read_part)
+
+    @property
+    def part_name(self) -> str:
+        """Marks the keys of this process's part of a state; empty where the process owns all ranks."""
+        group = self.group
+        return "" if group.owns_all else part_name(group.ranks[0], group.topology.num_ranks)
 
     def expert_parameters(self) -> list[nn.Parameter]:
         """The owned ranks' expert Parameters.
@@ -103,6 +124,19 @@ class StoredExperts(nn.Module):
         other Parameters are sums over the own rank's tokens and need an all-reduce. See docs/borrowing.md.
         """
         return list(self.weights.parameters())
+
+    def dtype_now(self) -> torch.dtype | None:
+        """The dtype in which rows travel and experts compute now; None for quantised experts: the rows' own."""
+        down = self._ranks()[0].stored_down
+        if down.dtype not in DTYPES:
+            return None
+        if self.compute_dtype is not None:
+            return self.compute_dtype
+        device = down.device.type
+        follows = down.dtype != torch.float64 and torch.is_autocast_enabled(
+            device
+        )  # autocast leaves float64 alone
+        return torch.get_autocast_dtype(device) if follows else down.dtype
 
     def refresh_replicas(self) -> None:
         """Copies home rows to their replicas: after every optimizer step, by all ranks together."""
@@ -117,13 +151,30 @@ class StoredExperts(nn.Module):
         own = {name: value for name, value in self.state_dict().items() if not name.startswith("weights.")}
         return own | {FULL + name: stack for name, stack in self.full_experts().items()}
 
-    def full_experts(self) -> dict[str, Tensor]:
-        """[E, ...] of every stack, on every process: all ranks together."""
+    def full_experts(self, reader: int | None = None) -> dict[str, Tensor]:
+        """[E, ...] of every stack, on every process: all ranks together; with a reader on that rank, else [0, ...]."""
         ranks = self._ranks()
-        return ranks[0].by_name(gather_rows(self.group, self.layouts, [rank.home_rows() for rank in ranks]))
+        homes = [rank.home_rows() for rank in ranks]
+        return ranks[0].by_name(gather_rows(self.group, self.layouts, homes, reader))
+
+    @property
+    def part_keys(self) -> str:
+        """How the keys of this module's state begin that are a part of the experts."""
+        return "weights."
+
+    @property
+    def writer(self) -> int:
+        """The rank, in the layer's group, of the process that writes a saved program: rank 0 of the default group."""
+        group = self.group
+        processes = group.process_group if isinstance(group, CollectiveGroup) else None
+        return 0 if processes is None else dist.get_group_rank(processes, 0)
+
+    def whole_experts(self) -> dict[str, Tensor]:
+        """Return the stacks of all experts on the writer, by the keys of a whole state: all ranks together."""
+        return {FULL + name: stack for name, stack in self.full_experts(self.writer).items()}
 
     def load_full_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Loads what :meth:`full_state_dict` or merge_states made, replicas included, under any number of ranks.
+        """Loads what :meth:`full_state_dict` made, replicas included, under any number of ranks.
 
         Raises:
             ValueError: before anything is copied: a missing or unknown key, or another shape.
@@ -198,11 +249,44 @@ class StoredExperts(nn.Module):
                 self.borrowing.check(weights)
 
 
-def gather_rows(group: Group, layouts: Sequence[Layout], homes: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    """[E, ...] on every process, from stacks [homes, ...] of every owned rank. All ranks call it together."""
+class OwnedRanks(nn.ModuleList):
+    """The weights of every owned rank."""
+
+    def __getattr__(self, name: str) -> Any:
+        # torch.distributed.checkpoint looks up every key of a state among the modules
+        if PART.match(f"{name}."):
+            raise AttributeError(no_distributed_checkpoint(name))
+        return super().__getattr__(name)
+
+
+def _mark_part(layer: StoredExperts, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """Mark the keys of one process's part of a state, which other processes would save under the same names."""
+    if not (part := layer.part_name):
+        return
+    own, marked = f"{prefix}weights.0.", f"{prefix}weights.{part}"
+    for key in [key for key in state if key.startswith(own)]:
+        value = state.pop(key)
+        name = key.removeprefix(own)
+        state[marked + name] = value.as_subclass(PartIndex) if name == HOMES else value
+
+
+def _read_part(layer: StoredExperts, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+    """Take a marked part for that of the first owned rank, whose experts are then compared with the state's."""
+    own = f"{prefix}weights."
+    for key in [key for key in state if key.startswith(own) and PART.match(key, len(own))]:
+        state[f"{own}0.{without_part(key.removeprefix(own))}"] = state.pop(key)
+
+
+def gather_rows(
+    group: Group, layouts: Sequence[Layout], homes: Sequence[Sequence[Tensor]], reader: int | None = None
+) -> list[Tensor]:
+    """[E, ...] on every process, from stacks [homes, ...] of every owned rank. All ranks call it together.
+
+    reader: the only rank that gets the rows; the others get [0, ...]. None: every process.
+    """
     home = home_addresses(layouts)
     # a process that owns all ranks needs one copy
-    readers = [0] if group.owns_all else range(len(layouts))
+    readers = [0] if group.owns_all else range(len(layouts)) if reader is None else [reader]
     moves = [Move(home[expert], Address(rank, expert)) for rank in readers for expert in range(len(home))]
     full = [
         [stack.detach().new_zeros(len(home) if rank in readers else 0, *stack.shape[1:]) for stack in stacks]

@@ -117,7 +117,7 @@ def run_planned(batch: Batch) -> list[Tensor]:
     if runs_apart(device) and not early and batch.filled is not None and layer.policy.keeps_local:
         return run_local_first(batch, partial(send_planned, batch))
     balanced = layer.balancer.plan(batch.gathered, batch.filled)
-    borrowed = batch.borrowed if batch.filled is not None else layer.borrow(balanced.plan)
+    borrowed = batch.borrowed if batch.filled is not None else layer.borrow(balanced.plan, chosen)
     near, far, size = list[Tensor](), list[Tensor](), layer.placement.slots_per_rank
     for rank, slots in zip(layer.group.ranks, layer.balancer.route(balanced), strict=True):
         local = slots - rank * size
@@ -134,7 +134,7 @@ def run_planned(batch: Batch) -> list[Tensor]:
     if not early and not beside.apart:
         batch.fetch(borrowed)
     with batch.span("local"):
-        stacks = layer.stacks(borrowed)
+        stacks = layer.stacks(chosen, borrowed)
         own = layer.run_local(chosen.kept(near), stacks)
     if not early and beside.apart:
         with beside:
@@ -176,7 +176,7 @@ def run_local_first(batch: Batch, bring: Callable[[Tensor], list[Received]]) -> 
             waiting.proceed()
     beside = Beside(layer.group, held.device)
     with batch.span("local"):
-        stacks = layer.stacks(borrowed)
+        stacks = layer.stacks(chosen, borrowed)
         near = [held[rank][ids] for rank, ids in zip(layer.group.ranks, chosen.ids, strict=True)]
         own = layer.run_local(chosen.kept(near), stacks)
     with beside:

@@ -1,7 +1,7 @@
 """How loads, weights and rows travel between the ranks: a Group, a Dispatcher over it, and both as a Transport."""
 
 from isoload.transport.agreement import DTYPES, STAGES, checksum, error_code
-from isoload.transport.collective import CollectiveGroup
+from isoload.transport.collective import CollectiveGroup, await_all
 from isoload.transport.dispatcher import Dispatcher, Received
 from isoload.transport.exchanges import SendCounts, Traffic
 from isoload.transport.group import Call, Group
@@ -25,6 +25,7 @@ __all__ = [
     "SendCounts",
     "Traffic",
     "Transport",
+    "await_all",
     "checksum",
     "error_code",
 ]

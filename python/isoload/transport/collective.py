@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -36,6 +38,51 @@ def timeout_of(process_group: dist.ProcessGroup) -> timedelta:
     options = getattr(process_group._get_backend(device_of(process_group)), "options", None)
     timeout: timedelta = getattr(options, "_timeout", default_pg_timeout)
     return timeout
+
+
+FIRST_WAIT = timedelta(seconds=10)  # before a process warns that it waits for the others
+
+
+def await_all(call: str) -> None:
+    """Wait until all processes of the default group have made a call, without a collective that could hang.
+
+    A process that waits longer than FIRST_WAIT warns and names the ranks that are missing.
+
+    Args:
+        call: what the processes call, for messages.
+
+    Raises:
+        RuntimeError: some processes have not made the call within the group's timeout, naming their ranks.
+    """
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    store, rank, size = dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
+    assert dist.group.WORLD is not None
+    calls = _calls.setdefault(dist.group.WORLD, Counter())
+    limit, number = timeout_of(dist.group.WORLD), calls[call]
+    keys = [f"isoload/{call}/{number}/{other}" for other in range(size)]
+    store.set(keys[rank], "1")
+
+    def missing() -> str:
+        return f"rank {rank} has called {call}, but ranks {[r for r in range(size) if not store.check([keys[r]])]} have"
+
+    try:
+        try:
+            store.wait(keys, first := min(FIRST_WAIT, limit / 2))
+        except RuntimeError:
+            warnings.warn(f"{missing()} not yet: call it on all ranks", stacklevel=4)
+            store.wait(keys, limit - first)
+    except RuntimeError:
+        message = f"{missing()} not within {limit.total_seconds():.0f} seconds: call it on all ranks"
+        store.delete_key(keys[rank])  # a later call must not count this one
+        raise RuntimeError(message) from None
+    if number:
+        store.delete_key(f"isoload/{call}/{number - 1}/{rank}")  # all processes have left that call
+    calls[call] += 1
+
+
+# For each default group how often all its processes have made a call together.
+_calls: WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = WeakKeyDictionary()
 
 
 class CollectiveGroup(Group):

@@ -86,8 +86,8 @@ class Exchanges(Shared, ABC):
 
     def __reduce__(self) -> Any:
         raise TypeError(
-            "a layer over processes cannot be pickled (torch.save): save its state_dict() on every rank or its "
-            "full_state_dict(), and load that into a layer made anew"
+            "a layer over processes cannot be pickled (torch.save): call isoload.save(model, optimizer, folder) on all "
+            "ranks, or save its state_dict() on every rank, and load that into a layer made anew"
         )
 
     @property

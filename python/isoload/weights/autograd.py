@@ -40,16 +40,17 @@ class JoinRows(torch.autograd.Function):
         replicas: Sequence[Move],
         borrowed: Borrowed | None,
         noted: dict[str, Tensor],
+        dtype: torch.dtype | None,
         num_passed: int,
         *values: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.group, ctx.ranks, ctx.trained = group, ranks, trained
         ctx.num_homes = [len(rank.layout.homes) for rank in ranks]
         ctx.noted, ctx.num_passed, ctx.divisor = noted, num_passed, ranks[0].gradient_divisor
-        ctx.replicas, ctx.borrowed = replicas, borrowed
+        ctx.replicas, ctx.borrowed, ctx.own_dtype = replicas, borrowed, held[0][0].dtype
         # Saved to be found changed: after .to() or a copy, a step on a Parameter shows in no storage's version.
         ctx.save_for_backward(*noted.values(), *values[num_passed:])
-        joined = [list(compress(own, cycle(trained))) for own in held]
+        joined = [[in_dtype(s, dtype) for s in compress(own, cycle(trained))] for own in held]
         ctx.widths = list(map(len, joined))
         pools = [] if borrowed is None else borrowed.pools
         joined += [list(compress(own, trained)) for own in pools]
@@ -67,7 +68,7 @@ class JoinRows(torch.autograd.Function):
         for rank in ctx.ranks if stacks else ():
             rank.had_gradients = True
         flags = [trains for _ in ctx.num_homes for trains in ctx.trained]
-        return *(None,) * 8, *rows, *(next(totals) if trains else None for trains in flags)
+        return *(None,) * 9, *rows, *(next(totals) if trains else None for trains in flags)
 
 
 def _totals(ctx: Any, stacks: Sequence[Tensor]) -> list[Tensor]:
@@ -76,25 +77,37 @@ def _totals(ctx: Any, stacks: Sequence[Tensor]) -> list[Tensor]:
     held = split(stacks, ctx.widths)
     spare = split(stacks[joined:], [borrowed // len(ctx.widths)] * len(ctx.widths))
     width, dtype = sum(ctx.trained), stacks[0].dtype
-    # The gradients are this node's own: nothing but run_experts made them. Rows are added in place.
-    homes, replicas = [], []
+    # Incoming gradients are only read: a caller may pass the same tensors to backward again, as schedules do that
+    # compute the gradients of inputs and those of weights at different times. Sums get memory of their own.
+    adds = bool(ctx.replicas) or ctx.borrowed is not None or ctx.divisor != 1
+    # Rows that have replicas and are also borrowed would be rounded twice: their sums stay exact in between. So do
+    # gradients of stacks that are computed in another dtype than their Parameters have.
+    both = bool(ctx.replicas) and ctx.borrowed is not None
+    wide = torch.promote_types(torch.promote_types(dtype, ctx.own_dtype), torch.float32)
+    exact = wide if both or dtype != ctx.own_dtype else dtype
+    totals, replicas = [], []
     for count, own in zip(ctx.num_homes, held, strict=True):
-        # contiguous: the storage's gradient itself if it has no other rows, which a view would keep alive
-        homes.append([g.contiguous() if len(g) == count else g[:count].clone() for g in own[:width]])
+        totals.append([home_gradient(g, count, exact, copy=adds) for g in own[:width]])
         replicas.append([g[count:] for g in own] if len(own) == width else own[width:])
     if ctx.replicas:
-        exact = torch.promote_types(dtype, torch.float32)
-        # Rows with replicas that are borrowed, too, would be rounded twice: then the sums stay exact in between.
-        both = ctx.borrowed is not None
-        totals = [[g.to(exact) for g in own] for own in homes] if both else homes
         add_back(ctx.group, "replica gradients", ctx.replicas, replicas, totals)
-    else:
-        totals = homes
     if ctx.borrowed is not None:
         ctx.borrowed.add_back(spare, totals)
     if ctx.divisor != 1:
         totals = [[total.div_(ctx.divisor) for total in own] for own in totals]
-    return [total.to(dtype) for own in totals for total in own]
+    return [total.to(ctx.own_dtype) for own in totals for total in own]
+
+
+def in_dtype(stack: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Return a stack without gradients, in the dtype that experts compute in; None: its own."""
+    return stack.detach() if dtype is None else stack.detach().to(dtype)
+
+
+def home_gradient(stack: Tensor, count: int, dtype: torch.dtype, copy: bool) -> Tensor:
+    """Return the first rows [count, ...] of an incoming gradient [rows, ...] in a dtype, with memory of their own."""
+    if len(stack) == count and not copy:
+        return stack.contiguous()  # the gradient itself: nothing writes to it
+    return stack[:count].to(dtype, copy=True, memory_format=torch.contiguous_format)
 
 
 def split(values: Sequence[Tensor], widths: Sequence[int]) -> list[list[Tensor]]:
@@ -132,6 +145,7 @@ def join_rows(
     replicas: Sequence[Move],
     borrowed: Borrowed | None,
     noted: dict[str, Tensor],
+    dtype: torch.dtype | None = None,
 ) -> tuple[list[Tensor], list[list[ExpertWeights]]]:
     """Received rows and, for every owned rank, stacks of all its rows and of what it borrowed, joined to autograd.
 
@@ -143,6 +157,8 @@ def join_rows(
             rank.
         borrowed: by any rank: then it does so, too.
         noted: what a recompute must find again, see :func:`check_recomputed`.
+        dtype: of the resident stacks, in which they are computed; None: the Parameters' own. Gradients reach the
+            Parameters in the Parameters' dtype.
     """
     trained, homes = trained_stacks(ranks), [rank.home_rows() for rank in ranks]
     held = [
@@ -153,12 +169,12 @@ def join_rows(
     passed = list(rows) if passes else []
     given = [*passed, *(stack for own in homes for stack in own)]
     out: Iterator[Tensor] = iter(
-        JoinRows.apply(group, ranks, trained, held, replicas, borrowed, noted, len(passed), *given)
+        JoinRows.apply(group, ranks, trained, held, replicas, borrowed, noted, dtype, len(passed), *given)
     )
     rows = [next(out) for _ in passed] if passes else list(rows)
 
-    def joined(stacks: Sequence[Tensor]) -> list[Tensor]:
-        return [next(out) if t else s.detach() for s, t in zip(stacks, cycle(trained), strict=False)]
+    def joined(stacks: Sequence[Tensor], dtype: torch.dtype | None = dtype) -> list[Tensor]:
+        return [next(out) if t else in_dtype(s, dtype) for s, t in zip(stacks, cycle(trained), strict=False)]
 
     groups = []
     for rank, own in zip(ranks, map(joined, held), strict=True):
@@ -166,7 +182,9 @@ def join_rows(
         made = [ExpertWeights(**rank.by_name(own[i : i + width])) for i in range(0, len(own), width)]
         groups.append([made[0], *(weights for weights in made[1:] if weights.num_slots)])
     if borrowed is not None:
-        for parts, rank, spare in zip(groups, ranks, map(joined, borrowed.pools), strict=True):
+        for parts, rank, spare in zip(
+            groups, ranks, (joined(own, None) for own in borrowed.pools), strict=True
+        ):
             parts.append(BorrowedWeights(**rank.by_name(spare), wait=borrowed.wait))
     return rows, groups
 

@@ -55,19 +55,38 @@ class Borrowing:
     """How one layer borrows for the owned ranks."""
 
     def __init__(
-        self, group: Group, ranks: Sequence[RankWeights], spare_slots: int, backend: Backend
+        self,
+        group: Group,
+        ranks: Sequence[RankWeights],
+        spare_slots: int,
+        backend: Backend,
+        dtype: torch.dtype | None = None,
     ) -> None:
         self.group, self.ranks, self.backend = group, ranks, backend
         self.spare_slots = spare_slots
+        self._take_dtype(dtype)
         self._home: dict[torch.device, Tensor] = {}
         assert self.pool  # made now
 
     @property
     def pool(self) -> SparePool:
         """The group's one for experts like these, as they are now."""
-        stacks, spare = [rank.stored_rows() for rank in self.ranks], self.spare_slots
+        dtype, spare = self.dtype, self.spare_slots
+        stacks = [rank.stored_rows() for rank in self.ranks]
+        if dtype is not None:
+            stacks = [
+                [stack[:0].to(dtype) for stack in own] for own in stacks
+            ]  # sizes and dtype alone are read
         key = ("spare pool", self.backend.name, spare, *((s.shape[1:], s.dtype, s.device) for s in stacks[0]))
         return self.group.memo(key, lambda: SparePool(stacks, spare, self.backend))
+
+    def _take_dtype(self, dtype: torch.dtype | None) -> None:
+        """Note the dtype in which weights travel from now on; None: their own.
+
+        Peers read the weights where their home rank keeps them, and so in their own dtype: experts are then computed
+        from a cast copy.
+        """
+        self.dtype = None if self.backend.reads_peers else dtype
 
     def note_layouts(self, layouts: Sequence[Layout], num_experts: int) -> None:
         """Takes the layouts [R] of all ranks: where every expert's home row is."""
@@ -90,11 +109,17 @@ class Borrowing:
         """Whether the host must have a plan from a device before weights can travel."""
         return self.backend.reads_moves and self.ranks[0].row_of_slot.device.type != "cpu"
 
-    def borrow(self, filled: PlacedLayers, in_use: Borrowed | None = None) -> Borrowed | None:
+    def borrow(
+        self, filled: PlacedLayers, in_use: Borrowed | None = None, dtype: torch.dtype | None = None
+    ) -> Borrowed | None:
         """Begins to bring the experts of filled spare slots; None where there are none, as far as the host can read.
 
-        in_use: whose buffer stays as it is, since a layer still computes with it.
+        Args:
+            filled: the slots.
+            in_use: whose buffer stays as it is, since a layer still computes with it.
+            dtype: in which experts compute; None: the weights' own.
         """
+        self._take_dtype(dtype)
         slots, num_ranks = filled.slot_to_expert, self.group.topology.num_ranks
         if slots.device not in self._home:
             with torch.inference_mode(False):
@@ -113,7 +138,7 @@ class Borrowed:
 
     def __init__(self, borrowing: Borrowing, plan: BorrowPlan, in_use: Borrowed | None = None) -> None:
         self.plan = plan
-        self._of, self._pool = borrowing, borrowing.pool
+        self._of, self._pool, self._dtype = borrowing, borrowing.pool, borrowing.dtype
         self._buffer: int = self._pool.take(None if in_use is None else in_use._buffer)
         # Kept for backward: by then a Parameter may have other memory (functional_call).
         self._homes = [rank.readable_homes() for rank in borrowing.ranks]
@@ -132,11 +157,17 @@ class Borrowed:
         self._pool.holds[self._buffer] = weakref.ref(self)
         self._pool.in_graphs |= capturing(self.plan.slot_to_expert.device)
         backend = self._of.backend
-        self._start = lambda: backend.start(stage, self.plan, self._homes, self.pools)
+        self._start = lambda: backend.start(stage, self.plan, self._sources(), self.pools)
         if self.plan.on_host or not backend.reads_moves:
             self.proceed()
         else:
             self.plan.start_copy()
+
+    def _sources(self) -> Stacks:
+        """The home rows in the dtype in which they travel."""
+        if (dtype := self._dtype) is None:
+            return self._homes
+        return [[stack.detach().to(dtype) for stack in own] for own in self._homes]
 
     def proceed(self) -> None:
         """To be called once the host has waited for something later than the plan: the plan's copy is there now."""

@@ -2,13 +2,15 @@
 
 A rank's state holds, beside its stacks [homes, ...], the experts of their rows, so that it loads into any placement
 where the rank is home to some of these experts. The full state has stacks [E, ...] and loads into any placement.
+
+Over processes a rank's state is a part of the layer's, and every key of that part contains ``rank_1_of_4``.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -17,6 +19,65 @@ from isoload.experts.weights import DTYPES, NAMES
 
 HOMES = "home_experts"  # [homes] int64, beside the stacks of a rank
 FULL = "experts."  # prefix of the stacks [E, ...] of a full state
+
+
+PART = re.compile(r"\brank_\d+_of_\d+\.")
+WHOLE = (
+    "on all ranks call isoload.save(model, optimizer, folder), or model.save_pretrained(folder) of a transformers "
+    "model that isoload.balance changed"
+)
+
+
+def part_name(rank: int, num_ranks: int) -> str:
+    """Return the piece of a key that marks one rank's part of a state."""
+    return f"rank_{rank}_of_{num_ranks}."
+
+
+def without_part(key: str) -> str:
+    """Return a key without the mark of a rank's part."""
+    return PART.sub("", key, count=1)
+
+
+def check_whole(keys: Iterable[str]) -> None:
+    """Raise ValueError if a state holds one rank's experts alone."""
+    if parts := [key for key in keys if PART.search(key)]:
+        raise ValueError(
+            f"state_dict must hold the experts of all ranks, got {parts[0]}, which holds those of one rank: {WHOLE}"
+        )
+
+
+class PartIndex(Tensor):
+    """The experts [homes] of the rows of one rank's part, int64.
+
+    The tensor pickles as a plain one, so that every rank can save its own part with torch.save. Writers that keep the
+    state of one process alone raise: safetensors' save_model, accelerate and torch.distributed.checkpoint.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def untyped_storage(self) -> NoReturn:
+        raise ValueError(f"this state holds the experts of one rank alone, {self.plain().tolist()}: {WHOLE}")
+
+    def contiguous(self, *how: Any, **options: Any) -> NoReturn:  # type: ignore[override]
+        self.untyped_storage()
+
+    def __create_write_items__(self, key: str, value: object) -> NoReturn:
+        raise ValueError(no_distributed_checkpoint(key))
+
+    def plain(self) -> Tensor:
+        """Return the tensor as a plain one."""
+        return self.as_subclass(Tensor)  # type: ignore[arg-type]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.plain().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: Any) -> PartIndex:
+        return self.plain().clone().as_subclass(PartIndex)
+
+
+def no_distributed_checkpoint(key: str) -> str:
+    """Return why torch.distributed.checkpoint cannot save or load a key of a rank's part."""
+    return f"torch.distributed.checkpoint cannot save or load experts over ranks yet, got {key}: {WHOLE}"
 
 
 def check_kind(key: str, given: Tensor, held: Tensor) -> None:
@@ -41,8 +102,9 @@ def rows_for(homes: Sequence[int], state: Mapping[str, Any], prefix: str) -> dic
     missing = sorted(set(homes) - set(saved))
     if missing:
         raise ValueError(
-            f"{prefix}{HOMES} must hold experts {missing}, at home on this rank, got {saved}: load what "
-            "merge_states makes of all ranks' files by load_full_state_dict"
+            f"{prefix}{HOMES} must hold experts {missing}, whose home is this rank, got {saved}, as another rank's "
+            "state has: load the state that this rank saved, or save and load the whole program by isoload.save and "
+            "isoload.load"
         )
     if saved == list(homes):
         return rows
@@ -54,35 +116,3 @@ def rows_for(homes: Sequence[int], state: Mapping[str, Any], prefix: str) -> dic
             raise ValueError(f"{key} must have {len(saved)} rows as {prefix}{HOMES}, got {len(rows[key])}")
         rows[key] = rows[key][index]
     return rows
-
-
-def merge_states(states: Sequence[Mapping[str, Any]], prefix: str = "") -> dict[str, Any]:
-    """One layer's full state, from the states of all ranks: for :meth:`isoload.MoE.load_full_state_dict`.
-
-    Args:
-        states: state_dict() of every process, in any order; what is not a rank's is taken from the first.
-        prefix: of the layer's keys in them, "model.layers.3.mlp." for example.
-
-    Raises:
-        ValueError: if they do not say which experts they hold, or do not hold every expert once.
-    """
-    pattern = re.compile(rf"{re.escape(prefix)}(weights\.\d+\.)({'|'.join(NAMES)})")
-    own = [key for key in states[0] if key.startswith(prefix) and not key.startswith(prefix + "weights.")]
-    full = {key.removeprefix(prefix): states[0][key] for key in own}
-    rows: dict[str, dict[int, Tensor]] = {}
-    for number, state in enumerate(states):
-        for key, value in state.items():
-            if (match := pattern.fullmatch(key)) is None:
-                continue
-            homes = f"{prefix}{match[1]}{HOMES}"
-            if homes not in state:
-                raise ValueError(f"states[{number}] must have {homes}, the experts of its rows, got none")
-            for expert, row in zip(state[homes].tolist(), value, strict=True):
-                if expert in rows.setdefault(match[2], {}):
-                    raise ValueError(f"states must hold every expert once, got expert {expert} in several")
-                rows[match[2]][expert] = row
-    for name, found in rows.items():
-        if missing := sorted(set(range(max(found, default=-1) + 1)) - set(found)):
-            raise ValueError(f"states must hold every expert once, got none of {missing} for {name}")
-        full[FULL + name] = torch.stack([found[expert] for expert in range(len(found))])
-    return full

@@ -1,0 +1,56 @@
+"""Gradient clipping over ranks that share the experts and have copies of everything else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from isoload.layer.whole import stored_layers
+from isoload.transport import Group
+
+
+@torch.no_grad()
+def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
+    """Scale all gradients so that their common norm is at most max_norm. All ranks call it together.
+
+    The norm is that of one model: it counts each expert once, on its own rank, and each other Parameter once, though
+    every rank has a copy or a part (fully_shard). So all ranks scale by the same number, and copies stay equal.
+
+    Args:
+        model: with isoload layers anywhere inside, after backward and after gradients of copies are added up.
+        max_norm: largest norm afterwards.
+
+    Returns:
+        [] the norm before clipping, the same on all ranks.
+
+    Raises:
+        ValueError: for a layer whose experts are a Shard given as a function.
+    """
+    squares, experts = list[Tensor](), set[int]()
+    by_group: dict[Group, list[list[Tensor]]] = {}  # gradients of every owned rank
+    for name, layer in stored_layers(model).items():
+        gradients = by_group.setdefault(layer.group, [[] for _ in layer.group.ranks])
+        for own, rank in zip(gradients, layer._ranks(), strict=True):
+            if rank.reads_elsewhere:
+                raise ValueError(
+                    f"{name} must have its experts' Parameters to clip their gradients, got a Shard given as a function"
+                )
+            experts |= {id(p) for p in rank.parameters()}
+            own += [p.grad for p in rank.parameters() if p.grad is not None]
+    for group, of_ranks in by_group.items():
+        rows = [(get_total_norm(own).double() ** 2).reshape(1) for own in of_ranks]
+        squares.append(group.gather("gradient norm", rows).sum())
+    others = [p.grad for p in model.parameters() if p.grad is not None and id(p) not in experts]
+    for shared in (True, False):  # norms of DTensors and of plain tensors cannot be taken together
+        norm = get_total_norm([g for g in others if hasattr(g, "full_tensor") == shared])
+        whole: Callable[[], Tensor] | None = getattr(norm, "full_tensor", None)
+        squares.append((norm if whole is None else whole()).double() ** 2)
+    device = squares[0].device
+    total = torch.stack([square.to(device) for square in squares]).sum().sqrt()
+    for kept in (True, False):
+        own = [p for p in model.parameters() if p.grad is not None and hasattr(p.grad, "full_tensor") == kept]
+        clip_grads_with_norm_(own, max_norm, total)
+    return total
