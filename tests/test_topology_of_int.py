@@ -50,7 +50,9 @@ def seconds(ranks: Any) -> Any:
 def read(ranks: Any, folder: Path) -> Any:
     path = folder / "engine.json"
     if not path.exists():
-        isoload.write_placement(isoload.place(np.ones((1, 4)), Topology(2)), path, "sglang")
+        isoload.write_placement(
+            isoload.place(np.ones((1, 4)), Topology(2)).with_moe_layers(0), path, "sglang"
+        )
     return isoload.read_placement(path, ranks).topology
 
 

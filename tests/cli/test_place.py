@@ -115,7 +115,9 @@ def test_only_scenario_starts_from_a_placement_or_keeps_to_a_budget(tmp_path):
 
 def test_a_file_of_several_traces_has_seen_each(trace, tmp_path):
     target = tmp_path / "both.json"
-    assert run("place", trace, trace, "-o", target, "--ranks", 4).exit_code == 0
+    again = tmp_path / "again.npz"
+    write_trace(replace(isoload.read_trace(trace), name="again"), again)
+    assert run("place", trace, again, "-o", target, "--ranks", 4).exit_code == 0
     isoload.write_placement(
         replace(isoload.read_placement(target), provenance={"traces": ["small", "other"]}), target
     )

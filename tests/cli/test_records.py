@@ -188,3 +188,20 @@ def test_replay_of_a_placement_whose_layers_are_numbered_otherwise(
     assert "and does not state which layers of the model are dense" in refused(*base)
     assert run(*base, "--first-moe-layer", 1).exit_code == 0
     assert placement.identity == Identity("model", (1, 2))
+
+
+def test_an_array_with_its_axes_in_another_order_is_refused(tmp_path: Path) -> None:
+    ids = np.stack([np.random.default_rng(n).permutation(EXPERTS)[:2] for n in range(6 * 600)]).reshape(
+        6, 600, 2
+    )
+    path = tmp_path / "stacked.npz"
+    np.savez(path, topk_ids=ids)
+    message = (
+        "topk_ids [6, 600, 2] means 6 tokens of 600 layers, top-2; with the first two axes in the other order"
+    )
+    assert message in refused("inspect", path) and "600 tokens of 6 layers" in refused("inspect", path)
+    with pytest.raises(ValueError, match="600 tokens of 6 layers: write it as .tokens, layers, ...."):
+        isoload.read_trace(path)
+    assert run("inspect", path, "--layers", "0-599").exit_code == 0
+    np.savez(path, topk_ids=ids.transpose(1, 0, 2))
+    assert isoload.read_trace(path).num_layers == 6

@@ -25,6 +25,8 @@ ALLOWED = {
     "trace/archives.py np.load": "reads what open_regular opened",
     "trace/sglang_dump.py torch.load": "reads what open_regular opened",
     "trace/tensorrt_llm_statistics.py safe_open": "open_regular has opened the file before",
+    "integrations/huggingface.py torch.load": "reads what open_regular opened",
+    "layer/program.py torch.load": "open_regular has opened the file before",
     "checkpoints/tensors.py safe_open": "open_regular has opened the file before",
     "times/shipped.py read_text": "data of this package",
     "integrations/seams.py read_text": "data of this package",

@@ -121,7 +121,9 @@ def test_every_figure_is_that_of_the_trace(policy, slots_per_rank):
     found = figures(trace := small_trace(), slots_per_rank=slots_per_rank, seed=5)[policy]
     expected = recomputed(trace, policy, [0, 1], [2, 3, 4], slots_per_rank, seed=5)
     shared = {"shared_remote_share", "shared_unvisited_share"}
-    assert set(found) == {"policy", "plan_us", *shared, *expected} and not any(found[key] for key in shared)
+    assert set(found) == {"policy", "plan_us", "by_batch", *shared, *expected} and not any(
+        found[key] for key in shared
+    )
     for key, value in expected.items():
         assert found[key] == pytest.approx(value, rel=1e-9, abs=1e-12), key
     for key in ("remote_rank_rows", "remote_node_rows", "node_dispatch_rows"):

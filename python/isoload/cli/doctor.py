@@ -20,7 +20,6 @@ from rich.text import Text
 
 from isoload.cli.options import CostFile, Force, JsonTarget
 from isoload.cli.tables import say, write_out
-from isoload.files.reading import open_regular
 from isoload.files.writing import printable
 
 if TYPE_CHECKING:
@@ -191,6 +190,8 @@ def file_items(paths: Sequence[Path]) -> list[Item]:
 
 def holds_text(path: Path) -> bool:
     """Whether a file is no archive of arrays."""
+    from isoload.files.reading import open_regular
+
     with open_regular(path) as file:
         return file.read(2) != b"PK"
 

@@ -26,7 +26,7 @@ from isoload.records.placement import Placement
 from isoload.replay.calibration import strictest
 from isoload.replay.simulate import ReplaySettings
 from isoload.topology import Topology
-from isoload.trace import READ_AS, Trace, joined_trace, read_recordings
+from isoload.trace import READ_AS, Trace, check_layers, joined_trace, read_recordings
 from isoload.trace.identity import spans
 from isoload.trace.top_k import with_top_k
 
@@ -150,8 +150,8 @@ class Reading(NamedTuple):
 AS_FOUND = Reading()
 
 
-def load_traces(paths: Sequence[Path], reading: Reading) -> list[Trace]:
-    """Return the trace of each recording; warnings go to stderr, a line each."""
+def load_traces(paths: Sequence[Path], reading: Reading, any_layers: bool = False) -> list[Trace]:
+    """Return the trace of each recording; warnings go to stderr, a line each. any_layers: however many they have."""
     console = Console(stderr=True, highlight=False)
     shown_paths = str(paths[0]) if len(paths) == 1 else f"{len(paths)} files"
     how = {name: getattr(reading, name) for name in ("stages", "same_layers", "allow_missing_ranks")}
@@ -163,6 +163,9 @@ def load_traces(paths: Sequence[Path], reading: Reading) -> list[Trace]:
         traces = read_recordings(list(paths), **how)
     for warning in caught:
         console.print(Text(printable(f"warning: {warning.message}"), style="yellow"), soft_wrap=True)
+    for trace in traces:
+        if not any_layers:
+            check_layers(trace, "--layers names the layers of a model with so many")
     return [reading.stated(trace) for trace in traces]
 
 
@@ -173,7 +176,7 @@ def load_trace(
     reading: Reading = AS_FOUND,
 ) -> Trace:
     """Return one trace of all recordings, of some layers, with K where it is known."""
-    trace = with_top_k(joined_trace(load_traces(paths, reading)), top_k)
+    trace = with_top_k(joined_trace(load_traces(paths, reading, layers is not None)), top_k)
     return trace if layers is None else trace.select_layers(parse_layers(layers, trace.num_layers))
 
 

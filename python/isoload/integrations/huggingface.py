@@ -11,11 +11,13 @@ from __future__ import annotations
 import os
 import weakref
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from isoload.files.reading import open_regular
 from isoload.layer import MoE, clip_grad_norm_, ignore_in_ddp, load, save
 from isoload.layer.block_experts import no_gate
 from isoload.layer.modules import check_fused, fused_activation, fused_stacks
@@ -211,8 +213,8 @@ class BalancedTraining:
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
             load(self.model, self.optimizer, os.path.join(checkpoint, PROGRAM))
-            scheduler = torch.load(os.path.join(checkpoint, "scheduler.pt"), weights_only=True)
-            self.lr_scheduler.load_state_dict(scheduler)
+            with open_regular(Path(checkpoint, "scheduler.pt")) as file:
+                self.lr_scheduler.load_state_dict(torch.load(file, weights_only=True))
 
     def _load_best_model(self) -> None:
         load(self.model, None, os.path.join(self.state.best_model_checkpoint, PROGRAM))

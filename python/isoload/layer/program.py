@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from isoload.files.reading import MAX_NOTES, open_regular, parse_json, read_text, shown
 from isoload.layer.optimizer_state import full_optimizer_state, load_full_optimizer_state, single_value
 from isoload.layer.stored import StoredExperts, load_full
 from isoload.layer.whole import (
@@ -148,6 +149,7 @@ def file_of(number: int) -> str:
 
 def read(path: Path) -> dict[str, Any]:
     """Return the content of a file, whose tensors stay on disk until they are read."""
+    open_regular(path).close()  # a pipe would block
     content: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     return content
 
@@ -187,7 +189,9 @@ def manifest_of(folder: Path) -> dict[str, Any]:
             f"folder must be one that isoload.save wrote, with a file {MANIFEST}, got {folder}"
             f"{advice if folder.is_file() else ''}"
         )
-    manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    manifest = parse_json(read_text(path, MAX_NOTES))
+    if not isinstance(manifest, dict):
+        raise ValueError(f"{path} must hold one JSON object, got {shown(manifest)}")
     if manifest.get("format") != FORMAT:
         raise ValueError(f"{path} must have format {FORMAT}, got {manifest.get('format')}")
     return manifest

@@ -6,13 +6,14 @@ from isoload.trace.identity import Identity
 from isoload.trace.joining import join_batches, join_stages, same_layers
 from isoload.trace.npz import write_trace
 from isoload.trace.record import Ints, Trace, count_batches, trace_errors
-from isoload.trace.recordings import READ_AS, joined_trace, read_recordings, read_trace
+from isoload.trace.recordings import READ_AS, check_layers, joined_trace, read_recordings, read_trace
 
 __all__ = [
     "READ_AS",
     "Identity",
     "Ints",
     "Trace",
+    "check_layers",
     "count_batches",
     "join_batches",
     "join_stages",

@@ -29,6 +29,7 @@ from isoload.trace.vllm_statistics import looks_like_json, read_vllm
 
 Paths = str | Path | Sequence[str | Path]
 SUFFIXES = (".pt", ".npz", ".jsonl")  # what is read of a folder, but for TensorRT-LLM's
+MOST_LAYERS = 512  # of a trace that does not state its layers
 READ_AS = "read as"  # key of a trace's provenance: how its files were taken, in words
 
 
@@ -70,7 +71,31 @@ def read_trace(
         allow_missing_ranks=allow_missing_ranks,
         max_bytes=max_bytes,
     )
+    for trace in traces:
+        check_layers(trace)
     return joined_trace(traces)
+
+
+def check_layers(
+    trace: Trace, advice: str = "a file of a model with so many layers states layer_ids"
+) -> None:
+    """Refuse a trace of arrays with more layers than any model has, as one whose axes are in another order looks.
+
+    Args:
+        trace: of one recording.
+        advice: how the user states that the model has so many layers.
+    """
+    if trace.num_layers <= MOST_LAYERS or trace.identity.numbering != "order":
+        return
+    name, array = ("topk_ids", trace.topk_ids) if trace.topk_ids is not None else ("counts", trace.counts)
+    assert array is not None
+    first, layers, last = array.shape
+    unit, end = ("tokens", f"top-{last}") if name == "topk_ids" else ("batches", f"{last} experts")
+    raise ValueError(
+        f"{trace.name}: {name} {list(array.shape)} means {first} {unit} of {layers} layers, {end}; with the first two "
+        f"axes in the other order it means {layers} {unit} of {first} layers: write it as [{unit}, layers, ...] "
+        f"({advice})"
+    )
 
 
 def joined_trace(traces: Sequence[Trace]) -> Trace:
