@@ -170,6 +170,12 @@ def ask(monkeypatch, probe="", *, group="sglang.srt.plugins", switch=SGLANG, **e
             ", and isoload stays out: ISOLOAD_POLICY: no such",
         ),
         (
+            {"ISOLOAD_SGLANG": "1"},
+            "import cloudpickle_that_is_missing",
+            False,
+            ", and isoload stays out: importing numpy failed: No module named 'cloudpickle_that_is_missing'",
+        ),
+        (
             {"ISOLOAD_SGLANG": "1", "PLUGINS": "a,b"},
             "",
             False,

@@ -7,12 +7,21 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from inspect import signature
+from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
 import pytest
 
-from isoload.integrations.seams import SHADOW, PlugIn, Seam, bare_signature, of_mode, read_seams
+from isoload.integrations.seams import (
+    SHADOW,
+    PlugIn,
+    Seam,
+    bare_signature,
+    missing_package,
+    of_mode,
+    read_seams,
+)
 from isoload.integrations.settings import SGLANG, Settings
 
 
@@ -274,3 +283,23 @@ def test_an_older_home_stands_in_for_one_that_is_gone_alone(tmp_path, monkeypatc
     assert moved("engine_gone.place").at_home().target == "engine_old.place"
     broken = moved("engine_broken.place").at_home()
     assert broken.target == "engine_broken.place" and "RuntimeError: no driver" in broken.fault()
+
+
+def test_a_package_that_the_engine_needs_is_the_only_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of its functions is missing, because the engine cannot be imported; one line names the package."""
+    folder = tmp_path / "made_up_server"
+    folder.mkdir()
+    (folder / "__init__.py").write_text("")
+    (folder / "layers.py").write_text("import cloudpickle_that_is_missing\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    seams = [Seam(f"made_up_server.layers.{name}", "call", ("()",), "1.2", "why") for name in ("one", "two")]
+    wanted = "importing made_up_server failed: No module named 'cloudpickle_that_is_missing'"
+    assert missing_package(seams) == wanted
+    moved = Seam("made_up_server.moved.one", "call", ("()",), "1.2", "why")
+    assert missing_package([moved]) is None and str(moved.fault()).startswith(
+        "made_up_server.moved.one cannot be"
+    )
+    plug_in = PlugIn("Made", SGLANG, lambda settings: None, {}, lambda seams, settings: None, seams)
+    assert plug_in.attach(Settings.read({})) == [wanted]

@@ -89,5 +89,8 @@ def faults(engine: Engine, environ: Mapping[str, str]) -> list[str]:
     command = [sys.executable, "-c", engine.probe]
     done = subprocess.run(command, env=dict(environ), capture_output=True, text=True)
     if done.returncode:
-        return [done.stderr.strip().rpartition("\n")[2].removeprefix("ValueError: ")]
+        kind, colon, reason = done.stderr.strip().rpartition("\n")[2].partition(": ")
+        if kind in ("ImportError", "ModuleNotFoundError"):
+            return [f"importing {engine.module} failed: {reason}"]
+        return [reason if kind == "ValueError" else f"{kind}{colon}{reason}"]
     return [line.removeprefix(SAID) for line in done.stdout.splitlines() if line.startswith(SAID)]

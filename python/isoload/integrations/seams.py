@@ -14,7 +14,7 @@ import os
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
-from importlib import resources
+from importlib import import_module, resources
 from typing import Any, Literal
 
 from isoload.integrations.metrics import tell_refused
@@ -82,6 +82,25 @@ def read_seams(engine: str) -> list[Seam]:
         )
         for given in file["seams"]
     ]
+
+
+def missing_package(seams: Sequence[Seam]) -> str | None:
+    """Return the one reason why an engine cannot be imported: a package it needs is not installed; else None.
+
+    Each seam would report it as a function that is missing, since its module cannot be imported.
+    """
+    for target in (seam.target for seam in seams):
+        parts = target.split(".")
+        for end in range(1, len(parts)):
+            try:
+                import_module(".".join(parts[:end]))
+            except ModuleNotFoundError as error:
+                if error.name and not f"{target}.".startswith(f"{error.name}."):
+                    return f"importing {parts[0]} failed: {error}"
+                break  # the engine has moved the seam, which its fault reports
+            except Exception:
+                break
+    return None
 
 
 def is_there(target: str) -> bool:
@@ -186,6 +205,8 @@ class PlugIn:
             wrong.append(f"{fault} (needed by {' and '.join(serves)})" if serves else fault)
             lost.update(serves or options)
 
+        if (fault := missing_package(seams)) is not None:
+            return [fault], []
         for seam in seams:
             if (fault := seam.fault()) is not None:
                 lose(fault, seam.serves)
