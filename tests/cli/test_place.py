@@ -320,7 +320,8 @@ def recorded(folder, kind):
         )
     counts = recording.true_counts()
     if kind == "isoload":
-        recorder, sources = isoload.Recorder(*counts.shape[1:]), [torch.nn.Module() for _ in MOE]
+        recorder = isoload.Recorder(*counts.shape[1:], layer_ids=MOE)
+        sources = [torch.nn.Module() for _ in MOE]
         for batch in counts:
             for layer, row in enumerate(batch):
                 recorder.add(layer, [torch.from_numpy(row)], sources[layer], top_k=2)
