@@ -12,7 +12,7 @@ import isoload
 from support.liveness import find_dead
 
 ROOT = Path(__file__).parent.parent
-# Megatron's MoE layer calls its dispatcher's stages by name, transformers' Trainer its own methods, click a group's main.
+# Megatron's MoE layer calls its dispatcher's stages by name, transformers' Trainer its own methods, click a group's.
 CALLED = [
     "isoload.cli.errors.Group",
     "isoload.integrations.megatron.dispatcher.BalancedTokenDispatcher",
