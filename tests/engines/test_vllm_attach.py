@@ -6,7 +6,6 @@ import logging
 import os
 import pkgutil
 import re
-import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -31,9 +30,7 @@ from isoload.integrations.seams import Seam, read_seams, wrong_check
 from isoload.integrations.settings import Settings
 from isoload.integrations.vllm import MODELS, layers, self_check
 from isoload.integrations.vllm.placement import make_policy
-from support.documents import blocks
 
-PAGE = Path(__file__).parents[2] / "docs" / "vllm.md"
 AROUND = [seam for seam in read_seams("vllm") if seam.kind == "around"]
 
 
@@ -208,19 +205,6 @@ def test_vllms_default_equals_eplb_that_keeps_duplicates() -> None:
     theirs = DefaultEplbPolicy.rebalance_experts(loads, 80, 1, 2, 8)
     ours = isoload.place(loads, isoload.Topology(8), 10, placer="eplb", dedup=False)
     assert torch.equal(theirs.int(), ours.slot_to_expert)
-
-
-@pytest.mark.parametrize("launch", [line for line in blocks(PAGE, "sh") if "vllm serve" in line])
-def test_documented_launches_have_options_that_vllm_takes(launch: str) -> None:
-    """Its own parser; an option that it does not offer would end this."""
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser(exit_on_error=False))
-    words = shlex.split(launch.replace("\\\n", " "))
-    options = parser.parse_args(words[words.index("serve") + 2 :])
-    assert options.enable_eplb and options.enable_expert_parallel
-    assert options.eplb_config.num_redundant_experts
 
 
 @pytest.mark.parametrize("value", ["0", "1"])

@@ -19,8 +19,8 @@ from support.documents import launch_words, launches
 ROOT = Path(__file__).parents[2]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 DOCUMENTED = [line for page in PAGES for line in launches(page, "vllm serve")]
-LEFT_OUT = (
-    "Qwen/Qwen3-235B-A22B --tensor-parallel-size 8 --enable-expert-parallel"  # where a line has an ellipsis
+LEFT_OUT = (  # where a line has an ellipsis
+    "Qwen/Qwen3-235B-A22B --tensor-parallel-size 8 --enable-expert-parallel --eplb-config.num_redundant_experts 16"
 )
 TOPOLOGIES = {"one node": isoload.Topology(8), "two nodes": isoload.Topology(16, 8)}
 CANDIDATES = [candidate for candidate in grid(4, nodes=2) if candidate != NOW]

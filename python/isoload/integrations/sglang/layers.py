@@ -226,7 +226,8 @@ class Layers(EngineLayers[Layer]):
         if (algorithm := moe().ep_dispatch_algorithm) is None:
             log.error(
                 "isoload: in shadow mode, where SGLang maps no ids: nothing is counted without "
-                "--ep-dispatch-algorithm. Add --ep-dispatch-algorithm dynamic: with one slot per expert it leaves ids as they are"
+                "--ep-dispatch-algorithm. Add --ep-dispatch-algorithm dynamic: with one slot per expert "
+                "it leaves ids as they are"
             )
             return
         stays = f"SGLang's --ep-dispatch-algorithm {algorithm}, which chooses as ever"
