@@ -237,7 +237,8 @@ def test_a_drafts_layers_are_planned_as_the_models_are(
     parallel = SimpleNamespace(
         enable_elastic_ep=False, data_parallel_size=1, tensor_parallel_size=2, num_ubatches=0, use_ubatching=False,
         prefill_context_parallel_size=1, eplb_config=SimpleNamespace(
-            use_async=False, window_size=4, step_interval=8, policy="default", communicator="torch_gloo"
+            use_async=False, num_redundant_experts=2, window_size=4, step_interval=8, policy="default",
+            communicator="torch_gloo",
         ),
     )  # fmt: skip
     state, ids = eplb_state.EplbState(parallel, torch.device("cpu")), torch.tensor([[0, 1]] * 8)

@@ -26,6 +26,7 @@ LOADS = torch.rand(2, LAYERS, EXPERTS, generator=torch.Generator().manual_seed(1
 PARALLEL = {
     "tensor_parallel_size": 2, "data_parallel_size": 1, "prefill_context_parallel_size": 1,
     "enable_elastic_ep": False, "use_ubatching": False,
+    "eplb_config": SimpleNamespace(num_redundant_experts=RANKS * SIZE - EXPERTS),
 }  # fmt: skip
 
 
@@ -397,3 +398,21 @@ def test_a_model_that_vllm_drops_is_forgotten(engine: None) -> None:
     del state
     gc.collect()
     assert not MODELS.by_map and not MODELS.by_state and layer() is None
+
+
+def test_a_map_of_other_sizes_is_refused(engine: None) -> None:
+    """With both numbers and the option to type; in shadow mode too, but not for a draft, whose sizes may differ."""
+    slots = (
+        r"vLLM's map of model has 20 slots in each layer but the engine has 18 \(16 experts and 2 redundant ones\) "
+        r"on 2 expert-parallel ranks: pass --eplb-config '\{\"num_redundant_experts\": 4\}'$"
+    )
+    odd = "the engine has 19 slots in each layer .* its 2 expert-parallel ranks cannot share evenly: pass .*: 4}'"
+    layers = "vLLM's map of model has 3 layers but the model has 2$"
+    for runners, redundant, said in ((3, 2, slots), (3, 3, odd), (2, 4, layers)):
+        eplb = SimpleNamespace(num_redundant_experts=redundant)
+        for mode in ({}, {"ISOLOAD_MODE": "shadow", "ISOLOAD_REPORT_SECONDS": "60"}):
+            MODELS.start(Settings.read(mode))
+            with pytest.raises(ValueError, match=said):
+                MODELS.add(state_of(placed(), [runner()] * runners), parallel(eplb_config=eplb))
+    MODELS.start(Settings.read({}))
+    MODELS.add(state_of(placed()), parallel(eplb_config=SimpleNamespace(num_redundant_experts=2)), draft=True)
