@@ -306,7 +306,8 @@ def test_a_model_is_not_measured_unless_reports_are_asked_for(
             2,
             rf"placement.json has {EXPERTS + 4} slots in each layer but the engine has {EXPERTS + 2} "
             rf"\({EXPERTS} experts and 2 redundant ones\) on 2 expert-parallel ranks: pass "
-            rf"--ep-num-redundant-experts 4, or a file made by isoload place --ranks 2 --slots-per-rank {EXPERTS // 2 + 1}",
+            "--ep-num-redundant-experts 4, or a file made by isoload place "
+            rf"--ranks 2 --slots-per-rank {EXPERTS // 2 + 1}",
         ),
         (
             {"physical_to_logical_map": [[*range(EXPERTS), 0, 1, 2]] * NUM_LAYERS},
@@ -363,3 +364,54 @@ def test_a_file_of_other_sizes_is_refused_before_sglang_reads_it(
         with nullcontext() if said is None else pytest.raises(ValueError, match=said):
             dispatch.initialize(reached.append, runner)
     assert len(reached) == (said is None)
+
+
+UNUSED = [
+    (
+        {"ep_dispatch_algorithm": "dynamic", "moe_a2a_backend": "none"},
+        {"ISOLOAD_LOADS": "own", "ISOLOAD_PLACER": "scenario", "ISOLOAD_POLICY": "exact"},
+        [
+            "ISOLOAD_LOADS=own has no effect: all ranks hold the same tokens without an all-to-all backend, so each "
+            "has the counts of all. Pass --moe-a2a-backend deepep, or unset ISOLOAD_LOADS",
+            "ISOLOAD_PLACER=scenario has no effect: SGLang's own --eplb-algorithm places experts. Pass --enable-eplb "
+            "--eplb-algorithm isoload, or unset ISOLOAD_PLACER",
+        ],
+    ),
+    (
+        {"ep_dispatch_algorithm": "static", "moe_a2a_backend": "deepep"},
+        {"ISOLOAD_LOADS": "last", "ISOLOAD_POLICY": "exact", "ISOLOAD_RECORD_EVERY": "8"},
+        [
+            "ISOLOAD_POLICY=exact has no effect: SGLang's own --ep-dispatch-algorithm static chooses replicas. Pass "
+            "--ep-dispatch-algorithm dynamic, or unset ISOLOAD_POLICY",
+            "ISOLOAD_LOADS=last has no effect: SGLang's own --ep-dispatch-algorithm static chooses replicas. Pass "
+            "--ep-dispatch-algorithm dynamic, or unset ISOLOAD_LOADS",
+            "ISOLOAD_RECORD_EVERY=8 has no effect: no counts are written. Set ISOLOAD_MODE=shadow and ISOLOAD_RECORD, "
+            "or unset ISOLOAD_RECORD_EVERY",
+        ],
+    ),
+    ({"ep_dispatch_algorithm": "dynamic", "moe_a2a_backend": "none"}, {"ISOLOAD_PLACER": "eplb"}, []),
+    (
+        {"ep_dispatch_algorithm": "dynamic", "moe_a2a_backend": "deepep", "eplb_algorithm": "isoload"},
+        {"ISOLOAD_LOADS": "own", "ISOLOAD_PLACER": "scenario"},
+        [],
+    ),
+]
+
+
+@pytest.mark.parametrize(("fields", "variables", "lines"), UNUSED)
+def test_a_variable_without_effect_is_logged(
+    attached: None,
+    placement: isoload.Placement,
+    caplog: pytest.LogCaptureFixture,
+    fields: dict[str, str],
+    variables: dict[str, str],
+    lines: list[str],
+) -> None:
+    LAYERS.start(Settings.read(variables))
+    if fields["ep_dispatch_algorithm"] == "dynamic":
+        of_rank = same_tokens if fields["moe_a2a_backend"] == "none" else own_tokens
+        LAYERS.by_id = {LAYER: of_rank(placement)}
+    with published(**fields), caplog.at_level(logging.WARNING, "isoload"):
+        get_parallel().override_permanently(tp_rank=0, moe_ep_rank=0)
+        dispatch.initialize(lambda self: None, SimpleNamespace(is_draft_worker=False))
+    assert [record.getMessage() for record in caplog.records] == [f"isoload: {line}" for line in lines]

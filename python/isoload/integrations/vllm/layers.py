@@ -182,7 +182,8 @@ class ModelLayers(EngineLayers[Layer]):
         log.info(f"isoload: attached to vLLM's EPLB of {name}: {dispatch}placer {self.settings.placer}")
         for reason, number in kept.items():
             log.info(f"isoload: vLLM's own choice of replicas stays on {number} layers of {name}: {reason}")
-        self.say_unused(self.unused())
+        if self.recorded:  # a draft model may hold other tokens than the served one
+            self.say_unused(self.unused())
 
     def unused(self) -> dict[Variable, str]:
         """Return why variables have no effect on this model, as :meth:`Settings.unused` takes it."""
