@@ -385,8 +385,8 @@ UNUSED = [
             "--ep-dispatch-algorithm dynamic, or unset ISOLOAD_POLICY",
             "ISOLOAD_LOADS=last has no effect: SGLang's own --ep-dispatch-algorithm static chooses replicas. Pass "
             "--ep-dispatch-algorithm dynamic, or unset ISOLOAD_LOADS",
-            "ISOLOAD_RECORD_EVERY=8 has no effect: no counts are written. Set ISOLOAD_MODE=shadow and ISOLOAD_RECORD, "
-            "or unset ISOLOAD_RECORD_EVERY",
+            "ISOLOAD_RECORD_EVERY=8 has no effect: no passes are recorded. Set ISOLOAD_MODE=shadow, or unset "
+            "ISOLOAD_RECORD_EVERY",
         ],
     ),
     ({"ep_dispatch_algorithm": "dynamic", "moe_a2a_backend": "none"}, {"ISOLOAD_PLACER": "eplb"}, []),

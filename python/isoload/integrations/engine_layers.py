@@ -382,8 +382,8 @@ class EngineLayers(ABC, Generic[AnyLayer]):
         if self.settings.mode == "shadow":
             shadow = f"{self.engine} chooses and rebalances in shadow mode. Set {MODE.name}=on"
             found |= {LOADS: shadow, PLACER: shadow}
-        if self.settings.record is None:
-            found[RECORD_EVERY] = f"no counts are written. Set {MODE.name}=shadow and {RECORD.name}"
+        elif self.settings.switch is None:
+            found[RECORD_EVERY] = f"no passes are recorded. Set {MODE.name}=shadow"
         for line in self.settings.unused(found):
             log.warning(line)
 
