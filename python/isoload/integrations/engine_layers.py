@@ -24,7 +24,6 @@ from isoload.integrations.settings import (
     MODE,
     PLACER,
     POLICY,
-    RECORD,
     RECORD_EVERY,
     Settings,
     Variable,
