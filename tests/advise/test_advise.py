@@ -224,6 +224,21 @@ def test_flags_name_the_slots_and_switch_isoload_on_for_its_own_splits_alone(eng
         assert ("--enable-eplb" in said) == (candidate.placer == "eplb")
 
 
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_flags_name_the_ranks_and_the_all_to_all_that_were_modelled(phase: str) -> None:
+    """Without these ISOLOAD_LOADS=own would have no effect: all ranks would hold the same tokens."""
+    backend = {"prefill": "deepep_high_throughput", "decode": "deepep_low_latency"}[phase]
+    wanted = {
+        "sglang": ("--tp 8 --ep-size 8", "--moe-a2a-backend deepep"),
+        "vllm": ("--data-parallel-size 8", f"--all2all-backend {backend}"),
+    }
+    for engine, options in wanted.items():
+        for candidate in grid(4)[1:]:
+            said = " ".join(flags(engine, candidate, isoload.Topology(8), 3, None, phase))
+            assert all(option in said for option in options) and "--nnodes" not in said
+            assert "--nnodes 2" in " ".join(flags(engine, candidate, isoload.Topology(8, 4), 3, None, phase))
+
+
 def test_sglang_starts_from_a_file_that_place_makes() -> None:
     candidate = grid(4)[3]
     first, *others = flags("sglang", candidate, isoload.Topology(8, 4), 3, "'my trace.npz'")

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import inspect
 import logging
 import os
 import re
-import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
 from importlib.metadata import entry_points
-from pathlib import Path
 
 import pytest
 import sglang.srt.managers.scheduler  # noqa: F401
@@ -28,9 +25,6 @@ from isoload.cli.engines import ENGINES, look
 from isoload.integrations.seams import SHADOW, of_mode, read_seams, wrong_check
 from isoload.integrations.settings import Settings
 from isoload.integrations.sglang import LAYERS, self_check
-from support.documents import blocks
-
-PAGE = Path(__file__).parents[2] / "docs" / "sglang.md"
 
 
 @pytest.fixture
@@ -192,21 +186,6 @@ def test_a_bad_value_refuses_to_start(
     loader.setenv(name, value)
     with pytest.raises(SystemExit, match=message):
         plugins.load_plugins()
-
-
-@pytest.mark.parametrize("launch", [line for line in blocks(PAGE, "sh") if "launch_server" in line])
-def test_documented_launches_have_options_that_sglang_takes(launch: str) -> None:
-    """Its own parser; a choice that it does not offer would end this."""
-    from sglang.srt.server_args import ServerArgs
-
-    parser = argparse.ArgumentParser(exit_on_error=False)
-    ServerArgs.add_cli_args(parser)
-    words = shlex.split(launch.replace("\\\n", " ").replace("${NODE_RANK}", "0"))
-    options = parser.parse_args(words[words.index("sglang.launch_server") + 1 :])
-    if "ISOLOAD_MODE=shadow" in launch:
-        assert options.eplb_algorithm != "isoload" and options.ep_dispatch_algorithm == "static"
-    else:
-        assert options.eplb_algorithm == "isoload" and options.ep_dispatch_algorithm in ("dynamic", "lp")
 
 
 def test_the_older_spelling_of_waterfill_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:

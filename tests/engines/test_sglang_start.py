@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,6 +13,7 @@ import torch
 from deepseek_config import make_config
 from one_process import RANKS, draw, own_tokens, published, same_tokens
 from ranks import EXPERTS, LAYER, skewed_counts
+from ranks import LAYERS as NUM_LAYERS
 from sglang.srt.eplb import expert_location
 from sglang.srt.runtime_context import get_parallel
 
@@ -292,3 +295,123 @@ def test_a_model_is_not_measured_unless_reports_are_asked_for(
         get_parallel().override_permanently(tp_rank=0, moe_ep_rank=0)
         dispatch.initialize(lambda self: None, SimpleNamespace(is_draft_worker=False))
     assert not LAYERS.metrics.on
+
+
+@pytest.mark.parametrize("mode", ["on", "shadow"])
+@pytest.mark.parametrize(
+    ("content", "redundant", "said"),
+    [
+        (
+            {"physical_to_logical_map": [[*range(EXPERTS), 0, 1, 2, 3]] * NUM_LAYERS},
+            2,
+            rf"placement.json has {EXPERTS + 4} slots in each layer but the engine has {EXPERTS + 2} "
+            rf"\({EXPERTS} experts and 2 redundant ones\) on 2 expert-parallel ranks: pass "
+            "--ep-num-redundant-experts 4, or a file made by isoload place "
+            rf"--ranks 2 --slots-per-rank {EXPERTS // 2 + 1}",
+        ),
+        (
+            {"physical_to_logical_map": [[*range(EXPERTS), 0, 1, 2]] * NUM_LAYERS},
+            2,
+            rf"placement.json has {EXPERTS + 3} slots in each layer but .* ranks: pass a file made by isoload place",
+        ),
+        (
+            {"physical_to_logical_map": [[*range(EXPERTS), 0, 1]] * (NUM_LAYERS + 1)},
+            2,
+            rf"placement.json has {NUM_LAYERS + 1} layers but the model has {NUM_LAYERS}: isoload place --model",
+        ),
+        (
+            {"physical_to_logical_map": [[*range(EXPERTS), 0, EXPERTS]] * NUM_LAYERS},
+            2,
+            rf"placement.json has experts 0 to {EXPERTS} but the model has {EXPERTS}, from 0",
+        ),
+        (
+            {"physical_to_logical_map": [[*range(EXPERTS), 0, 1, 2]] * NUM_LAYERS},
+            3,
+            rf"the engine has {EXPERTS + 3} slots in each layer \({EXPERTS} experts and 3 redundant ones\), which "
+            "its 2 expert-parallel ranks cannot share evenly: pass --ep-num-redundant-experts 4",
+        ),
+        (
+            {"logical_count": [[[1] * EXPERTS] * (NUM_LAYERS - 1)]},
+            2,
+            rf"placement.json has {NUM_LAYERS - 1} layers but the model has {NUM_LAYERS}",
+        ),
+        (
+            {"logical_count": [[1] * (EXPERTS + 1)] * NUM_LAYERS},
+            2,
+            rf"placement.json counts {EXPERTS + 1} experts but the model has {EXPERTS}",
+        ),
+        ({"physical_to_logical_map": [[*range(EXPERTS), 0, 1]] * NUM_LAYERS}, 2, None),
+        ({"logical_count": [[1] * EXPERTS] * NUM_LAYERS}, 2, None),
+    ],
+)
+def test_a_file_of_other_sizes_is_refused_before_sglang_reads_it(
+    attached: None, tmp_path: Path, mode: str, content: dict[str, object], redundant: int, said: str | None
+) -> None:
+    from sglang.srt.configs.model_config import ModelConfig
+
+    shadow = {"ISOLOAD_MODE": mode, "ISOLOAD_REPORT_SECONDS": "60"} if mode == "shadow" else {}
+    LAYERS.start(Settings.read(shadow))
+    path, reached = tmp_path / "placement.json", []
+    path.write_text(json.dumps(content))
+    fields = {"ep_num_redundant_experts": redundant, "init_expert_location": str(path), "ep_size": 2}
+    with published(tp_size=2, ep_dispatch_algorithm="dynamic", moe_a2a_backend="none", **fields):
+        get_parallel().override_permanently(tp_rank=1, moe_ep_rank=1)
+        runner = SimpleNamespace(
+            is_draft_worker=False,
+            model_config=ModelConfig(str(make_config(tmp_path / "config"))),
+            server_args=SimpleNamespace(served_model_name="model"),
+        )
+        with nullcontext() if said is None else pytest.raises(ValueError, match=said):
+            dispatch.initialize(reached.append, runner)
+    assert len(reached) == (said is None)
+
+
+UNUSED = [
+    (
+        {"ep_dispatch_algorithm": "dynamic", "moe_a2a_backend": "none"},
+        {"ISOLOAD_LOADS": "own", "ISOLOAD_PLACER": "scenario", "ISOLOAD_POLICY": "exact"},
+        [
+            "ISOLOAD_LOADS=own has no effect: all ranks hold the same tokens without an all-to-all backend, so each "
+            "has the counts of all. Pass --moe-a2a-backend deepep, or unset ISOLOAD_LOADS",
+            "ISOLOAD_PLACER=scenario has no effect: SGLang's own --eplb-algorithm places experts. Pass --enable-eplb "
+            "--eplb-algorithm isoload, or unset ISOLOAD_PLACER",
+        ],
+    ),
+    (
+        {"ep_dispatch_algorithm": "static", "moe_a2a_backend": "deepep"},
+        {"ISOLOAD_LOADS": "last", "ISOLOAD_POLICY": "exact", "ISOLOAD_RECORD_EVERY": "8"},
+        [
+            "ISOLOAD_POLICY=exact has no effect: SGLang's own --ep-dispatch-algorithm static chooses replicas. Pass "
+            "--ep-dispatch-algorithm dynamic, or unset ISOLOAD_POLICY",
+            "ISOLOAD_LOADS=last has no effect: SGLang's own --ep-dispatch-algorithm static chooses replicas. Pass "
+            "--ep-dispatch-algorithm dynamic, or unset ISOLOAD_LOADS",
+            "ISOLOAD_RECORD_EVERY=8 has no effect: no passes are recorded. Set ISOLOAD_MODE=shadow, or unset "
+            "ISOLOAD_RECORD_EVERY",
+        ],
+    ),
+    ({"ep_dispatch_algorithm": "dynamic", "moe_a2a_backend": "none"}, {"ISOLOAD_PLACER": "eplb"}, []),
+    (
+        {"ep_dispatch_algorithm": "dynamic", "moe_a2a_backend": "deepep", "eplb_algorithm": "isoload"},
+        {"ISOLOAD_LOADS": "own", "ISOLOAD_PLACER": "scenario"},
+        [],
+    ),
+]
+
+
+@pytest.mark.parametrize(("fields", "variables", "lines"), UNUSED)
+def test_a_variable_without_effect_is_logged(
+    attached: None,
+    placement: isoload.Placement,
+    caplog: pytest.LogCaptureFixture,
+    fields: dict[str, str],
+    variables: dict[str, str],
+    lines: list[str],
+) -> None:
+    LAYERS.start(Settings.read(variables))
+    if fields["ep_dispatch_algorithm"] == "dynamic":
+        of_rank = same_tokens if fields["moe_a2a_backend"] == "none" else own_tokens
+        LAYERS.by_id = {LAYER: of_rank(placement)}
+    with published(**fields), caplog.at_level(logging.WARNING, "isoload"):
+        get_parallel().override_permanently(tp_rank=0, moe_ep_rank=0)
+        dispatch.initialize(lambda self: None, SimpleNamespace(is_draft_worker=False))
+    assert [record.getMessage() for record in caplog.records] == [f"isoload: {line}" for line in lines]

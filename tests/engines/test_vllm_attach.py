@@ -6,7 +6,6 @@ import logging
 import os
 import pkgutil
 import re
-import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -31,9 +30,7 @@ from isoload.integrations.seams import Seam, read_seams, wrong_check
 from isoload.integrations.settings import Settings
 from isoload.integrations.vllm import MODELS, layers, self_check
 from isoload.integrations.vllm.placement import make_policy
-from support.documents import blocks
 
-PAGE = Path(__file__).parents[2] / "docs" / "vllm.md"
 AROUND = [seam for seam in read_seams("vllm") if seam.kind == "around"]
 
 
@@ -210,19 +207,6 @@ def test_vllms_default_equals_eplb_that_keeps_duplicates() -> None:
     assert torch.equal(theirs.int(), ours.slot_to_expert)
 
 
-@pytest.mark.parametrize("launch", [line for line in blocks(PAGE, "sh") if "vllm serve" in line])
-def test_documented_launches_have_options_that_vllm_takes(launch: str) -> None:
-    """Its own parser; an option that it does not offer would end this."""
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser(exit_on_error=False))
-    words = shlex.split(launch.replace("\\\n", " "))
-    options = parser.parse_args(words[words.index("serve") + 2 :])
-    assert options.enable_eplb and options.enable_expert_parallel
-    assert options.eplb_config.num_redundant_experts
-
-
 @pytest.mark.parametrize("value", ["0", "1"])
 def test_doctor_says_what_would_attach(value: str) -> None:
     environ = dict(os.environ) | {"ISOLOAD_VLLM": value, "PYTHONPATH": str(HARNESS)}
@@ -253,7 +237,8 @@ def test_a_drafts_layers_are_planned_as_the_models_are(
     parallel = SimpleNamespace(
         enable_elastic_ep=False, data_parallel_size=1, tensor_parallel_size=2, num_ubatches=0, use_ubatching=False,
         prefill_context_parallel_size=1, eplb_config=SimpleNamespace(
-            use_async=False, window_size=4, step_interval=8, policy="default", communicator="torch_gloo"
+            use_async=False, num_redundant_experts=2, window_size=4, step_interval=8, policy="default",
+            communicator="torch_gloo",
         ),
     )  # fmt: skip
     state, ids = eplb_state.EplbState(parallel, torch.device("cpu")), torch.tensor([[0, 1]] * 8)

@@ -18,7 +18,7 @@ import isoload
 from isoload import Balancer, LocalGroup
 from isoload.integrations.engine_tables import replica_lists
 from isoload.integrations.settings import ALL_LOADS, Settings
-from isoload.integrations.vllm import MODELS, dispatch
+from isoload.integrations.vllm import MODELS, dispatch, layers
 from isoload.integrations.vllm.layers import Layer, ModelLayers, tokens_of
 
 EXPERTS, K, RANKS, SIZE, LAYERS = 16, 4, 2, 10, 3
@@ -26,6 +26,7 @@ LOADS = torch.rand(2, LAYERS, EXPERTS, generator=torch.Generator().manual_seed(1
 PARALLEL = {
     "tensor_parallel_size": 2, "data_parallel_size": 1, "prefill_context_parallel_size": 1,
     "enable_elastic_ep": False, "use_ubatching": False,
+    "eplb_config": SimpleNamespace(num_redundant_experts=RANKS * SIZE - EXPERTS),
 }  # fmt: skip
 
 
@@ -397,3 +398,78 @@ def test_a_model_that_vllm_drops_is_forgotten(engine: None) -> None:
     del state
     gc.collect()
     assert not MODELS.by_map and not MODELS.by_state and layer() is None
+
+
+def test_a_map_of_other_sizes_is_refused(engine: None) -> None:
+    """With both numbers and the option to type; in shadow mode too, but not for a draft, whose sizes may differ."""
+    slots = (
+        r"vLLM's map of model has 20 slots in each layer but the engine has 18 \(16 experts and 2 redundant ones\) "
+        r"on 2 expert-parallel ranks: pass --eplb-config '\{\"num_redundant_experts\": 4\}'$"
+    )
+    odd = "the engine has 19 slots in each layer .* its 2 expert-parallel ranks cannot share evenly: pass .*: 4}'"
+    layers = "vLLM's map of model has 3 layers but the model has 2$"
+    for runners, redundant, said in ((3, 2, slots), (3, 3, odd), (2, 4, layers)):
+        eplb = SimpleNamespace(num_redundant_experts=redundant)
+        for mode in ({}, {"ISOLOAD_MODE": "shadow", "ISOLOAD_REPORT_SECONDS": "60"}):
+            MODELS.start(Settings.read(mode))
+            with pytest.raises(ValueError, match=said):
+                MODELS.add(state_of(placed(), [runner()] * runners), parallel(eplb_config=eplb))
+    MODELS.start(Settings.read({}))
+    MODELS.add(state_of(placed()), parallel(eplb_config=SimpleNamespace(num_redundant_experts=2)), draft=True)
+
+
+KEPT = "vLLM's own choice of replicas stays on every layer. Start vLLM without what the lines above name"
+UNUSED = [
+    (
+        {},
+        runner(),
+        [
+            "ISOLOAD_LOADS=own has no effect: all ranks route the same tokens, so each has the counts of all. Pass "
+            "--data-parallel-size and an --all2all-backend such as deepep_low_latency, or unset ISOLOAD_LOADS"
+        ],
+    ),
+    (
+        {},
+        runner(monolithic=True),
+        [f"ISOLOAD_LOADS=own has no effect: {KEPT}, or unset ISOLOAD_LOADS"],
+    ),
+    ({"data_parallel_size": 2, "tensor_parallel_size": 1}, runner(), []),
+]
+
+
+@pytest.mark.parametrize(("changed", "made", "lines"), UNUSED)
+def test_a_variable_without_effect_is_logged(
+    engine: None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    changed: dict[str, int],
+    made: Any,
+    lines: list[str],
+) -> None:
+    """Once, for the served model."""
+    MODELS.start(Settings.read({"ISOLOAD_LOADS": "own"}))
+    monkeypatch.setattr(ModelLayers, "group", lambda self, topology: LocalGroup(topology))
+    with caplog.at_level(logging.WARNING, "isoload"):
+        for draft in (True, False):
+            MODELS.add(state_of(placed(), [made] * LAYERS), parallel(**changed), draft=draft)
+    assert [record.getMessage() for record in caplog.records] == [f"isoload: {line}" for line in lines]
+
+
+def test_in_shadow_mode_variables_of_choices_have_no_effect(
+    engine: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(layers, "most_decoded", lambda *_: 4)
+    shadow = {
+        "ISOLOAD_MODE": "shadow",
+        "ISOLOAD_REPORT_SECONDS": "60",
+        "ISOLOAD_RECORD_EVERY": "8",
+    }  # the last has one
+    MODELS.start(Settings.read(shadow | {"ISOLOAD_LOADS": "own", "ISOLOAD_PLACER": "scenario"}))
+    with caplog.at_level(logging.WARNING, "isoload"):
+        MODELS.add(state_of(placed()), parallel())
+    shadow_only = "vLLM chooses and rebalances in shadow mode. Set ISOLOAD_MODE=on"
+    said = [record.getMessage() for record in caplog.records]
+    assert [line for line in said if "has no effect" in line] == [
+        f"isoload: ISOLOAD_LOADS=own has no effect: {shadow_only}, or unset ISOLOAD_LOADS",
+        f"isoload: ISOLOAD_PLACER=scenario has no effect: {shadow_only}, or unset ISOLOAD_PLACER",
+    ]

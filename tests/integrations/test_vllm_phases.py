@@ -72,7 +72,10 @@ def test_a_phase_is_the_fullest_ranks(
         physical_to_logical_map=lists.physical_to_logical, logical_to_physical_map=lists.logical_to_physical,
         model=SimpleNamespace(num_logical_experts=EXPERTS, moe_layers=[runner()]), model_name="model",
     )  # fmt: skip
-    parallel = SimpleNamespace(data_parallel_size=1, prefill_context_parallel_size=1, enable_elastic_ep=False)
+    eplb = SimpleNamespace(num_redundant_experts=RANKS * SIZE - EXPERTS)
+    parallel = SimpleNamespace(
+        data_parallel_size=1, prefill_context_parallel_size=1, enable_elastic_ep=False, eplb_config=eplb
+    )
     MODELS.add(state, parallel)
     if across is not None:
         context.dp_metadata = SimpleNamespace(num_tokens_across_dp_cpu=torch.tensor(across))

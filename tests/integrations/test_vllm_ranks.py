@@ -75,6 +75,7 @@ def add_model(
     parallel = SimpleNamespace(
         data_parallel_size=ranks, tensor_parallel_size=1, prefill_context_parallel_size=1,
         enable_elastic_ep=False, use_ubatching=micro_batches,
+        eplb_config=SimpleNamespace(num_redundant_experts=state.physical_to_logical_map.shape[1] - EXPERTS),
     )  # fmt: skip
     MODELS.start(Settings.read({"ISOLOAD_LOADS": loads} | variables))
     MODELS.add(state, parallel)

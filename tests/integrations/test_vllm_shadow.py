@@ -25,6 +25,7 @@ EXPERTS, RANKS, SIZE, LAYERS = 8, 2, 5, 3
 PARALLEL = {
     "tensor_parallel_size": 2, "data_parallel_size": 1, "prefill_context_parallel_size": 1,
     "enable_elastic_ep": False, "use_ubatching": False,
+    "eplb_config": SimpleNamespace(num_redundant_experts=RANKS * SIZE - EXPERTS),
 }  # fmt: skip
 
 

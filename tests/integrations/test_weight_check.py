@@ -101,6 +101,7 @@ def model(rank: int, **variables: str) -> Any:
 
 PARALLEL = SimpleNamespace(
     data_parallel_size=1, tensor_parallel_size=RANKS, prefill_context_parallel_size=1, enable_elastic_ep=False,
+    eplb_config=SimpleNamespace(num_redundant_experts=RANKS * SIZE - EXPERTS),
     use_ubatching=False,
 )  # fmt: skip
 

@@ -192,7 +192,7 @@ def answer(
         found = search(question, judged, on_candidate)
     best = found.answers[0]
     slots = -(-model.experts // topology.num_ranks) + best.candidate.more
-    launch = [] if best is found.now else flags(engine, best.candidate, topology, slots, source)
+    launch = [] if best is found.now else flags(engine, best.candidate, topology, slots, source, phase)
     said = warnings(found, notes, guessed=guessed)
     times = question.layer.experts
     figures = {

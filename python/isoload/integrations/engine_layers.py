@@ -19,7 +19,15 @@ from isoload.integrations.engine_record import EngineRecord
 from isoload.integrations.engine_tables import arrivals, placement_of
 from isoload.integrations.meter import Meter
 from isoload.integrations.metrics import Metrics
-from isoload.integrations.settings import POLICY, Settings
+from isoload.integrations.settings import (
+    LOADS,
+    MODE,
+    PLACER,
+    POLICY,
+    RECORD_EVERY,
+    Settings,
+    Variable,
+)
 from isoload.integrations.switch import Switch
 from isoload.integrations.watchdog import Watchdog
 from isoload.integrations.weight_check import WeightCheck
@@ -362,6 +370,21 @@ class EngineLayers(ABC, Generic[AnyLayer]):
         """What the ranks exchange so that copies are level, in words."""
         ways = {EXCHANGED[way_of(layer.balancer)] for layer in self.by_id.values()}
         return " and ".join(sorted(ways))
+
+    def say_unused(self, reasons: Mapping[Variable, str]) -> None:
+        """Log the variables that are set without effect.
+
+        Args:
+            reasons: as :meth:`Settings.unused`, those of the engine's options.
+        """
+        found = dict(reasons)
+        if self.settings.mode == "shadow":
+            shadow = f"{self.engine} chooses and rebalances in shadow mode. Set {MODE.name}=on"
+            found |= {LOADS: shadow, PLACER: shadow}
+        elif self.settings.switch is None:
+            found[RECORD_EVERY] = f"no passes are recorded. Set {MODE.name}=shadow"
+        for line in self.settings.unused(found):
+            log.warning(line)
 
     def check_device(self) -> None:
         """Raises ValueError for what ops found wrong in values on a GPU; called where the host waits anyway."""

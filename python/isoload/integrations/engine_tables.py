@@ -122,3 +122,62 @@ def check_placer(option: str, placer: str, tables: Tensor, num_experts: int, top
         lay_out(torch.ones(layers, num_experts), topology, size, placer, before)
     except ValueError as error:
         raise ValueError(f"{option} with {PLACER.name}={placer}: {error}") from None
+
+
+class EngineSizes(NamedTuple):
+    """Sizes that an engine's options and its model's configuration give.
+
+    num_layers: layers of the model as the engine numbers them.
+    num_experts: routed experts of a layer.
+    num_redundant: redundant experts of a layer.
+    num_ranks: ranks of the expert-parallel group.
+    option: how the number of redundant experts is passed; {} stands for the number.
+    from_file: whether the user passes the map as a file.
+    """
+
+    num_layers: int
+    num_experts: int
+    num_redundant: int
+    num_ranks: int
+    option: str
+    from_file: bool
+
+    def check(self, source: str, num_layers: int, num_slots: int) -> None:
+        """Compare a map of experts with the engine.
+
+        Args:
+            source: the map's name in messages.
+            num_layers: layers of the map.
+            num_slots: slots of each layer in the map.
+
+        Raises:
+            ValueError: with both numbers and the option to type.
+        """
+        slots = self.num_experts + self.num_redundant
+        made_of = f"{self.num_experts} experts and {self.num_redundant} redundant ones"
+        if slots % self.num_ranks:
+            raise ValueError(
+                f"the engine has {slots} slots in each layer ({made_of}), which its {self.num_ranks} expert-parallel "
+                f"ranks cannot share evenly: pass {self._redundant(-slots % self.num_ranks + self.num_redundant)}"
+            )
+        if num_layers != self.num_layers:
+            other = "isoload place --model config.json makes a file of the model's layers"
+            raise ValueError(
+                f"{source} has {num_layers} layers but the model has {self.num_layers}"
+                + (f": {other}" if self.from_file else "")
+            )
+        if num_slots == slots:
+            return
+        choices, redundant = [], num_slots - self.num_experts
+        if redundant >= 0 and num_slots % self.num_ranks == 0:
+            choices.append(self._redundant(redundant))
+        if self.from_file:
+            size = f"--ranks {self.num_ranks} --slots-per-rank {slots // self.num_ranks}"
+            choices.append(f"a file made by isoload place {size}")
+        raise ValueError(
+            f"{source} has {num_slots} slots in each layer but the engine has {slots} ({made_of}) on "
+            f"{self.num_ranks} expert-parallel ranks: pass {', or '.join(choices)}"
+        )
+
+    def _redundant(self, number: int) -> str:
+        return self.option.replace("{}", str(number))

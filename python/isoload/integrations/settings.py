@@ -109,6 +109,20 @@ class Settings:
         policies = _policies(self.policy)
         return policies or dict.fromkeys(PHASES, make_policy("joint" if shared else "exact"))
 
+    def unused(self, reasons: Mapping[Variable, str]) -> list[str]:
+        """Return a line for each variable that is set to another value than its default and has no effect.
+
+        Args:
+            reasons: by variable without effect why, and what gives it one: "WHY. Pass THIS".
+        """
+        lines = []
+        for variable, reason in reasons.items():
+            value = getattr(self, variable.name.removeprefix("ISOLOAD_").lower())
+            if str(value or "") != variable.default:
+                name = variable.name
+                lines.append(f"isoload: {name}={value} has no effect: {reason}, or unset {name}")
+        return lines
+
     def loads_for(self, default: str) -> str:
         """Whose counts plan the batches of ranks that hold tokens of their own; default: the plug-in's."""
         loads = self.loads or default

@@ -21,7 +21,7 @@ from isoload.integrations.engine_layers import JOINED_BY_ALL
 from isoload.integrations.settings import CHECK, SWITCH
 from isoload.integrations.sglang.layers import LAYERS, Layer, model_name
 from isoload.integrations.sglang.phases import phase_of
-from isoload.integrations.sglang.placement import check_at_start
+from isoload.integrations.sglang.placement import check_at_start, check_file
 from isoload.integrations.sglang.runtime import moe
 
 Original = Callable[..., Any]
@@ -151,8 +151,10 @@ NAMES = (  # of _post_process_topk_ids
 
 
 def initialize(original: Original, self: Any, *more: Any, **named: Any) -> None:
-    """Around ModelRunner.initialize, which runs and captures batches that no user sent, and at whose end it is known
-    what every layer does."""
+    """Around ModelRunner.initialize, which reads --init-expert-location, runs and captures batches that no user sent,
+    and at whose end it is known what every layer does."""
+    if not self.is_draft_worker:
+        check_file(getattr(self, "model_config", None))
     original(self, *more, **named)
     if self.is_draft_worker:
         return

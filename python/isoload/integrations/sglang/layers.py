@@ -15,7 +15,7 @@ from isoload.integrations.engine_layers import JOINED_BY_ALL, EngineLayer, Engin
 from isoload.integrations.engine_record import EngineRecord
 from isoload.integrations.engine_tables import engine_topology
 from isoload.integrations.meter import Meter
-from isoload.integrations.settings import CHECK, LOADS, PHASES, SWITCH, Settings
+from isoload.integrations.settings import CHECK, LOADS, PHASES, PLACER, POLICY, SWITCH, Settings, Variable
 from isoload.integrations.sglang import elastic
 from isoload.integrations.sglang.phases import prefill_graphs
 from isoload.integrations.sglang.runtime import moe, parallel
@@ -214,6 +214,25 @@ class Layers(EngineLayers[Layer]):
                 f"isoload: SGLang's own --ep-dispatch-algorithm {moe().ep_dispatch_algorithm} stays: isoload's are "
                 f"{' and '.join(sorted(without))}"
             )
+        if without:  # an older SGLang may have no get_exec
+            self.say_unused(self.unused())
+
+    def unused(self) -> dict[Variable, str]:
+        """Return why variables have no effect behind SGLang's options, as :meth:`Settings.unused` takes it."""
+        reasons = {}
+        if not self.by_id:
+            own = f"SGLang's own --ep-dispatch-algorithm {moe().ep_dispatch_algorithm} chooses replicas"
+            reasons = dict.fromkeys((POLICY, LOADS), f"{own}. Pass --ep-dispatch-algorithm dynamic")
+        elif all(layer.balancer.tokens == "same" for layer in self.by_id.values()):
+            reasons[LOADS] = (
+                "all ranks hold the same tokens without an all-to-all backend, so each has the counts of all. "
+                "Pass --moe-a2a-backend deepep"
+            )
+        if not self.places():
+            reasons[PLACER] = (
+                "SGLang's own --eplb-algorithm places experts. Pass --enable-eplb --eplb-algorithm isoload"
+            )
+        return reasons
 
     def announce_shadow(self, model: str) -> None:
         """The same in shadow mode, whose record of a model begins."""
@@ -225,12 +244,14 @@ class Layers(EngineLayers[Layer]):
             return
         if (algorithm := moe().ep_dispatch_algorithm) is None:
             log.error(
-                "isoload: in shadow mode, where SGLang maps no ids: nothing is counted without --ep-dispatch-algorithm "
-                "(static is what SGLang does without it)"
+                "isoload: in shadow mode, where SGLang maps no ids: nothing is counted without "
+                "--ep-dispatch-algorithm. Add --ep-dispatch-algorithm dynamic: with one slot per expert "
+                "it leaves ids as they are"
             )
             return
         stays = f"SGLang's --ep-dispatch-algorithm {algorithm}, which chooses as ever"
         log.info(f"isoload: in shadow behind {stays}: {self.record.kept()}")
+        self.say_unused({})
 
 
 def model_name(runner: Any) -> str:

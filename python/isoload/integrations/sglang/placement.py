@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from isoload.integrations.engine_tables import check_placer, engine_topology, lay_out, running
+from isoload.integrations.engine_tables import EngineSizes, check_placer, engine_topology, lay_out, running
+from isoload.integrations.sglang import elastic
 from isoload.integrations.sglang.layers import EPLB, LAYERS, topology_of
-from isoload.integrations.sglang.runtime import moe
+from isoload.integrations.sglang.runtime import moe, parallel
 
 NAME = "isoload"
 
@@ -53,3 +57,56 @@ def check_at_start(metadata: Any) -> None:
         tables, experts = metadata.physical_to_logical_map_cpu, metadata.num_logical_experts
         placer = LAYERS.settings.placer
         check_placer(f"--eplb-algorithm {NAME}", placer, tables, experts, topology_of(metadata))
+
+
+def check_file(model_config: Any) -> None:
+    """Compare what --init-expert-location names with the model and with SGLang's options, before SGLang takes it.
+
+    SGLang compares neither slots nor layers: a file of other sizes ends in an IndexError of the first forward pass.
+
+    Args:
+        model_config: SGLang's ModelConfig.
+
+    Raises:
+        ValueError: the file is of other layers, experts or slots.
+    """
+    if not {"dynamic", "lp", EPLB} - LAYERS.lost:  # an older SGLang may have no get_exec
+        return
+    given = moe().init_expert_location
+    # While ranks may join SGLang adds their slots to those of the file, and checks the sum.
+    if given == "trivial" or elastic.backend() is not None:
+        return
+    from sglang.srt.eplb.expert_location import ModelConfigForExpertLocation
+
+    model = ModelConfigForExpertLocation.from_model_config(model_config)
+    if model is None:
+        return
+    redundant, option = moe().ep_num_redundant_experts, "--ep-num-redundant-experts {}"
+    experts = model.num_logical_experts
+    sizes = EngineSizes(model.num_layers, experts, redundant, parallel().ep_size, option, True)
+    source = f"--init-expert-location {given:.200}"
+    content = read_location(given)
+    if (counts := content.get("logical_count")) is not None:
+        *_, layers, counted = torch.as_tensor(counts).shape
+        if counted != experts:
+            raise ValueError(
+                f"{source} counts {counted} experts but the model has {experts}: pass a file of this model"
+            )
+        sizes.check(source, layers, experts + redundant)
+    elif (rows := content.get("physical_to_logical_map")) is not None:
+        table = torch.as_tensor(rows)
+        sizes.check(source, *table.shape)
+        if int(table.min()) < 0 or int(table.max()) >= experts:
+            raise ValueError(
+                f"{source} has experts {int(table.min())} to {int(table.max())} but the model has {experts}, from 0: "
+                "pass a file of this model"
+            )
+
+
+def read_location(given: str) -> dict[str, Any]:
+    """Return the content of --init-expert-location, a file or JSON text, as SGLang reads it."""
+    if given.endswith(".pt"):
+        content: dict[str, Any] = torch.load(given, weights_only=True, map_location="cpu")
+        return content
+    text = Path(given).read_text() if given.endswith(".json") else given
+    return dict(json.loads(text))

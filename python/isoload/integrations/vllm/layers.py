@@ -17,9 +17,9 @@ from isoload.balancing.balancer import Balancer
 from isoload.balancing.counting import count
 from isoload.integrations.engine_layers import EXCHANGED, JOINED_BY_ALL, EngineLayer, EngineLayers
 from isoload.integrations.engine_record import EngineRecord
-from isoload.integrations.engine_tables import check_placer, engine_topology
+from isoload.integrations.engine_tables import EngineSizes, check_placer, engine_topology
 from isoload.integrations.meter import Meter
-from isoload.integrations.settings import LOADS, SWITCH, Settings
+from isoload.integrations.settings import LOADS, POLICY, SWITCH, Settings, Variable
 from isoload.integrations.watchdog import Watchdog
 
 log = logging.getLogger("isoload")
@@ -120,6 +120,8 @@ class ModelLayers(EngineLayers[Layer]):
         tables = state.physical_to_logical_map.cpu()
         topology = engine_topology(get_ep_group().world_size, get_node_count())
         experts = state.model.num_logical_experts
+        if self.recorded and not parallel.enable_elastic_ep:
+            check_sizes(state, parallel, topology.num_ranks)
         check_placer("--enable-eplb", self.settings.placer, tables, experts, topology)
         self.place(tables, experts, topology, state.physical_to_logical_map.device)
         policies = self.settings.policies_for(shared=False)
@@ -139,6 +141,8 @@ class ModelLayers(EngineLayers[Layer]):
         from vllm.distributed.parallel_state import get_ep_group, get_node_count
 
         held, kept = tokens_by_layer(state, parallel, "own")
+        if not parallel.enable_elastic_ep:
+            check_sizes(state, parallel, get_ep_group().world_size)
         group, kinds = get_ep_group(), {tokens == "own" for tokens in held.values()}
         for reason, number in kept.items():
             log.info(f"isoload: in shadow {number} layers of {state.model_name} are not counted: {reason}")
@@ -157,6 +161,7 @@ class ModelLayers(EngineLayers[Layer]):
         if not record.rank:
             stays = f"vLLM's EPLB of {state.model_name}, which chooses and rebalances as ever"
             log.info(f"isoload: in shadow behind {stays}: {record.kept(len(held))}")
+            self.say_unused({})
         return {i: Counted(record, i, tokens == "gathered") for i, tokens in held.items()}
 
     def follow(self, rows: Tensor, layer: int | None = None) -> None:
@@ -177,6 +182,32 @@ class ModelLayers(EngineLayers[Layer]):
         log.info(f"isoload: attached to vLLM's EPLB of {name}: {dispatch}placer {self.settings.placer}")
         for reason, number in kept.items():
             log.info(f"isoload: vLLM's own choice of replicas stays on {number} layers of {name}: {reason}")
+        if self.recorded:  # a draft model may hold other tokens than the served one
+            self.say_unused(self.unused())
+
+    def unused(self) -> dict[Variable, str]:
+        """Return why variables have no effect on this model, as :meth:`Settings.unused` takes it."""
+        if not self.by_id:
+            own = "vLLM's own choice of replicas stays on every layer. Start vLLM without what the lines above name"
+            return dict.fromkeys((POLICY, LOADS), own)
+        if any(layer.tokens == "own" for layer in self.by_id.values()):
+            return {}
+        same = "all ranks route the same tokens, so each has the counts of all"
+        return {
+            LOADS: f"{same}. Pass --data-parallel-size and an --all2all-backend such as deepep_low_latency"
+        }
+
+
+def check_sizes(state: Any, parallel: Any, num_ranks: int) -> None:
+    """Compare an EplbModelState's map of experts with its model and with a ParallelConfig.
+
+    Raises:
+        ValueError: they differ in layers or slots.
+    """
+    model, redundant = state.model, parallel.eplb_config.num_redundant_experts
+    option = "--eplb-config '{\"num_redundant_experts\": {}}'"
+    sizes = EngineSizes(len(model.moe_layers), model.num_logical_experts, redundant, num_ranks, option, False)
+    sizes.check(f"vLLM's map of {state.model_name}", *state.physical_to_logical_map.shape)
 
 
 def replaced(tables: Tensor, rows: Tensor, layer: int | None) -> Tensor:
