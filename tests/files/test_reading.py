@@ -26,6 +26,7 @@ ALLOWED = {
     "trace/sglang_dump.py torch.load": "reads what open_regular opened",
     "trace/tensorrt_llm_statistics.py safe_open": "open_regular has opened the file before",
     "integrations/huggingface.py torch.load": "reads what open_regular opened",
+    "integrations/sglang/placement.py torch.load": "reads what open_regular opened",
     "layer/program.py torch.load": "open_regular has opened the file before",
     "checkpoints/tensors.py safe_open": "open_regular has opened the file before",
     "times/shipped.py read_text": "data of this package",

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from isoload.files.reading import open_regular, read_text
 from isoload.integrations.engine_tables import EngineSizes, check_placer, engine_topology, lay_out, running
 from isoload.integrations.sglang import elastic
 from isoload.integrations.sglang.layers import EPLB, LAYERS, topology_of
@@ -106,7 +107,8 @@ def check_file(model_config: Any) -> None:
 def read_location(given: str) -> dict[str, Any]:
     """Return the content of --init-expert-location, a file or JSON text, as SGLang reads it."""
     if given.endswith(".pt"):
-        content: dict[str, Any] = torch.load(given, weights_only=True, map_location="cpu")
+        with open_regular(Path(given)) as file:
+            content: dict[str, Any] = torch.load(file, weights_only=True, map_location="cpu")
         return content
-    text = Path(given).read_text() if given.endswith(".json") else given
+    text = read_text(Path(given)) if given.endswith(".json") else given
     return dict(json.loads(text))
