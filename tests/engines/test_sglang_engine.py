@@ -186,9 +186,10 @@ def test_shadow_mode_counts_what_was_routed(
     for batch in of.batches:
         number = first_pass(folder) + batch
         routed = shadow.batches[0][(number - 1) * LAYERS : number * LAYERS]
-        trace = Trace("t", 16, topk_ids=torch.stack([b.ids for b in routed], 1).int().numpy())
+        ids, placement = torch.stack([b.ids for b in routed], 1).int().numpy(), recorded.placement(batch)
+        trace = Trace("t", 16, topk_ids=ids, identity=placement.identity)
         how = ReplaySettings(RANKS, 0, SLOTS, policies=("exact",), batch_tokens=len(routed[0].ids))
-        (exact,) = replay(trace, how, placement=recorded.placement(batch)).policies
+        (exact,) = replay(trace, how, placement=placement).policies
         planned.append(exact.imbalance_mean)
     assert of.planned.mean() == pytest.approx(sum(planned) / len(planned))
     page = ["report", str(folder), "--json", str(tmp_path / "report.json")]
