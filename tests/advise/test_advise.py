@@ -296,6 +296,11 @@ def test_a_refusal_lists_what_would_be_accepted() -> None:
     assert ("sglang", True, True) in found and len(found) > 2
 
 
+def test_a_model_is_found_as_people_write_it() -> None:
+    for given in ("deepseek-v3", "DeepSeek-V3", "deepseek-ai/DeepSeek-V3"):
+        assert find_model(given) == MODELS["deepseek-v3"]
+
+
 def test_a_model_is_read_from_its_configuration(tmp_path) -> None:
     config = {"hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8}
     config |= {"num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128}

@@ -224,3 +224,12 @@ def test_refuses_shared_experts_in_the_placement() -> None:
     [layer] = isoload.balance(block, topology)
     with pytest.raises(RuntimeError, match="experts must be called with the block's choices"):
         layer(torch.ones(3, 32))
+
+
+def test_spare_slots_where_there_is_no_placement() -> None:
+    """The argument of isoload.integrations.megatron.balance and huggingface.register."""
+    name = next(iter(MODELS))
+    first, *_ = isoload.balance(make_model(name), 2, policy="llep", spare_slots=3)
+    assert first.placement.spare_slots == 3
+    with pytest.raises(ValueError, match="^spare_slots must be the placement's 3, got 2$"):
+        isoload.balance(make_model(name), 2, placement=first.placement, policy="llep", spare_slots=2)

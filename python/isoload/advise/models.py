@@ -77,8 +77,8 @@ def find_model(given: str, dtype: str | None = None) -> Model:
     Raises:
         ValueError: no such name and no such file; a file that lacks a key, or has weights of a kind that is not known.
     """
-    if given in MODELS:
-        model = MODELS[given]
+    if plain_name(given) in MODELS:
+        model = MODELS[plain_name(given)]
     elif Path(given).is_file():
         model = _read(Path(given), dtype)
     else:
@@ -86,6 +86,11 @@ def find_model(given: str, dtype: str | None = None) -> Model:
     if dtype is not None and dtype not in WEIGHT_BYTES:
         raise ValueError(not_one_of("dtype", WEIGHT_BYTES, dtype))
     return Model(**{**vars(model), "dtype": dtype or model.dtype})
+
+
+def plain_name(given: str) -> str:
+    """Return the name as MODELS has it, of ``deepseek-ai/DeepSeek-V3`` or ``DeepSeek-V3``."""
+    return given.rpartition("/")[2].lower()
 
 
 def find_moe_layers(given: str) -> tuple[str, tuple[int, ...]]:
@@ -103,9 +108,9 @@ def find_moe_layers(given: str) -> tuple[str, tuple[int, ...]]:
             return _name(path), moe_layers_of(_config(path))
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
-    name = given.rpartition("/")[2].lower()
+    name = plain_name(given)
     if name not in MODELS:
-        raise ValueError(f"model must be one of {', '.join(MODELS)}, or a config.json, got {given!r:.100}")
+        raise ValueError(not_one_of("model", MODELS, given, ", or a config.json"))
     first = FIRST_MOE_LAYER.get(name, 0)
     return name, tuple(range(first, first + MODELS[name].layers))
 

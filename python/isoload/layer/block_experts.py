@@ -89,6 +89,7 @@ def balance(
     *,
     transport: Transport | None = None,
     placement: Placement | None = None,
+    spare_slots: int | None = None,
     **options: Any,
 ) -> list[MoE]:
     """Puts BlockExperts into every MoE block of a Hugging Face model, before an optimizer takes its Parameters.
@@ -98,8 +99,9 @@ def balance(
         topology: R ranks, or the number R.
         transport: one for all blocks; None = all ranks in this process.
         placement: of the routed experts, with the model's MoE layers by their numbers, or one layer for each MoE block
-            in order where it does not state which layers they are; None = experts in order
-            (placer ``trivial``), with SPARE_SLOTS spare slots per rank if the policy borrows.
+            in order where it does not state which layers they are; None = experts in order (placer ``trivial``).
+        spare_slots: experts that a rank can borrow at a time, where there is no placement. None: SPARE_SLOTS if the
+            policy borrows, else 0.
         **options: policy, its options, and what else :class:`MoE` takes.
 
     Over processes ``model.save_pretrained`` must be called on all ranks: it gathers all experts, and rank 0 writes.
@@ -113,7 +115,7 @@ def balance(
     blocks = [block for _, block in find_blocks([model], "model")]
     if placement is not None and (numbers := layer_numbers(model, blocks)) is not None:
         placement = placement.for_model(numbers)
-    made = take_over(blocks, topology, transport, placement, **options)
+    made = take_over(blocks, topology, transport, placement, spare_slots, **options)
     if hasattr(model, "save_pretrained") and not made[0].layer.group.owns_all:
         model.save_pretrained = MethodType(save_pretrained, model)  # type: ignore[assignment]
     return put_in(blocks, made)
@@ -132,6 +134,7 @@ def take_over(
     topology: Topology | int,
     transport: Transport | None,
     placement: Placement | None,
+    spare_slots: int | None = None,
     **options: Any,
 ) -> list[BlockExperts]:
     """For each block its experts, not put in their place yet; arguments as of :func:`balance`."""
@@ -139,9 +142,12 @@ def take_over(
     if placement is None:
         policy = options.get("policy", "exact")
         known = isinstance(policy, Policy) or policy in POLICIES  # else the layer refuses it
-        spare = SPARE_SLOTS if known and make_policy(policy).borrows else 0
+        default = SPARE_SLOTS if known and make_policy(policy).borrows else 0
+        spare = default if spare_slots is None else spare_slots
         counts = torch.ones(len(blocks), block_experts(blocks[0])[0].num_slots)
         placement = place(counts, topology, spare_slots=spare, placer="trivial")
+    elif spare_slots not in (None, placement.spare_slots):
+        raise ValueError(f"spare_slots must be the placement's {placement.spare_slots}, got {spare_slots}")
     if placement.num_layers != len(blocks):
         raise ValueError(
             f"placement must have a layer for each of the {len(blocks)} MoE blocks, got {placement.num_layers}"

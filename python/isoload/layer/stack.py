@@ -139,6 +139,7 @@ class LibraStack:
         *,
         transport: Transport | None = None,
         placement: Placement | None = None,
+        spare_slots: int | None = None,
         predict: str | Predictor | None = "lookahead",
         local: str = "planned",
         slots: int | str | None = None,
@@ -156,7 +157,8 @@ class LibraStack:
             layers: ``model.model.layers``, with the weights of all experts in every process; dense ones are skipped.
             topology: R ranks, or the number R.
             transport: None = all ranks in this process, which the tokens are dealt to evenly.
-            placement: of the routed experts, a layer for each MoE block; None = in order, with 2 spare slots per rank.
+            placement: of the routed experts, a layer for each MoE block; None = in order.
+            spare_slots: experts that a rank can borrow at a time, where there is no placement. None: 2.
             predict, local, slots, cost, copies_per_rank, memory: as of the class.
             **options: policy (default "hedge"), its options, and what else :class:`MoE` takes.
 
@@ -173,7 +175,9 @@ class LibraStack:
             predict = Lookahead(
                 [BlockGate(block) for block in blocks], [norm_before(*pair) for pair in found]
             )
-        made = take_over(blocks, topology, transport, placement, **{"policy": "hedge", **options})
+        made = take_over(
+            blocks, topology, transport, placement, spare_slots, **{"policy": "hedge", **options}
+        )
         stack = cls(
             [experts.layer for experts in made],
             predict,
