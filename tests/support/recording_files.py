@@ -42,15 +42,21 @@ def write_sglang(
 
 
 def write_shadow(
-    folder: Path, counts: Ints, first_pass: int = 0, layers: Sequence[int] = (2, 3, 4)
+    folder: Path,
+    counts: Ints,
+    first_pass: int = 0,
+    layers: Sequence[int] = (2, 3, 4),
+    identity: Identity | None = None,
 ) -> list[Path]:
-    paths = []
+    paths, rows = [], LAYERS + 2 if identity is None else len(layers)
     for rank, own in enumerate(counts):
-        whole = np.zeros((BATCHES, LAYERS + 2, EXPERTS), np.int64)
+        whole = np.zeros((BATCHES, rows, EXPERTS), np.int64)
         whole[:, list(layers)] = own[:, : len(layers)]
         passes, phases = tuple(range(first_pass, first_pass + BATCHES)), ("decode",) * BATCHES
         about = (EXPERTS, 2, rank, isoload.Topology(RANKS), "own", 1000 + first_pass)
-        made = RankLoads(whole, SLOTS.numpy(), passes, phases, *about, identity=Identity("hidden"))
+        made = RankLoads(
+            whole, SLOTS[:rows].numpy(), passes, phases, *about, identity=identity or Identity("hidden")
+        )
         paths.append(made.save(folder))
     return paths
 

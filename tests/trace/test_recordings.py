@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from isoload.trace import read_recordings, read_trace
+from isoload.trace import Identity, read_recordings, read_trace
 from support.recording_files import (
     RANKS,
     READERS,
@@ -17,6 +17,7 @@ from support.recording_files import (
     wanted,
     write_npz,
     write_sglang,
+    write_shadow,
     write_tensorrt,
     write_vllm,
 )
@@ -198,6 +199,22 @@ def test_a_restarted_engine_appends_another_run(tmp_path: Path) -> None:
     path.write_text(whole.replace('{"record_type": "eplb_load_meta"', '{"record_type": "eplb_load_m', 1))
     with pytest.raises(ValueError, match="line 1: is not JSON"):
         read_trace(path)
+
+
+def test_shadow_files_of_vllm_s_stages_are_not_taken_for_recordings_of_the_same_layers(
+    tmp_path: Path,
+) -> None:
+    """vLLM numbers the layers of each stage from 0, so that the stages' files look like those of two runs."""
+    folders, counts = [tmp_path / "a", tmp_path / "b"], [drawn(0), drawn(1)]
+    counts[0][:, :, 1] = 0  # a layer without copies keeps its position
+    for folder, own in zip(folders, counts, strict=True):
+        folder.mkdir()
+        write_shadow(folder, own, layers=(0, 1, 2), identity=Identity("moe"))
+    with pytest.raises(ValueError, match="pass --same-layers or --stages"):
+        read_trace(folders)
+    whole = read_trace(folders, stages=True).batch_counts()
+    np.testing.assert_array_equal(whole, np.concatenate([own.sum(0) for own in counts], axis=1))
+    assert read_trace(folders, same_layers=True).num_batches == 8
 
 
 def test_options_that_name_nothing_are_refused(tmp_path: Path) -> None:

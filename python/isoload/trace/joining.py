@@ -111,6 +111,12 @@ def join_stages(traces: Sequence[Trace], name: str) -> Trace:
         joined(first.identity, trace.identity, f"trace {first.name}", f"trace {trace.name}")
     counts = np.concatenate([trace.batch_counts() for trace in traces], axis=1)
     layers = np.arange(counts.shape[1])
+    for trace in traces:
+        if trace.identity.numbering != "model" and trace.layer_ids != tuple(range(trace.num_layers)):
+            raise ValueError(
+                f"a stage must have a row for each of its MoE layers, trace {trace.name} has "
+                f"{trace.identity.describe(trace.layer_ids)}"
+            )
     if first.identity.numbering == "model":
         numbers = np.array([layer for trace in traces for layer in trace.layer_ids])
         order = numbers.argsort()

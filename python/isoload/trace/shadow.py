@@ -66,7 +66,10 @@ def dense_rows_dropped(identity: Identity) -> Identity:
 
 
 def sum_ranks(recording: Recording, traces: dict[Path, Trace]) -> Trace:
-    """Return the passes that every rank recorded, with the copies of all ranks; layers without copies are left out.
+    """Return the passes that every rank recorded, with the copies of all ranks.
+
+    Rows of dense layers, which have no copies, are left out. Where positions among the MoE layers are the only layer
+    numbers, every row stays: positions of a stage's layers follow from the rows of the stages before.
 
     Raises:
         ValueError: no pass is recorded by all ranks.
@@ -92,10 +95,13 @@ def sum_ranks(recording: Recording, traces: dict[Path, Trace]) -> Trace:
         raise ValueError(f"{files[0].path}: ranks must have recorded passes of the same numbers, got none")
     counts = np.stack([sums[number] for number in whole])
     routed = np.flatnonzero(counts.any((0, 2)))
+    if len(routed) and first.identity.numbering != "hidden":
+        routed = np.arange(counts.shape[1])
     if not len(routed):
         raise ValueError(f"{files[0].path}: must hold a pass with copies, got none")
     provenance: dict[str, Any] = {
         "recorded by": RECORDED_BY,
+        "source": RECORDED_BY,
         "files": [file.path.name for file in files],
         "ranks": sorted({rank for _, rank in sources}),
         "incomplete_passes_dropped": len(sums) - len(whole),
