@@ -124,8 +124,8 @@ def balance(
 def layer_numbers(model: nn.Module, blocks: Sequence[nn.Module]) -> list[int] | None:
     """Return the model's own numbers of the decoder layers that contain the blocks; None where names have none."""
     names = {id(module): name for name, module in model.named_modules()}
-    found = [re.search(r"(?:^|\.)layers\.(\d+)\.", f"{names[id(block)]}.") for block in blocks]
-    numbers = [int(match[1]) for match in found if match]
+    matches = [re.search(r"(?:^|\.)layers\.(\d+)\.", f"{names[id(block)]}.") for block in blocks]
+    numbers = [int(match[1]) for match in matches if match]
     return numbers if len(numbers) == len(blocks) == len(set(numbers)) else None
 
 

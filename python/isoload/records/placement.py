@@ -346,12 +346,12 @@ def position(placement: Placement, layer: int, layer_id: int | None) -> int:
     """
     if layer_id is None:
         return layer
-    found = placement.position_of(layer_id)
-    if layer not in (0, found):
+    index = placement.position_of(layer_id)
+    if layer not in (0, index):
         raise ValueError(
-            f"layer must be {found}, the position of layer_id={layer_id}, or not be given, got {layer}"
+            f"layer must be {index}, the position of layer_id={layer_id}, or not be given, got {layer}"
         )
-    return found
+    return index
 
 
 def lowest_slots(slot_to_expert: Tensor, num_experts: int) -> Tensor:

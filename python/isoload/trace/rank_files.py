@@ -86,15 +86,15 @@ def _split(group: Sequence[RankFile]) -> list[Recording]:
     if _repeated(whole) is None:
         return [whole]
     folders = list(dict.fromkeys(file.path.parent for file in group))
-    found = [_with_stages([file for file in group if file.path.parent == folder]) for folder in folders]
-    for recording in found:
+    recordings = [_with_stages([file for file in group if file.path.parent == folder]) for folder in folders]
+    for recording in recordings:
         if (repeated := _repeated(recording)) is not None:
             one, other, rank, number = repeated
             raise ValueError(
                 f"{one} and {other} both hold forward pass {number} of rank {rank}: they are of two recordings, "
                 "put the files of each recording into a folder of its own"
             )
-    return found
+    return recordings
 
 
 def _with_stages(group: Sequence[RankFile]) -> Recording:

@@ -122,25 +122,25 @@ def read_recordings(
         raise ValueError("path must name a file, got an empty list")
     files, folders = _expand(paths)
     _check_twice(files)
-    found = list(_read_files(files, limit, allow_missing_ranks))
+    traces = list(_read_files(files, limit, allow_missing_ranks))
     for folder, wanted in folders.items():
         fields = read_tensorrt_llm(folder, limit, wanted or None, allow_missing_ranks)
-        found.append((folder, _trace(folder, fields)))
+        traces.append((folder, _trace(folder, fields)))
     order = [*files, *folders]
-    found.sort(key=lambda item: order.index(item[0]))
-    return _united([trace for _, trace in found], stages, same_layers)
+    traces.sort(key=lambda item: order.index(item[0]))
+    return _united([trace for _, trace in traces], stages, same_layers)
 
 
 def _expand(paths: Sequence[str | Path]) -> tuple[list[Path], dict[Path, list[Path]]]:
     """Files, and TensorRT-LLM's folders with the rank files that were named one by one (none: all of them)."""
     files: list[Path] = []
     folders: dict[Path, list[Path]] = {}
-    for given in paths:
-        path = Path(given)
-        if glob.has_magic(str(given)) and not path.exists():
-            matches = sorted(map(Path, glob.glob(str(given))))
+    for name in paths:
+        path = Path(name)
+        if glob.has_magic(str(name)) and not path.exists():
+            matches = sorted(map(Path, glob.glob(str(name))))
             if not matches:
-                raise ValueError(f"{given}: no file matches this pattern")
+                raise ValueError(f"{name}: no file matches this pattern")
         else:
             matches = [path]
         for match in matches:
@@ -266,8 +266,8 @@ def _united(traces: list[Trace], stages: bool, same_layers: bool) -> list[Trace]
             "order given)"
         )
     if stages:
-        rest = [trace for trace in traces if all(trace is not stage for stage in vague)]
-        return [_stage_trace(vague), *rest]
+        others = [trace for trace in traces if all(trace is not stage for stage in vague)]
+        return [_stage_trace(vague), *others]
     by_layers: dict[tuple[int, ...], list[Trace]] = {}
     for trace in traces:
         by_layers.setdefault(trace.layer_ids, []).append(trace)

@@ -57,12 +57,12 @@ def read_tensorrt_llm(
         ImportError: safetensors is missing (pip install "isoload[plan]").
     """
     experts, top_k = _read_meta(folder / META)
-    found = {int(m[1]): path for path in folder.iterdir() if (m := FILE.fullmatch(path.name))}
+    files = {int(m[1]): path for path in folder.iterdir() if (m := FILE.fullmatch(path.name))}
     names = None if wanted is None else {path.name for path in wanted}
-    named = {rank: path for rank, path in found.items() if names is None or path.name in names}
+    named = {rank: path for rank, path in files.items() if names is None or path.name in names}
     if not named:
         raise ValueError(f"{folder}: must hold rank0.safetensors and so on, got none")
-    number = 1 + max(found)
+    number = 1 + max(files)
     note_missing(folder, sorted(set(range(number)) - set(named)), number, allow_missing)
     for path in named.values():
         open_regular(path).close()
@@ -74,7 +74,7 @@ def read_tensorrt_llm(
     filled = counts.any((1, 2))
     if not filled.any():
         raise ValueError(f"{folder}: holds no iteration with copies")
-    kept = sorted(rank for stage in stages for rank, _ in stage.views.values())
+    ranks = sorted(rank for stage in stages for rank, _ in stage.views.values())
     return {
         "name": folder.name,
         "num_experts": experts,
@@ -85,8 +85,8 @@ def read_tensorrt_llm(
         "provenance": {
             "source": "TensorRT-LLM expert statistics",
             "num_experts_from": META,
-            "ranks": kept,
-            "ranks_with_a_shared_view": sorted(set(named) - set(kept)),
+            "ranks": ranks,
+            "ranks_with_a_shared_view": sorted(set(named) - set(ranks)),
             "pipeline_stages": len(stages),
             "empty_iterations_dropped": int((~filled).sum()),
         },
