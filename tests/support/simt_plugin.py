@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch  # noqa: F401  # the library below needs libtorch, which `import isoload` alone does not load
 
 import isoload
 from support.simt import Runtime
