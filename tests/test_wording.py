@@ -19,7 +19,7 @@ from isoload.integrations.settings import Settings
 from isoload.placers import parse_placer
 from isoload.policies import make_policy, parse_policy
 from isoload.trace.top_k import with_top_k
-from isoload.wording import nearest, not_one_of
+from isoload.wording import nearest, not_one_of, saving, two_digits
 from support.documents import PLAIN
 
 SHIPPED = Path(__file__).parent.parent / "examples" / "traces" / "gptoss20b_decode.npz"
@@ -72,3 +72,36 @@ def test_what_is_like_nothing_is_refused_as_before() -> None:
     assert not_one_of("policy", ["a", "b"], 7, " or c") == "policy must be one of a, b or c, got 7"
     assert len(not_one_of("policy", ["a"], "x" * 1000)) < 150
     assert json.dumps(not_one_of("policy", ["a"], "\x1b[31m")).count("\\u001b") == 0
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.0028, "0"),
+        (0.28, "0.28"),
+        (5.94, "5.9"),
+        (9.96, "10"),
+        (16.24, "16"),
+        (104.4, "100"),
+        (-0.277, "-0.28"),
+    ],
+)
+def test_a_figure_of_a_model_has_two_digits(value: float, text: str) -> None:
+    assert two_digits(value) == text
+
+
+@pytest.mark.parametrize(
+    ("ends", "text"),
+    [
+        ((16.24, 17.42), "saves 16 to 17 ms"),
+        ((0.001, 0.2), "saves up to 0.20 ms"),
+        ((-1.8, -1.2), "takes 1.2 to 1.8 ms longer"),
+        ((-0.28, -0.001), "takes up to 0.28 ms longer"),
+        ((-0.28, 0.004), "takes up to 0.28 ms longer"),
+        ((-0.28, 0.5), "saves up to 0.50 ms or takes up to 0.28 ms longer"),
+        ((-0.001, 0.004), "changes less than 0.01 ms"),
+        ((3.0, 3.0), "saves 3.0 ms"),
+    ],
+)
+def test_a_range_of_savings_is_a_sentence(ends: tuple[float, float], text: str) -> None:
+    assert saving(*ends, "ms") == text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
+from math import floor, log10
 
 
 def amount(number: int, noun: str, plural: str = "") -> str:
@@ -15,6 +16,43 @@ def span(values: Iterable[int]) -> str:
     """Return the only value, or "least to largest"."""
     ordered = sorted(set(values))
     return f"{ordered[0]:,}" if len(ordered) == 1 else f"{ordered[0]:,} to {ordered[-1]:,}"
+
+
+def two_digits(value: float, decimals: int = 2) -> str:
+    """Return a figure of a model with two significant digits and at most so many decimals: 0.28, 5.9, 16, 110."""
+    if round(value, decimals) == 0:
+        return "0"
+    places = 1 - floor(log10(abs(value)))
+    value = round(value, places)
+    places = 1 - floor(log10(abs(value)))  # 9.96 has become 10
+    return f"{round(value, decimals):.{min(max(places, 0), decimals)}f}"
+
+
+def between(low: float, high: float, decimals: int = 2) -> str:
+    """Return a range of a model's figures, "16 to 17", or one figure where both ends round to it."""
+    ends = two_digits(low, decimals), two_digits(high, decimals)
+    return ends[0] if ends[0] == ends[1] else f"{ends[0]} to {ends[1]}"
+
+
+def saving(low: float, high: float, unit: str, more: str = "") -> str:
+    """Return what a range of savings means: "saves 16 to 17 ms", "takes 1.8 ms longer", "changes less than 0.01 ms".
+
+    more: follows "saves", as "another".
+    """
+    saves = f"saves {more} ".replace("  ", " ")
+    least, most = two_digits(low), two_digits(high)
+    if least == most == "0":
+        return f"changes less than 0.01 {unit}"
+    if low >= 0:
+        return f"{saves}up to {most} {unit}" if least == "0" else f"{saves}{between(low, high)} {unit}"
+    if high <= 0:
+        longer = f"up to {two_digits(-low)}" if most == "0" else between(-high, -low)
+        return f"takes {longer} {unit} longer"
+    if least == "0":
+        return f"{saves}up to {most} {unit}"
+    if most == "0":
+        return f"takes up to {two_digits(-low)} {unit} longer"
+    return f"{saves}up to {most} {unit} or takes up to {two_digits(-low)} {unit} longer"
 
 
 def text_table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

@@ -9,10 +9,13 @@ import pytest
 from typer.testing import CliRunner
 
 from isoload.cli.app import app
+from isoload.wording import between, two_digits
 from support.documents import PLAIN, printed
 
 TRACE = str(Path(__file__).parents[2] / "examples" / "traces" / "gptoss20b_decode.npz")
-ASKED = ["--gpu", "h100", "--model", "gpt-oss-20b", "--ranks", "8", "--tokens-per-rank", "512"]
+SETTING = ["--gpu", "h100", "--model", "gpt-oss-20b", "--ranks", "8"]
+ASKED = [*SETTING, "--tokens-per-rank", "512"]
+BOTH = [*SETTING, "--prefill-tokens", "512", "--decode-tokens", "64"]
 
 
 def test_the_table_and_the_json_are_of_the_same_figures(tmp_path: Path) -> None:
@@ -23,9 +26,9 @@ def test_the_table_and_the_json_are_of_the_same_figures(tmp_path: Path) -> None:
     assert f"isoload: {found['verdict']}." in " ".join(shown.split())
     assert (found["model"], found["gpu"]) == ("gpt-oss-20b", "h100") and found["kernel"] in shown
     best = found["answers"][0]
-    assert f"{best['ms'][0]:.2f} .. {best['ms'][1]:.2f}" in shown and f"{best['imbalance']:.3f}" in shown
+    assert between(*best["ms"]) in shown and f"{best['imbalance']:.3f}" in shown
     assert all(flag in shown for flag in found["flags"]) and len(found["answers"]) == 14
-    assert "an upper end" in shown and "an upper end" not in printed(
+    assert "an upper limit" in shown and "an upper limit" not in printed(
         ["advise", TRACE, *ASKED, "--step-ms", "40"]
     )
     assert all(len(line) <= 80 for line in shown.split("Without isoload")[0].splitlines()[3:])
@@ -38,12 +41,12 @@ def test_a_whole_step_is_shown_by_its_stages(tmp_path: Path) -> None:
     shown = printed(words)
     printed([*words, "--json", str(target)])
     found = json.loads(target.read_text())
-    cells = [" .. ".join(f"{ms:.2f}" for ms in found["steps"][of]["ms"]) for of in ("now", "best")]
-    assert f"a whole step   {cells[0]} {cells[1]}" in shown
-    assert "in two halves" in shown and f"{found['steps']['best']['halved_ms'][1]:.2f}" in shown
-    assert "of a modelled step" in shown and "an upper end" not in shown and "9 ms" in shown
+    cells = [between(*found["steps"][of]["ms"]) for of in ("now", "best")]
+    assert f"a whole step {cells[0]} {cells[1]}" in " ".join(shown.split())
+    assert "in two halves" in shown and between(*found["steps"]["best"]["halved_ms"]) in shown
+    assert "of a modelled step" in shown and "an upper limit" not in shown and "9 ms" in shown
     now = found["steps"]["now"]["stages"]
-    assert f"waiting {now['waiting'][0]:.2f}" in " ".join(shown.split()) and "\nrebalance" not in shown
+    assert f"waiting {between(*now['waiting'])}" in " ".join(shown.split()) and "\nrebalance" not in shown
     low, high = found["gain_share"]
     assert (low, high) == pytest.approx(
         [gain / ms for gain, ms in zip(found["gain_ms"], found["steps"]["now"]["ms"], strict=True)], rel=0.1
@@ -53,6 +56,87 @@ def test_a_whole_step_is_shown_by_its_stages(tmp_path: Path) -> None:
 def test_a_guess_says_that_it_is_one() -> None:
     shown = printed(["advise", "--skew", "zipf:1.2", *ASKED, "--wide"])
     assert "No trace was given" in shown and "a layer" in shown
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("engine", ["sglang", "vllm"])
+def test_a_server_of_both_phases_has_one_verdict(tmp_path: Path, engine: str) -> None:
+    """The verdict is about the mean step of the candidates, whose placements are the same in both phases."""
+    target = tmp_path / "advice.json"
+    words = ["advise", TRACE, *BOTH, "--engine", engine, "--prefill-share", "0.25"]
+    shown = printed(words)
+    assert f"Wrote {target}." in printed([*words, "--json", str(target)])
+    found = json.loads(target.read_text())
+    phases = found["by_phase"]
+    assert [(name, of["tokens_per_rank"], of["share_of_steps"]) for name, of in phases.items()] == [
+        ("prefill", 512, 0.25),
+        ("decode", 64, 0.75),
+    ]
+    for mean, prefill, decode in zip(
+        found["answers"], *(of["answers"] for of in phases.values()), strict=True
+    ):
+        assert mean["candidate"] == prefill["candidate"] == decode["candidate"]
+        expected = [0.25 * of + 0.75 * other for of, other in zip(prefill["ms"], decode["ms"], strict=True)]
+        assert mean["ms"] == pytest.approx(expected)
+    means = [sum(of["ms"]) for of in found["answers"]]
+    assert means == sorted(means)
+    text = " ".join(shown.split())
+    assert shown.count("\nisoload: ") == 1 and f"isoload: {found['verdict']}." in text
+    assert "a mean step" in text and "a step of prefill and" in text and "a step of decode." in text
+    best = found["answers"][0]
+    cells = [between(*of["answers"][0]["ms"]) for of in phases.values()]
+    assert " ".join([*cells, between(*best["ms"])]) in text
+    assert ("deepep_low_latency" in shown) is False
+    assert max(len(line) for line in shown.split("Without isoload")[0].splitlines()[5:]) <= 80
+
+
+@pytest.mark.slow
+def test_the_page_of_both_phases_shows_each_point_once(tmp_path: Path) -> None:
+    """The milliseconds of the chart by tokens, at the advised tokens, are those of the table."""
+    figures, page = tmp_path / "advice.json", tmp_path / "page.html"
+    shown = printed(
+        ["advise", TRACE, *BOTH, "--prefill-share", "0.25", "--json", str(figures), "--html", str(page)]
+    )
+    assert f"Wrote {figures} and {page}." in shown
+    text, found = page.read_text(), json.loads(figures.read_text())
+    for name, of in found["by_phase"].items():
+        assert f"A step on its ranks, {name}" in text and f"Where the load is, {name}" in text
+        low, high = of["answers"][0]["saved_ms"]
+        tokens = of["tokens_per_rank"]
+        ends = f'<td data-of="ms saved, from">{two_digits(low)}</td><td data-of="to">{two_digits(high)}</td>'
+        assert f"<th scope=row>{tokens}</th>{ends}" in text, name
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "--tokens-per-rank must be given, or --prefill-tokens and --decode-tokens"),
+        (
+            ["--prefill-tokens", "9", "--decode-tokens", "9"],
+            "--prefill-share must be given with --prefill-tokens",
+        ),
+        (
+            ["--prefill-tokens", "9", "--prefill-share", "0.1"],
+            "--prefill-share must be given with --prefill-tokens",
+        ),
+        (
+            ["--prefill-tokens", "9", "--phase", "prefill"],
+            "--tokens-per-rank and phase must be given without",
+        ),
+        (
+            ["--decode-tokens", "9", "--tokens-per-rank", "9"],
+            "--tokens-per-rank and phase must be given without",
+        ),
+        (
+            [*BOTH[6:], "--prefill-share", "0.1", "--step-ms", "9"],
+            "--step-ms and --dense-ms must be given with one phase",
+        ),
+    ],
+)
+def test_tokens_that_do_not_go_together_are_refused(words: list[str], said: str) -> None:
+    done = CliRunner().invoke(app, ["advise", TRACE, *SETTING, *words], env=PLAIN)
+    assert done.exit_code == 2 and said in done.stderr, done.output
+    assert done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize(

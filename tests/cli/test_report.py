@@ -13,6 +13,7 @@ import isoload
 from isoload.advise.recorded import phases
 from isoload.cli.app import app
 from isoload.replay.rank_loads import read_recorded
+from isoload.wording import between
 from support.documents import PLAIN, printed
 from support.pages import missing, read_page
 from support.recorded_runs import save_run
@@ -55,7 +56,8 @@ def test_with_a_gpu_it_is_advise_on_what_was_recorded(folder: Path, tmp_path: Pa
     """The joined trace, given to advise with the same tokens, gets the same advice."""
     target, trace, other = tmp_path / "report.json", tmp_path / "joined.npz", tmp_path / "advice.json"
     words = ["report", str(folder), *MODEL, "--trace", str(trace), "--json", str(target)]
-    shown = printed([word for word in words if word != "--trace" and word != str(trace)][:-2])
+    words += ["--phase", "decode"]
+    shown = printed([word for word in words if word not in ("--trace", str(trace), "--json", str(target))])
     printed(words)
     found, joined = json.loads(target.read_text()), isoload.read_trace(trace)
     assert np.array_equal(joined.counts, read_recorded(folder).trace.counts) and joined.cluster is not None
@@ -67,10 +69,21 @@ def test_with_a_gpu_it_is_advise_on_what_was_recorded(folder: Path, tmp_path: Pa
     advice = json.loads(other.read_text())
     assert found["advice"]["answers"] == advice["answers"] and found["advice"]["verdict"] == advice["verdict"]
     low, high = found["phases"][0]["saved_ms"]
-    assert f"{low:+.2f} .. {high:+.2f}" in shown and f"isoload: {advice['verdict']}." in " ".join(
-        shown.split()
-    )
-    assert "4 passes of decode" in " ".join(shown.split())
+    text = " ".join(shown.split())
+    assert between(low, high) in shown and f"isoload: {advice['verdict']}." in text
+    assert "The advice on decode is from 4 passes." in text
+
+
+def test_a_record_of_both_phases_has_one_verdict(folder: Path, tmp_path: Path) -> None:
+    """Of seven recorded passes three are prefill; placements are made of the first halves of both."""
+    target = tmp_path / "report.json"
+    text = " ".join(printed(["report", str(folder), *MODEL]).split())
+    printed(["report", str(folder), *MODEL, "--json", str(target)])
+    advice = json.loads(target.read_text())["advice"]
+    shares = {name: of["share_of_steps"] for name, of in advice["by_phase"].items()}
+    assert shares == {"prefill": 3 / 7, "decode": 4 / 7}
+    assert "a mean step" in text and text.count(f"isoload: {advice['verdict']}.") == 1
+    assert "prefill: 40 tokens a rank in 42.9 % of the steps" in text
 
 
 @pytest.mark.slow

@@ -49,11 +49,11 @@ def test_over_nodes_without_rows_it_is_a_range_only() -> None:
     """H200's own rows over nodes were copies of H100's: from within a node to what H100 takes."""
     time, inside = AllToAllTime.load(**ASKED | {"ranks": 16, "nodes": 2}), AllToAllTime.load(**ASKED)
     h100 = AllToAllTime.load(**ASKED | {"gpu": "h100", "ranks": 16, "nodes": 2})
-    assert not time.measured and time.note == "up to gpu h100, ranks 16, nodes 2, hidden 7168, top_k 8"
+    assert not time.measured and time.note == "h100, 16 ranks on 2 nodes, rows of 7168, top-8"
     assert h100.measured and h100.nodes == 2
     assert time.seconds(4096).tolist() == [inside.seconds(4096)[0], h100.seconds(4096)[1]]
     narrow = AllToAllTime.load(**ASKED | {"hidden": 4096, "ranks": 24, "nodes": 3})
-    assert narrow.note.startswith("up to gpu h100, ranks 32, nodes 4, hidden 7168")
+    assert narrow.note.startswith("h100, 32 ranks on 4 nodes, rows of 7168")
     assert (narrow.seconds([1, 4096], 1.2)[:, 0] < narrow.seconds([1, 4096], 1.2)[:, 1]).all()
 
 

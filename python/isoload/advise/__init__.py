@@ -4,6 +4,7 @@ from isoload.advise.advice import Advice, Answer, Question, advise
 from isoload.advise.candidates import Candidate
 from isoload.advise.loads import Judged, guessed_trace, judge_by
 from isoload.advise.models import MODELS, Model, find_model
+from isoload.advise.server import ServerAdvice, advise_server, step_weights
 
 __all__ = [
     "MODELS",
@@ -13,8 +14,11 @@ __all__ = [
     "Judged",
     "Model",
     "Question",
+    "ServerAdvice",
     "advise",
+    "advise_server",
     "find_model",
     "guessed_trace",
     "judge_by",
+    "step_weights",
 ]

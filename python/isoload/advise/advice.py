@@ -173,16 +173,20 @@ class Advice:
 
 
 def advise(
-    question: Question, judged: Judged, on_candidate: Callable[[int, int], None] = lambda done, total: None
+    question: Question,
+    judged: Judged,
+    on_candidate: Callable[[int, int], None] = lambda done, total: None,
+    placements: dict[tuple[str, int], Placement] | None = None,
 ) -> Advice:
     """Every candidate of the grid on the judged batches, by the middle of its range.
 
-    Placements are made once for each number of slots.
+    placements: by placer and additional slots, those that are made already; what is missing is added, once for each
+    number of slots.
     """
     model = question.model
     per_slot = model.expert_bytes * model.layers
     most = model.experts if question.memory is None else int(question.memory // per_slot)
-    found, made = [], dict[tuple[str, int], Placement]()
+    found, made = [], {} if placements is None else placements
     candidates = grid(most, question.gathers, question.topology.num_nodes)
     for done, candidate in enumerate(candidates):
         key = candidate.placer, candidate.more

@@ -18,7 +18,13 @@ ALL_TO_ALL = {  # DeepEP's normal mode and its low-latency one
 
 
 def layer_time(
-    gpu: str, engine: str, phase: str, model: Model, topology: Topology | int, kernel: str | None = None
+    gpu: str,
+    engine: str,
+    phase: str,
+    model: Model,
+    topology: Topology | int,
+    kernel: str | None = None,
+    exchange_phase: str | None = None,
 ) -> tuple[LayerTime, list[str]]:
     """A layer's constants, and what of them stands for something else, in words.
 
@@ -26,6 +32,7 @@ def layer_time(
         gpu: "h200" or "h200_sxm".
         kernel: of the experts, as the tables name it; None: DeepEP's of this phase where it was measured, else the one
             that was fitted best.
+        exchange_phase: whose all-to-all is taken; None: that of `phase`.
 
     Raises:
         ValueError: naming the argument, and the choices.
@@ -54,7 +61,7 @@ def layer_time(
         raise ValueError(not_one_of("kernel", names, kernel))
     best = min(fitting, key=lambda row: (not row["kernel"].endswith(f"_{phase}"), row["fit_error"]))
     experts = ExpertTime.load(full, kernel or best["kernel"], **shape)
-    steps, notes = _exchange(full, ALL_TO_ALL[engine][phase], model, as_topology(topology))
+    steps, notes = _exchange(full, ALL_TO_ALL[engine][exchange_phase or phase], model, as_topology(topology))
     return LayerTime(steps[0], experts, steps[1]), notes
 
 
@@ -107,5 +114,5 @@ def _exchange(
         measured = f"{hidden}, top-{top_k}, by bytes"
         notes.append(f"the all-to-all of rows of {model.hidden}, top-{model.top_k}, is that of {measured}")
     if found[0].note:
-        notes.append(f"the all-to-all's range is {found[0].note}")
+        notes.append(f"the upper end of the all-to-all's range was measured on {found[0].note}")
     return (found[0], found[1]), notes

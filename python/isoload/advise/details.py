@@ -80,13 +80,15 @@ def by_tokens(
 
     Args:
         layers: constants by phase.
-        judge: batches with so many tokens on a rank, as :func:`judge_by` makes them; two of them are taken.
+        judge: batches with so many tokens on a rank, as :func:`judge_by` makes them. Two of them are taken, of the
+            question's own count all, so that its figures are those of the answer.
     """
     counts = sorted({*TOKENS, question.tokens})
     found: dict[str, list[Saving]] = {phase: [] for phase in layers}
     for done, tokens in enumerate(counts):
         judged = judge(tokens)
-        judged = replace(judged, loads=judged.loads[:2])
+        if tokens != question.tokens:
+            judged = replace(judged, loads=judged.loads[:2])
         asked = replace(question, tokens=tokens)
         before, after = (run(candidate, judged, asked) for candidate in pair)
         for phase, layer in layers.items():

@@ -2,161 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
+import numpy as np
 import typer
-from rich.console import Console
-from rich.text import Text
 
 from isoload.cli import options
-from isoload.cli.tables import Column, Figure, Row, columns_of, page_table, say, write_out
-from isoload.files.writing import printable
+from isoload.cli.tables import columns_of, page_table, write_out
 
 if TYPE_CHECKING:
-    from isoload.advise import Advice, Judged, Question
-    from isoload.advise.advice import Step
+    from isoload.advise import Advice, Judged, Model, Question
+    from isoload.times import LayerTime
+    from isoload.topology import Topology
     from isoload.trace import Trace
 
 GIB = 2.0**30
-SHOWN = 6  # rows of the table, beside what runs now
-FIGURES = (
-    Figure("label", "", "placement, replicas by"),
-    Figure("ms_per_layer", "ms", "a layer", ".3f", wide=True),
-    Figure("ms", "ms", "a step"),
-    Figure("saved", "ms", "saved"),
-    Figure("imbalance", "", "max/mean", ".3f"),
-    Figure("gib", "slots", "GiB"),
-    Figure("requests", "slots", "requests"),
-    Figure("node_rows", "rows", "to nodes", "%"),
-)
-UNITS = (
-    "Modelled from measured kernels, mean over {batches} batches that no placement has seen. A step: the MoE layers "
-    "alone, planning included; ranges from an all-to-all that even ranks take to one that follows the busiest. "
-    "Planning takes {low:g} to {high:g} µs a layer: its kernels on an H100, and 10 to 25 for a gather of loads. "
-    "requests: of {context} tokens, whose KV cache the slots take the room of."
-)
-WHOLE = (
-    "Percentages are of a whole step that is modelled: these layers and {dense:g} ms for attention and the dense part, "
-    "as --dense-ms says, one after the other; scheduling and sampling are not in it. --step-ms takes a measured one. "
-    "Stages are those of a rank in the mean; waiting is for slower ranks. In two halves: half a batch computes while "
-    "the other exchanges, as SGLang's two-batch overlap orders prefill, and neither slows the other."
-)
-UPPER = (
-    "Percentages are of these layers alone, without attention and the engine's own work: an upper end. "
-    "--step-ms takes a step that you have measured."
-)
 
 
-def span_of(ends: tuple[float, float], sign: str = "") -> str:
-    """Milliseconds or percent: two digits behind the point of what is below 100."""
-    low, high = (format(end, f"{sign}.{0 if max(map(abs, ends)) >= 100 else 2}f") for end in ends)
-    return low if low == high else f"{low} .. {high}"
+class PhaseQuestion(NamedTuple):
+    """What is asked about the steps of one phase; notes: which of the constants were measured for another setting."""
 
-
-def step_columns(now: Step, best: Step) -> list[Column]:
-    """A row for each stage that takes any time."""
-    shown = [name for name in now.stages if any((*now.stages[name], *best.stages[name]))]
-
-    def cells(step: Step) -> list[str]:
-        return [*(span_of(step.stages[name]) for name in shown), span_of(step.ms), span_of(step.halved_ms)]
-
-    group, stages = "ms, a rank in the mean", Column("", "stage", [*shown, "a whole step", "in two halves"])
-    return [stages, Column(group, "now", cells(now)), Column(group, "best", cells(best))]
-
-
-def rows_of(advice: Advice) -> list[Row]:
-    """A row per answer, as --json writes it and the table shows it."""
-    asked, rows = advice.question, []
-    kept = [*advice.answers[:SHOWN], *([] if advice.now in advice.answers[:SHOWN] else [advice.now])]
-    for answer in kept:
-        size = answer.slots_bytes
-        rows.append(
-            {
-                **answer.to_json(),
-                "label": answer.candidate.label,
-                "ms": span_of(answer.ms),
-                "saved": "now" if answer is advice.now else span_of(answer.saved_ms, "+"),
-                "gib": f"{size / GIB:.1f}" if size else "-",
-                "requests": f"{size / asked.context / asked.model.kv_bytes:.0f}" if size else "-",
-                "node_rows": answer.node_rows if asked.topology.num_nodes > 1 else None,
-            }
-        )
-    return rows
-
-
-def verdict_lines(advice: Advice) -> list[str]:
-    """Two sentences: what is to be had without isoload, and what it adds."""
-    ours, theirs = advice.ours, advice.theirs
-    whole = "a modelled step" if advice.steps else "these layers, at most"
-    of = "a step" if advice.question.step_ms else whole
-
-    def said(saved: tuple[float, float]) -> str:
-        low, high = advice.share(saved)
-        return f"{span_of(saved)} ms a step ({span_of((100 * low, 100 * high))} % of {of})"
-
-    first = f"Without isoload: {theirs.candidate.label} saves {said(theirs.saved_ms)}."
-    if theirs is advice.now:
-        first = "Without isoload nothing in the grid takes less than experts in order do."
-    if ours is None:
-        return [first, "There is no memory for more slots, so that isoload has no choice."]
-    low, high = advice.gain_ms
-    gain = f"saves another {said((low, high))}" if low + high > 0 else f"takes {said((-high, -low))} more"
-    return [first, f"isoload: {advice.verdict}. {ours.candidate.label} {gain}."]
-
-
-def asked_lines(advice: Advice) -> list[str]:
-    asked, model = advice.question, advice.question.model
-    shape = (
-        f"{model.name}, {model.layers} layers of {model.experts} experts, top-{model.top_k}, {model.dtype}"
-    )
-    nodes = asked.topology.num_nodes
-    where = (
-        f"{asked.topology.num_ranks} ranks on {nodes} node{'s' * (nodes > 1)}, {asked.tokens} tokens a rank"
-    )
-    return [shape, where, f"{asked.layer.experts.gpu}, {asked.layer.experts.kernel}"]
-
-
-def units(advice: Advice, batches: int) -> list[str]:
-    from isoload.advise.advice import PLAN_US
-
-    asked, low, high = advice.question, PLAN_US["own"][0], PLAN_US["exact"][1]
-    notes = [UNITS.format(batches=batches, low=low, high=high, context=asked.context)]
-    if not asked.step_ms:
-        notes.append(WHOLE.format(dense=asked.dense_ms) if advice.steps else UPPER)
-    return notes
-
-
-def print_advice(
-    advice: Advice, batches: int, launch: list[str], said: list[str], console: Console, wide: bool = False
-) -> None:
-    columns = columns_of(FIGURES, rows_of(advice), wide)
-    say(console, ("bold", asked_lines(advice)), columns, ("green", verdict_lines(advice)))
-    if advice.steps:
-        say(console, step_columns(*advice.steps))
-    if launch:
-        say(console, ("", [f"To run {advice.answers[0].candidate.label}:"]))
-        for line in launch:  # to be copied: never broken
-            console.print(Text(f"  {printable(line)}"), soft_wrap=True)
-    say(console, ("dim", units(advice, batches)), ("yellow", said))
-
-
-def warnings(advice: Advice, notes: list[str], guessed: bool = False) -> list[str]:
-    found = [f"{note[0].upper()}{note[1:]}." for note in notes]
-    if guessed:
-        found.append(
-            "No trace was given: how experts are loaded is a guess, and so is all that follows from it."
-        )
-    elif advice.drawn:
-        found.append("Tokens were drawn from the counts of whole batches: bursts are understated.")
-    if advice.extrapolated:
-        found.append("So many copies a rank were not measured on this GPU: times are extrapolated.")
-    if advice.question.rebalance_s == 0 and advice.answers[0].candidate.placer != "trivial":
-        found.append("No rebalance is in these times: --rebalance-seconds and --every add it.")
-    return found
+    question: Question
+    trace: Trace
+    judged: Judged
+    notes: list[str]
 
 
 class Answered(NamedTuple):
@@ -167,76 +40,216 @@ class Answered(NamedTuple):
     page: Callable[..., str]  # of sections to stand first
 
 
+def phase_times(
+    gpu: str,
+    engine: str,
+    phases: Mapping[str, object],
+    model: Model,
+    topology: Topology,
+    kernel: str | None = None,
+) -> dict[str, tuple[LayerTime, list[str]]]:
+    """Return by phase a layer's constants and notes on them.
+
+    vLLM has one all-to-all backend for both phases: where both are asked about, it is that of prefill.
+    """
+    from isoload.advise.constants import layer_time
+
+    exchange = "prefill" if engine == "vllm" and len(phases) > 1 else None
+    return {name: layer_time(gpu, engine, name, model, topology, kernel, exchange) for name in phases}
+
+
+def one_placement(
+    asked: Mapping[str, PhaseQuestion], unseen_by_both: bool = False
+) -> dict[str, PhaseQuestion]:
+    """Return the questions with the same counts to place by, so that all phases have the same placements.
+
+    unseen_by_both: the phases are cut from one trace, so that the shorter of its first parts is unseen by both.
+    Otherwise all phases' counts are added.
+    """
+    seen = [of.judged.seen for of in asked.values()]
+    counts = min(seen, key=lambda of: int(of.sum())) if unseen_by_both else reduce(np.add, seen)
+    return {name: of._replace(judged=replace(of.judged, seen=counts)) for name, of in asked.items()}
+
+
 def answer(
-    question: Question,
-    trace: Trace,
-    judged: Judged,
-    kernels: tuple[str, str, str | None],
-    notes: list[str],
+    asked: Mapping[str, PhaseQuestion],
+    engine: str,
+    gpu: str,
+    kernel: str | None,
     source: str | None,
     guessed: bool = False,
+    weights: Mapping[str, float] | None = None,
 ) -> Answered:
-    """The advice on a question.
+    """Return the advice on one phase, or on both phases of a server.
 
-    kernels: engine, phase and kernel, as the options name them. notes: what of the constants stands for others. source:
-    the trace's file; None: there is none.
+    Args:
+        asked: by phase; both with the same counts to place by.
+        gpu, kernel: as the options name them.
+        source: the trace's files for the command that makes a placement; None: there are none.
+        weights: by phase its part of all steps, for both phases.
     """
     from isoload.advise import advise as search
-    from isoload.advise import judge_by
-    from isoload.advise.constants import layer_times
+    from isoload.advise import advise_server
     from isoload.advise.launch import flags
+    from isoload.cli.advise_text import print_advice, warnings
     from isoload.cli.given import progress
 
-    (engine, phase, kernel), model, topology = kernels, question.model, question.topology
     with progress("candidates") as on_candidate:
-        found = search(question, judged, on_candidate)
-    best = found.answers[0]
+        if len(asked) > 1 and weights is not None:
+            server = advise_server(
+                {name: (of.question, of.judged) for name, of in asked.items()}, weights, on_candidate
+            )
+            found, phases = server.whole, server.phases
+        else:
+            ((only, first),) = asked.items()
+            found = search(first.question, first.judged, on_candidate)
+            phases, weights = {only: found}, {only: 1.0}
+    first, question = next(iter(asked.values())), found.question
+    best, model, topology = found.answers[0], question.model, question.topology
     slots = -(-model.experts // topology.num_ranks) + best.candidate.more
+    phase = next(iter(phases))  # prefill, where both are asked about
     launch = [] if best is found.now else flags(engine, best.candidate, topology, slots, source, phase)
-    said = warnings(found, notes, guessed=guessed)
-    times = question.layer.experts
+    notes = list(dict.fromkeys(note for of in asked.values() for note in of.notes))
+    warned = warnings(found, notes, guessed=guessed)
+    kernels = {name: of.question.layer.experts.kernel for name, of in phases.items()}
     figures = {
         "model": model.name,
-        "gpu": times.gpu,
-        "kernel": times.kernel,
+        "gpu": question.layer.experts.gpu,
+        "kernel": kernels[phase],
         "verdict": found.verdict,
         "gain_ms": found.gain_ms,
         "gain_share": found.share(found.gain_ms),
         "answers": [answer.to_json() for answer in found.answers],
         "steps": dict(zip(("now", "best"), map(vars, found.steps or ()), strict=False)),
         "flags": launch,
-        "warnings": said,
+        "warnings": warned,
     }
+    if len(phases) > 1:
+        figures["by_phase"] = {
+            name: {
+                "tokens_per_rank": of.question.tokens,
+                "share_of_steps": weights[name],
+                "kernel": kernels[name],
+                "gain_ms": of.gain_ms,
+                "answers": [answer.to_json() for answer in of.answers],
+            }
+            for name, of in phases.items()
+        }
+    batches = len(first.judged.loads)
+    show = partial(print_advice, found, phases, weights, batches, launch, warned)
+    page = partial(_page, found, phases, weights, asked, (engine, gpu, kernel), launch, warned, figures)
+    return Answered(figures, show, page)
 
-    def drawn(*first: str, figures: dict[str, Any] = figures) -> str:
-        from isoload.cli.advise_page import Said, advise_page
 
-        kinds, gaps = layer_times(times.gpu, engine, phase, model, topology, kernel)
-        candidates = page_table(columns_of(FIGURES, rows_of(found), wide=True), [0])
-        notes = [*units(found, len(judged.loads)), *said, *gaps]
-        words = Said(asked_lines(found), verdict_lines(found), candidates, launch, notes)
-        judge = partial(judge_by, trace, model, topology.num_ranks)
-        return advise_page(found, judged, trace.layer_ids, kinds, judge, words, figures, first)
+def _page(
+    advice: Advice,
+    phases: Mapping[str, Advice],
+    weights: Mapping[str, float],
+    asked: Mapping[str, PhaseQuestion],
+    chosen: tuple[str, str, str | None],
+    launch: list[str],
+    warned: list[str],
+    answered: dict[str, Any],
+    *first: str,
+    figures: dict[str, Any] | None = None,
+) -> str:
+    """Return the page's text. chosen: engine, GPU and kernel. first: sections ahead; figures: those of all sections."""
+    from isoload.advise import judge_by
+    from isoload.advise.constants import layer_times
+    from isoload.cli.advise_page import PagePhase, PageText, advise_page
+    from isoload.cli.advise_text import FIGURES, question_lines, rows_of, unit_notes, verdict_lines
 
-    return Answered(figures, partial(print_advice, found, len(judged.loads), launch, said), drawn)
+    engine, gpu, kernel = chosen
+    both, parts, gaps = len(phases) > 1, {}, dict[str, None]()
+    for name, of in phases.items():
+        model, topology = of.question.model, of.question.topology
+        if both:
+            times = {name: of.question.layer}
+        else:
+            times, missing = layer_times(gpu, engine, name, model, topology, kernel)
+            gaps |= dict.fromkeys(missing)
+        trace, judged = asked[name].trace, asked[name].judged
+
+        def judge(tokens: int, trace: Trace = trace, of: Advice = of, judged: Judged = judged) -> Judged:
+            """Batches with so many tokens on a rank, and the counts that the advised placement is made of."""
+            if tokens == of.question.tokens:
+                return judged
+            return replace(
+                judge_by(trace, of.question.model, of.question.topology.num_ranks, tokens), seen=judged.seen
+            )
+
+        parts[name] = PagePhase(of, judged, trace.layer_ids, times, judge)
+    candidates = page_table(columns_of(FIGURES, rows_of(advice, phases), wide=True), [0])
+    batches = len(next(iter(asked.values())).judged.loads)
+    notes = [*unit_notes(advice, batches, both), *warned, *gaps]
+    text = PageText(
+        question_lines(advice, phases, weights), verdict_lines(advice, phases), candidates, launch, notes
+    )
+    return advise_page(advice, parts, text, figures or answered, first)
+
+
+def tokens_by_phase(
+    phase: str | None, tokens_per_rank: int | None, prefill_tokens: int | None, decode_tokens: int | None
+) -> dict[str, int]:
+    """Return by phase the tokens of a rank in a step, of the options that give them.
+
+    Raises:
+        ValueError: none is given, or some exclude each other.
+    """
+    by_phase = {"prefill": prefill_tokens, "decode": decode_tokens}
+    given = {name: tokens for name, tokens in by_phase.items() if tokens is not None}
+    if not given and tokens_per_rank is not None:
+        return {phase or "prefill": tokens_per_rank}
+    if not given:
+        raise ValueError(
+            "tokens_per_rank must be given, or prefill_tokens and decode_tokens for a server that runs both phases; "
+            "isoload report takes them from a recording of shadow mode"
+        )
+    if tokens_per_rank is not None or phase is not None:
+        raise ValueError(
+            "tokens_per_rank and phase must be given without prefill_tokens and decode_tokens, which name their phases"
+        )
+    return given
 
 
 def advise(
     gpu: Annotated[str, typer.Option(help="The GPU, as isoload.times.available() names it.")],
     model: Annotated[str, typer.Option(metavar="NAME|FILE", help="A model's name, or its config.json.")],
     ranks: Annotated[int, options.Range(1), typer.Option(help="R, ranks of the expert-parallel group.")],
-    tokens_per_rank: Annotated[
-        int, options.Range(1), typer.Option(help="Of a step: its prompts' tokens, or its requests.")
-    ],
     traces: Annotated[
         list[Path] | None,
         typer.Argument(
             metavar="[TRACE...]", help="Recorded routing, as replay takes it. Without one: --skew."
         ),
     ] = None,
+    tokens_per_rank: Annotated[
+        int | None,
+        options.Range(1),
+        typer.Option(
+            help="Tokens of a rank in a step of one phase: of its prompts, or one for each request."
+        ),
+    ] = None,
+    prefill_tokens: Annotated[
+        int | None, options.Range(1), typer.Option(help="Tokens of a rank in a step of prefill.")
+    ] = None,
+    decode_tokens: Annotated[
+        int | None,
+        options.Range(1),
+        typer.Option(
+            help="Tokens of a rank in a step of decode; with --prefill-tokens one advice for both phases."
+        ),
+    ] = None,
+    prefill_share: Annotated[
+        float | None,
+        options.Range(0, 1),
+        typer.Option(help="With both phases: the part of all steps that are prefill."),
+    ] = None,
     ranks_per_node: options.RanksPerNode = 0,
     engine: Annotated[str, typer.Option(help="sglang or vllm.")] = "sglang",
-    phase: Annotated[str, typer.Option(help="prefill or decode: whose kernels run.")] = "prefill",
+    phase: Annotated[
+        str | None,
+        typer.Option(help="With --tokens-per-rank: prefill or decode, whose kernels run. Default: prefill."),
+    ] = None,
     dtype: Annotated[
         str | None, typer.Option(help="Of the experts' weights. Default: the published model's.")
     ] = None,
@@ -283,26 +296,45 @@ def advise(
     force: options.Force = False,
 ) -> None:
     """Whether balancing pays on your GPUs: milliseconds of a step, and the flags for the best way to run."""
-    from isoload.advise import Question, find_model, guessed_trace, judge_by
-    from isoload.advise.constants import layer_time
+    from isoload.advise import Question, find_model, guessed_trace, judge_by, step_weights
     from isoload.cli.given import Reading, load_trace
     from isoload.cli.targets import check_targets
     from isoload.topology import Topology
 
     check_targets(traces or [], force, json, html=html)
+    tokens = tokens_by_phase(phase, tokens_per_rank, prefill_tokens, decode_tokens)
+    if (prefill_share is None) == (len(tokens) > 1):
+        raise ValueError(
+            "prefill_share must be given with prefill_tokens and decode_tokens, and only with both: the part of all "
+            f"steps that are prefill, such as 0.1, got {prefill_share}"
+        )
     chosen = find_model(model, dtype)
     topology = Topology(ranks, ranks_per_node)
     if bool(traces) == (skew is not None):
         raise ValueError(f"skew must be given in place of a trace, got {skew!r} and {traces}")
     reading = Reading(stages, same_layers, allow_missing_ranks)
+    times = phase_times(gpu, engine, tokens, chosen, topology, kernel)
     loaded = load_trace(traces, reading=reading) if traces else guessed_trace(str(skew), drift, chosen)
-    times, notes = layer_time(gpu, engine, phase, chosen, topology, kernel)
     memory = None if memory_per_rank is None else memory_per_rank * GIB
-    question = Question(
-        chosen, times, topology, tokens_per_rank, step_ms, memory, rebalance_seconds, every, context
-    )
-    question = replace(question, gathers=engine == "vllm" or chosen.is_deepseek, dense_ms=dense_ms)
-    judged = judge_by(loaded, chosen, ranks, tokens_per_rank)
+    gathers = engine == "vllm" or chosen.is_deepseek
+    asked = {}
+    for name, (layer, notes) in times.items():
+        question = Question(
+            chosen,
+            layer,
+            topology,
+            tokens[name],
+            step_ms,
+            memory,
+            rebalance_seconds,
+            every,
+            context,
+            gathers,
+            dense_ms,
+        )
+        asked[name] = PhaseQuestion(question, loaded, judge_by(loaded, chosen, ranks, tokens[name]), notes)
     source = reading.shell_words(traces, loaded, model) if traces else None
-    made = answer(question, loaded, judged, (engine, phase, kernel), notes, source, guessed=not traces)
+    weights = None if prefill_share is None else step_weights(prefill_share)
+    unseen = one_placement(asked, unseen_by_both=True)
+    made = answer(unseen, engine, gpu, kernel, source, guessed=not traces, weights=weights)
     write_out(json, made.figures, partial(made.show, wide=wide), html=html, page=made.page)

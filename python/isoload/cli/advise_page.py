@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from isoload.cli.pages import MEAN, ROWS, leaving, lines, over_mean, rank_heats, sending_heat
 from isoload.report import charts, code, figure, page, prose, section
+from isoload.wording import two_digits
 
 if TYPE_CHECKING:
     from isoload.advise import Advice, Judged, Question
@@ -32,7 +33,7 @@ def named_runs(advice: Advice, judged: Judged) -> dict[str, Run]:
     return found
 
 
-def loads_section(runs: Mapping[str, Run], best: str, layers: Sequence[int]) -> str:
+def loads_section(runs: Mapping[str, Run], best: str, layers: Sequence[int], of_phase: str) -> str:
     """Imbalance by layer, rank loads of now and of the best, where their rows go."""
     loads = {name: run.copies.sum(-1) for name, run in runs.items()}
     series = {name: over_mean(of).max(-1).mean(0) for name, of in loads.items()}
@@ -44,7 +45,7 @@ def loads_section(runs: Mapping[str, Run], best: str, layers: Sequence[int]) -> 
         *(sending_heat(name, runs[name].rows.sum((0, 1))) for name in shown),
     ]
     said = ". ".join(f"{name}: {run.candidate.label}" for name, run in runs.items())
-    return section("Where the load is", *parts, said=f"{said}.")
+    return section(f"Where the load is{of_phase}", *parts, said=f"{said}.")
 
 
 def _leaving(run: Run) -> float:
@@ -58,6 +59,7 @@ def saving_section(
     best: str,
     layers: Mapping[str, LayerTime],
     judge: Callable[[int], Judged],
+    of_phase: str,
 ) -> str:
     """What would change the answer: the tokens of a rank, and each constant."""
     from isoload.advise.details import by_tokens
@@ -74,20 +76,20 @@ def saving_section(
     said = f"{runs[other].candidate.label} over now; points in ms a step. Hollow: beyond what was measured."
     parts = [_by_tokens(phase, said, rows, extent, COLOURS[other]) for phase, rows in found.items()]
     parts += [_sensitivity(before, after, asked) for before, after in pairs]
-    return section("What would change the answer", *parts)
+    return section(f"What would change the answer{of_phase}", *parts)
 
 
 def _by_tokens(
     phase: str, said: str, rows: Sequence[Saving], extent: tuple[float, float], colour: str
 ) -> str:
-    drawn = [(row.tokens, *row.share, f"{sum(row.ms) / 2:+.1f} ms", not row.extrapolated) for row in rows]
+    drawn = [
+        (row.tokens, *row.share, f"{two_digits(sum(row.ms) / 2)} ms", not row.extrapolated) for row in rows
+    ]
     header = "tokens of a rank", "ms saved, from", "to", "of the layers, from", "to", "measured"
     values = []
     for row in rows:
-        parts = [f"{100 * part:+.1f} %" for part in row.share]
-        values.append(
-            (row.tokens, *(f"{ms:+.3f}" for ms in row.ms), *parts, "no" if row.extrapolated else "yes")
-        )
+        parts = [f"{two_digits(100 * part)} %" for part in row.share]
+        values.append((row.tokens, *map(two_digits, row.ms), *parts, "no" if row.extrapolated else "yes"))
     return figure(f"Kernels of {phase}", said, charts.by_tokens(drawn, extent, colour), header, values)
 
 
@@ -99,14 +101,14 @@ def _sensitivity(before: Run, after: Run, asked: Question) -> str:
     ends = {of: {"half": sum(half) / 2, "double": sum(double) / 2} for of, (half, double) in found.items()}
     turning = [of for of, both in ends.items() if any(end * middle < 0 for end in both.values())]
     turns = f"The sign turns with {', '.join(turning)}." if turning else "None of them turns its sign."
-    values = [(of, *(f"{end:+.3f}" for pair in both for end in pair)) for of, both in found.items()]
+    values = [(of, *(two_digits(end) for pair in both for end in pair)) for of, both in found.items()]
     header = "constant", "halved: ms, from", "to", "doubled: ms, from", "to"
     spec = charts.points(ends, "ms saved a step, middle of the range", ENDS, middle)
     said = f"What {after.candidate.label} saves over {before.candidate.label}. {turns}"
     return figure("Each constant halved and doubled", said, spec, header, values)
 
 
-def step_section(advice: Advice, judged: Judged) -> str:
+def step_section(advice: Advice, judged: Judged, of_phase: str) -> str:
     """A few layers on their ranks, as they run now and as the best would."""
     from isoload.advise.details import few_layers
     from isoload.replay.timeline import Timeline
@@ -124,48 +126,63 @@ def step_section(advice: Advice, judged: Judged) -> str:
             for rank, _, _, stage, start, end in step.events
         ]
         rows = [(rank, stage, f"{start:.3f}", f"{end:.3f}") for rank, stage, start, end in events]
-        title = f"{name}: {shown[name].label}, {1e3 * step.seconds:.2f} ms"
+        title = f"{name}: {shown[name].label}, {two_digits(1e3 * step.seconds)} ms"
         spec = charts.gantt(events, stages, until)
         parts.append(figure(title, "Gaps are waiting for slower ranks.", spec, header, rows))
     said = "The first layers of one batch, rank by rank, at the high end of every range."
-    return section("A step on its ranks", *parts, said=said)
+    return section(f"A step on its ranks{of_phase}", *parts, said=said)
 
 
-class Said(NamedTuple):
+class PageText(NamedTuple):
     """What the command prints, too."""
 
-    asked: list[str]  # what the advice is of
+    asked: list[str]  # what the advice is about
     verdict: list[str]
     candidates: str  # the table
     launch: list[str]
     notes: list[str]
 
 
-def advise_page(
-    advice: Advice,
-    judged: Judged,
-    layers: Sequence[int],
-    times: Mapping[str, LayerTime],
-    judge: Callable[[int], Judged],
-    said: Said,
-    figures: Any,
-    first: Sequence[str] = (),
-) -> str:
-    """The file's text.
+class PagePhase(NamedTuple):
+    """The advice on one phase, and what its charts are drawn from.
 
-    layers: the trace's numbers. times, judge: see :func:`isoload.advise.details.by_tokens`. first: sections ahead.
+    layers: the trace's numbers. times: constants by phase, see :func:`isoload.advise.details.by_tokens`. judge: batches
+    with so many tokens on a rank.
     """
-    runs, best = named_runs(advice, judged), advice.answers[0].candidate
-    winner = next(name for name, found in runs.items() if found.candidate == best)
+
+    advice: Advice
+    judged: Judged
+    layers: Sequence[int]
+    times: Mapping[str, LayerTime]
+    judge: Callable[[int], Judged]
+
+    def sections(self, of_phase: str = "") -> list[str]:
+        """Return the sections of charts; of_phase follows their headings."""
+        runs, best = named_runs(self.advice, self.judged), self.advice.answers[0].candidate
+        winner = next(name for name, found in runs.items() if found.candidate == best)
+        return [
+            saving_section(self.advice, runs, winner, self.times, self.judge, of_phase),
+            loads_section(runs, winner, self.layers, of_phase),
+            step_section(self.advice, self.judged, of_phase),
+        ]
+
+
+def advise_page(
+    advice: Advice, phases: Mapping[str, PagePhase], text: PageText, figures: Any, first: Sequence[str] = ()
+) -> str:
+    """Return the file's text.
+
+    advice: on the only phase, or on the mean step of both. first: sections ahead.
+    """
+    best = advice.answers[0].candidate
+    both = len(phases) > 1
     body = [
         *first,
-        section("The candidates", said.candidates.replace(" .. ", " to ")),
-        section(f"To run {best.label}", code(said.launch)) if said.launch else "",
-        saving_section(advice, runs, winner, times, judge),
-        loads_section(runs, winner, layers),
-        step_section(advice, judged),
-        section("What these figures are", prose(said.notes)),
+        section("The candidates", text.candidates),
+        section(f"To run {best.label}", code(text.launch)) if text.launch else "",
+        *(part for name, of in phases.items() for part in of.sections(f", {name}" if both else "")),
+        section("What these figures are", prose(text.notes)),
     ]
     heading = f"isoload: {advice.verdict}"
-    lead = [line.replace(" .. ", " to ").replace(" %", "\N{NO-BREAK SPACE}%") for line in said.verdict]
-    return page(heading, said.asked, heading, lead, body, figures)
+    lead = [line.replace(" %", "\N{NO-BREAK SPACE}%") for line in text.verdict]
+    return page(heading, text.asked, heading, lead, body, figures)

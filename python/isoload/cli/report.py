@@ -9,8 +9,9 @@ import typer
 from rich.console import Console
 
 from isoload.cli import options
-from isoload.cli.advise import Answered, answer, span_of
+from isoload.cli.advise import Answered, PhaseQuestion, answer, one_placement
 from isoload.cli.tables import Figure, Row, columns_of, page_table, say, write_out
+from isoload.wording import amount, between
 
 if TYPE_CHECKING:
     from isoload.advise.recorded import Phase
@@ -54,7 +55,7 @@ def rows_of(recorded: Recorded, phases: list[Phase], saved: dict[str, tuple[floa
             "routed_by_layer": of.routed.tolist(),
             "planned_by_layer": of.planned.tolist(),
             "saved_ms": saved.get(of.name),
-            "saved": span_of(saved[of.name], "+") if of.name in saved else None,
+            "saved": between(*saved[of.name]) if of.name in saved else None,
         }
         for of in phases
     ]
@@ -85,7 +86,8 @@ def report(
     ] = None,
     engine: Annotated[str, typer.Option(help="sglang or vllm.")] = "sglang",
     phase: Annotated[
-        str | None, typer.Option(help="prefill or decode, of which advice is. Default: that of most passes.")
+        str | None,
+        typer.Option(help="prefill or decode, for advice on one phase. Default: on all that were recorded."),
     ] = None,
     dtype: Annotated[str | None, typer.Option(help="Of the experts' weights, as advise takes it.")] = None,
     step_ms: Annotated[
@@ -128,7 +130,7 @@ def report(
     saved: dict[str, tuple[float, float]] = {}
     advice, gaps = None, list[str]()
     if gpu is not None and model is not None:
-        chosen = found[0] if phase is None else found[names.index(phase)]
+        chosen = [of for of in found if phase in (None, of.name)]
         source = None if trace is None else Reading().shell_words([Path(trace)], held.trace, model)
         saved, advice, gaps = modelled(held, found, chosen, gpu, model, engine, dtype, step_ms, source)
     rows, (passes, files) = rows_of(held, found, saved), held.left_out
@@ -157,7 +159,7 @@ def report(
 def modelled(
     recorded: Recorded,
     found: list[Phase],
-    chosen: Phase,
+    chosen: list[Phase],
     gpu: str,
     model: str,
     engine: str,
@@ -165,25 +167,38 @@ def modelled(
     step_ms: float | None,
     source: str | None,
 ) -> tuple[dict[str, tuple[float, float]], Answered, list[str]]:
-    """By phase the milliseconds of a step that isoload's choice saves, the advice on one, and what has no constants."""
-    from isoload.advise import Question, find_model, judge_by
+    """Return by phase the milliseconds of a step that isoload's choice saves, the advice on the chosen phases, and what
+    has no constants."""
+    from isoload.advise import Question, find_model, judge_by, step_weights
     from isoload.advise.advice import saved_ms
     from isoload.advise.constants import layer_times
     from isoload.advise.recorded import served_runs, trace_of
+    from isoload.cli.advise import phase_times
 
     described, topology = find_model(model, dtype), recorded.topology
-    times, gaps = layer_times(gpu, engine, chosen.name, described, topology)
-    if chosen.name not in times:
-        raise ValueError(f"phase {chosen.name} has no constants: {' '.join(gaps)}")
+    constants, gaps = layer_times(gpu, engine, chosen[0].name, described, topology)
+    if lacking := [of.name for of in chosen if of.name not in constants]:
+        raise ValueError(f"phase {lacking[0]} has no constants: {' '.join(gaps)}")
+    notes: dict[str, list[str]] = {}
+    for name, (layer, of_phase) in phase_times(
+        gpu, engine, {of.name: 0 for of in chosen}, described, topology
+    ).items():
+        constants[name], notes[name] = layer, of_phase
     gathers = engine == "vllm" or described.is_deepseek
     asked = {
-        of.name: Question(described, times[of.name], topology, of.tokens, step_ms, gathers=gathers)
+        of.name: Question(described, constants[of.name], topology, of.tokens, step_ms, gathers=gathers)
         for of in found
-        if of.name in times
+        if of.name in constants
     }
-    trace, question = trace_of(recorded, chosen), asked[chosen.name]
-    judged = judge_by(trace, described, topology.num_ranks, question.tokens)
     runs = {of.name: served_runs(recorded, of, asked[of.name]) for of in found if of.name in asked}
     by_phase = {name: saved_ms(*of, asked[name]) for name, of in runs.items()}
-    notes = [f"the advice is on the {len(chosen.batches)} passes of {chosen.name}"]
-    return by_phase, answer(question, trace, judged, (engine, chosen.name, None), notes, source), gaps
+    questions = {}
+    for of in sorted(chosen, key=lambda phase: phase.name, reverse=True):  # prefill first
+        trace, question = trace_of(recorded, of), asked[of.name]
+        judged = judge_by(trace, described, topology.num_ranks, question.tokens)
+        basis = f"the advice on {of.name} is from {amount(len(of.batches), 'pass', 'passes')}"
+        questions[of.name] = PhaseQuestion(question, trace, judged, [basis, *notes[of.name]])
+    passes = {of.name: len(of.batches) for of in chosen}
+    weights = step_weights(passes.get("prefill", 0) / sum(passes.values()))
+    advice = answer(one_placement(questions), engine, gpu, None, source, weights=weights)
+    return by_phase, advice, gaps

@@ -63,14 +63,21 @@ def write_out(
     html: str | None = None,
     page: Callable[[], str] = str,
 ) -> None:
-    """Figures to where --json says, a page to where --html does, and a table unless they take stdout."""
+    """Write figures to where --json says and a page to where --html does; print a table, unless they take stdout.
+
+    The names of the files that were written are printed below the table, or on stderr.
+    """
     drawn = page() if html else ""  # before anything is written: it may fail
     if json:
         write_json(figures, json)
     if html:
         write_text(drawn, html)
-    if json != "-" and not (html and descriptor_of(html) == 1):
-        show(console or Console(highlight=False))
+    shown = json != "-" and not (html and descriptor_of(html) == 1)
+    console = (console or Console(highlight=False)) if shown else Console(stderr=True, highlight=False)
+    if shown:
+        show(console)
+    if files := [target for target in (json, html) if target and descriptor_of(target) is None]:
+        console.print(Text(f"Wrote {' and '.join(map(printable, files))}."), soft_wrap=True)
 
 
 def columns_of(figures: Sequence[Figure], rows: Sequence[Row], wide: bool = False) -> list[Column]:

@@ -36,7 +36,7 @@ class AllToAllTime:
     busiest would take (`high`).
 
     measured: whether the tables have these ranks, nodes and rows. If not, `low` is the exchange inside of one node and
-    `high` the nearest measured one over as many nodes or more, with tokens at least as long; `note` says which.
+    `high` the nearest measured one over as many nodes or more, with tokens at least as long; `note` is its setting.
     """
 
     gpu: str
@@ -84,8 +84,8 @@ class AllToAllTime:
 
     @classmethod
     def _of(cls, low: Row, high: Row, step: str, ranks: int, nodes: int) -> AllToAllTime:
-        parts = ("gpu", "ranks", "nodes", "hidden", "top_k")
-        note = "" if low is high else "up to " + ", ".join(f"{name} {high[name]}" for name in parts)
+        setting = "{gpu}, {ranks} ranks on {nodes} nodes, rows of {hidden}, top-{top_k}"
+        note = "" if low is high else setting.format(**high)
         of = low["gpu"], low["kernel"], step, ranks, nodes, Curve(*low[step]), Curve(*high[step])
         tokens_to, error = min(low["tokens_to"], high["tokens_to"]), max(low["fit_error"], high["fit_error"])
         return cls(*of, tokens_to, error, low is high, note, low["source"])
