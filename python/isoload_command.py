@@ -5,6 +5,11 @@ import sys
 
 def main() -> None:
     """Entry point."""
+    if sys.argv[1:] == ["--version"]:  # without what other options need, which takes half a second
+        from isoload import __version__
+
+        print(f"isoload {__version__}")
+        return
     try:
         from isoload.cli import main as run
 

@@ -11,6 +11,7 @@ import pytest
 from typer.models import ParameterInfo
 from typer.testing import CliRunner
 
+import isoload
 from isoload.balancing.own_counts import Loads
 from isoload.cli import options
 from isoload.cli.app import app
@@ -47,6 +48,13 @@ def test_what_is_no_help_has_the_whole_package():
     code = "import sys; sys.argv = ['isoload', 'doctor', '--cost', '--help']; import isoload_command as c; c.main()"
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ})
     assert said.stderr.startswith("error: cost file must be a JSON object, got --help"), said.stderr
+
+
+def test_the_version_needs_no_typer():
+    """typer and rich take half a second of processor time, the version a twentieth."""
+    code = "import sys; sys.modules['typer'] = None; sys.argv = ['isoload', '--version']; import isoload_command as c"
+    said = subprocess.run([sys.executable, "-c", f"{code}; c.main()"], capture_output=True, text=True)
+    assert said.stdout == f"isoload {isoload.__version__}\n", said.stderr
 
 
 @pytest.mark.parametrize("name", COMMANDS)

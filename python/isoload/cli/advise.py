@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial, reduce
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
-import numpy as np
 import typer
 
 from isoload.cli import options
@@ -67,7 +66,9 @@ def one_placement(
     Otherwise all phases' counts are added.
     """
     seen = [of.judged.seen for of in asked.values()]
-    counts = min(seen, key=lambda of: int(of.sum())) if unseen_by_both else reduce(np.add, seen)
+    counts = min(seen, key=lambda of: int(of.sum()))
+    if not unseen_by_both:
+        counts = sum(seen, start=0 * counts)
     return {name: of._replace(judged=replace(of.judged, seen=counts)) for name, of in asked.items()}
 
 

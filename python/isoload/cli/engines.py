@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -52,11 +51,13 @@ ENGINES = (
 
 def look(engine: Engine, environ: Mapping[str, str]) -> tuple[bool, str, bool]:
     """Whether isoload is, or can be, in this engine; what there is or why not; whether the environment asks for it."""
+    from importlib import metadata  # here: it would take a seventh of the time of --help
+
     asked = engine.switch is not None and environ.get(engine.switch.name, "").strip() not in ("", "0")
     if not is_here(engine.module):
         return False, "not installed", asked
-    name = importlib.metadata.packages_distributions().get(engine.module.split(".")[0], [engine.module])[0]
-    found = importlib.metadata.version(name)
+    name = metadata.packages_distributions().get(engine.module.split(".")[0], [engine.module])[0]
+    found = metadata.version(name)
     if wrong := faults(engine, environ):
         return False, f"{name} {found}, and isoload stays out: {'; '.join(wrong)}", asked
     if engine.switch is None:
@@ -82,7 +83,9 @@ def is_here(module: str) -> bool:
 
 def faults(engine: Engine, environ: Mapping[str, str]) -> list[str]:
     """What keeps isoload out of an engine that is here, a line each."""
-    if engine.group and not importlib.metadata.entry_points(group=engine.group, name="isoload"):
+    from importlib import metadata
+
+    if engine.group and not metadata.entry_points(group=engine.group, name="isoload"):
         return ["isoload is not installed as a package, so the engine does not see its entry point"]
     if engine.plugins in environ and "isoload" not in environ[engine.plugins].split(","):
         return [f"{engine.plugins} names other plug-ins alone, got {environ[engine.plugins]!r}"]
