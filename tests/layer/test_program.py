@@ -355,6 +355,43 @@ def pretrained_part(rank: int, folder: str) -> None:
     model.save_pretrained(folder, max_shard_size="20KB")  # in place of one file
 
 
+def pretrained_by_layer(rank: int, folder: str, fails: int | None) -> list[int]:
+    """Save; of every part that is written the number of layers whose experts it holds."""
+    model, _ = balanced("qwen3", 2)
+    kind, layers = type(model), []
+    stock = kind.save_pretrained
+
+    def write(
+        self: nn.Module, target: Any, main: bool, state: dict[str, Any], *rest: Any, **how: Any
+    ) -> None:
+        layers.append(len({key.split(".experts.")[0] for key in state if ".experts." in key}))
+        if len(layers) == fails:
+            raise OSError("no space left on device")
+        stock(self, target, main, state, *rest, **how)
+
+    kind.save_pretrained = write
+    try:
+        model.save_pretrained(folder)
+    finally:
+        kind.save_pretrained = stock
+    return layers
+
+
+def test_the_writer_holds_the_experts_of_one_layer(tmp_path: Path) -> None:
+    """Regression: rank 0 gathered the experts of all layers before it wrote any."""
+    first, second = run_ranks(pretrained_by_layer, 2, str(tmp_path / "saved"), None)
+    assert first == [0, 1, 1] and second == []
+    index = json.loads((tmp_path / "saved" / "model.safetensors.index.json").read_text())
+    sizes = [t.double().nbytes for t in make_model("qwen3").state_dict().values()]
+    assert index["metadata"]["total_size"] == sum(sizes)
+
+
+def test_a_writer_that_fails_ends_the_call_on_all_ranks(tmp_path: Path) -> None:
+    first, second = rank_outcomes(pretrained_by_layer, 2, str(tmp_path / "saved"), 2, group_timeout=20.0)
+    assert "no space left on device" in str(first.error) and "rank 0" in str(second.error)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_parts_are_no_checkpoint(tmp_path: Path) -> None:
     folder = tmp_path / "saved"
     run_ranks(pretrained_part, 2, str(folder))

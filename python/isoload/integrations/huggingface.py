@@ -21,7 +21,8 @@ from isoload.files.reading import open_regular
 from isoload.layer import MoE, clip_grad_norm_, ignore_in_ddp, load, save
 from isoload.layer.block_experts import no_gate
 from isoload.layer.modules import check_fused, fused_activation, fused_stacks
-from isoload.layer.whole import whole_state
+from isoload.layer.pretrained import save_pretrained
+from isoload.layer.whole import unwrapped, whole_state
 from isoload.placers import place
 from isoload.policies import Policy, make_policy
 from isoload.topology import Topology
@@ -51,7 +52,7 @@ _IN_USE: weakref.WeakKeyDictionary[nn.Module, BalancedExperts] = weakref.WeakKey
 def register(
     name: str = "isoload",
     *,
-    policy: str = "llep",
+    policy: str | Policy = "llep",
     spare_slots: int = 2,
     ranks_per_node: int = 0,
     **options: Any,
@@ -60,7 +61,8 @@ def register(
 
     Args:
         name: for ``DistributedConfig(ep_implementation=name)``.
-        policy: one that borrows ("llep", "spill_cost"): transformers leaves each rank its own experts and no replicas.
+        policy: one that borrows ("llep", "spill_cost"), a name or a Policy: transformers leaves each rank its own
+            experts and no replicas.
         spare_slots: experts that a rank can borrow at a time.
         ranks_per_node: of the expert-parallel group; 0 = all ranks on one node.
         **options: the policy's, e.g. min_chunk.
@@ -174,6 +176,8 @@ class BalancedTraining:
     accelerator: Any
     optimizer: Any
     lr_scheduler: Any
+    processing_class: Any
+    data_collator: Any
     state: Any
 
     def __init__(self, *args: Any, **how: Any) -> None:
@@ -198,7 +202,16 @@ class BalancedTraining:
         return clip_grad_norm_(self.model, self.args.max_grad_norm)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        whole = whole_state(self.model) if state_dict is None else state_dict  # on all ranks
+        folder, model = output_dir or self.args.output_dir, unwrapped(self.model)
+        if state_dict is None and hasattr(type(model), "save_pretrained"):
+            save_pretrained(model, folder)  # on all ranks, a layer at a time
+            if self.args.should_save:
+                torch.save(self.args, os.path.join(folder, "training_args.bin"))
+                words = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+                if words is not None:
+                    words.save_pretrained(folder)
+            return
+        whole = whole_state(model) if state_dict is None else state_dict
         if self.args.should_save:
             super()._save(output_dir, whole)  # type: ignore[misc]
 

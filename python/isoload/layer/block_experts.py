@@ -129,6 +129,20 @@ def layer_numbers(model: nn.Module, blocks: Sequence[nn.Module]) -> list[int] | 
     return numbers if len(numbers) == len(blocks) == len(set(numbers)) else None
 
 
+def spare_count(policy: str | Policy, spare_slots: int | None) -> int:
+    """Return the spare slots of a rank where there is no placement; None: SPARE_SLOTS if the policy borrows, else 0."""
+    if spare_slots is not None:
+        return spare_slots
+    known = isinstance(policy, Policy) or policy in POLICIES  # else the layer refuses it
+    return SPARE_SLOTS if known and make_policy(policy).borrows else 0
+
+
+def check_spare(placement: Placement, spare_slots: int | None) -> None:
+    """Raise ValueError for a number of spare slots that is not the placement's."""
+    if spare_slots not in (None, placement.spare_slots):
+        raise ValueError(f"spare_slots must be the placement's {placement.spare_slots}, got {spare_slots}")
+
+
 def take_over(
     blocks: Sequence[nn.Module],
     topology: Topology | int,
@@ -140,14 +154,11 @@ def take_over(
     """For each block its experts, not put in their place yet; arguments as of :func:`balance`."""
     transport = LocalTransport(topology) if transport is None else transport
     if placement is None:
-        policy = options.get("policy", "exact")
-        known = isinstance(policy, Policy) or policy in POLICIES  # else the layer refuses it
-        default = SPARE_SLOTS if known and make_policy(policy).borrows else 0
-        spare = default if spare_slots is None else spare_slots
+        spare = spare_count(options.get("policy", "exact"), spare_slots)
         counts = torch.ones(len(blocks), block_experts(blocks[0])[0].num_slots)
         placement = place(counts, topology, spare_slots=spare, placer="trivial")
-    elif spare_slots not in (None, placement.spare_slots):
-        raise ValueError(f"spare_slots must be the placement's {placement.spare_slots}, got {spare_slots}")
+    else:
+        check_spare(placement, spare_slots)
     if placement.num_layers != len(blocks):
         raise ValueError(
             f"placement must have a layer for each of the {len(blocks)} MoE blocks, got {placement.num_layers}"

@@ -89,11 +89,15 @@ def whole_state(model: nn.Module) -> dict[str, Any]:
 
     The other processes, which all call it together, get no tensors.
     """
-    kept = other_state(model)
+    return {key: value for part in whole_parts(model) for key, value in part.items()}
+
+
+def whole_parts(model: nn.Module) -> Iterator[dict[str, Any]]:
+    """Yield the same state in parts: what is no expert, then the experts of one layer after the other."""
+    yield other_state(model)
     for name, module in holders(model).items():
         stacks = {name + key: stack.cpu() for key, stack in module.whole_experts().items()}
-        kept |= stacks if is_writer() else {}
-    return kept
+        yield stacks if is_writer() else {}
 
 
 def other_state(model: nn.Module) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import nn
 
 from isoload.integrations.megatron.dispatcher import BalancedTokenDispatcher
+from isoload.layer.block_experts import check_spare, spare_count
 from isoload.placers import place
 from isoload.policies import Policy
 from isoload.records.placement import Placement
@@ -26,7 +27,7 @@ def balance(
     policy: str | Policy = "llep",
     *,
     placement: Placement | None = None,
-    spare_slots: int = 2,
+    spare_slots: int | None = None,
     ranks_per_node: int = 0,
     **options: Any,
 ) -> list[BalancedTokenDispatcher]:
@@ -37,7 +38,8 @@ def balance(
         policy: a name in isoload.POLICIES or a Policy; options go with the name.
         placement: of every layer alike, its first; each expert at home on the rank that has it. None: these alone, and
             spare_slots.
-        spare_slots: experts that a rank can borrow at a time, where there is no placement.
+        spare_slots: experts that a rank can borrow at a time, where there is no placement. None: 2 if the policy
+            borrows, else 0.
         ranks_per_node: of the expert-parallel group; 0 = all on one node.
 
     Raises:
@@ -54,7 +56,10 @@ def balance(
         if chosen is None:
             experts = torch.ones(1, layer.config.num_moe_experts)
             topology = transport.group.topology
-            chosen = place(experts, topology, placer="trivial", spare_slots=spare_slots)
+            spare = spare_count(policy, spare_slots)
+            chosen = place(experts, topology, placer="trivial", spare_slots=spare)
+        else:
+            check_spare(chosen, spare_slots)
         layer.token_dispatcher = BalancedTokenDispatcher(layer, chosen, transport, policy=policy, **options)
         made.append(layer.token_dispatcher)
     if not made:
