@@ -207,9 +207,10 @@ class Call:
         failure: why this process cannot go on.
         later: the exchange in which the others are where they did not hear of the failure in the gather of loads;
             it raises. None: they are in none.
+        limit: [] int32, which counts are reduced to before the gather: a captured gather carries a failure by it.
     """
 
-    __slots__ = ("device", "facts", "failure", "group", "in_gather", "later", "stage")
+    __slots__ = ("device", "facts", "failure", "group", "in_gather", "later", "limit", "stage")
 
     def __init__(
         self,
@@ -219,7 +220,9 @@ class Call:
         facts: Mapping[str, Any] | None = None,
         failure: BaseException | None = None,
         later: Callable[[Call], object] | None = None,
+        limit: Tensor | None = None,
     ) -> None:
+        self.limit = limit
         self.group, self.stage, self.device, self.failure, self.later = group, stage, device, failure, later
         self.facts: dict[str, Any] = {} if facts is None else dict(facts)
         self.in_gather: dict[str, int] = {}  # more facts, which travel with the loads alone
@@ -256,6 +259,8 @@ class Call:
         if failed:
             nothing = torch.zeros(width, dtype=torch.int32, device=self.device)
             counts, errors = [nothing] * len(group.ranks), [error_code(self.stage)] * len(group.ranks)
+        elif self.limit is not None:
+            counts = [torch.minimum(row, self.limit) for row in counts]
         try:
             loads = group.gather_loads(counts, errors, {**self.facts, **self.in_gather}, in_node, summed)
         except ValueError as error:
