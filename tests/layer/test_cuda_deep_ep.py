@@ -20,8 +20,6 @@ from torch import Tensor
 import isoload
 from isoload.transport import CollectiveGroup, LocalTransport, Received, Transport
 from isoload.transport.deep_ep import DeepEPTransport, packages
-from isoload.transport.deep_ep.wires import from_fp8, to_fp8
-from support.batches import draw
 from support.conformance import CASES, TOLERANCES
 from support.cuda_layer import in_processes, make_skewed
 from support.deep_ep_transports import AnyShape
@@ -36,7 +34,7 @@ pytestmark = [
 ]
 DEVICE = "cuda"
 RANKS, EXPERTS, HIDDEN, INNER, TOP_K, TOKENS = 2, 16, 256, 128, 4, 64
-ELSEWHERE = {"bytes"}  # DeepEP moves them, not the group
+ELSEWHERE = {"bytes", "traffic"}  # DeepEP moves the bytes and numbers the rows
 KEPT: list[Any] = []  # to the end of the process: the end of a buffer is a meeting of all ranks
 
 
@@ -94,31 +92,6 @@ def failed_cases(rank: int, ranks: int, waits: bool) -> dict[str, str]:
 def test_conformance(ranks: int, waits: bool, tmp_path: Path) -> None:
     for rank, failed in enumerate(in_processes(partial(failed_cases, waits=waits), ranks, tmp_path)):
         assert not failed, f"rank {rank}: {''.join(failed.values())}"
-
-
-def in_fp8(rank: int, ranks: int) -> list[bool]:
-    batch, found = draw("fp8", ranks, dtype=torch.bfloat16, width=HIDDEN), []
-    for waits in (True, False):
-        dispatcher = OnGPU(CollectiveGroup(isoload.Topology(ranks)), buffer_by_size(), waits, fp8=True)
-        x = batch.x[rank].clone().requires_grad_()
-        (got,) = dispatcher.dispatch([x], [batch.slots[rank]], [batch.weights[rank]], batch.slots_per_rank)
-        wanted = torch.stack([batch.x[source][token] for source, token, *_ in batch.received_by(rank)])
-        (out,) = dispatcher.combine([got.rows * 2], [got])
-        out.float().sum().backward()
-        visited = [
-            len({slot // batch.slots_per_rank for slot in own if slot >= 0})
-            for own in batch.slots[rank].tolist()
-        ]
-        real = (got.slots >= 0).any(1)
-        found.append(torch.equal(got.rows[real], from_fp8(*to_fp8(wanted.to(DEVICE))).cpu()))
-        found.append(torch.equal(x.grad[:, 0].float(), 2 * torch.tensor(visited).float()))
-    torch.cuda.synchronize()
-    return found
-
-
-def test_rows_in_fp8(tmp_path: Path) -> None:
-    """They arrive rounded as isoload rounds them; gradients are not rounded."""
-    assert in_processes(in_fp8, RANKS, tmp_path) == [[True] * 4] * RANKS
 
 
 def layer_on(transport: Transport, fails: Callable[[], bool] = bool, **how: Any) -> isoload.MoE:

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from isoload.ops import check_device, device_errors
+from isoload.ops.device_errors import device_errors, error_word, raise_broken
 from isoload.topology import Topology
 from isoload.transport.agreement import (
     error_code,
@@ -118,11 +118,17 @@ class Group(Exchanges):
 
         Then, on a GPU, what ops found wrong in this rank's values: :func:`isoload.ops.check_device`.
         """
-        if (first := self.take_unread()) is not None:
-            self.traffic.host_syncs += first.device.type != "cpu"
+        first, device = self.take_unread(), self.traffic.rows.device
+        if first is not None and first.device.type == "cpu":
             _raise_gathered(first.tolist(), first.device)
-        if self.traffic.rows.is_cuda:
-            check_device(self.traffic.rows.device)
+            first = None
+        device = device if first is None else first.device
+        if device.type == "cuda":  # the host waits once for both
+            word = error_word(device).view(1)
+            *codes, broken = (word if first is None else torch.cat([first, word])).tolist()
+            self.traffic.host_syncs += 1
+            _raise_gathered(codes, device)
+            raise_broken(broken, device)
 
     def take_unread(self) -> Tensor | None:
         """[R] the least first counts that the host has not read yet, which are forgotten here."""
@@ -180,7 +186,7 @@ class Group(Exchanges):
 
 def _raise_gathered(first: Sequence[int], device: torch.device) -> None:
     """Raises for the first rank that failed, by the least first counts [R] of gathers on a device."""
-    if min(first) < 0 and device.type == "cuda":
+    if min(first, default=0) < 0 and device.type == "cuda":
         device_errors(device)  # ops noted the counts that stand for a code: forgotten
     raise_failure([max(-count, 0) for count in first])
 
