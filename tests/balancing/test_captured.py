@@ -329,3 +329,36 @@ def test_made_in_inference_mode_it_runs_outside() -> None:
     for batch in range(4):
         with torch.inference_mode(batch % 2 == 0):
             check_same(eager, graph, draw_ids(batch))
+
+
+class InBackward(torch.autograd.Function):
+    """Runs a call in the backward pass, as a checkpoint's recompute does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, call: Callable[[], Any]) -> Tensor:
+        ctx.call = call
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        ctx.call()
+        return grad, None
+
+
+def test_a_recompute_is_neither_captured_nor_recorded() -> None:
+    """A recompute passes no counts to a recorder, so a graph of one would have none to add."""
+    _, graph, captures = pair({"policy": "exact"})
+    graph.balancer.recorder = recorder = isoload.Recorder(LAYERS, EXPERTS)
+    ids = draw_ids(0)
+
+    def recompute() -> None:
+        InBackward.apply(torch.ones((), requires_grad=True), lambda: graph(ids)).backward()
+
+    graph(ids)
+    recompute()
+    assert captures.number == 0
+    graph(ids)
+    recompute()
+    assert captures.number == 1
+    recorder.step()
+    assert int(recorder.counts().sum()) == 2 * sum(int((rows >= 0).sum()) for rows in ids)
