@@ -2,7 +2,7 @@
 
     python bench/bench_dispatch.py                            # R virtual ranks in one process, on a GPU if there is one
     torchrun --nproc-per-node 8 bench/bench_dispatch.py       # a rank per process: NCCL, or gloo on CPU
-    torchrun ... bench/bench_dispatch.py --transport deep_ep  # rows by DeepEP
+    torchrun ... bench/bench_dispatch.py --transport deep_ep  # rows by EPBuffer, ElasticBuffer or Buffer
 
 Fairness ledger
 - Layers: DeepSeek-V3 (with its shared expert), Qwen3-235B, gpt-oss-120b and -20b, one layer, at their own widths,
@@ -309,7 +309,7 @@ def main() -> None:
         backend = dist.get_backend() if under_torchrun else "local"
         joined = network(backend, device)
         if asked.transport == "deep_ep":
-            joined["deep_ep"] = ", ".join(map(str, installed()))
+            joined["deep_ep"] = ", ".join(f"{p.buffers[0]} of {p}" for p in installed() if p.buffers)
         print(machine(str(device)), joined, file=sys.stderr)
         wire = asked.transport if asked.transport == "deep_ep" else backend
         results = ResultFile(f"bench_dispatch_{device.type}_{wire}", str(device), asked.results)

@@ -64,6 +64,21 @@ def test_errors_of_replays_are_kept() -> None:
         group.check()
 
 
+def test_a_call_that_fails_is_a_replay_whose_gather_carries_the_failure() -> None:
+    group = LocalGroup(make_topology())
+    graph = CapturedBalancer(Balancer(make_placement(), 0, "exact", group), 37, K)
+    eager = Balancer(make_placement(), 0, "exact", LocalGroup(make_topology()))
+    for batch in range(3):
+        graph([r.cuda() for r in draw_ids(batch)])
+    with pytest.raises(ValueError, match="topk_ids must have one tensor per owned rank"):
+        graph([])
+    with pytest.raises(ValueError, match="rank 0 failed in stage count"):
+        group.check()
+    got, wanted = graph([r.cuda() for r in draw_ids(3)]), eager(draw_ids(3))
+    assert all(torch.equal(a.cpu(), b) for a, b in zip(got, wanted, strict=True))
+    group.check()
+
+
 def test_a_failure_in_the_gather_is_told_once() -> None:
     """By the counts that stand for it, which the planner refuses, too."""
     group, placement = LocalGroup(make_topology()), make_placement()

@@ -256,3 +256,9 @@ def test_recordings_end_with_their_graphs() -> None:
     run(layer.setup.rows)
     gc.collect()
     assert not compiled._recordings, "no backward came"
+
+
+def test_compiled_code_does_not_capture_the_exchanges_of_a_layer() -> None:
+    """NCCL requires that all ranks capture a collective in the same batch, and each rank's compiler captures alone."""
+    for op in (torch.ops.isoload.run_layer, torch.ops.isoload.run_layer_backward):
+        assert torch.Tag.cudagraph_unsafe in op.default.tags

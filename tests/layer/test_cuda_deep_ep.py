@@ -1,7 +1,8 @@
-"""DeepEP itself between processes that share one GPU: the conformance suite of every transport, a layer, a graph.
+"""DeepEP itself between processes: the conformance suite of every transport, a layer, a graph.
 
-Its Buffer reaches peers by CUDA IPC, within one device too; the GPU runs the processes by turns, so no time tells
-anything. The other buffers stand on NCCL, which takes a GPU for each rank, and low latency on NVSHMEM.
+EPBuffer and ElasticBuffer use NCCL, which needs a GPU for each rank: they run first, where there are so many. Buffer
+reaches peers by CUDA IPC, within one device too: its processes share a GPU, which runs them by turns, so no time tells
+anything. Low latency needs NVSHMEM and does not run here.
 """
 
 from __future__ import annotations
@@ -20,8 +21,6 @@ from torch import Tensor
 import isoload
 from isoload.transport import CollectiveGroup, LocalTransport, Received, Transport
 from isoload.transport.deep_ep import DeepEPTransport, packages
-from isoload.transport.deep_ep.wires import from_fp8, to_fp8
-from support.batches import draw
 from support.conformance import CASES, TOLERANCES
 from support.cuda_layer import in_processes, make_skewed
 from support.deep_ep_transports import AnyShape
@@ -29,24 +28,34 @@ from support.deep_ep_transports import AnyShape
 pytestmark = [
     pytest.mark.cuda,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-    pytest.mark.skipif(
-        not any("Buffer" in package.buffers for package in packages.installed()),
-        reason="no DeepEP with Buffer",
-    ),
 ]
+INSTALLED = {name for package in packages.installed() for name in package.buffers}
 DEVICE = "cuda"
+KINDS = pytest.mark.parametrize("kind", packages.BUFFERS)
 RANKS, EXPERTS, HIDDEN, INNER, TOP_K, TOKENS = 2, 16, 256, 128, 4, 64
-ELSEWHERE = {"bytes"}  # DeepEP moves them, not the group
+# DeepEP moves the bytes and numbers the rows; EPBuffer and ElasticBuffer add in another order than LocalTransport
+ELSEWHERE = {"bytes", "traffic"}, {"bytes", "traffic", "equals_local"}
 KEPT: list[Any] = []  # to the end of the process: the end of a buffer is a meeting of all ranks
 
 
+def over(kind: str, body: Callable[..., Any], ranks: int, folder: Path) -> list[Any]:
+    """What ``body(rank, ranks, kind)`` returned in processes, if this machine can run the buffer."""
+    if kind not in INSTALLED:
+        pytest.skip(f"no DeepEP with {kind}")
+    own_gpus = kind != "Buffer"
+    if own_gpus and torch.cuda.device_count() < ranks:
+        pytest.skip(f"{kind} needs a GPU for each of {ranks} ranks, got {torch.cuda.device_count()}")
+    return in_processes(partial(body, kind=kind), ranks, folder, own_gpus)
+
+
 @cache
-def buffer_by_size() -> Any:
-    """DeepEP's Buffer, of which one of each size serves all layers, as in a model."""
-    made = packages.load_buffer("Buffer")
-    once: Any = cache(lambda *size: made(*size))
+def buffer_by_size(kind: str) -> Any:
+    """DeepEP's buffer, of which one of each size serves all layers, as in a model."""
+    made = packages.load_buffer(kind)
+    once: Any = cache(lambda *size, **how: made(*size, **how))
     once.__name__ = made.__name__
-    once.get_dispatch_config, once.get_combine_config = made.get_dispatch_config, made.get_combine_config
+    if kind == "Buffer":
+        once.get_dispatch_config, once.get_combine_config = made.get_dispatch_config, made.get_combine_config
     return once
 
 
@@ -74,14 +83,14 @@ class OnGPU(AnyShape):
         return [out.cpu() for out in super().combine([value.to(DEVICE) for value in y], there, mine)]
 
 
-def failed_cases(rank: int, ranks: int, waits: bool) -> dict[str, str]:
+def failed_cases(rank: int, ranks: int, kind: str, waits: bool) -> dict[str, str]:
     failed = {}
 
     def make() -> Transport:
         group = CollectiveGroup(isoload.Topology(ranks))
-        return Transport(group, OnGPU(group, buffer_by_size(), waits))
+        return Transport(group, OnGPU(group, buffer_by_size(kind), waits))
 
-    for name in sorted(CASES.keys() - ELSEWHERE):
+    for name in sorted(CASES.keys() - ELSEWHERE[kind != "Buffer"]):
         try:
             CASES[name](make)
         except Exception:  # CUDA's, too: the test fails with all that its cases said
@@ -91,34 +100,10 @@ def failed_cases(rank: int, ranks: int, waits: bool) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(("ranks", "waits"), [(2, True), (2, False), (4, True)])
-def test_conformance(ranks: int, waits: bool, tmp_path: Path) -> None:
-    for rank, failed in enumerate(in_processes(partial(failed_cases, waits=waits), ranks, tmp_path)):
+@KINDS
+def test_conformance(kind: str, ranks: int, waits: bool, tmp_path: Path) -> None:
+    for rank, failed in enumerate(over(kind, partial(failed_cases, waits=waits), ranks, tmp_path)):
         assert not failed, f"rank {rank}: {''.join(failed.values())}"
-
-
-def in_fp8(rank: int, ranks: int) -> list[bool]:
-    batch, found = draw("fp8", ranks, dtype=torch.bfloat16, width=HIDDEN), []
-    for waits in (True, False):
-        dispatcher = OnGPU(CollectiveGroup(isoload.Topology(ranks)), buffer_by_size(), waits, fp8=True)
-        x = batch.x[rank].clone().requires_grad_()
-        (got,) = dispatcher.dispatch([x], [batch.slots[rank]], [batch.weights[rank]], batch.slots_per_rank)
-        wanted = torch.stack([batch.x[source][token] for source, token, *_ in batch.received_by(rank)])
-        (out,) = dispatcher.combine([got.rows * 2], [got])
-        out.float().sum().backward()
-        visited = [
-            len({slot // batch.slots_per_rank for slot in own if slot >= 0})
-            for own in batch.slots[rank].tolist()
-        ]
-        real = (got.slots >= 0).any(1)
-        found.append(torch.equal(got.rows[real], from_fp8(*to_fp8(wanted.to(DEVICE))).cpu()))
-        found.append(torch.equal(x.grad[:, 0].float(), 2 * torch.tensor(visited).float()))
-    torch.cuda.synchronize()
-    return found
-
-
-def test_rows_in_fp8(tmp_path: Path) -> None:
-    """They arrive rounded as isoload rounds them; gradients are not rounded."""
-    assert in_processes(in_fp8, RANKS, tmp_path) == [[True] * 4] * RANKS
 
 
 def layer_on(transport: Transport, fails: Callable[[], bool] = bool, **how: Any) -> isoload.MoE:
@@ -139,20 +124,20 @@ def rows_of(rank: int, seed: int = 0) -> Tensor:
     return torch.randn(TOKENS, HIDDEN, generator=draw).bfloat16().to(DEVICE)
 
 
-def deep_ep(ranks: int, waits: bool) -> Transport:
+def deep_ep(ranks: int, kind: str, waits: bool) -> Transport:
     shape = {
         "hidden": HIDDEN,
         "top_k": TOP_K,
         "slots_per_rank": EXPERTS // RANKS + 2,
         "max_tokens_per_rank": TOKENS,
     }
-    KEPT.append(DeepEPTransport(isoload.Topology(ranks), kind="Buffer", waits=waits, **shape))
+    KEPT.append(DeepEPTransport(isoload.Topology(ranks), kind=kind, waits=waits, **shape))
     return KEPT[-1]
 
 
-def outputs_and_gradients(rank: int, ranks: int) -> list[list[Tensor]]:
+def outputs_and_gradients(rank: int, ranks: int, kind: str) -> list[list[Tensor]]:
     found = []
-    layers = [layer_on(deep_ep(ranks, waits)) for waits in (True, False)]
+    layers = [layer_on(deep_ep(ranks, kind, waits)) for waits in (True, False)]
     for layer in layers:
         rows = rows_of(rank).requires_grad_()
         out = layer(rows)
@@ -164,20 +149,21 @@ def outputs_and_gradients(rank: int, ranks: int) -> list[list[Tensor]]:
     return found
 
 
-def test_a_layer_is_that_of_one_process(tmp_path: Path) -> None:
+@KINDS
+def test_a_layer_is_that_of_one_process(kind: str, tmp_path: Path) -> None:
     rows = [rows_of(rank).requires_grad_() for rank in range(RANKS)]
     whole = layer_on(LocalTransport(isoload.Topology(RANKS)))(rows)
     torch.stack([out.float().square().sum() for out in whole]).sum().backward()
-    for rank, found in enumerate(in_processes(outputs_and_gradients, RANKS, tmp_path)):
+    for rank, found in enumerate(over(kind, outputs_and_gradients, RANKS, tmp_path)):
         for mine in found:
             for value, wanted in zip(mine, (whole[rank].detach(), rows[rank].grad), strict=True):
                 limit = TOLERANCES[torch.bfloat16] * float(wanted.abs().max())
                 assert (value.float() - wanted.cpu().float()).abs().max() <= limit
 
 
-def replayed(rank: int, ranks: int) -> list[Tensor]:
+def replayed(rank: int, ranks: int, kind: str) -> list[Tensor]:
     """By its own counts a rank needs no exchange but DeepEP's: all of a forward is one graph."""
-    layer = layer_on(deep_ep(ranks, False), loads="own")
+    layer = layer_on(deep_ep(ranks, kind, False), loads="own")
     found: list[Tensor] = []
     with torch.no_grad():
         rows = rows_of(rank)
@@ -200,17 +186,18 @@ def replayed(rank: int, ranks: int) -> list[Tensor]:
     return found
 
 
-def test_a_forward_is_one_graph(tmp_path: Path) -> None:
-    for found in in_processes(replayed, RANKS, tmp_path):
+@KINDS
+def test_a_forward_is_one_graph(kind: str, tmp_path: Path) -> None:
+    for found in over(kind, replayed, RANKS, tmp_path):
         assert found[0].any() and not torch.equal(found[0], found[2])
         for a, b in zip(found[::2], found[1::2], strict=True):
             assert torch.equal(a, b)
 
 
-def told(rank: int, ranks: int) -> list[str]:
+def told(rank: int, ranks: int, kind: str) -> list[str]:
     """What a rank raises in three batches, in the second of which rank 1 fails."""
     said, failing = [], iter([False, rank == 1, False])
-    layer = layer_on(deep_ep(ranks, True), lambda: next(failing))
+    layer = layer_on(deep_ep(ranks, kind, True), lambda: next(failing))
     for _ in range(3):
         try:
             layer(rows_of(rank))
@@ -221,7 +208,8 @@ def told(rank: int, ranks: int) -> list[str]:
     return said
 
 
-def test_a_rank_that_fails_is_told_before_deep_ep_waits_for_it(tmp_path: Path) -> None:
-    others, own = in_processes(told, RANKS, tmp_path)
+@KINDS
+def test_a_rank_that_fails_is_told_before_deep_ep_waits_for_it(kind: str, tmp_path: Path) -> None:
+    others, own = over(kind, told, RANKS, tmp_path)
     assert own == ["", "no choice", ""]
     assert others[0] == others[2] == "" and "rank 1" in others[1]

@@ -145,22 +145,28 @@ def test_weights_in_another_order_than_slots_sort_the_rows() -> None:
     assert run_ranks(expert_major, 2, 2, "", True, timeout=150) == [(0, 1), (0, 1)]
 
 
-def low_latency(rank: int, waits: bool) -> Tensor:
+def low_latency(rank: int, how: dict[str, Any]) -> None:
     draw = make_setup(2, hidden=2048, dtype=torch.bfloat16)
-    transport = transport_of(draw, "Buffer", low_latency=True, waits=waits)
-    layer = draw.layer(transport, policy="exact")
-    with torch.no_grad():
-        y = layer(draw.rows[rank])
+    outputs = []
+    for BUFFERS["Buffer"].left in (0.0, torch.nan, torch.inf):
+        transport = transport_of(draw, "Buffer", low_latency=True, waits=False)
+        layer = draw.layer(transport, **how)
+        with torch.no_grad():
+            outputs.append(y := layer(draw.rows[rank]))
+    assert torch.equal(outputs[0], outputs[1]) and torch.equal(outputs[0], outputs[2])
     assert transport.dispatcher.weights_at_source and not transport.dispatcher.host_waits
     wanted = draw.dense_run()[0]
     assert close(y, wanted[rank], BOUND)
     with pytest.raises(ValueError, match="must not require a gradient for DeepEP's Buffer, low latency"):
         layer(draw.rows[rank].clone().requires_grad_())
-    return y
 
 
-def test_low_latency_is_the_dense_layer_and_forward_only() -> None:
-    run_ranks(low_latency, 2, False)
+@pytest.mark.parametrize(
+    "how", [{"policy": "exact"}, {**LLEP, "borrow": "all_to_all"}], ids=["exact", "llep"]
+)
+def test_low_latency_is_the_dense_layer_and_forward_only(how: dict[str, Any]) -> None:
+    """What lies in places without a copy changes nothing: it is neither zeroed nor read."""
+    run_ranks(low_latency, 2, how)
 
 
 def refusals(rank: int) -> None:

@@ -15,7 +15,6 @@ import torch
 import isoload
 from isoload.experts.weights import ExpertWeights
 from isoload.transport import CollectiveTransport
-from isoload.transport.deep_ep.wires import from_fp8, to_fp8
 from support.borrowed_layer import LLEP, Setup
 from support.borrowed_layer import make_setup as make_borrowed
 from support.deep_ep_double import EPBuffer
@@ -190,14 +189,14 @@ def test_borrowed_over_processes(borrow: str) -> None:
     assert min(run_ranks(over_processes, 3, 3, borrow)) > 0
 
 
-def over_deep_ep(rank: int, ranks: int, name: str, inner: int, fp8_rows: bool, expert_major: bool) -> int:
-    """Weights travel by DeepEP's double; rows in fp8 give what rounded rows give."""
+def over_deep_ep(rank: int, ranks: int, name: str, inner: int, expert_major: bool) -> int:
+    """Weights travel by DeepEP's double."""
     from isoload.transport.deep_ep import DeepEPTransport
 
     setups = borrowed_setups(name, ranks, torch.bfloat16, hidden=512, intermediate=inner)
     placement, rows = setups[0].placement, setups[0].rows[rank]
 
-    def transport(fp8: bool) -> DeepEPTransport:
+    def transport() -> DeepEPTransport:
         group = isoload.CollectiveGroup(placement.topology).process_group
         shape = {"hidden": 512, "top_k": 3, "max_tokens_per_rank": 16}
         buffer = EPBuffer(group, num_max_tokens_per_rank=16, lb_allocation_plan_or_num_bytes=2**23)
@@ -205,34 +204,30 @@ def over_deep_ep(rank: int, ranks: int, name: str, inner: int, fp8_rows: bool, e
             placement.topology,
             slots_per_rank=placement.slots_per_rank,
             buffer=buffer,
-            fp8=fp8,
             expert_major=expert_major,
             **shape,
         )
 
-    layer = setups[0].layer(transport(fp8_rows), **LLEP, borrow="deep_ep")
-    other = setups[1].layer(transport(False), **LLEP, borrow="all_to_all")
+    layer = setups[0].layer(transport(), **LLEP, borrow="deep_ep")
+    other = setups[1].layer(transport(), **LLEP, borrow="all_to_all")
     gates = setups[0].weights(rows)
     with torch.no_grad():
         got = layer.compute(rows, setups[0].ids[rank], gates)
-        sent = from_fp8(*to_fp8(rows)) if fp8_rows else rows
-        want = other.compute(sent, setups[0].ids[rank], gates)
+        want = other.compute(rows, setups[0].ids[rank], gates)
     assert torch.equal(got, want) and got.any() == (len(rows) > 0)
     return assert_borrowed(layer, setups[0].dense)
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize(
-    ("fp8_rows", "expert_major"), [(False, True), (True, False), *rest((False, False), (True, True))]
-)
-def test_borrowed_by_deep_ep(fp8_rows: bool, expert_major: bool) -> None:
-    assert min(run_ranks(over_deep_ep, 2, 2, "fp8", 256, fp8_rows, expert_major, timeout=150)) > 0
+@pytest.mark.parametrize("expert_major", [True, *rest(False)])
+def test_borrowed_by_deep_ep(expert_major: bool) -> None:
+    assert min(run_ranks(over_deep_ep, 2, 2, "fp8", 256, expert_major, timeout=150)) > 0
 
 
 @pytest.mark.parametrize("name", first(["NVFP4", *(name for name in NAMES if name != "NVFP4")]))
 def test_deep_ep_borrows_rows_of_any_size(name: str) -> None:
     """Scales of 4 bytes and more: DeepEP moves multiples of 32."""
-    assert min(run_ranks(over_deep_ep, 2, 2, name, 40, False, False, timeout=150)) > 0
+    assert min(run_ranks(over_deep_ep, 2, 2, name, 40, False, timeout=150)) > 0
 
 
 @torch.no_grad()

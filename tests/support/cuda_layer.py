@@ -66,17 +66,25 @@ def assert_close(mine: list[Tensor | None], theirs: list[Tensor | None], dtype: 
         assert a is None or b is None or close(a, b.double(), TOLERANCE[dtype]), i
 
 
-def in_processes(body: Callable[[int, int], Any], ranks: int, folder: Path) -> list[Any]:
-    """What ``body(rank, ranks)`` returned in fresh processes of one gloo group: forked ones cannot use CUDA."""
-    torch.multiprocessing.spawn(_process, (body, ranks, str(folder)), nprocs=ranks)
+def in_processes(
+    body: Callable[[int, int], Any], ranks: int, folder: Path, own_gpus: bool = False
+) -> list[Any]:
+    """What ``body(rank, ranks)`` returned in fresh processes of one group: forked processes cannot use CUDA.
+
+    The group is of gloo, and the processes share a GPU. With own_gpus each has a GPU, and NCCL joins these.
+    """
+    torch.multiprocessing.spawn(_process, (body, ranks, str(folder), own_gpus), nprocs=ranks)
     return [torch.load(folder / f"{rank}.pt") for rank in range(ranks)]
 
 
-def _process(rank: int, body: Callable[[int, int], Any], ranks: int, folder: str) -> None:
+def _process(rank: int, body: Callable[[int, int], Any], ranks: int, folder: str, own_gpus: bool) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=40))
+    if own_gpus:
+        torch.cuda.set_device(rank)
+    backend, limit = "cpu:gloo,cuda:nccl" if own_gpus else "gloo", timedelta(seconds=40)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=limit)
     torch.save(body(rank, ranks), f"{folder}/{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()

@@ -8,7 +8,6 @@ Shapes: T tokens, K choices, N rows, H columns, R ranks, P experts (isoload's sl
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -74,20 +73,6 @@ def weights_home(parts: Pieces, tokens: Pieces, topk_idx: Tensor, size: int) -> 
         here = owner[chosen] == rank
         returned[chosen] = torch.where(here, part, returned[chosen])
     return returned
-
-
-def in_fp8(dispatch: Callable[[Tensor], tuple[Any, ...]], x: tuple[Tensor, Tensor]) -> tuple[Any, ...]:
-    """A dispatch of bfloat16 rows for e4m3 ones [T, H] with scales [T, H / 128]: their bytes, two by two."""
-    rows, scales = x
-    assert rows.dtype == torch.float8_e4m3fn and scales.dtype == torch.float32
-    assert rows.is_contiguous() and scales.shape == (len(rows), rows.shape[1] // 128)
-    width = rows.shape[1] // 2
-    raw = torch.cat([rows.view(torch.bfloat16), scales.contiguous().view(torch.bfloat16)], 1)
-    # whole blocks of what a dispatch takes
-    raw = torch.nn.functional.pad(raw, (0, -raw.shape[1] % 8))
-    got, *others = dispatch(raw)
-    came = got[:, width : width + 2 * scales.shape[1]].contiguous().view(torch.float32)
-    return (got[:, :width].contiguous().view(torch.float8_e4m3fn), came), *others
 
 
 class EPHandle:
@@ -165,11 +150,6 @@ class _Elastic:
         wait: Any,
         expand: bool = False,
     ) -> tuple[Any, ...]:
-        if isinstance(x, tuple):
-            return in_fp8(
-                lambda v: self._dispatch(v, topk_idx, topk_weights, num_experts, most, handle, wait, expand),
-                x,
-            )
         assert x.is_contiguous() and x.dtype == torch.bfloat16 and x.shape[1] % 8 == 0
         self.get_theoretical_num_sms(num_experts, 1)
         if handle is not None:

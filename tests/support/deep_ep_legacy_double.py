@@ -6,14 +6,14 @@ from types import SimpleNamespace
 
 import torch
 
-from isoload.transport.deep_ep.wires import to_fp8
-from support.deep_ep_double import Event, in_fp8, local_ids, swap
+from support.deep_ep_double import Event, local_ids, swap
 
 
 class Buffer:
     """Rows by source rank, then token; sums by ascending rank."""
 
     num_sms = 20
+    left = torch.nan  # what low latency leaves in places without a copy
 
     def __init__(
         self, group, num_nvl_bytes=0, num_rdma_bytes=0, low_latency_mode=False, num_qps_per_rank=24,
@@ -49,10 +49,6 @@ class Buffer:
         num_tokens_per_expert=None, topk_idx=None, topk_weights=None, expert_alignment=1, num_worst_tokens=0,
         config=None, previous_event=None, async_finish=False, allocate_on_comm_stream=False,
     ):  # fmt: skip
-        if isinstance(x, tuple):
-            given = {"topk_idx": topk_idx, "topk_weights": topk_weights, "num_worst_tokens": num_worst_tokens}
-            layout = num_tokens_per_rank, num_tokens_per_rdma_rank, is_token_in_rank, num_tokens_per_expert
-            return in_fp8(lambda v: self.dispatch(v, None, *layout, **given), x)
         assert x.is_contiguous() and x.dtype == torch.bfloat16 and x.shape[1] % 8 == 0
         if handle is not None:
             assert topk_idx is None and topk_weights is None
@@ -110,11 +106,11 @@ class Buffer:
         dispatch_wait_recv_cost_stats=None, x_global_scale=None, use_fp8=True, round_scale=False, use_ue8m0=False,
         use_nvfp4=False, async_finish=False, return_recv_hook=False,
     ):  # fmt: skip
-        assert self.low_latency_mode and len(x) <= num_max_dispatch_tokens_per_rank
+        assert self.low_latency_mode and not use_fp8 and len(x) <= num_max_dispatch_tokens_per_rank
         num_ranks, rank, most = self.group.size(), self.group.rank(), num_max_dispatch_tokens_per_rank
         assert x.shape[1] % 128 == 0 and (num_ranks * most) % 4 == 0
         size = num_experts // num_ranks
-        rows = x.new_full((size, num_ranks * most, x.shape[1]), torch.nan)
+        rows = x.new_full((size, num_ranks * most, x.shape[1]), self.left)
         counts, sources = torch.zeros(size, dtype=torch.int32), []
         for expert in range(size):
             sent = [(topk_idx == r * size + expert).any(1).nonzero().flatten() for r in range(num_ranks)]
@@ -122,8 +118,6 @@ class Buffer:
             sources.append(([len(piece) for piece in arrived], sent))
             counts[expert] = sum(map(len, arrived))
             rows[expert, : counts[expert]] = torch.cat(arrived)
-        if use_fp8:
-            rows = to_fp8(rows)
         return rows, counts, (sources, rank), Event(), None
 
     def low_latency_combine(

@@ -69,8 +69,7 @@ def make_dispatcher(
     shape = Shape(group.topology.num_ranks, slots_per_rank, top_k, hidden, tokens)
     low_latency, deterministic = how.get("low_latency", False), how.get("deterministic", True)
     buffer = make_buffer(made, group.process_group, shape, low_latency, deterministic, 0)
-    fp8, expert_major = how.get("fp8", False), how.get("expert_major", False)
-    return DeepEPDispatcher(group, buffer, shape, waits, fp8, expert_major)
+    return DeepEPDispatcher(group, buffer, shape, waits, how.get("expert_major", False))
 
 
 def any_shape(topology: Topology, made: Any, waits: bool, **how: Any) -> Transport:

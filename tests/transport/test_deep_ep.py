@@ -18,6 +18,7 @@ from support.sweeps import first, rest
 
 ELSEWHERE = {
     "bytes": "DeepEP moves the bytes, not the group",
+    "traffic": "DeepEP numbers the rows",
     "equals_local": "EPBuffer and ElasticBuffer add in another order; sums and gradients are held to plain loops",
 }
 

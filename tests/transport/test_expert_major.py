@@ -17,7 +17,7 @@ from support.deep_ep_transports import BUFFERS, any_shape, make_dispatcher
 from support.processes import run_ranks
 
 # bytes and equals_local as in test_deep_ep.py; the others count a row once per rank: below, once per copy
-ELSEWHERE = {"bytes", "equals_local", "rows", "sums", "own_contributions", "backward_everywhere"}
+ELSEWHERE = {"bytes", "traffic", "equals_local", "rows", "sums", "own_contributions", "backward_everywhere"}
 HIDDEN, TOP_K, SIZE = 256, 3, 2
 
 

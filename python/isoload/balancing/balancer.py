@@ -168,6 +168,11 @@ class Balancer:
         self._checksums["checksum of policy"] = checksum(policy)
 
     @property
+    def exchanges(self) -> bool:
+        """Whether ranks exchange counts in a batch that is planned."""
+        return self.tokens == "own" and (self.own_counts is None or self.own_counts.by_node)
+
+    @property
     def facts(self) -> dict[str, int]:
         """Integers that must be equal on all ranks in a batch; they travel with the loads and with the row counts."""
         return {"layer": self.layer, "batch number": self.batch, **self._checksums}

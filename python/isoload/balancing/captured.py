@@ -7,22 +7,30 @@ layer's tables, the number of the batch, a recorder's sums, the ranks' error cod
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from isoload.balancing.balancer import Balancer
 from isoload.balancing.counting import check_ids, check_one_each
+from isoload.balancing.own_counts.counts import described
+from isoload.policies import Policy
 from isoload.records.plan import Plan
-from isoload.transport import Call
+from isoload.steps import in_backward
+from isoload.transport import Call, error_code
+from isoload.transport.agreement import raise_unlike
 from isoload.value_checks import values_readable
 
 Replay = Callable[[], None]
 Capture = Callable[[Callable[[], list[Tensor]]], tuple[Replay, list[Tensor]]]
+
+NO_LIMIT = 2**31 - 1
 
 
 def cuda_graph(call: Callable[[], list[Tensor]], pool: Any = None) -> tuple[Replay, list[Tensor]]:
@@ -43,24 +51,43 @@ def cuda_graph(call: Callable[[], list[Tensor]], pool: Any = None) -> tuple[Repl
     return graph.replay, result
 
 
+class _Counts:
+    """A recorder that stores the arguments of its last call instead of adding counts."""
+
+    stored: tuple[int, Sequence[Tensor], object, int]
+
+    def add(self, layer: int, counts: Sequence[Tensor], source: object, top_k: int = 0) -> None:
+        self.stored = layer, counts, source, top_k
+
+
 @dataclass(frozen=True)
 class _Graph:
-    """A captured call: slots [tokens, top_k] of every owned rank, the plan and loads, and the bytes it exchanges."""
+    """A captured call: slots [tokens, top_k] of every owned rank, the plan and loads, and the bytes it exchanges.
+
+    policy is the policy that plans in the graph, counts what a recorder adds after a replay.
+    """
 
     replay: Replay
     slots: list[Tensor]
     plan: Plan | None
     loads: Tensor | None
     bytes: Counter[str]
+    policy: Policy
+    counts: _Counts
 
 
 class CapturedBalancer:
     """Calls a Balancer by a CUDA graph: the same slots, plans, draws, records and errors, one launch from the host.
 
-    The first batch runs as the Balancer does, the second is captured, from then on the graph is replayed. Each is one
-    gather, so ranks need not capture in the same batch. Batches that are planned and those that are not (min_tokens)
-    have a graph each; another policy or recorder of the Balancer is captured anew. A :meth:`Balancer.load` in place
-    needs no new graph. Under ISOLOAD_CHECK=1 nothing is captured: every op looks at its values.
+    The first batch runs as the Balancer does, the second is captured, from then on the graph is replayed. Batches that
+    are planned and those that are not (min_tokens) have a graph each. A :meth:`Balancer.load` in place needs no new
+    graph. Under ISOLOAD_CHECK=1 nothing is captured: every op looks at its values.
+
+    NCCL requires that all ranks capture a collective and replay it in the same batches. Ranks therefore capture in the
+    same batch and agree on the result, for which the host waits once per graph: if the capture fails on one rank, every
+    rank warns and runs eagerly until :meth:`recapture`. A rank whose call fails replays the graph too; its gather
+    carries the error code, so that every rank raises. The recorder runs after the graph, and each rank may change it at
+    any time. Another policy needs :meth:`recapture` where other processes take part in the gather.
 
     Results stay where they are: slots, ``last_plan`` and ``last_loads`` hold until the next call. Clone what must live
     longer. Not to be called while a CUDA graph is being captured: call the Balancer there.
@@ -97,9 +124,24 @@ class CapturedBalancer:
         with torch.inference_mode(False):  # else only inference could write it
             shape = tokens, top_k
             self._ids = [torch.full(shape, -1, dtype=dtype, device=device) for _ in balancer.ranks]
+            # most that a count may be: minus the code of a failure if this process failed
+            self._limit = torch.full((), NO_LIMIT, dtype=torch.int32, device=device)
         self._filled = [0] * len(self._ids)  # rows that may hold more than -1
-        self._read: tuple[object, ...] = ()  # what Python reads in a capture and a graph does not
-        self._graphs: dict[bool, _Graph | None] = {}  # by whether batches are planned; None: ran once
+        self._recorder: object = None  # the recorder that took counts of this layer before
+        self._replicated: bool | None = None  # what Python reads in a capture and a graph does not
+        self._graphs: dict[bool, _Graph | Literal["ran", "eager"]] = {}  # by whether batches are planned
+
+    def recapture(self) -> None:
+        """Drop the graphs: the next batch runs eagerly, the one after is captured.
+
+        All ranks call it together between batches, after they set another policy. The host waits.
+
+        Raises:
+            ValueError: on all ranks, if the ranks' policies differ.
+        """
+        with self.balancer.group.agreeing("capture") as facts:
+            facts["policy"] = self.balancer.policy
+        self._graphs.clear()
 
     def __call__(
         self, topk_ids: Tensor | Sequence[Tensor], num_tokens: int | None = None
@@ -118,18 +160,22 @@ class CapturedBalancer:
             ValueError: naming the argument, the rule and the value. The other ranks raise it from the gather.
         """
         ids: list[Tensor] = []
+        planned = self.balancer.has_freedom  # so the other ranks gather, unless num_tokens rules it out
         call = Call(self.balancer.group)
         with call:
             ids = [topk_ids] if isinstance(topk_ids, Tensor) else list(topk_ids)
             self._check(ids)
             if self.balancer.tokens == "same" and num_tokens is None:
                 num_tokens = len(ids[0])
-            self.balancer.plans(num_tokens)
+            planned = self.balancer.plans(num_tokens)
             for n, rows in enumerate(ids):
                 self._take(n, rows)
-        if call.failure is not None:
-            self.balancer.gather([], num_tokens, call)  # in which the other ranks hear of it; raises
-        slots = [s.narrow(0, 0, len(rows)) for s, rows in zip(self._run(num_tokens), ids, strict=True)]
+        if call.failure is not None and not (planned and self.balancer.exchanges):
+            self.balancer.gather([], num_tokens, call)  # raises
+        slots = [
+            s.narrow(0, 0, len(rows))
+            for s, rows in zip(self._run(num_tokens, planned, call), ids, strict=True)
+        ]
         return slots[0] if isinstance(topk_ids, Tensor) else slots
 
     def _check(self, ids: list[Tensor]) -> None:
@@ -152,42 +198,108 @@ class CapturedBalancer:
             own.narrow(0, len(rows), before - len(rows)).fill_(-1)
         self._filled[n] = len(rows)
 
-    def _run(self, num_tokens: int | None) -> list[Tensor]:
-        balancer, planned = self.balancer, self.balancer.plans(num_tokens)
-        device = self._ids[0].device
-        placed = balancer.placed_on(device)
-        read = (balancer.policy, balancer.recorder, placed.replicated)
-        if [id(x) for x in read] != [id(x) for x in self._read]:
-            self._read = read
+    def _run(self, num_tokens: int | None, planned: bool, call: Call) -> list[Tensor]:
+        """Run the batch eagerly, or capture and replay it: on every rank the same, whether its call failed or not."""
+        balancer, group = self.balancer, self.balancer.group
+        exchanges = planned and balancer.exchanges
+        replicated = balancer.placed_on(self._ids[0].device).replicated
+        if replicated != self._replicated:  # after a load, which all ranks make
+            self._replicated = replicated
             self._graphs.clear()
-        if planned not in self._graphs or (device.type == "cuda" and values_readable(self._ids[0])):
-            self._graphs[planned] = None
-            return self._call(num_tokens)
-        graph = self._graphs[planned]
-        if graph is None:
-            graph = self._graphs[planned] = self._captured(num_tokens)
-        else:
-            balancer.batch += 1
-            balancer.group.traffic.bytes.update(graph.bytes)
-        graph.replay()
-        if graph.plan is not None and graph.plan.placed.host is not placed.host:  # loaded since
-            plan = replace(graph.plan, placed=graph.plan.placed.moved_to(placed))
-            graph = self._graphs[planned] = replace(graph, plan=plan)
-        balancer.last_plan, balancer.last_loads = graph.plan, graph.loads
-        return graph.slots
+        state = self._graphs.get(planned)
+        if isinstance(state, _Graph) and state.policy != balancer.policy:
+            if not exchanges or len(group.ranks) == group.topology.num_ranks:
+                state = None
+            else:
+                with call:
+                    raise ValueError(
+                        f"policy must be {state.policy.name} as captured, got {balancer.policy.name}: call recapture() "
+                        "on all ranks after they set another policy"
+                    )
+        if state is None:
+            self._graphs[planned] = "ran"
+        elif state == "ran" and not in_backward():  # a recompute records nothing
+            state = self._graphs[planned] = self._captured(num_tokens, exchanges, call)
+        if isinstance(state, _Graph):
+            return self._replay(state, call)
+        if call.failure is None:
+            return self._call(num_tokens, exchanges)
+        with self._failing(call):
+            self._call(num_tokens, exchanges)
+        call.stop()
 
-    def _call(self, num_tokens: int | None) -> list[Tensor]:
-        return list(self.balancer(self._ids, num_tokens=num_tokens))
+    def _call(self, num_tokens: int | None, exchanges: bool) -> list[Tensor]:
+        balancer = self.balancer
+        if not exchanges:
+            return list(balancer(self._ids, num_tokens=num_tokens))
+        return balancer.route(balancer.balance(self._ids, call=Call(balancer.group, limit=self._limit)))
 
-    def _captured(self, num_tokens: int | None) -> _Graph:
-        """The graph of a batch, which its capture counts but does not run."""
-        group, batch = self.balancer.group, self.balancer.batch
-        before = group.traffic.bytes.copy()
+    @contextmanager
+    def _failing(self, call: Call) -> Iterator[None]:
+        """Make the gather inside carry the call's failure; what fails inside fails the call."""
+        if call.failure is not None:
+            self._limit.fill_(-error_code(call.stage))
+            if self.balancer.own_counts is not None:  # for the other nodes, at the next exchange
+                self.balancer.own_counts.failure = described(call.failure)
+        with self._counting(_Counts()), call:
+            yield
+        self._limit.fill_(NO_LIMIT)
+
+    @contextmanager
+    def _counting(self, counts: _Counts) -> Iterator[None]:
+        """Let the Balancer pass its counts to an object in place of its recorder."""
+        recorder, self.balancer.recorder = self.balancer.recorder, counts
         try:
-            replay, slots = self._capture(lambda: self._call(num_tokens))
+            yield
+        finally:
+            self.balancer.recorder = recorder
+
+    def _captured(self, num_tokens: int | None, exchanges: bool, call: Call) -> _Graph | Literal["eager"]:
+        """Capture a batch, which counts and runs nothing; "eager" if the capture failed on any rank."""
+        balancer, group, counts = self.balancer, self.balancer.group, _Counts()
+        before, batch = group.traffic.bytes.copy(), balancer.batch
+        why: str | None = None
+        checks = self._ids[0].device.type == "cuda" and values_readable(self._ids[0])
+        try:
+            if checks:
+                raise RuntimeError("ISOLOAD_CHECK=1 is set")
+            with self._counting(counts):
+                replay, slots = self._capture(lambda: self._call(num_tokens, exchanges))
         except BaseException as error:
-            self.balancer.batch = batch
-            self.balancer.gather([], num_tokens, Call(group, failure=error))  # for which the other ranks wait
-            raise
-        sent = group.traffic.bytes - before
-        return _Graph(replay, slots, self.balancer.last_plan, self.balancer.last_loads, sent)
+            why = described(error)
+            if not isinstance(error, Exception):
+                call.failure = error
+        sent, balancer.batch = group.traffic.bytes - before, batch
+        group.traffic.bytes.subtract(sent)
+        votes = [(why, balancer.policy)]
+        if exchanges:
+            votes = group.gather_objects("capture", votes[0])
+            raise_unlike("policy", [policy for _, policy in votes])
+        if failed := [f"on rank {rank}: {vote}" for rank, (vote, _) in enumerate(votes) if vote is not None]:
+            if not checks:
+                warnings.warn(f"{balancer!r} runs eagerly: its CUDA graph failed {failed[0]}", stacklevel=4)
+            return "eager"
+        return _Graph(replay, slots, balancer.last_plan, balancer.last_loads, sent, balancer.policy, counts)
+
+    def _replay(self, graph: _Graph, call: Call) -> list[Tensor]:
+        balancer, recorder = self.balancer, self.balancer.recorder
+        balancer.batch += 1
+        balancer.group.traffic.bytes.update(graph.bytes)
+        layer, counts, source, top_k = graph.counts.stored
+        if recorder is not None and recorder is not self._recorder:
+            with call:  # while the gather can still carry an error of the recorder
+                recorder.add(layer, [torch.zeros_like(row) for row in counts], source, top_k)
+                self._recorder = recorder
+        if call.failure is not None:
+            with self._failing(call):
+                graph.replay()
+            call.stop()
+        graph.replay()
+        placed = balancer.placed_on(self._ids[0].device)
+        if graph.plan is not None and graph.plan.placed.host is not placed.host:  # loaded since
+            graph = replace(graph, plan=replace(graph.plan, placed=graph.plan.placed.moved_to(placed)))
+            self._graphs[True] = graph
+        balancer.last_plan, balancer.last_loads = graph.plan, graph.loads
+        if recorder is not None and not in_backward():
+            recorder.add(layer, counts, source, top_k)
+        return graph.slots

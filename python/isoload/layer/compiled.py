@@ -1,7 +1,8 @@
 """The layer under torch.compile: one op from the choices to the outputs, which runs the eager layer when it runs.
 
 So compiled code has all that eager code has: exchanges whose sizes the host reads, errors that reach every rank, checks
-of Parameters and replicas as they are in that call. None of it could be done while a graph is traced.
+of Parameters and replicas as they are in that call. None of it could be done while a graph is traced. Nor does
+compiled code capture the op in a CUDA graph (cudagraph_unsafe): each rank would capture its exchanges at another time.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ class Recording(bytearray):
         return torch.frombuffer(self, dtype=torch.uint8)
 
 
-@torch.library.custom_op("isoload::run_layer", mutates_args=())
+@torch.library.custom_op("isoload::run_layer", mutates_args=(), tags=torch.Tag.cudagraph_unsafe)
 def run_layer(
     handle: Tensor,
     rows: list[Tensor],
@@ -153,7 +154,7 @@ def _(_handle: Tensor, rows: list[Tensor], *others: Any) -> list[Tensor]:
     return [*(row.new_empty(row.shape) for row in rows), ticket]
 
 
-@torch.library.custom_op("isoload::run_layer_backward", mutates_args=())
+@torch.library.custom_op("isoload::run_layer_backward", mutates_args=(), tags=torch.Tag.cudagraph_unsafe)
 def run_layer_backward(ticket: Tensor, grads: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:
     """The gradients of a recording's inputs (rows, weights, trained Parameters), from those of its outputs."""
     made = _recordings[int.from_bytes(bytes(ticket.tolist()), "little")]

@@ -22,7 +22,13 @@ def device_errors(device: torch.device | str) -> int:
     device's memory, whose address captured graphs hold. This takes the word and leaves 0, after what the current
     stream still has to do, and waits for it. Ops on the CPU raise at once: there it is 0.
     """
-    return int(_device_errors(torch.empty(0, device=device)))
+    return int(error_word(device))
+
+
+def error_word(device: torch.device | str) -> Tensor:
+    """[] int32 on the device: :func:`device_errors` without a wait of the host."""
+    word: Tensor = _device_errors(torch.empty(0, device=device))
+    return word
 
 
 def check_device(device: torch.device | str) -> None:
@@ -33,7 +39,12 @@ def check_device(device: torch.device | str) -> None:
     Raises:
         ValueError: naming every op, its argument and the rule.
     """
-    if broken := device_errors(device):
+    raise_broken(device_errors(device), device)
+
+
+def raise_broken(broken: int, device: torch.device | str) -> None:
+    """Raises for the rules of :func:`device_errors`; see :func:`check_device`."""
+    if broken:
         rules = [rule for bit, rule in enumerate(RULES) if broken >> bit & 1]
         raise ValueError(f"{'; '.join(rules)} (found on {device}; ISOLOAD_CHECK=1 finds the call)")
 

@@ -31,7 +31,8 @@ class Shared:
 class Traffic:
     """What this process handed to the exchanges since the group was made.
 
-    rows        [R, R] int64  rows dispatched, source x destination; only the process's own sources are filled
+    rows        [R, R] int64  rows dispatched, source x destination; only the process's own sources are filled. DeepEP's
+                              rows are not counted: DeepEP numbers them itself
     bytes                     by stage; padding and what a rank sends to itself count, too, but not by what processes
                               on CPU find out, before an exchange, that they are in one stage
     host_syncs                times the host waited for values that an exchange brought

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from isoload.ops import check_device, device_errors
+from isoload.ops.device_errors import device_errors, error_word, raise_broken
 from isoload.topology import Topology
 from isoload.transport.agreement import (
     error_code,
@@ -118,11 +118,17 @@ class Group(Exchanges):
 
         Then, on a GPU, what ops found wrong in this rank's values: :func:`isoload.ops.check_device`.
         """
-        if (first := self.take_unread()) is not None:
-            self.traffic.host_syncs += first.device.type != "cpu"
+        first, device = self.take_unread(), self.traffic.rows.device
+        if first is not None and first.device.type == "cpu":
             _raise_gathered(first.tolist(), first.device)
-        if self.traffic.rows.is_cuda:
-            check_device(self.traffic.rows.device)
+            first = None
+        device = device if first is None else first.device
+        if device.type == "cuda":  # the host waits once for both
+            word = error_word(device).view(1)
+            *codes, broken = (word if first is None else torch.cat([first, word])).tolist()
+            self.traffic.host_syncs += 1
+            _raise_gathered(codes, device)
+            raise_broken(broken, device)
 
     def take_unread(self) -> Tensor | None:
         """[R] the least first counts that the host has not read yet, which are forgotten here."""
@@ -180,7 +186,7 @@ class Group(Exchanges):
 
 def _raise_gathered(first: Sequence[int], device: torch.device) -> None:
     """Raises for the first rank that failed, by the least first counts [R] of gathers on a device."""
-    if min(first) < 0 and device.type == "cuda":
+    if min(first, default=0) < 0 and device.type == "cuda":
         device_errors(device)  # ops noted the counts that stand for a code: forgotten
     raise_failure([max(-count, 0) for count in first])
 
@@ -207,9 +213,10 @@ class Call:
         failure: why this process cannot go on.
         later: the exchange in which the others are where they did not hear of the failure in the gather of loads;
             it raises. None: they are in none.
+        limit: [] int32, which counts are reduced to before the gather: a captured gather carries a failure by it.
     """
 
-    __slots__ = ("device", "facts", "failure", "group", "in_gather", "later", "stage")
+    __slots__ = ("device", "facts", "failure", "group", "in_gather", "later", "limit", "stage")
 
     def __init__(
         self,
@@ -219,7 +226,9 @@ class Call:
         facts: Mapping[str, Any] | None = None,
         failure: BaseException | None = None,
         later: Callable[[Call], object] | None = None,
+        limit: Tensor | None = None,
     ) -> None:
+        self.limit = limit
         self.group, self.stage, self.device, self.failure, self.later = group, stage, device, failure, later
         self.facts: dict[str, Any] = {} if facts is None else dict(facts)
         self.in_gather: dict[str, int] = {}  # more facts, which travel with the loads alone
@@ -256,6 +265,8 @@ class Call:
         if failed:
             nothing = torch.zeros(width, dtype=torch.int32, device=self.device)
             counts, errors = [nothing] * len(group.ranks), [error_code(self.stage)] * len(group.ranks)
+        elif self.limit is not None:
+            counts = [torch.minimum(row, self.limit) for row in counts]
         try:
             loads = group.gather_loads(counts, errors, {**self.facts, **self.in_gather}, in_node, summed)
         except ValueError as error:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from isoload.ops import number_rows
 from isoload.transport.collective import CollectiveGroup
 from isoload.transport.deep_ep.limits import HIDDEN_MULTIPLE, LIMITS, Shape
 from isoload.transport.deep_ep.wires import WireHandle, wire_of
@@ -45,8 +44,6 @@ class DeepEPDispatcher(Dispatcher):
         shape: of a batch.
         waits: whether the host waits for how many rows come. False: N = R * C always (S * R * C in the low-latency
             mode), for CUDA graphs.
-        fp8: whether rows travel to the experts as e4m3 with a scale per 128 columns, half the bytes; they arrive as
-            bfloat16. Gradients are passed on as if nothing had been rounded, and travel as bfloat16.
         expert_major: whether a row comes once for each of its copies on the rank, by slot, so that experts whose
             weights lie in the order of slots need not sort; DeepEP adds the copies up. EPBuffer and ElasticBuffer.
 
@@ -64,13 +61,12 @@ class DeepEPDispatcher(Dispatcher):
         buffer: Any,
         shape: Shape,
         waits: bool = True,
-        fp8: bool = False,
         expert_major: bool = False,
     ) -> None:
         with group.agreeing("construction") as facts:
-            self.wire = wire_of(buffer, shape, waits, fp8, expert_major)
+            self.wire = wire_of(buffer, shape, waits, expert_major)
             facts.update({"shape of DeepEP": shape, "kind of DeepEP": self.wire.kind, "waits": waits})
-            facts.update({"fp8": fp8, "expert_major": expert_major})
+            facts["expert_major"] = expert_major
         self.group, self.shape = group, shape
         self.max_tokens_per_rank = shape.max_tokens_per_rank
         self.host_waits = waits
@@ -85,17 +81,15 @@ class DeepEPDispatcher(Dispatcher):
         with call.at("dispatch"):
             facts = [self._check(x[0], slots[0], weights[0], slots_per_rank)]
         self._meet(call, facts, x[0])
-        rows, rank = x[0], self.group.ranks[0]
+        rows = x[0]
         # a tensor of our own: DeepEP keeps it until backward, and a route may be written again for the next batch
         topk_idx = slots[0].to(torch.int64, copy=True, memory_format=torch.contiguous_format)
         link, got, local, gates, handle = Dispatch.apply(
             self, topk_idx, self._anchor(), rows.contiguous(), weights[0].contiguous()
         )
         traffic = self.group.traffic
-        counts = number_rows(topk_idx, slots_per_rank, self.shape.num_ranks).counts
         traffic.host_syncs += self.host_waits
         traffic.move_to(rows.device)
-        traffic.rows.select(0, rank).add_(counts.select(0, 0))
         return [Received(got, local, gates, DeepEPHandle(handle, len(rows), link), ends=handle.ends)]
 
     def combine(self, y: Owned, received: list[Received], own: Owned | None = None) -> Owned:

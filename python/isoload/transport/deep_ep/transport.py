@@ -28,7 +28,7 @@ class DeepEPTransport(Transport):
         top_k: K, with the columns of shared experts.
         slots_per_rank: S; DeepEP's num_experts is R * S.
         max_tokens_per_rank: most tokens of a rank in a batch.
-        waits, fp8, expert_major: see :class:`DeepEPDispatcher`.
+        waits, expert_major: see :class:`DeepEPDispatcher`.
         kind: "EPBuffer", "ElasticBuffer" or "Buffer"; None = the first that is installed.
         low_latency: Buffer's low-latency mode, forward only.
         deterministic: rows by source rank, then token, whatever the timing; costs a sort in every dispatch.
@@ -50,7 +50,6 @@ class DeepEPTransport(Transport):
         slots_per_rank: int,
         max_tokens_per_rank: int,
         waits: bool = True,
-        fp8: bool = False,
         expert_major: bool = False,
         kind: str | None = None,
         low_latency: bool = False,
@@ -68,7 +67,7 @@ class DeepEPTransport(Transport):
                 if borrow_bytes and name != "EPBuffer":
                     raise ValueError(f"borrow_bytes must be 0 for DeepEP's {name}, got {borrow_bytes}")
             buffer = make_buffer(made, joined.process_group, shape, low_latency, deterministic, borrow_bytes)
-        dispatcher = DeepEPDispatcher(joined, buffer, shape, waits, fp8, expert_major)
+        dispatcher = DeepEPDispatcher(joined, buffer, shape, waits, expert_major)
         joined.memo(_BUFFER, lambda: buffer)
         super().__init__(joined, dispatcher)
 

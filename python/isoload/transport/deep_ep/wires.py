@@ -17,11 +17,6 @@ from torch import Tensor
 from isoload.transport.deep_ep.limits import LIMITS, NODE, Shape
 from isoload.value_checks import put_on
 
-# Rows in fp8: e4m3 with a float32 scale per BLOCK columns of a token, DeepSeek-V3's recipe
-BLOCK = 128  # columns that share a scale
-LARGEST = 448.0  # of float8_e4m3fn
-SMALLEST = 1e-4  # that a block's largest value is taken for: DeepEP's own cast has it
-
 
 @dataclass(frozen=True, eq=False)
 class WireHandle:
@@ -48,7 +43,6 @@ class Wire(ABC):
         buffer: DeepEP's.
         shape: that it was made for.
         waits: whether the host waits for how many rows come; else there are R * C of them, padding included.
-        fp8: whether rows of a forward travel in fp8; gradients stay bfloat16.
         expert_major: whether a row comes once per copy, by slot; else once, with all of its slots.
     """
 
@@ -59,9 +53,7 @@ class Wire(ABC):
     differentiable: ClassVar[bool] = True
     expands: ClassVar[bool] = False  # whether rows can come by expert
 
-    def __init__(
-        self, buffer: Any, shape: Shape, waits: bool, fp8: bool = False, expert_major: bool = False
-    ) -> None:
+    def __init__(self, buffer: Any, shape: Shape, waits: bool, expert_major: bool = False) -> None:
         LIMITS[self.kind].check(self.kind, shape)
         if expert_major and not self.expands:
             raise ValueError(f"expert_major must be False for DeepEP's {self.kind}, got True")
@@ -77,8 +69,7 @@ class Wire(ABC):
                     f"buffer.{method} must take {', '.join(missing)} as the {self.kind} that isoload was written "
                     f"for, got a {type(buffer).__name__} of another version"
                 )
-        self.buffer, self.shape, self.waits, self.fp8 = buffer, shape, waits, fp8
-        self.expert_major = expert_major
+        self.buffer, self.shape, self.waits, self.expert_major = buffer, shape, waits, expert_major
 
     @abstractmethod
     def dispatch(self, x: Tensor, topk_idx: Tensor, weights: Tensor) -> Sent:
@@ -103,24 +94,6 @@ class Wire(ABC):
         return sums, returned
 
 
-def to_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [T, H] -> float8_e4m3fn [T, H] and scales [T, H / 128] float32, whose product is x to within 1/16 of it."""
-    blocks = x.float().unflatten(-1, (-1, BLOCK))
-    scales = blocks.abs().amax(-1).clamp(min=SMALLEST) / LARGEST
-    return (blocks / scales.unsqueeze(-1)).to(torch.float8_e4m3fn).flatten(-2), scales
-
-
-def from_fp8(rows: Tensor, scales: Tensor) -> Tensor:
-    """[..., H] bfloat16 from rows [..., H] float8_e4m3fn and scales [..., H / 128]."""
-    blocks: Tensor = rows.float().unflatten(-1, (-1, BLOCK)) * scales.unsqueeze(-1)
-    return blocks.flatten(-2).bfloat16()
-
-
-def _opened(rows: Tensor | tuple[Tensor, Tensor]) -> Tensor:
-    """[..., H] bfloat16 rows, also of those that came in fp8."""
-    return from_fp8(*rows) if isinstance(rows, tuple) else rows
-
-
 class ElasticWire(Wire):
     """ElasticBuffer of DeepEP 2.1."""
 
@@ -135,7 +108,7 @@ class ElasticWire(Wire):
 
     def dispatch(self, x: Tensor, topk_idx: Tensor, weights: Tensor) -> Sent:
         rows, slots, got, handle, _ = self.buffer.dispatch(
-            to_fp8(x) if self.fp8 else x,
+            x,
             topk_idx=topk_idx,
             topk_weights=weights,
             num_experts=self.shape.num_slots,
@@ -144,7 +117,6 @@ class ElasticWire(Wire):
             do_cpu_sync=self.waits,
             do_expand=self.expert_major,
         )
-        rows = _opened(rows)
         if self.expert_major:
             counts = handle.num_recv_tokens_per_expert_list
             slot = torch.arange(self.shape.slots_per_rank, device=rows.device)
@@ -185,7 +157,7 @@ class LegacyWire(Wire):
             topk_idx, self.shape.num_slots
         )
         rows, slots, got, _, handle, _ = self.buffer.dispatch(
-            to_fp8(x) if self.fp8 else x,
+            x,
             num_tokens_per_rank=per_rank,
             num_tokens_per_rdma_rank=per_rdma_rank,
             is_token_in_rank=in_rank,
@@ -194,7 +166,6 @@ class LegacyWire(Wire):
             topk_weights=weights,
             num_worst_tokens=0 if self.waits else self.shape.num_ranks * self.shape.max_tokens_per_rank,
         )
-        rows = _opened(rows)
         if self.waits:
             return Sent(rows, slots, got, WireHandle(handle))
         real = (slots >= 0).any(1, keepdim=True)
@@ -217,15 +188,16 @@ class LowLatencyWire(Wire):
 
     def dispatch(self, x: Tensor, topk_idx: Tensor, weights: Tensor) -> Sent:
         rows, counts, handle, _, _ = self.buffer.low_latency_dispatch(
-            x, topk_idx, self.shape.max_tokens_per_rank, self.shape.num_slots, use_fp8=self.fp8
+            x, topk_idx, self.shape.max_tokens_per_rank, self.shape.num_slots, use_fp8=False
         )
-        rows = _opened(rows)
         per_slot = rows.shape[1]
         slot = torch.arange(len(counts), device=rows.device).unsqueeze(1).expand(-1, per_slot)
         real = torch.arange(per_slot, device=rows.device) < counts.unsqueeze(1)
         slots = slot.masked_fill(~real, -1).reshape(-1, 1)
-        flat = rows.reshape(-1, rows.shape[2]).masked_fill(slots < 0, 0)
-        return Sent(flat, slots, weights.new_ones(slots.shape), WireHandle((handle, topk_idx, weights)))
+        # Places without a copy hold what was there before: no one reads them, and zeroing costs more than the copies.
+        return Sent(
+            rows.flatten(0, 1), slots, weights.new_ones(slots.shape), WireHandle((handle, topk_idx, weights))
+        )
 
     def combine(
         self, y: Tensor, handle: WireHandle, weights: Tensor | None = None, own: Tensor | None = None
@@ -240,7 +212,7 @@ class LowLatencyWire(Wire):
 WIRES: dict[str, type[Wire]] = {w.kind: w for w in (EPWire, ElasticWire, LegacyWire)}
 
 
-def wire_of(buffer: Any, shape: Shape, waits: bool, fp8: bool = False, expert_major: bool = False) -> Wire:
+def wire_of(buffer: Any, shape: Shape, waits: bool, expert_major: bool = False) -> Wire:
     """The wire that fits a buffer."""
     name = next((c.__name__ for c in type(buffer).__mro__ if c.__name__ in WIRES), None)
     if name is None:
@@ -248,10 +220,10 @@ def wire_of(buffer: Any, shape: Shape, waits: bool, fp8: bool = False, expert_ma
     if getattr(buffer, "low_latency_mode", False):
         if waits:
             raise ValueError("waits must be False for DeepEP's Buffer, low latency, got True")
-        return LowLatencyWire(buffer, shape, waits, fp8, expert_major)
+        return LowLatencyWire(buffer, shape, waits, expert_major)
     if name == "Buffer" and not waits and shape.num_ranks > NODE:
         raise ValueError(
             f"waits must be True for DeepEP's Buffer over more than {NODE} ranks, got False over "
             f"{shape.num_ranks}"
         )
-    return WIRES[name](buffer, shape, waits, fp8, expert_major)
+    return WIRES[name](buffer, shape, waits, expert_major)
