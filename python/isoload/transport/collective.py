@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -20,7 +20,8 @@ from isoload.topology import Topology
 from isoload.transport.agreement import raise_other_stage, stage_header
 from isoload.transport.exchanges import Owned, PerRank
 from isoload.transport.group import Group
-from isoload.transport.peers import Peers, SymmetricMemory
+from isoload.transport.peers import Peers
+from isoload.transport.symmetric import trial
 from isoload.value_checks import values_readable
 
 # the name since torch 2.13, and the one before
@@ -211,23 +212,31 @@ class CollectiveGroup(Group):
             dist.all_gather_object(gathered, given, group=self.process_group)
         return gathered
 
-    def peers(self, device: torch.device) -> Peers | None:
-        """Symmetric memory, where it works: found out by making some, once; all ranks must say the same."""
+    def peers(self, device: torch.device) -> Peers | str:
+        """Symmetric memory, where a trial shows that it works, else why not; the same on all ranks."""
         if device.type != "cuda":
-            return None
+            return f"processes cannot read each other's memory on {device.type}"
         return self.memo(("symmetric memory",), lambda: self._try_symmetric(device))
 
-    def _try_symmetric(self, device: torch.device) -> Peers | None:
+    def _try_symmetric(self, device: torch.device) -> Peers | str:
         assert self.process_group is not None
-        made, works = SymmetricMemory(self.process_group), True
-        try:
-            made.new((16,), torch.uint8, device)
-        except (RuntimeError, ImportError) as error:
-            works = False
-            warnings.warn(f"symmetric memory cannot be had: {error}", stacklevel=2)
-        with self.agreeing("construction") as facts:
-            facts["symmetric memory"] = works
-        return made if works else None
+        steps = trial(self.process_group, device, self.ranks[0], timeout_of(self.process_group))
+        outcomes: Any = None
+        while True:
+            result, why, memory = None, "", cast(Peers | None, None)
+            try:
+                result = steps.send(outcomes)
+            except StopIteration as end:
+                memory = end.value
+            except Exception as error:  # whatever it is, the other ranks must not wait for this one
+                why = f"{type(error).__name__} on rank {self.ranks[0]}: {error}"
+            gathered = self.gather_objects("construction", (result, why))
+            failures: list[str] = [why for _, why in gathered if why]
+            if failures:
+                return failures[0]
+            if memory is not None:
+                return memory
+            outcomes = [result for result, _ in gathered]
 
     @contextmanager
     def named(self, stage: str) -> Iterator[None]:
