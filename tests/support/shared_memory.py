@@ -20,7 +20,8 @@ import torch.distributed._symmetric_memory as symmetric
 from torch import Tensor
 from torch._C import _distributed_c10d
 
-from isoload.transport import CollectiveGroup, symmetric as trials
+from isoload.transport import CollectiveGroup
+from isoload.transport import symmetric as trials
 from isoload.transport.peers import OVERLAP
 
 CPU = torch.device("cpu")

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,7 +21,7 @@ from isoload.transport.agreement import raise_other_stage, stage_header
 from isoload.transport.exchanges import Owned, PerRank
 from isoload.transport.group import Group
 from isoload.transport.peers import Peers
-from isoload.transport.symmetric import trial
+from isoload.transport.symmetric import make_symmetric
 from isoload.value_checks import values_readable
 
 # the name since torch 2.13, and the one before
@@ -220,23 +220,10 @@ class CollectiveGroup(Group):
 
     def _try_symmetric(self, device: torch.device) -> Peers | str:
         assert self.process_group is not None
-        steps = trial(self.process_group, device, self.ranks[0], timeout_of(self.process_group))
-        outcomes: Any = None
-        while True:
-            result, why, memory = None, "", cast(Peers | None, None)
-            try:
-                result = steps.send(outcomes)
-            except StopIteration as end:
-                memory = end.value
-            except Exception as error:  # whatever it is, the other ranks must not wait for this one
-                why = f"{type(error).__name__} on rank {self.ranks[0]}: {error}"
-            gathered = self.gather_objects("construction", (result, why))
-            failures: list[str] = [why for _, why in gathered if why]
-            if failures:
-                return failures[0]
-            if memory is not None:
-                return memory
-            outcomes = [result for result, _ in gathered]
+        try:
+            return make_symmetric(self, self.process_group, device, timeout_of(self.process_group))
+        except Exception as error:  # on all ranks, each with its own
+            return "; ".join(dict.fromkeys(self.gather_objects("construction", str(error))))
 
     @contextmanager
     def named(self, stage: str) -> Iterator[None]:

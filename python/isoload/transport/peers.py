@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-CHANNEL = 0  # of the barriers; meet() orders all our barriers of a group, whatever streams they run on
+CHANNEL = 0  # of the barriers
 OVERLAP = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 
 
@@ -41,7 +41,7 @@ class SymmetricMemory(Peers):
         group: whose processes read each other's memory. Several of them on one device need OVERLAP=1.
         device: this rank's GPU.
         timeout: of barriers. After it the barrier kills the CUDA context.
-        masked: whether ranks on different GPUs have the same device index, which torch refuses without OVERLAP=1.
+        masked: whether torch takes GPUs for one, since they have one device index in their processes.
     """
 
     def __init__(
@@ -62,13 +62,12 @@ class SymmetricMemory(Peers):
         # this process has freed before, which can differ between ranks.
         strides = torch.empty(shape, device="meta").stride()
         tensor = _SymmetricMemory.empty_strided_p2p(tuple(shape), strides, dtype, device)
-        before = os.environ.get(OVERLAP)
         if self._masked:
             os.environ[OVERLAP] = "1"
         try:
             handle = symmetric.rendezvous(tensor, self._group)
         finally:
-            if self._masked and before is None:
+            if self._masked:
                 del os.environ[OVERLAP]
         self._shared[tensor.data_ptr()] = handle, {}
         weakref.finalize(tensor, self._shared.pop, tensor.data_ptr()).atexit = False
