@@ -42,25 +42,27 @@ def timeout_of(process_group: dist.ProcessGroup) -> timedelta:
 
 
 FIRST_WAIT = timedelta(seconds=10)  # before a process warns that it waits for the others
+TRIAL_WAIT = timedelta(seconds=30)  # of a process for the others while they try symmetric memory
 
 
-def await_all(call: str) -> None:
+def await_all(call: str, limit: timedelta | None = None) -> None:
     """Wait until all processes of the default group have made a call, without a collective that could hang.
 
     A process that waits longer than FIRST_WAIT warns and names the ranks that are missing.
 
     Args:
         call: what the processes call, for messages.
+        limit: how long to wait. None: the group's timeout.
 
     Raises:
-        RuntimeError: some processes have not made the call within the group's timeout, naming their ranks.
+        RuntimeError: some processes have not made the call within the limit, naming their ranks.
     """
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return
     store, rank, size = dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
     assert dist.group.WORLD is not None
     calls = _calls.setdefault(dist.group.WORLD, Counter())
-    limit, number = timeout_of(dist.group.WORLD), calls[call]
+    limit, number = limit or timeout_of(dist.group.WORLD), calls[call]
     keys = [f"isoload/{call}/{number}/{other}" for other in range(size)]
     store.set(keys[rank], "1")
 
@@ -220,8 +222,15 @@ class CollectiveGroup(Group):
 
     def _try_symmetric(self, device: torch.device) -> Peers | str:
         assert self.process_group is not None
+        timeout = timeout_of(self.process_group)
+        limit = min(TRIAL_WAIT, timeout / 2)
         try:
-            return make_symmetric(self, self.process_group, device, timeout_of(self.process_group))
+            if dist.get_world_size(self.process_group) < dist.get_world_size():
+                # torch counts a process's rendezvous over all groups. After one that only some processes make, the next
+                # one of the default group would hang (pytorch #196082).
+                with self.agreeing("construction"):
+                    await_all("construction of a layer that borrows", limit)
+            return make_symmetric(self, self.process_group, device, timeout, limit)
         except Exception as error:  # on all ranks, each with its own
             return "; ".join(dict.fromkeys(self.gather_objects("construction", str(error))))
 

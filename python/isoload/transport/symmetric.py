@@ -6,10 +6,8 @@ import ctypes
 import os
 import secrets
 import socket
-from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
-from itertools import count
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,8 +18,6 @@ from isoload.transport.group import Group
 from isoload.transport.peers import OVERLAP, SymmetricMemory
 
 STAGE = "symmetric memory"
-LIMIT = timedelta(seconds=30)  # of every wait of a trial
-_partitions = count()  # numbers the trials on groups that are not the default one
 
 
 class Site(NamedTuple):
@@ -82,31 +78,6 @@ def check_hosts(sites: Sequence[Site]) -> None:
             )
 
 
-def check_partition(group: dist.ProcessGroup, limit: timedelta) -> None:
-    """Raise RuntimeError unless all processes of the default group make this call, with groups that partition it.
-
-    torch counts a process's rendezvous over all groups. After one that only some processes make, the next one of the
-    default group hangs (pytorch #196082).
-    """
-    members, size = dist.get_process_group_ranks(group), dist.get_world_size()
-    if len(members) == size:
-        return
-    store, prefix = dist.distributed_c10d._get_default_store(), f"isoload/partition/{next(_partitions)}"
-    keys = [f"{prefix}/{rank}" for rank in range(size)]
-    store.set(keys[dist.get_rank()], " ".join(map(str, members)))
-    try:
-        store.wait(keys, limit)
-        parts = Counter(store.get(key) for key in keys)
-        whole = all(number == len(part.split()) for part, number in parts.items())
-    except RuntimeError:
-        whole = False
-    # The first process to decide does so for all, since no group may have a rendezvous without the other groups.
-    if store.compare_set(f"{prefix}/whole", "", str(whole)) != b"True":
-        raise RuntimeError(
-            f"processes {members} make a layer, but not all {size} processes at once, each in one group"
-        )
-
-
 def path_of(pid: int) -> Path:
     """Return a path in the folder where torch's processes exchange file descriptors."""
     names = ("TMPDIR", "TMP", "TEMP", "TEMPDIR")
@@ -124,14 +95,21 @@ def check_paths(sites: Sequence[Site], rank: int) -> None:
 
 
 def make_symmetric(
-    group: Group, processes: dist.ProcessGroup, device: torch.device, timeout: timedelta
+    group: Group, processes: dist.ProcessGroup, device: torch.device, timeout: timedelta, limit: timedelta
 ) -> SymmetricMemory:
-    """Make symmetric memory on all ranks, or raise on all ranks. timeout: that of the processes' exchanges.
+    """Make symmetric memory on all ranks, or raise on all ranks.
 
     torch's rendezvous waits for file descriptors without a timeout and keeps Python's lock. It must not begin before
     all ranks have found that the descriptors will arrive.
+
+    Args:
+        group: the ranks that read each other's memory.
+        processes: their process group.
+        device: this rank's GPU.
+        timeout: of the processes' exchanges.
+        limit: of a rank's wait for others in the trial.
     """
-    rank, limit, own = group.ranks[0], min(LIMIT, timeout / 2), path_of(os.getpid())
+    rank, own = group.ranks[0], path_of(os.getpid())
     try:
         with group.agreeing(STAGE):
             site = Site.here(device)
@@ -140,7 +118,6 @@ def make_symmetric(
         sites: list[Site] = group.gather_objects(STAGE, site)
         with group.agreeing(STAGE):
             check_hosts(sites)
-            check_partition(processes, limit)
             if len({other[:2] for other in sites}) == 1:  # else handles of the fabric travel, not descriptors
                 check_paths(sites, rank)
     finally:
