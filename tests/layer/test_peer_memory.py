@@ -5,12 +5,14 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from unittest.mock import patch
 
 import pytest
 import torch
 
 import isoload
 from isoload.transport import CollectiveTransport
+from isoload.weights import backends
 from support.borrowed_layer import LLEP, make_setup
 from support.processes import run_ranks
 from support.shared_memory import SharedMemory, shared_memory
@@ -95,6 +97,15 @@ def test_ranks_meet_before_a_write_that_slow_readers_could_see(writer: str) -> N
     found = run_ranks(meetings, RANKS, writer, False)
     assert all(counts == [0, 0, 1, 1] and unwritten for counts, unwritten, _ in found), found
     assert any(written for _, _, written in found)
+
+
+def meetings_of_graphs(rank: int) -> list[int]:
+    with patch.object(backends, "capturing", lambda _device: True):
+        return meetings(rank, "state", False)[0]
+
+
+def test_ranks_meet_before_every_write_once_graphs_read_weights() -> None:
+    assert run_ranks(meetings_of_graphs, RANKS) == [[0, 0, 1, 2]] * RANKS
 
 
 def test_ranks_meet_after_a_batch_without_gradients_that_an_optimizer_step_may_follow() -> None:

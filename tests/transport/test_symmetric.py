@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import struct
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -14,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import isoload
-from isoload.transport import CollectiveGroup, collective
+from isoload.transport import CollectiveGroup, collective, symmetric
 from isoload.transport.peers import OVERLAP, Peers
 from support.processes import run_ranks
 from support.shared_memory import CPU, Stream, shared_memory
@@ -52,6 +54,41 @@ def test_two_hosts_of_one_fabric_domain_have_one() -> None:
     assert reasons(2, host=lambda rank: f"node{rank}", fabric="rack") == ("", 1)
     reason, meetings = reasons(2, host=lambda rank: f"node{rank}", fabric=lambda rank: f"rack{rank}")
     assert "run on different hosts" in reason and meetings == 0
+
+
+def nvml(cluster: bytes, status: int, clique: int, state: int, rc: int = 0) -> SimpleNamespace:
+    def fill(_device: Any, info: Any) -> int:
+        info[:25] = struct.pack("<16sIIB", cluster, status, clique, state)
+        return rc
+
+    return SimpleNamespace(
+        nvmlInit_v2=lambda: 0,
+        nvmlDeviceGetHandleByUUID=lambda _uuid, _device: 0,
+        nvmlDeviceGetGpuFabricInfo=fill,
+    )
+
+
+@pytest.mark.parametrize(
+    ("library", "channels", "known"),
+    [
+        (nvml(b"c" * 16, 0, 5, 3), 1, True),
+        (nvml(b"c" * 16, 0, 5, 3), 0, False),
+        (nvml(b"c" * 16, 0, 5, 2), 1, False),
+        (nvml(b"c" * 16, 9, 5, 3), 1, False),
+        (nvml(bytes(16), 0, 5, 3), 1, False),
+        (nvml(b"c" * 16, 0, 5, 3, rc=3), 1, False),
+        (SimpleNamespace(), 1, False),
+    ],
+)
+def test_a_fabric_domain_is_one_that_is_complete_and_exports(
+    library: Any, channels: int, known: bool
+) -> None:
+    with (
+        patch.object(symmetric.ctypes, "CDLL", lambda _name: library),
+        patch.object(symmetric.Path, "glob", lambda _path, _name: range(1, channels + 1)),
+    ):
+        found = symmetric.fabric_of("0")
+    assert found == ((b"c" * 16 + struct.pack("<II", 0, 5)).hex() if known else None)
 
 
 def in_containers(rank: int, shared: bool, folder: str) -> Any:

@@ -248,10 +248,8 @@ def make_backend(group: Group, name: str | None, device: torch.device, own_memor
     kind = BACKENDS[name or ("all_to_all" if isinstance(peers, str) else "pull")]
 
     def make() -> Backend:
-        if not isinstance(peers, str):
-            made = kind(group, peers)
-        else:
-            made = kind(group)
+        made = kind(group, None if isinstance(peers, str) else peers)
+        if isinstance(peers, str):
             made.why = peers if name else f"pull cannot be used: {peers}"
         falls_back = kind is AllToAll and name is None and device.type == "cuda"
         log.log(logging.WARNING if falls_back else logging.INFO, "borrow uses %s: %s", kind.name, made.why)
