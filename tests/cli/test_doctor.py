@@ -11,10 +11,10 @@ from isoload.cli import doctor, engines
 from isoload.cli.app import app
 from isoload.cost import CostModel
 from isoload.integrations.settings import SGLANG
-from isoload.transport import deep_ep
+from isoload.transport import deep_ep, symmetric
 
 NAMES = [
-    "python", "torch", "isoload ops", "isoload CUDA ops", "CUDA device", "nvcc", "NCCL",
+    "python", "torch", "isoload ops", "isoload CUDA ops", "CUDA device", "symmetric memory", "nvcc", "NCCL",
     "Triton", "Triton kernels", "DeepEP", "SGLang", "vLLM", "transformers", "Megatron-Core",
     "HiGHS (scipy)", "break-even",
 ]  # fmt: skip
@@ -53,9 +53,14 @@ def test_a_device_is_named(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda i: f"card {i}")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (30 << 30, 80 << 30))
+    monkeypatch.setattr(symmetric, "gpu_of", str)
+    monkeypatch.setattr(symmetric, "fabric_of", {"cuda:0": None, "cuda:1": "abc"}.get)
+    monkeypatch.setattr(symmetric, "host_of", lambda: ("node7", "boot"))
     assert item("CUDA device") == doctor.Item(
         "CUDA device", True, "card 0, card 1; 30 of 80 GiB free on the first"
     )
+    found = "host node7, NVLink fabric domain abc: borrow='pull' is tried where all ranks have the host or the domain"
+    assert item("symmetric memory") == doctor.Item("symmetric memory", True, f"{found} in common")
 
 
 def test_no_nvcc(monkeypatch):

@@ -150,7 +150,7 @@ def test_ranks_that_differ_all_say_so(what: str, named: str) -> None:
 
 def test_processes_on_cpu_cannot_pull() -> None:
     rule = "borrow must be all_to_all, p2p or deep_ep where ranks cannot read each other's memory"
-    said = f"ValueError: {rule}, got 'pull'"
+    said = f"ValueError: {rule}, got 'pull': processes cannot read each other's memory on cpu"
     assert last_lines(construct, "pull without shared memory") == [said] * RANKS
 
 

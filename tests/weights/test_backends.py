@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import isoload
 from isoload.transport import CollectiveGroup, Group, LocalGroup
 from isoload.transport.peers import Peers
+from isoload.weights import backends
 from isoload.weights.backend import BorrowPlan
 from isoload.weights.backends import P2P_LIMIT, Pull, chunks_of, make_backend
 from isoload.weights.borrow import Borrowing
 from isoload.weights.moves import Address, Move
 from support.processes import run_ranks
+from support.shared_memory import CPU, shared_memory
 
 RESIDENT = 3
 WEIGHTS = [
@@ -138,6 +143,47 @@ def test_processes(name: str, limit: int, ranks: int, monkeypatch: pytest.Monkey
             wanted += [given(seed, ranks, 4, dtype) for dtype in (torch.bfloat16, torch.float32)]
         for got, want in zip(found, wanted, strict=True):
             assert_equal(got, [want[rank]])
+
+
+def pulled(rank: int, ranks: int) -> list[Any]:
+    with shared_memory():
+        group = CollectiveGroup(isoload.Topology(ranks))
+        backend = make_backend(group, None, CPU)
+        assert (backend.name, backend.why) == ("pull", "the ranks read each other's memory")
+        plan = draw_plan(0, ranks, 4)
+        rows = [draw_stack(0, rank, w, RESIDENT, *kind) for w, kind in enumerate(WEIGHTS)]
+        held = [backend.new_stack(stack, RESIDENT).copy_(stack) for stack in rows]
+        pools = [torch.full((4, *shape), 7.0).to(dtype) for shape, dtype in WEIGHTS]
+        dist.barrier()  # as the gather of a batch's loads is one
+        backend.start("borrow", plan, [held], [pools])()
+        found = [[[pool.view(torch.uint8) for pool in pools]]]
+        return found + [give(group, "pull", 0, ranks, 4, dtype) for dtype in (torch.bfloat16, torch.float32)]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_processes_read_each_other(ranks: int) -> None:
+    wanted = [brought(0, ranks, 4)]
+    wanted += [given(0, ranks, 4, dtype) for dtype in (torch.bfloat16, torch.float32)]
+    for rank, found in enumerate(run_ranks(pulled, ranks, ranks)):
+        for got, want in zip(found, wanted, strict=True):
+            assert_equal(got, [want[rank]])
+
+
+def chosen(rank: int) -> tuple[str, str, list[Any]]:
+    with shared_memory(host=f"node{rank}"), patch.object(backends, "log") as log:
+        group = CollectiveGroup(isoload.Topology(2))
+        with pytest.raises(ValueError, match=r"where ranks cannot read .* got 'copy': .* on different hosts"):
+            make_backend(group, "copy", CPU)
+        backend = make_backend(group, None, torch.device("cuda"))
+        return backend.name, backend.why, list(log.log.call_args.args)
+
+
+def test_the_choice_and_its_reason_are_logged() -> None:
+    for name, why, (level, text, *values) in run_ranks(chosen, 2):
+        assert name == "all_to_all" and why.startswith(
+            "pull cannot be used: ranks 0 and 1 run on different hosts"
+        )
+        assert level == logging.WARNING and text % tuple(values) == f"borrow uses all_to_all: {why}"
 
 
 def test_batches_of_sends_are_small_on_every_rank() -> None:

@@ -52,6 +52,7 @@ def report(cost: CostModel | None = None) -> list[Item]:
         "isoload ops": lambda: (True, f"{__version__}, {Path(LIBRARY._name).name}"),
         "isoload CUDA ops": lambda: (ON_CUDA, "compiled in" if ON_CUDA else "this build has CPU ops only"),
         "CUDA device": _cuda_device,
+        "symmetric memory": _symmetric_memory,
         "nvcc": _nvcc,
         "NCCL": _nccl,
         "Triton": lambda: _package("triton", "the Triton kernels", "triton"),
@@ -75,6 +76,19 @@ def _cuda_device() -> tuple[bool, str]:
     if torch.version.cuda is None:
         return False, f"torch {torch.__version__} is built without CUDA"
     return False, f"torch is built for CUDA {torch.version.cuda} but finds no device or driver"
+
+
+def _symmetric_memory() -> tuple[bool, str]:
+    """What decides whether ranks read each other's weights, as far as one process can find it out."""
+    import torch
+
+    from isoload.transport.symmetric import fabric_of, gpu_of, host_of
+
+    if not torch.cuda.is_available():
+        return False, "torch finds no GPU: processes borrow experts by all_to_all or p2p"
+    domains = {fabric_of(gpu_of(torch.device("cuda", i))) for i in range(torch.cuda.device_count())}
+    domain = f"host {host_of()[0]}, NVLink fabric domain {', '.join(filter(None, domains)) or 'none'}"
+    return True, f"{domain}: borrow='pull' is tried where all ranks have the host or the domain in common"
 
 
 def _nvcc() -> tuple[bool, str]:

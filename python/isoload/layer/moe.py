@@ -228,6 +228,8 @@ class MoE(StoredExperts):
         """
         run = self._stages if self.run_by is None else self.run_by
         outputs = run(rows, choose, num_tokens)
+        if not torch.is_grad_enabled() and any(p.grad is not None for p in self.weights.parameters()):
+            self.meet_readers()  # An optimizer step may come next, without another backward that makes ranks meet.
         return [y.to(row.dtype) for y, row in zip(outputs, rows, strict=True)]
 
     def _stages(self, rows: list[Tensor], choose: Choose, num_tokens: int | None) -> list[Tensor]:

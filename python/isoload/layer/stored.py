@@ -143,6 +143,11 @@ class StoredExperts(nn.Module):
         if self.has_replicas:
             refresh_replicas(self.group, self._ranks(), self.replica_moves)
 
+    def meet_readers(self) -> None:
+        """Make later writes to the experts wait for ranks that still read them in place; all ranks call it together."""
+        if self.borrowing is not None:
+            self.borrowing.backend.meet()
+
     def full_state_dict(self) -> dict[str, Any]:
         """The state on every rank, whatever the placement: all ranks together.
 
@@ -183,6 +188,7 @@ class StoredExperts(nn.Module):
         wanted = {name for name in self.state_dict() if not name.startswith("weights.")}
         if own.keys() != wanted:
             raise ValueError(f"state must hold {sorted(wanted)} beside experts, got {sorted(own)}")
+        self.meet_readers()
         load_full(self._ranks(), self.placement.num_experts, state)
         self.load_state_dict(own, strict=False)
 
@@ -227,6 +233,7 @@ class StoredExperts(nn.Module):
                 check_no_state(before, after, ranks)
             write = self.balancer.prepare_load(placement)
         call.agree("placement", FACTS, facts)
+        self.meet_readers()
         if moved is not None:
             move_state(self.group, ranks, moved, before, after, size)
         move_weights(self.group, ranks, before, after, size)
@@ -272,6 +279,7 @@ def _mark_part(layer: StoredExperts, state: dict[str, Any], prefix: str, metadat
 
 def _read_part(layer: StoredExperts, state: dict[str, Any], prefix: str, *rest: Any) -> None:
     """Take a marked part for that of the first owned rank, whose experts are then compared with the state's."""
+    layer.meet_readers()
     own = f"{prefix}weights."
     for key in [key for key in state if key.startswith(own) and PART.match(key, len(own))]:
         state[f"{own}0.{without_part(key.removeprefix(own))}"] = state.pop(key)

@@ -20,7 +20,8 @@ from isoload.topology import Topology
 from isoload.transport.agreement import raise_other_stage, stage_header
 from isoload.transport.exchanges import Owned, PerRank
 from isoload.transport.group import Group
-from isoload.transport.peers import Peers, SymmetricMemory
+from isoload.transport.peers import Peers
+from isoload.transport.symmetric import make_symmetric
 from isoload.value_checks import values_readable
 
 # the name since torch 2.13, and the one before
@@ -41,25 +42,27 @@ def timeout_of(process_group: dist.ProcessGroup) -> timedelta:
 
 
 FIRST_WAIT = timedelta(seconds=10)  # before a process warns that it waits for the others
+TRIAL_WAIT = timedelta(seconds=30)  # of a process for the others while they try symmetric memory
 
 
-def await_all(call: str) -> None:
+def await_all(call: str, limit: timedelta | None = None) -> None:
     """Wait until all processes of the default group have made a call, without a collective that could hang.
 
     A process that waits longer than FIRST_WAIT warns and names the ranks that are missing.
 
     Args:
         call: what the processes call, for messages.
+        limit: how long to wait. None: the group's timeout.
 
     Raises:
-        RuntimeError: some processes have not made the call within the group's timeout, naming their ranks.
+        RuntimeError: some processes have not made the call within the limit, naming their ranks.
     """
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return
     store, rank, size = dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
     assert dist.group.WORLD is not None
     calls = _calls.setdefault(dist.group.WORLD, Counter())
-    limit, number = timeout_of(dist.group.WORLD), calls[call]
+    limit, number = limit or timeout_of(dist.group.WORLD), calls[call]
     keys = [f"isoload/{call}/{number}/{other}" for other in range(size)]
     store.set(keys[rank], "1")
 
@@ -211,23 +214,25 @@ class CollectiveGroup(Group):
             dist.all_gather_object(gathered, given, group=self.process_group)
         return gathered
 
-    def peers(self, device: torch.device) -> Peers | None:
-        """Symmetric memory, where it works: found out by making some, once; all ranks must say the same."""
+    def peers(self, device: torch.device) -> Peers | str:
+        """Symmetric memory, where a trial shows that it works, else why not; the same on all ranks."""
         if device.type != "cuda":
-            return None
+            return f"processes cannot read each other's memory on {device.type}"
         return self.memo(("symmetric memory",), lambda: self._try_symmetric(device))
 
-    def _try_symmetric(self, device: torch.device) -> Peers | None:
+    def _try_symmetric(self, device: torch.device) -> Peers | str:
         assert self.process_group is not None
-        made, works = SymmetricMemory(self.process_group), True
+        timeout = timeout_of(self.process_group)
+        limit = min(TRIAL_WAIT, timeout / 2)
         try:
-            made.new((16,), torch.uint8, device)
-        except (RuntimeError, ImportError) as error:
-            works = False
-            warnings.warn(f"symmetric memory cannot be had: {error}", stacklevel=2)
-        with self.agreeing("construction") as facts:
-            facts["symmetric memory"] = works
-        return made if works else None
+            if dist.get_world_size(self.process_group) < dist.get_world_size():
+                # torch counts a process's rendezvous over all groups. After one that only some processes make, the next
+                # one of the default group would hang (pytorch #196082).
+                with self.agreeing("construction"):
+                    await_all("construction of a layer that borrows", limit)
+            return make_symmetric(self, self.process_group, device, timeout, limit)
+        except Exception as error:  # on all ranks, each with its own
+            return "; ".join(dict.fromkeys(self.gather_objects("construction", str(error))))
 
     @contextmanager
     def named(self, stage: str) -> Iterator[None]:

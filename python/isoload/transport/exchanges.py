@@ -163,9 +163,9 @@ class Exchanges(Shared, ABC):
         self.traffic.bytes[stage] += sum(map(num_bytes, buffers))
         return self._swap(stage, buffers, sent, got, begun)
 
-    def peers(self, device: torch.device) -> Peers | None:
-        """The other ranks' memory on a device, where kernels can read it, else None. All ranks call it together."""
-        return None
+    def peers(self, device: torch.device) -> Peers | str:
+        """The other ranks' memory on a device, else why kernels cannot read it. All ranks call it together."""
+        return f"a {type(self).__name__} has no memory that all ranks read"
 
     def memo(self, key: tuple[Any, ...], make: Callable[[], T]) -> T:
         """What make() returned when the key was new, the same object from then on: for all layers of the group."""

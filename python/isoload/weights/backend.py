@@ -86,8 +86,12 @@ class BorrowPlan:
 
 
 class Backend(ABC):
-    """How weights are borrowed; one for all layers of a group. All ranks make the same calls in the same order."""
+    """How weights are borrowed; one for all layers of a group. All ranks make the same calls in the same order.
 
+    why: the reason for the choice of this backend.
+    """
+
+    why = "the ranks read each other's memory"
     name: ClassVar[str]
     reads_moves: ClassVar[bool] = True  # whether the host must have the plan's moves
     reads_peers: ClassVar[bool] = False  # whether it reads other ranks' memory: of the same shape on all
@@ -105,6 +109,10 @@ class Backend(ABC):
     @abstractmethod
     def add_back(self, stage: str, plan: BorrowPlan, grads: Stacks, totals: Stacks) -> None:
         """Adds the gradients of all places to the totals of their homes: the field's ``reduce_grad``."""
+
+    def meet(self) -> None:  # noqa: B027  # only backends that read peers' memory have a reader to wait for
+        """Make what the current stream writes to home rows later wait for peers that still read them. All ranks call it
+        together."""
 
     def new_stack(self, like: Tensor, rows: int) -> Tensor:
         """[rows, ...] zeros that this backend can read on every rank."""

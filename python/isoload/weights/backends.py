@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 
 import torch
@@ -12,6 +13,7 @@ from isoload import ops
 from isoload.transport import CollectiveGroup, Group
 from isoload.transport.exchanges import num_bytes
 from isoload.transport.peers import Peers
+from isoload.value_checks import capturing
 from isoload.weights.backend import Backend, BorrowPlan
 from isoload.weights.deep_ep import DeepEPBorrow, check_deep_ep
 from isoload.weights.moves import (
@@ -27,6 +29,7 @@ from isoload.weights.moves import (
 )
 from isoload.wording import not_one_of
 
+log = logging.getLogger("isoload")
 P2P_LIMIT = 32  # operations of a rank in one batch: NCCL hangs on batches of hundreds
 
 
@@ -107,6 +110,8 @@ class Pull(Backend):
 
     def __init__(self, group: Group, peers: Peers | None = None) -> None:
         super().__init__(group, peers)
+        self._reads = False  # whether any rank has read weights since the ranks last met
+        self._in_graphs = False  # whether replays of CUDA graphs read weights
         self._side: torch.cuda.Stream | None = None
         self._shown: dict[tuple[object, ...], Stacks] = {}  # gradients where peers can read them, by layout
         self._tables: dict[tuple[int, ...], Tensor] = {}
@@ -114,6 +119,8 @@ class Pull(Backend):
     def start(self, stage: str, plan: BorrowPlan, held: Stacks, pools: Stacks) -> Wait:
         # The gather of this batch's loads came between the last write of peers' weights and this read.
         peers = reach_all(self.peers, held)
+        self._reads = True
+        self._in_graphs |= capturing(pools[0][0].device)
 
         def copy() -> None:
             self._copy(plan, peers, pools)
@@ -139,6 +146,15 @@ class Pull(Backend):
             )
         self._count(stage, plan, grads)
         self.peers.meet()
+        self._reads = False  # the weights that this rank reads in backward were waited for
+
+    def meet(self) -> None:
+        if not (self._reads or self._in_graphs):
+            return
+        if self._side is not None:
+            torch.cuda.current_stream(self._side.device).wait_stream(self._side)
+        self.peers.meet()
+        self._reads = False
 
     def new_stack(self, like: Tensor, rows: int) -> Tensor:
         return self.peers.new((rows, *like.shape[1:]), like.dtype, like.device)
@@ -220,14 +236,26 @@ def make_backend(group: Group, name: str | None, device: torch.device, own_memor
             raise ValueError("borrow must not be p2p over gloo on a GPU, got 'p2p'")
     if name == "deep_ep":
         check_deep_ep(group)
-    readable = own_memory or len(group.ranks) == group.topology.num_ranks
-    peers = group.peers(device) if readable and name in (None, "pull", "copy") else None
-    if name in ("pull", "copy") and peers is None:
+    peers: Peers | str = f"borrow={name!r} was passed"
+    if name in (None, "pull", "copy"):
+        owned = own_memory or group.owns_all
+        peers = group.peers(device) if owned else "no other process can read the memory of a Shard"
+    if name in ("pull", "copy") and isinstance(peers, str):
         raise ValueError(
-            f"borrow must be all_to_all, p2p or deep_ep where ranks cannot read each other's memory, got {name!r}"
+            "borrow must be all_to_all, p2p or deep_ep where ranks cannot read each other's memory, "
+            f"got {name!r}: {peers}"
         )
-    kind = BACKENDS[name or ("all_to_all" if peers is None else "pull")]
-    return group.memo(("backend", kind.name), lambda: kind(group, peers))
+    kind = BACKENDS[name or ("all_to_all" if isinstance(peers, str) else "pull")]
+
+    def make() -> Backend:
+        made = kind(group, None if isinstance(peers, str) else peers)
+        if isinstance(peers, str):
+            made.why = peers if name else f"pull cannot be used: {peers}"
+        falls_back = kind is AllToAll and name is None and device.type == "cuda"
+        log.log(logging.WARNING if falls_back else logging.INFO, "borrow uses %s: %s", kind.name, made.why)
+        return made
+
+    return group.memo(("backend", kind.name), make)
 
 
 def reach_all(peers: Peers, stacks: Stacks) -> Stacks:
