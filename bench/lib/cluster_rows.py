@@ -328,11 +328,10 @@ def agreed(world: World, text: str) -> str:
 
 def peers(world: World) -> Figures:
     """Whether ranks read each other's memory, and whether it is the memory of the rank that they ask for."""
-    group = CollectiveGroup(world.topology)
-    reached = group.peers(world.device)
-    if reached is None:
-        world.needs_gpus()
-        return {"outcome": f"none: borrow is all_to_all; {getattr(group, 'why_no_peers', '')}"}
+    world.needs_gpus()
+    reached = CollectiveGroup(world.topology).peers(world.device)
+    if isinstance(reached, str):
+        return {"borrow": "all_to_all", "reason": reached}
     own = reached.new((4,), torch.int64, world.device)
     own.fill_(1 + world.rank)
     reached.meet()
@@ -346,8 +345,8 @@ def late(world: World) -> Figures:
     """A rank that comes to a barrier of peers' memory after 70 s: the others wait, as in any collective."""
     world.needs_gpus()
     reached = CollectiveGroup(world.topology).peers(world.device)
-    if reached is None:
-        raise Skipped("ranks cannot read each other's memory")
+    if isinstance(reached, str):
+        raise Skipped(reached)
     if world.rank == world.ranks - 1:
         time.sleep(LATE)
     reached.meet()

@@ -27,7 +27,7 @@ class Site(NamedTuple):
     boot_id: str
     fabric: str | None
     gpu: str  # UUID
-    index: int  # type: ignore[assignment]  # of the GPU in its process
+    device_index: int  # in its process
     pid: int
     word: int  # random
 
@@ -50,10 +50,8 @@ def gpu_of(device: torch.device) -> str:
 
 def fabric_of(gpu: str) -> str | None:
     """Return the NVLink domain of a GPU that exports memory to other hosts; None where NVML reports none."""
-    device, info = (
-        ctypes.c_void_p(),
-        (ctypes.c_ubyte * 64)(),
-    )  # nvmlGpuFabricInfo_t: cluster, status, clique, state
+    device = ctypes.c_void_p()
+    info = (ctypes.c_ubyte * 64)()  # nvmlGpuFabricInfo_t: cluster, status, clique, state
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
         failed = (
@@ -123,7 +121,7 @@ def make_symmetric(
     finally:
         own.unlink(missing_ok=True)
     # Workers that see one GPU each all have the index 0, which torch takes for one GPU.
-    indices, gpus = {(other.host, other.index) for other in sites}, {other.gpu for other in sites}
+    indices, gpus = {(other.host, other.device_index) for other in sites}, {other.gpu for other in sites}
     masked = len(indices) < len(gpus) and OVERLAP not in os.environ
     store = dist.distributed_c10d._get_process_group_store(processes)
     before = store.timeout  # type: ignore[attr-defined]
