@@ -64,15 +64,15 @@ def advise_server(
             on_candidate(turn * total + done, count * total)
 
         phases[name] = advise(question, judged, on_phase, placements)
-    by_phase = {name: {of.candidate: of for of in advice.answers} for name, advice in phases.items()}
+    by_phase = {name: {entry.candidate: entry for entry in advice.answers} for name, advice in phases.items()}
     first = next(iter(phases.values()))
-    means = {of.candidate: _mean(of.candidate, by_phase, weights) for of in first.answers}
+    means = {entry.candidate: _mean(entry.candidate, by_phase, weights) for entry in first.answers}
     order = sorted(means.values(), key=lambda answer: sum(answer.ms))
     whole = replace(first, answers=tuple(order), now=means[first.now.candidate])
-    whole = replace(whole, extrapolated=any(of.extrapolated for of in phases.values()))
-    whole = replace(whole, drawn=any(of.drawn for of in phases.values()))
+    whole = replace(whole, extrapolated=any(entry.extrapolated for entry in phases.values()))
+    whole = replace(whole, drawn=any(entry.drawn for entry in phases.values()))
     ordered = {
-        name: replace(advice, answers=tuple(by_phase[name][of.candidate] for of in order))
+        name: replace(advice, answers=tuple(by_phase[name][entry.candidate] for entry in order))
         for name, advice in phases.items()
     }
     return ServerAdvice(whole, ordered, dict(weights))
@@ -82,7 +82,7 @@ def _mean(
     candidate: Candidate, by_phase: Mapping[str, Mapping[Candidate, Answer]], weights: Mapping[str, float]
 ) -> Answer:
     """A candidate's figures of the mean step; its additional slots take the same memory in every phase."""
-    answers = {name: found[candidate] for name, found in by_phase.items()}
+    answers = {name: answers_of[candidate] for name, answers_of in by_phase.items()}
 
     def number(field: str) -> float:
         return sum(weights[name] * float(getattr(answer, field)) for name, answer in answers.items())

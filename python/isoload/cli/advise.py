@@ -65,11 +65,11 @@ def one_placement(
     unseen_by_both: the phases are cut from one trace, so that the shorter of its first parts is unseen by both.
     Otherwise all phases' counts are added.
     """
-    seen = [of.judged.seen for of in asked.values()]
-    counts = min(seen, key=lambda of: int(of.sum()))
+    seen = [part.judged.seen for part in asked.values()]
+    counts = min(seen, key=lambda part: int(part.sum()))
     if not unseen_by_both:
         counts = sum(seen, start=0 * counts)
-    return {name: of._replace(judged=replace(of.judged, seen=counts)) for name, of in asked.items()}
+    return {name: part._replace(judged=replace(part.judged, seen=counts)) for name, part in asked.items()}
 
 
 def answer(
@@ -98,47 +98,47 @@ def answer(
     with progress("candidates") as on_candidate:
         if len(asked) > 1 and weights is not None:
             server = advise_server(
-                {name: (of.question, of.judged) for name, of in asked.items()}, weights, on_candidate
+                {name: (part.question, part.judged) for name, part in asked.items()}, weights, on_candidate
             )
-            found, phases = server.whole, server.phases
+            advice, phases = server.whole, server.phases
         else:
             ((only, first),) = asked.items()
-            found = search(first.question, first.judged, on_candidate)
-            phases, weights = {only: found}, {only: 1.0}
-    first, question = next(iter(asked.values())), found.question
-    best, model, topology = found.answers[0], question.model, question.topology
+            advice = search(first.question, first.judged, on_candidate)
+            phases, weights = {only: advice}, {only: 1.0}
+    first, question = next(iter(asked.values())), advice.question
+    best, model, topology = advice.answers[0], question.model, question.topology
     slots = -(-model.experts // topology.num_ranks) + best.candidate.more
     phase = next(iter(phases))  # prefill, where both are asked about
-    launch = [] if best is found.now else flags(engine, best.candidate, topology, slots, source, phase)
-    notes = list(dict.fromkeys(note for of in asked.values() for note in of.notes))
-    warned = warnings(found, notes, guessed=guessed)
-    kernels = {name: of.question.layer.experts.kernel for name, of in phases.items()}
+    launch = [] if best is advice.now else flags(engine, best.candidate, topology, slots, source, phase)
+    notes = list(dict.fromkeys(note for part in asked.values() for note in part.notes))
+    warned = warnings(advice, notes, guessed=guessed)
+    kernels = {name: one.question.layer.experts.kernel for name, one in phases.items()}
     figures = {
         "model": model.name,
         "gpu": question.layer.experts.gpu,
         "kernel": kernels[phase],
-        "verdict": found.verdict,
-        "gain_ms": found.gain_ms,
-        "gain_share": found.share(found.gain_ms),
-        "answers": [answer.to_json() for answer in found.answers],
-        "steps": dict(zip(("now", "best"), map(vars, found.steps or ()), strict=False)),
+        "verdict": advice.verdict,
+        "gain_ms": advice.gain_ms,
+        "gain_share": advice.share(advice.gain_ms),
+        "answers": [answer.to_json() for answer in advice.answers],
+        "steps": dict(zip(("now", "best"), map(vars, advice.steps or ()), strict=False)),
         "flags": launch,
         "warnings": warned,
     }
     if len(phases) > 1:
         figures["by_phase"] = {
             name: {
-                "tokens_per_rank": of.question.tokens,
+                "tokens_per_rank": part.question.tokens,
                 "share_of_steps": weights[name],
                 "kernel": kernels[name],
-                "gain_ms": of.gain_ms,
-                "answers": [answer.to_json() for answer in of.answers],
+                "gain_ms": part.gain_ms,
+                "answers": [answer.to_json() for answer in part.answers],
             }
-            for name, of in phases.items()
+            for name, part in phases.items()
         }
     batches = len(first.judged.loads)
-    show = partial(print_advice, found, phases, weights, batches, launch, warned)
-    page = partial(_page, found, phases, weights, asked, (engine, gpu, kernel), launch, warned, figures)
+    show = partial(print_advice, advice, phases, weights, batches, launch, warned)
+    page = partial(_page, advice, phases, weights, asked, (engine, gpu, kernel), launch, warned, figures)
     return Answered(figures, show, page)
 
 
@@ -162,24 +162,25 @@ def _page(
 
     engine, gpu, kernel = chosen
     both, parts, gaps = len(phases) > 1, {}, dict[str, None]()
-    for name, of in phases.items():
-        model, topology = of.question.model, of.question.topology
+    for name, part in phases.items():
+        model, topology = part.question.model, part.question.topology
         if both:
-            times = {name: of.question.layer}
+            times = {name: part.question.layer}
         else:
             times, missing = layer_times(gpu, engine, name, model, topology, kernel)
             gaps |= dict.fromkeys(missing)
         trace, judged = asked[name].trace, asked[name].judged
 
-        def judge(tokens: int, trace: Trace = trace, of: Advice = of, judged: Judged = judged) -> Judged:
+        def judge(tokens: int, trace: Trace = trace, part: Advice = part, judged: Judged = judged) -> Judged:
             """Batches with so many tokens on a rank, and the counts that the advised placement is made of."""
-            if tokens == of.question.tokens:
+            if tokens == part.question.tokens:
                 return judged
             return replace(
-                judge_by(trace, of.question.model, of.question.topology.num_ranks, tokens), seen=judged.seen
+                judge_by(trace, part.question.model, part.question.topology.num_ranks, tokens),
+                seen=judged.seen,
             )
 
-        parts[name] = PagePhase(of, judged, trace.layer_ids, times, judge)
+        parts[name] = PagePhase(part, judged, trace.layer_ids, times, judge)
     candidates = page_table(columns_of(FIGURES, rows_of(advice, phases), wide=True), [0])
     batches = len(next(iter(asked.values())).judged.loads)
     notes = [*unit_notes(advice, batches, both), *warned, *gaps]
@@ -198,10 +199,10 @@ def tokens_by_phase(
         ValueError: none is given, or some exclude each other.
     """
     by_phase = {"prefill": prefill_tokens, "decode": decode_tokens}
-    given = {name: tokens for name, tokens in by_phase.items() if tokens is not None}
-    if not given and tokens_per_rank is not None:
+    tokens_of = {name: tokens for name, tokens in by_phase.items() if tokens is not None}
+    if not tokens_of and tokens_per_rank is not None:
         return {phase or "prefill": tokens_per_rank}
-    if not given:
+    if not tokens_of:
         raise ValueError(
             "tokens_per_rank must be given, or prefill_tokens and decode_tokens for a server that runs both phases; "
             "isoload report takes them from a recording of shadow mode"
@@ -210,7 +211,7 @@ def tokens_by_phase(
         raise ValueError(
             "tokens_per_rank and phase must be given without prefill_tokens and decode_tokens, which name their phases"
         )
-    return given
+    return tokens_of
 
 
 def advise(
@@ -337,5 +338,5 @@ def advise(
     source = reading.shell_words(traces, loaded, model) if traces else None
     weights = None if prefill_share is None else step_weights(prefill_share)
     unseen = one_placement(asked, unseen_by_both=True)
-    made = answer(unseen, engine, gpu, kernel, source, guessed=not traces, weights=weights)
-    write_out(json, made.figures, partial(made.show, wide=wide), html=html, page=made.page)
+    advice = answer(unseen, engine, gpu, kernel, source, guessed=not traces, weights=weights)
+    write_out(json, advice.figures, partial(advice.show, wide=wide), html=html, page=advice.page)

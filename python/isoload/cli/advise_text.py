@@ -72,16 +72,16 @@ def rows_of(advice: Advice, phases: Mapping[str, Advice]) -> list[Row]:
     """
     asked = advice.question
     both = len(phases) > 1
-    kept = [
+    shown = [
         *advice.answers[:SHOWN_ROWS],
         *([] if advice.now in advice.answers[:SHOWN_ROWS] else [advice.now]),
     ]
     of_phases = {
-        name: {answer.candidate: between(*answer.ms) for answer in found.answers}
-        for name, found in phases.items()
+        name: {answer.candidate: between(*answer.ms) for answer in part.answers}
+        for name, part in phases.items()
     }
     rows = []
-    for answer in kept:
+    for answer in shown:
         size = answer.slots_bytes
         requests = f"{size / asked.context / asked.model.kv_bytes:.0f}" if size else "-"
         cells = {name: of_phases[name][answer.candidate] if both else None for name in ("prefill", "decode")}
@@ -122,7 +122,7 @@ def verdict_lines(advice: Advice, phases: Mapping[str, Advice]) -> list[str]:
         return [first, "There is no memory for more slots, so that isoload has no choice."]
     second = f"isoload: {advice.verdict}. {ours.candidate.label} {sentence(advice.gain_ms, 'another')}"
     if both:
-        gains = [f"{saving(*found.gain_ms, 'ms')} a step of {name}" for name, found in phases.items()]
+        gains = [f"{saving(*part.gain_ms, 'ms')} a step of {name}" for name, part in phases.items()]
         second += f": it {' and '.join(gains)}"
     return [first, f"{second}."]
 
@@ -138,11 +138,11 @@ def question_lines(advice: Advice, phases: Mapping[str, Advice], weights: Mappin
     if len(phases) == 1:
         where += f", {advice.question.tokens} tokens a rank"
     parts = [
-        f"{name}: {of.question.tokens} tokens a rank in {100 * weights[name]:.3g} % of the steps"
-        for name, of in phases.items()
+        f"{name}: {part.question.tokens} tokens a rank in {100 * weights[name]:.3g} % of the steps"
+        for name, part in phases.items()
         if len(phases) > 1
     ]
-    kernels = dict.fromkeys(of.question.layer.experts.kernel for of in phases.values())
+    kernels = dict.fromkeys(part.question.layer.experts.kernel for part in phases.values())
     return [shape, where, *parts, f"{advice.question.layer.experts.gpu}, {' and '.join(kernels)}"]
 
 
@@ -162,16 +162,16 @@ def unit_notes(advice: Advice, batches: int, both: bool) -> list[str]:
 
 def warnings(advice: Advice, notes: list[str], guessed: bool = False) -> list[str]:
     """Return what the figures rest on that was not measured for them, a sentence each."""
-    found = [f"{note[0].upper()}{note[1:]}." for note in notes]
+    sentences = [f"{note[0].upper()}{note[1:]}." for note in notes]
     if guessed:
-        found.append("No trace was given: how experts are loaded is a guess, and so are all figures.")
+        sentences.append("No trace was given: how experts are loaded is a guess, and so are all figures.")
     elif advice.drawn:
-        found.append("Tokens were drawn from the counts of whole batches: bursts are understated.")
+        sentences.append("Tokens were drawn from the counts of whole batches: bursts are understated.")
     if advice.extrapolated:
-        found.append("So many copies a rank were not measured on this GPU: times are extrapolated.")
+        sentences.append("So many copies a rank were not measured on this GPU: times are extrapolated.")
     if advice.question.rebalance_s == 0 and advice.answers[0].candidate.placer != "trivial":
-        found.append("These times contain no rebalance: --rebalance-seconds and --every add it.")
-    return found
+        sentences.append("These times contain no rebalance: --rebalance-seconds and --every add it.")
+    return sentences
 
 
 def print_advice(

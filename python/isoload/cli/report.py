@@ -158,7 +158,7 @@ def report(
 
 def modelled(
     recorded: Recorded,
-    found: list[Phase],
+    recorded_phases: list[Phase],
     chosen: list[Phase],
     gpu: str,
     model: str,
@@ -177,28 +177,32 @@ def modelled(
 
     described, topology = find_model(model, dtype), recorded.topology
     constants, gaps = layer_times(gpu, engine, chosen[0].name, described, topology)
-    if lacking := [of.name for of in chosen if of.name not in constants]:
+    if lacking := [part.name for part in chosen if part.name not in constants]:
         raise ValueError(f"phase {lacking[0]} has no constants: {' '.join(gaps)}")
     notes: dict[str, list[str]] = {}
     for name, (layer, of_phase) in phase_times(
-        gpu, engine, {of.name: 0 for of in chosen}, described, topology
+        gpu, engine, {part.name: 0 for part in chosen}, described, topology
     ).items():
         constants[name], notes[name] = layer, of_phase
     gathers = engine == "vllm" or described.is_deepseek
     asked = {
-        of.name: Question(described, constants[of.name], topology, of.tokens, step_ms, gathers=gathers)
-        for of in found
-        if of.name in constants
+        part.name: Question(described, constants[part.name], topology, part.tokens, step_ms, gathers=gathers)
+        for part in recorded_phases
+        if part.name in constants
     }
-    runs = {of.name: served_runs(recorded, of, asked[of.name]) for of in found if of.name in asked}
-    by_phase = {name: saved_ms(*of, asked[name]) for name, of in runs.items()}
+    runs = {
+        part.name: served_runs(recorded, part, asked[part.name])
+        for part in recorded_phases
+        if part.name in asked
+    }
+    by_phase = {name: saved_ms(*part, asked[name]) for name, part in runs.items()}
     questions = {}
-    for of in sorted(chosen, key=lambda phase: phase.name, reverse=True):  # prefill first
-        trace, question = trace_of(recorded, of), asked[of.name]
+    for part in sorted(chosen, key=lambda phase: phase.name, reverse=True):  # prefill first
+        trace, question = trace_of(recorded, part), asked[part.name]
         judged = judge_by(trace, described, topology.num_ranks, question.tokens)
-        basis = f"the advice on {of.name} is from {amount(len(of.batches), 'pass', 'passes')}"
-        questions[of.name] = PhaseQuestion(question, trace, judged, [basis, *notes[of.name]])
-    passes = {of.name: len(of.batches) for of in chosen}
+        basis = f"the advice on {part.name} is from {amount(len(part.batches), 'pass', 'passes')}"
+        questions[part.name] = PhaseQuestion(question, trace, judged, [basis, *notes[part.name]])
+    passes = {part.name: len(part.batches) for part in chosen}
     weights = step_weights(passes.get("prefill", 0) / sum(passes.values()))
     advice = answer(one_placement(questions), engine, gpu, None, source, weights=weights)
     return by_phase, advice, gaps
