@@ -24,7 +24,7 @@ namespace isoload {
      "(Tensor loads, Tensor tables, int num_ranks, int num_slots, Tensor? ticks) " \
      "-> (Tensor quota, Tensor active_peak, Tensor active_bound, Tensor telemetry)") \
   OP(plan_lp, \
-     "(Tensor loads, Tensor tables, int num_ranks, int num_slots, Tensor? speeds, Tensor? base, " \
+     "(Tensor loads, Tensor tables, int num_ranks, int num_slots, Tensor? base, " \
      "bool float64, float tolerance, int iterations) -> (Tensor split, Tensor primal, " \
      "Tensor dual, Tensor iterations, Tensor status)") \
   OP(round_split, \
