@@ -29,6 +29,30 @@ ISOLOAD_HD Real tree(const Real* column) {
          ((column[1] + column[5]) + (column[3] + column[7]));
 }
 
+// How many lanes add up one sum: a single lane adds all columns at once, as vectors.
+template <class Team>
+ISOLOAD_HD int lanes_per_sum(const Team& team) {
+  return team.size() == 1 ? 1 : kSumColumns;
+}
+
+// Writes the columns of term(0) .. term(n - 1) of this lane out of lanes_per_sum to column [kSumColumns].
+template <class Real, class F>
+ISOLOAD_HD void add_columns(int n, F&& term, Real* column, int lane, int lanes) {
+  if (lanes > 1) {
+    Real sum = 0;
+    ISOLOAD_ROLLED
+    for (int j = lane; j < n; j += kSumColumns) sum += term(j);
+    column[lane] = sum;
+    return;
+  }
+  Real sum[kSumColumns] = {};
+  int j = 0;
+  for (; j + kSumColumns <= n; j += kSumColumns)
+    for (int c = 0; c < kSumColumns; ++c) sum[c] += term(j + c);
+  for (int c = 0; j + c < n; ++c) sum[c] += term(j + c);
+  for (int c = 0; c < kSumColumns; ++c) column[c] = sum[c];
+}
+
 // One side's nodes: node i's edges are edge(first[i]) .. edge(end[i] - 1), and node[k] is the end of edge k.
 struct Side {
   int size;
@@ -74,13 +98,10 @@ class Sums {
   // Adds term(0) .. term(n - 1) as sum i. The terms are from before the last barrier.
   template <class F>
   ISOLOAD_HD void add(int i, int n, F&& term) {
-    const int first = i * kSumColumns;
-    team_.for_each(first + kSumColumns, [&](int m) {
-      if (m < first) return;
-      Real sum = 0;
-      ISOLOAD_ROLLED
-      for (int j = m - first; j < n; j += kSumColumns) sum += term(j);
-      half()[m] = sum;
+    const int lanes = lanes_per_sum(team_), first = i * lanes;  // every sum by other lanes
+    Real* const column = half() + i * kSumColumns;
+    team_.for_each(first + lanes, [&](int m) {
+      if (m >= first) add_columns(n, term, column, m - first, lanes);
     });
   }
 
@@ -131,7 +152,8 @@ class Cholesky {
     team_.sync();
     team_.for_each(n_, [&](int a) { eliminate_neighbours(a); });
     team_.sync();
-    if (n_ > 0) team_.for_each(kSumColumns, [&](int c) { add_column(0, c); });
+    const int lanes = lanes_per_sum(team_);
+    if (n_ > 0) team_.for_each(lanes, [&](int lane) { add_row(0, lane, lanes); });
     team_.sync();
     ISOLOAD_ROLLED
     for (int k = 0; k < n_; ++k) eliminate(k);
@@ -191,13 +213,10 @@ class Cholesky {
     ws_.excess[a] = excess;
   }
 
-  // The pivot of row k is its excess and its entries right of the diagonal: their column c.
-  ISOLOAD_HD void add_column(int k, int c) {
-    const Real* row = row_of(k);
-    Real sum = 0;
-    ISOLOAD_ROLLED
-    for (int j = k + 1 + c; j < n_; j += kSumColumns) sum += row[j];
-    ws_.columns[k % 2 * kSumColumns + c] = sum;
+  // The pivot of row k is its excess and its entries right of the diagonal, which `lanes` lanes add up.
+  ISOLOAD_HD void add_row(int k, int lane, int lanes) {
+    const Real* row = row_of(k) + k + 1;
+    add_columns(n_ - k - 1, [&](int j) { return row[j]; }, ws_.columns + k % 2 * kSumColumns, lane, lanes);
   }
 
   // Row k keeps its entries right of the diagonal. In the rows below, column k takes L; within a tile L's
@@ -207,7 +226,7 @@ class Cholesky {
     const int below = n_ - k - 1, tile = k / kTile * kTile, tile_end = end_of(tile);
     const Real excess = ws_.excess[k], inverse = 1 / (excess + tree(ws_.columns + k % 2 * kSumColumns));
     if (team_.rank() == 0) ws_.inverse[k] = inverse;
-    const int lanes = team_.size() == 1 ? 1 : kSumColumns;  // per row
+    const int lanes = lanes_per_sum(team_);  // per row
     team_.for_each(below * lanes, [&](int m) {
       const int i = k + 1 + m / lanes, lane = m % lanes;
       Real* other = row_of(i);
@@ -215,8 +234,7 @@ class Cholesky {
       if (lane == 0) ws_.excess[i] += part * excess, other[k] = part;
       add(part, row, i + 1 + lane, n_, lanes, other);
       if (i < tile_end) add(part, row, tile + lane, k, lanes, other);
-      if (i == k + 1)
-        for (int c = lane; c < kSumColumns; c += lanes) add_column(i, c);
+      if (i == k + 1) add_row(i, lane, lanes);
     });
     team_.sync();
   }

@@ -87,18 +87,9 @@ rank=-1 | rank must be in 0..3, got -1
 rank=4 | rank must be in 0..3, got 4
 [plan_lp]
 dtype=torch.float16 | dtype must be torch.float32 or torch.float64, got torch.float16
-speeds=reals(1, 1, 1, 1).double() | speeds must be float32, got float64
-speeds=reals(1, 1, 1, 1), dtype=torch.float64 | speeds must be float64, got float32
-speeds=reals(1, 1) | speeds must have shape [4], got [2]
-speeds=reals(1, NAN, 1, 1) | speeds must be finite and not negative, got nan for rank 1
-speeds=reals(1, 1, INF, 1) | speeds must be finite and not negative, got inf for rank 2
-speeds=reals(1, 1, 1, -2) | speeds must be finite and not negative, got -2 for rank 3
-speeds=reals(1, 1, 1, 0) | speeds must be positive on one of an expert's ranks, got 0 for rank 3, where expert
-    3 has copies
-speeds=reals(1, 0, 0, 1) | speeds must be positive on one of an expert's ranks, got 0 for rank 1, where expert
-    2 has copies
-speeds=reals(1, 0, 1, 1), base=reals(0, 2.5, 0, 0) | speeds must be positive on ranks with base load, got 0
-    for rank 1 with base 2.5
+base=reals(1, 1, 1, 1).double() | base must be float32, got float64
+base=reals(1, 1, 1, 1), dtype=torch.float64 | base must be float64, got float32
+base=reals(1, 1, INF, 1) | base must be finite and not negative, got inf for rank 2
 base=loads | base must be float32, got int32
 base=reals(1, 1, 1) | base must have shape [4], got [3]
 base=reals(NAN, 0, 0, 0) | base must be finite and not negative, got nan for rank 0

@@ -173,7 +173,7 @@ def pour(ranks: int, seed: int, candidates: str = "all") -> object:
 
 
 def lp_of_ranks(ranks: int) -> object:
-    """In both dtypes; with more ranks than a warp has lanes, or than a mesh of columns takes."""
+    """In both dtypes; with more ranks than a warp has lanes, or than there are replicated experts."""
     case = draw("duplicates", ranks, 0)
     loads, tables = torch.from_numpy(case.loads), case.tables()
     return [
