@@ -111,6 +111,29 @@ def test_all_load_on_one_expert(replicated: bool, total: int) -> None:
         check_optimum(Case(f"one expert#{seed}", slots, loads))
 
 
+@pytest.mark.parametrize("family", ["eplb", "duplicates", "empty_slots", "one_expert"])
+def test_most_copies(family: str) -> None:
+    """Sums of almost 2^31 copies; experts without load."""
+    for seed in range(5):
+        case = draw(family, 16, seed)
+        scaled = case.loads.astype(np.float64) * ((2**31 - 1) / max(case.total, 1))
+        loads = np.floor(scaled).astype(np.int32)
+        loads[:, ::7] = 0
+        check_optimum(Case(case.name, case.slot_to_expert, loads))
+
+
+@pytest.mark.parametrize("family", ["eplb", "random", "ring"])
+def test_ranks_without_experts(family: str) -> None:
+    """Dead ranks: their slots are empty, and they take nothing."""
+    for seed in range(5):
+        case = draw(family, 16, seed)
+        slots = case.slot_to_expert.copy().reshape(16, -1)
+        slots[seed::5] = -1
+        loads = case.loads.copy()
+        loads[:, np.setdiff1d(np.arange(case.num_experts), slots)] = 0
+        check_optimum(Case(case.name, slots.reshape(-1), loads))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_status_is_true(dtype: torch.dtype) -> None:
     """However early it is cut: the certificate is that of the split, and the status says what it says."""
