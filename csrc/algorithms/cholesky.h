@@ -1,4 +1,5 @@
-// Cholesky: Newton's equations of plan_lp by a dense factorisation of the normal equations, for a Team of lanes.
+// Cholesky: Newton's equations of plan_lp by a dense factorisation of the normal equations, for a Team of
+// lanes.
 //
 // The equations join two sides, ranks and experts. The nodes of the larger side are coupled only to the other
 // side, so they are eliminated first. The matrix that remains is dense in the smaller side and has positive
@@ -147,7 +148,8 @@ class Cholesky {
       const Real diagonal = gone_.total(h, own, [&](int k) { return weight[k]; });
       ws_.diagonal[h] = diagonal;
       ISOLOAD_ROLLED
-      for (int i = gone_.first[h]; i < gone_.end[h]; ++i) ws_.share[gone_.edge(i)] = weight[gone_.edge(i)] / diagonal;
+      for (int i = gone_.first[h]; i < gone_.end[h]; ++i)
+        ws_.share[gone_.edge(i)] = weight[gone_.edge(i)] / diagonal;
     });
     team_.sync();
     team_.for_each(n_, [&](int a) { eliminate_neighbours(a); });

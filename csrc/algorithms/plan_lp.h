@@ -203,8 +203,8 @@ class LpSolver {
     const Real rise = (sums_.take(0) - price_excess_) / pull_;
     team_.for_each(num_edges_, [&](int k) {
       const int r = ws_.edge_rank[k], e = k < R ? 0 : ws_.edge_expert[k];
-      const Real change = k < R ? rank[r] - rise * rank[R + r]
-                                : (rank[r] - expert[e]) - rise * (rank[R + r] - expert[E + e]);
+      const Real change =
+          k < R ? rank[r] - rise * rank[R + r] : (rank[r] - expert[e]) - rise * (rank[R + r] - expert[E + e]);
       const Real dz = ws_.dz[k] + change, dx = ws_.dx[k] - ws_.weight[k] * change;
       if (look) {
         steepest_x = steeper(steepest_x, ws_.x[k], dx);

@@ -1,7 +1,7 @@
 // The linear program of plan_lp, listed from the replica tables: which copies have a choice of rank.
 //
-// A part is what one rank takes of one replicated expert with load. Experts with one replica have no choice of
-// rank: their copies are their rank's burden, like the base load.
+// A part is what one rank takes of one replicated expert with load. Experts with one replica have no choice
+// of rank: their copies are their rank's burden, like the base load.
 //
 // An edge is a rank's slack or a part. Edge r is the slack of rank r. The parts follow by slot, so every
 // rank's parts have consecutive numbers.
@@ -37,17 +37,17 @@ struct LpResult {
 // Caller's memory; every array is written before it is read.
 template <class Real>
 struct LpWorkspace {
-  Real *x, *z;                      // [edges] a part's copies and reduced cost; a rank's slack and price
-  Real *dx, *dz, *weight;           // [edges] their steps; x / z
-  Real *burden, *cost;              // [R] copies that cannot move; load of the split
-  Real *rank_excess, *product;      // [R] what the rank's equation lacks; sum of x z over its edges
-  Real *load, *scale, *value;       // [experts]; load / sum of the parts; its term of the bound
-  Real* expert_excess;              // [experts] what the expert's equation lacks
-  Real *rank_step, *expert_step;    // [kFlows, R], [kFlows, experts] price steps: of now, and of pivots 1
-  Real* sums;                       // of Sums
+  Real *x, *z;                    // [edges] a part's copies and reduced cost; a rank's slack and price
+  Real *dx, *dz, *weight;         // [edges] their steps; x / z
+  Real *burden, *cost;            // [R] copies that cannot move; load of the split
+  Real *rank_excess, *product;    // [R] what the rank's equation lacks; sum of x z over its edges
+  Real *load, *scale, *value;     // [experts]; load / sum of the parts; its term of the bound
+  Real* expert_excess;            // [experts] what the expert's equation lacks
+  Real *rank_step, *expert_step;  // [kFlows, R], [kFlows, experts] price steps: of now, and of pivots 1
+  Real* sums;                     // of Sums
   CholeskyWorkspace<Real> cholesky;
   int32_t *total, *numbers;                   // [E] copies; [P + E] of LpParts
-  int32_t *rank_first;                        // [R + 1] edges
+  int32_t* rank_first;                        // [R + 1] edges
   int32_t *expert_first, *expert_end, *list;  // [experts] in list; [P] edges
   int32_t *edge_rank, *edge_expert;           // [edges]; experts of parts alone
 

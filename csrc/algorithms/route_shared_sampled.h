@@ -92,8 +92,8 @@ ISOLOAD_HD inline uint32_t hash_token(uint32_t token, uint32_t rank) {
   return (token ^ rank * 0x9E3779B9u) * 1664525u + 1013904223u;
 }
 
-// The rank of token i, whose slots [K] lead to `visited`: -1 if none. Where no candidate has a weight, the own
-// rank is replaced by each candidate that carries less than 10/11 of the one before: for visited ranks of
+// The rank of token i, whose slots [K] lead to `visited`: -1 if none. Where no candidate has a weight, the
+// own rank is replaced by each candidate that carries less than 10/11 of the one before: for visited ranks of
 // SGLang's dynamic rule in the order of the slots, else in rank order.
 template <int W, class Id>
 ISOLOAD_HD int draw_shared(const SharedDraw& in, const SharedSlack& slack, int64_t num_tokens, int64_t i,

@@ -1,6 +1,6 @@
-// plan_lp: a kernel per dtype and size. Eliminating one of up to 32 rows has work for four warps, of more rows
-// for eight. A workspace in shared memory has kernels of its own, whose loads need no address space at run
-// time.
+// plan_lp: a kernel per dtype and size. Eliminating one of up to 32 rows has work for four warps, of more
+// rows for eight. A workspace in shared memory has kernels of its own, whose loads need no address space at
+// run time.
 #include "algorithms/plan_lp.h"
 #include "cuda/planner.cuh"
 

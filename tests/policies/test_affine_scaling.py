@@ -157,7 +157,5 @@ def test_refuses():
         refused = f"speeds must be None for policy {name}, which counts copies: use policy exact"
         with pytest.raises(ValueError, match=refused):
             isoload.plan(torch.ones(8, dtype=torch.int32), fast, 0, name, **options)
-    with pytest.raises(
-        ValueError, match="loads must be on the CPU for affine scaling, got meta"
-    ):
+    with pytest.raises(ValueError, match="loads must be on the CPU for affine scaling, got meta"):
         plan_affine(torch.ones(8, dtype=torch.int32, device="meta"), fast.slot_to_expert[0], 2)

@@ -16,7 +16,9 @@ from support.oracles import flow_optimum
 KEEPING = [
     name
     for name in POLICIES
-    if may_keep_local(make_policy(name)) and not make_policy(name).borrows and name != "lp_affine"  # not optimal
+    if may_keep_local(make_policy(name))
+    and not make_policy(name).borrows
+    and name != "lp_affine"  # not optimal
 ]
 
 

@@ -143,7 +143,9 @@ class Solver:
 
     def spread(self) -> None:
         """Every expert evenly over its replicas."""
-        self.x = (self.load / np.bincount(self.expert, minlength=len(self.load)).astype(self.real))[self.expert]
+        self.x = (self.load / np.bincount(self.expert, minlength=len(self.load)).astype(self.real))[
+            self.expert
+        ]
         self.find_primal()
 
     def centre(self) -> int:

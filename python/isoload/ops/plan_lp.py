@@ -55,6 +55,4 @@ def plan_lp(
     tolerance = usual_tolerance if tolerance is None else tolerance
     iterations = usual_iterations if iterations is None else iterations
     where = (tables.data, tables.num_ranks, tables.num_slots)
-    return LpSplit(
-        *call(_plan_lp, loads, *where, base, dtype == torch.float64, tolerance, iterations)
-    )
+    return LpSplit(*call(_plan_lp, loads, *where, base, dtype == torch.float64, tolerance, iterations))
