@@ -172,7 +172,7 @@ class Lane {
   }
 
   void solve_active() {
-    const ActiveProblem problem{split(), ticks()};
+    const ActiveProblem problem{split()};
     SolvedPlan& plan = to_.active;
     const auto workspace = ActiveWorkspace<4>::at(to_.workspace.data(), in_.R, in_.E);
     const ActiveResult out{plan.quota.data(), &plan.certificate[0], &plan.certificate[1], plan.telemetry};

@@ -66,12 +66,12 @@ tables=placed(*FEW) | loads must be 0 for an expert without a replica, got copie
 fixed=int32(0, 0, -1, 0) | fixed must not be negative, got -1 for rank 2
 budget=-1 | budget must be at least 0, got -1
 pour=torch.tensor(-3).int() | pour must not be negative, got -3
-[plan_exact plan_active plan_waterfill plan_own]
+[plan_exact plan_waterfill plan_own]
 ticks=torch.ones(4) | ticks must be int32, got float32
 ticks=int32(1, 2) | ticks must have shape [4], got [2]
-[plan_exact of_a_rank plan_active plan_joint plan_waterfill plan_own balance_own balance_same]
+[plan_exact of_a_rank plan_joint plan_waterfill plan_own balance_own balance_same]
 ticks=int32(1, 1, 0, 1) | ticks must be in 1..2^20, got 0 for rank 2
-[plan_exact plan_active plan_waterfill]
+[plan_exact plan_waterfill]
 ticks=int32(1, 1, 1, 2**20 + 1) | ticks must be in 1..2^20, got 1048577 for rank 3
 [plan_exact of_a_rank plan_joint balance_same]
 tolerance=-0.1 | tolerance must be in 0..1000 (relative), got -0.1
