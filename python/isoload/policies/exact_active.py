@@ -16,7 +16,8 @@ class ExactActivePolicy(Policy):
 
     In a small decode batch a rank waits for the weights of its active slots, not for its copies. Among the optima one
     with a low peak in copies is taken, whatever the ranks' speeds. Peak and bound of the plan are those of ``exact``'s
-    measure; telemetry ends with the number of experts moved for the peak. :func:`isoload.ops.plan_active` also returns the proved number of slots.
+    measure; telemetry ends with the number of experts moved for the peak. :func:`isoload.ops.plan_active` also returns
+    the proved number of slots.
     """
 
     name = "exact_active"
