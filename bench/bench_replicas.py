@@ -4,7 +4,7 @@ Fairness ledger
 - Traces, drawn tokens and calibration as in bench_balance.py: the placement (`eplb`) never saw the workload it is
   judged on; gpt-oss-20b has one workload, the first half calibrates.
 - exact, lp: quotas; even: equal quotas; lp_sampled, dynamic: the same fractions, drawn for every copy.
-- affine5, affine5_sampled: OUR re-implementation of the published five-step affine scaling (`lp:method=affine`): its
+- affine5, affine5_sampled: OUR re-implementation of the published five-step affine scaling (`lp_affine`): its
   fractions rounded to quotas, which shows what the five steps cost alone, and drawn, as SGLang's `lp` dispatch draws.
   Where its acceptance test fails it falls back to equal parts, as published.
 - `over` is the mean over (layer, batch) of the busiest rank's copies over exact's proved bound; `sampling` = how much
@@ -30,7 +30,7 @@ from lib.result_tables import by
 CASES = ((8, 32), (16, 32), (32, 64), (64, 64), (128, 128))  # ranks, replicas of 256 experts
 SMALL_CASES = ((8, 8), (16, 16))  # of gpt-oss-20b's 32
 TOKENS = (64, 256, 1024, 4096, 16384, 65536)
-AFFINE = {"affine5": "lp:method=affine", "affine5_sampled": "lp_sampled:method=affine"}
+AFFINE = {"affine5": "lp_affine", "affine5_sampled": "lp_sampled:method=affine"}
 POLICIES = ("exact", "lp", "lp_sampled", "even", "dynamic", *AFFINE)
 
 

@@ -28,7 +28,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "a policy's case": (lambda: make_policy("Exact"), "exact"),
     "a policy in text": (lambda: parse_policy("wterfill:routed=exact"), "waterfill"),
     "a policy's option": (lambda: parse_policy("llep:capactiy=1"), "capacity"),
-    "an option's value": (lambda: parse_policy("lp:method=afine"), "affine"),
+    "an option's value": (lambda: parse_policy("lp_sampled:method=afine"), "affine"),
     "a placer": (lambda: isoload.place(np.ones((1, 4)), 2, placer="ebpl"), "eplb"),
     "a placer's option": (lambda: parse_placer("scenario:mvoes=3"), "moves"),
     "a format": (lambda: isoload.formats.check_format("sg-lang", "p.json"), "sglang"),

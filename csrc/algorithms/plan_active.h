@@ -19,9 +19,7 @@ namespace isoload {
 
 constexpr int kSettleRounds = 8;  // rounds over all experts; most layers are done after two or three
 
-struct ActiveProblem : SplitProblem {
-  const int32_t* ticks;  // [R] cost of one copy on a rank, 1..2^20, or null: all 1
-};
+struct ActiveProblem : SplitProblem {};
 
 // quota: an expert's load in one of its slots; peak: the largest number of active slots of a rank; telemetry:
 // sweeps, augmentations and Newton steps of the solve, moves of settle.
@@ -71,8 +69,6 @@ class ActiveSolver {
   }
 
  private:
-  ISOLOAD_HD int64_t tick(int r) const { return in_.ticks ? in_.ticks[r] : 1; }
-
   // Copies per expert; refuses what is no load. ExactSolver refuses an expert without a replica.
   ISOLOAD_HD bool add_up() {
     int32_t sign = 0;  // of loads, and of sums on their way
@@ -126,22 +122,20 @@ class ActiveSolver {
     return moves;
   }
 
-  // Moves e to the replica whose rank then costs least, if it has a slot to spare and ends below e's rank.
+  // Moves e to the replica whose rank then has the fewest copies, if it has a slot to spare and ends below
+  // e's rank.
   ISOLOAD_HD bool relieve(int e) {
     const int32_t n = ws_.total[e];
     int from = t_.offsets[e];
     ISOLOAD_ROLLED
     while (from < t_.offsets[e + 1] && out_.quota[t_.slots[from]] == 0) ++from;
     if (from == t_.offsets[e + 1]) return false;  // no load
-    auto cost = [&](int j, int32_t more) {
-      return tick(t_.ranks[j]) * (int64_t(ws_.copies[t_.ranks[j]]) + more);
-    };
     int to = from;
-    int64_t least = cost(from, 0);
+    int32_t least = ws_.copies[t_.ranks[from]];
     ISOLOAD_ROLLED
     for (int j = t_.offsets[e]; j < t_.offsets[e + 1]; ++j) {
       if (j == from || (ws_.active[t_.ranks[j]] + 1) > *out_.peak) continue;
-      if (const int64_t here = cost(j, n); here < least) least = here, to = j;
+      if (const int32_t here = ws_.copies[t_.ranks[j]] + n; here < least) least = here, to = j;
     }
     if (to == from) return false;
     out_.quota[t_.slots[from]] = 0, out_.quota[t_.slots[to]] = n;

@@ -72,23 +72,17 @@ ISOLOAD_HD SharedSlack find_slack(Team& team, const SharedDraw& in, int K, int64
   return out;
 }
 
-// In proportion to the weights; where all are 0 the own rank, unless others carry less than 10/11 of it.
+// In proportion to the weights; -1 where all are 0.
 template <int W>
-ISOLOAD_HD int draw_rank(const SharedSlack& slack, const RankSet<W>& candidates, int own, uint64_t word) {
+ISOLOAD_HD int draw_rank(const SharedSlack& slack, const RankSet<W>& candidates, uint64_t word) {
   int64_t total = 0;
   candidates.for_each([&](int r) { total += slack.weight[r]; });
+  if (total == 0) return -1;
   int chosen = -1;
-  if (total > 0) {
-    int64_t left = static_cast<int64_t>(word % static_cast<uint64_t>(total));
-    candidates.for_each([&](int r) {
-      if (chosen < 0 && left < slack.weight[r]) chosen = r;
-      left -= slack.weight[r];
-    });
-    return chosen;
-  }
-  chosen = own;
+  int64_t left = static_cast<int64_t>(word % static_cast<uint64_t>(total));
   candidates.for_each([&](int r) {
-    if (slack.load[r] * 11 < slack.load[chosen] * 10) chosen = r;
+    if (chosen < 0 && left < slack.weight[r]) chosen = r;
+    left -= slack.weight[r];
   });
   return chosen;
 }
@@ -98,16 +92,30 @@ ISOLOAD_HD inline uint32_t hash_token(uint32_t token, uint32_t rank) {
   return (token ^ rank * 0x9E3779B9u) * 1664525u + 1013904223u;
 }
 
-// The rank of token i, which visits `visited`: -1 if none.
-template <int W>
+// The rank of token i, whose slots [K] lead to `visited`: -1 if none. Where no candidate has a weight, the
+// own rank is replaced by each candidate that carries less than 10/11 of the one before: for visited ranks of
+// SGLang's dynamic rule in the order of the slots, else in rank order.
+template <int W, class Id>
 ISOLOAD_HD int draw_shared(const SharedDraw& in, const SharedSlack& slack, int64_t num_tokens, int64_t i,
-                           RankSet<W> visited) {
+                           RankSet<W> visited, const Id* slots, int K) {
   if (visited.empty()) return -1;
   if (in.at_home(num_tokens)) return in.rank;
   visited.insert(in.rank);
   const uint64_t word =
       in.of_blog() ? random_word(in.words.key(), i) : hash_token(static_cast<uint32_t>(i), in.rank);
-  return draw_rank(slack, slack.all_ranks ? RankSet<W>::first(in.R) : visited, in.rank, word);
+  const RankSet<W> candidates = slack.all_ranks ? RankSet<W>::first(in.R) : visited;
+  int chosen = draw_rank(slack, candidates, word);
+  if (chosen >= 0) return chosen;
+  chosen = in.rank;
+  auto compare = [&](int r) {
+    if (slack.load[r] * 11 < slack.load[chosen] * 10) chosen = r;
+  };
+  if (in.of_blog() || slack.all_ranks)
+    candidates.for_each(compare);
+  else
+    for (int k = 0; k < K; ++k)
+      if (slots[k] >= 0) compare(static_cast<int>(slots[k]) / in.slots_per_rank);
+  return chosen;
 }
 
 }  // namespace isoload

@@ -21,7 +21,7 @@ int64_t route_shared_sampled(const Id* slots, int64_t T, int K, const SharedDraw
       if (slot < -1 || slot >= P) return slot;
       if (slot >= 0) visited.insert(static_cast<int>(slot) / in.slots_per_rank);
     }
-    ranks[i] = draw_shared(in, slack, T, i, visited);
+    ranks[i] = draw_shared(in, slack, T, i, visited, slots, K);
   }
   return -1;
 }

@@ -1,28 +1,19 @@
-// plan_lp: a kernel for each dtype and size. Up to 64 ranks a mesh lies in the registers of one warp; the
-// block has as many lanes as there are parts. With more ranks, eliminating them is most of the work and wants
-// many lanes.
+// plan_lp: a kernel per dtype and size. Eliminating one of up to 32 rows has work for four warps, of more
+// rows for eight. A workspace in shared memory has kernels of its own, whose loads need no address space at
+// run time.
 #include "algorithms/plan_lp.h"
 #include "cuda/planner.cuh"
 
 namespace isoload::cuda {
 namespace {
 
-template <class Real>
-__global__ void __launch_bounds__(WideTeam::kLanes, 1)
-    plan_lp_kernel(LpProblem<Real> problem, LpResult<Real> result, void* global, int32_t* errors) {
-  __shared__ WideTeam::Group group;
-  WideTeam team(group);
-  plan_layer<LpPlanner<Real>, 1>(team, problem, result, global, errors, kPlanLp);
-}
-
-// The workspace is in shared memory, and no other pointer is in this kernel's iterations.
-template <int kMostRanks, int kWarps, class Real>
+template <int kWarps, bool kShared, class Real>
 __global__ void __launch_bounds__(kWarps * 32, 1)
-    plan_lp_columns_kernel(LpProblem<Real> problem, LpResult<Real> result, int32_t* errors) {
+    plan_lp_kernel(LpProblem<Real> problem, LpResult<Real> result, void* global, int32_t* errors) {
   using Team = BlockTeam<kWarps, true>;
   __shared__ typename Team::Group group;
   Team team(group);
-  plan_layer<LpPlanner<Real, kMostRanks>, 1>(team, problem, result, nullptr, errors, kPlanLp);
+  plan_layer<LpPlanner<Real>, 1>(team, problem, result, kShared ? nullptr : global, errors, kPlanLp);
 }
 
 }  // namespace
@@ -32,14 +23,11 @@ struct Kernels<LpPlanner<Real>> {
   template <int W>
   static const char* launch(int64_t B, int64_t bytes, void* stream, const LpProblem<Real>& problem,
                             const LpResult<Real>& result, void* global, int32_t* errors) {
-    if (problem.R <= 32 && global == nullptr)
-      return cuda::launch(plan_lp_columns_kernel<32, 4, Real>, B, 4 * 32, bytes, stream, problem, result,
-                          errors);
-    if (problem.R <= 64 && global == nullptr)
-      return cuda::launch(plan_lp_columns_kernel<64, 8, Real>, B, 8 * 32, bytes, stream, problem, result,
-                          errors);
-    return cuda::launch(plan_lp_kernel<Real>, B, WideTeam::kLanes, bytes, stream, problem, result, global,
-                        errors);
+    const int warps = problem.R <= 32 && global == nullptr ? 4 : 8;
+    const auto kernel = global       ? plan_lp_kernel<8, false, Real>
+                        : warps == 4 ? plan_lp_kernel<4, true, Real>
+                                     : plan_lp_kernel<8, true, Real>;
+    return cuda::launch(kernel, B, warps * 32, bytes, stream, problem, result, global, errors);
   }
 };
 ISOLOAD_LAUNCHER(, LpPlanner<float>)

@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(Team::kLanes, 1)
     else if (slot != -1)
       report(errors, kSharedSampledSlot);
   }
-  ranks[i] = draw_shared(in, slack, T, i, visited);
+  ranks[i] = draw_shared(in, slack, T, i, visited, slots + i * K, K);
 }
 
 }  // namespace

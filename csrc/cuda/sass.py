@@ -16,7 +16,7 @@ CODE_LIMIT = 64 * 1024  # what an instruction cache holds of a kernel
 # Loads on their way, at least: all that a lane asks for.
 AHEAD = dict.fromkeys(("count_numbered", "route_numbered", "route_columns"), 8)
 # No pointer that may lead anywhere.
-IN_SHARED = re.compile(r"plan_(exact(_share)?|joint|spill)_fetched|plan_lp_columns")
+IN_SHARED = re.compile(r"plan_(exact(_share)?|joint|spill)_fetched|plan_lp<\d,true")
 BETWEEN = re.compile("route_columns")  # blocks that leave words for each other: a fence ahead, one behind
 # Not before a kernel's wait for the one ahead of it: global memory, the start of the next kernel, other ways on.
 BEHIND_WAIT = re.compile(

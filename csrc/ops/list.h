@@ -21,10 +21,10 @@ namespace isoload {
      "Tensor? pour, int objective, int ranks_per_node, int tolerance_ppm, int sweeps, int budget, " \
      "int? rank) -> (Tensor quota, Tensor peak, Tensor bound, Tensor telemetry, Tensor send_counts)") \
   OP(plan_active, \
-     "(Tensor loads, Tensor tables, int num_ranks, int num_slots, Tensor? ticks) " \
+     "(Tensor loads, Tensor tables, int num_ranks, int num_slots) " \
      "-> (Tensor quota, Tensor active_peak, Tensor active_bound, Tensor telemetry)") \
   OP(plan_lp, \
-     "(Tensor loads, Tensor tables, int num_ranks, int num_slots, Tensor? speeds, Tensor? base, " \
+     "(Tensor loads, Tensor tables, int num_ranks, int num_slots, Tensor? base, " \
      "bool float64, float tolerance, int iterations) -> (Tensor split, Tensor primal, " \
      "Tensor dual, Tensor iterations, Tensor status)") \
   OP(round_split, \

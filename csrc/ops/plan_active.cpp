@@ -1,4 +1,4 @@
-// plan_active: checks of loads and ticks.
+// plan_active: checks of loads.
 #include "algorithms/plan_active.h"
 
 #include "ops/loads_batch.h"
@@ -7,14 +7,11 @@
 namespace isoload::ops {
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> plan_active(const Tensor& loads, const Tensor& tables,
-                                                       int64_t num_ranks, int64_t num_slots,
-                                                       const Maybe& ticks_in) {
+                                                       int64_t num_ranks, int64_t num_slots) {
   const LoadsBatch batch(loads, tables, num_ranks, num_slots);
-  const auto ticks = checked_ticks(ticks_in, batch.R, loads, "loads");
   const Tensor quota = batch.per_layer({batch.P}), telemetry = batch.per_layer({4});
   const Tensor peak = batch.per_layer({}, ScalarType::Long), bound = batch.per_layer({}, ScalarType::Long);
-  auto problem = batch.problem<ActiveProblem>();
-  problem.ticks = data<int32_t>(ticks);
+  const auto problem = batch.problem<ActiveProblem>();
   const ActiveResult result{mutable_data<int32_t>(quota), mutable_data<int64_t>(peak),
                             mutable_data<int64_t>(bound), mutable_data<int32_t>(telemetry)};
   plan_layers<ActivePlanner>(batch.like, problem, result, batch.B, 0,

@@ -65,6 +65,8 @@ def _find(kind: str, classes: Mapping[str, type[Made]], name: str, options: Mapp
         raise ValueError(not_one_of(kind, classes, name))
     known = types_of(classes[name])
     if unknown := [key for key in options if key not in known]:
+        if use := getattr(classes[name], "removed", {}).get(unknown[0]):
+            raise ValueError(f"option {unknown[0]} of {kind} {name} was removed: {use}")
         raise ValueError(not_one_of("option", known or ["(none)"], unknown[0], f" for {kind} {name}"))
     return classes[name]
 

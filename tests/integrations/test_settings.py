@@ -128,7 +128,7 @@ BAD = {
             "ISOLOAD_POLICY",
             text,
         ): "ISOLOAD_POLICY must plan on the engine's device, this policy computes on the CPU"
-        for text in ("lp_sampled:method=affine", "lp:method=affine", "prefill=lp:method=affine,decode=lp")
+        for text in ("lp_sampled:method=affine", "lp_affine", "prefill=lp_affine,decode=lp")
     },
     ("ISOLOAD_REPORT_SECONDS", "-1"): "ISOLOAD_REPORT_SECONDS must be a number of at least 0, got '-1'",
     ("ISOLOAD_REPORT_SECONDS", "often"): "ISOLOAD_REPORT_SECONDS must be a number of at least 0, got 'often'",

@@ -81,7 +81,9 @@ def test_a_trainer_resumes(tmp_path: Path) -> None:
     """After two of four steps, as if it had gone on; every checkpoint is one that stock transformers loads."""
     wanted = run_ranks(trained, 2, 2, str(tmp_path / "first"), None, timeout=120.0)[0]
     checkpoint = tmp_path / "first" / "checkpoint-2"
-    assert {"isoload", "model.safetensors.index.json", "scheduler.pt"} <= {path.name for path in checkpoint.iterdir()}
+    assert {"isoload", "model.safetensors.index.json", "scheduler.pt"} <= {
+        path.name for path in checkpoint.iterdir()
+    }
     got = run_ranks(trained, 2, 2, str(tmp_path / "second"), str(checkpoint), timeout=120.0)[0]
     assert got.keys() == wanted.keys()
     for key, value in wanted.items():

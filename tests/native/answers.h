@@ -84,7 +84,12 @@ struct Answers {
     fill(tables, ReplicaTables::size(in.E, in.P()));
     fill(workspace,
          std::max({2 * replica_tables_workspace(in.R, in.E), ActiveWorkspace<4>::bytes(in.R, in.E) / 4,
-                   (WaterfillWorkspace<4>::bytes(in.R) + 3) / 4, 2 * (int64_t(in.R) * in.E + in.P()),
+                   (std::max({fits(in, 0) ? WaterfillWorkspace<1>::bytes(in.R) : 0,
+                              fits(in, 1) ? WaterfillWorkspace<2>::bytes(in.R) : 0,
+                              WaterfillWorkspace<4>::bytes(in.R)}) +
+                    3) /
+                       4,
+                   2 * (int64_t(in.R) * in.E + in.P()),
                    SpillWorkspace::bytes(in.R, in.E, int64_t(in.R) * (in.S + kMostSpare)) / 4 + 1,
                    FillWorkspace::bytes(in.R, in.E) / 4, LpWorkspace<double>::size(in.R, in.E, in.P()) / 4}));
     fill(relaxed.words, RelaxedPlan<float>::size(in.P()));

@@ -172,7 +172,7 @@ class Lane {
   }
 
   void solve_active() {
-    const ActiveProblem problem{split(), ticks()};
+    const ActiveProblem problem{split()};
     SolvedPlan& plan = to_.active;
     const auto workspace = ActiveWorkspace<4>::at(to_.workspace.data(), in_.R, in_.E);
     const ActiveResult out{plan.quota.data(), &plan.certificate[0], &plan.certificate[1], plan.telemetry};
@@ -194,20 +194,13 @@ class Lane {
   void relax(RelaxedPlan<Real>& plan) {
     const int P = in_.P();
     const std::vector<Real> base(in_.fixed.begin(), in_.fixed.end());
-    std::vector<Real> speeds;  // every seventh rank stands still
-    for (const int32_t ticks : in_.ticks) speeds.push_back(ticks % 7 ? 1024 / Real(ticks) : Real(0));
-    const LpProblem<Real> problem{split(), speeds.empty() ? nullptr : speeds.data(),
-                                  base.empty() ? nullptr : base.data(),
+    const LpProblem<Real> problem{split(), base.empty() ? nullptr : base.data(),
                                   static_cast<Real>(in_.tolerance_ppm * 1e-6), in_.sweeps};
     const LpWorkspace<Real> workspace(to_.workspace.data(), in_.R, in_.E, P);
     Real *values = plan.split(), *certificate = values + P;
     int32_t* numbers = plan.numbers(P);
     const LpResult<Real> result{values, certificate, certificate + 1, numbers, numbers + 1};
-    const bool columns = team_.size() > 1 && in_.R % 2 == 1 && in_.R <= kMostColumns;
-    const bool ok =
-        columns ? LpSolver<Real, Team, ColumnMesh<Real, Team, kMostColumns>>(team_, problem, workspace)
-                      .solve(result)
-                : LpSolver<Real, Team, Mesh<Real, Team>>(team_, problem, workspace).solve(result);
+    const bool ok = LpSolver<Real, Team>(team_, problem, workspace).solve(result);
     const uint64_t seen = ok ? numbers[0] + 2 * numbers[1] + 4 : 0;
     if (team_.rank() == 0) plan.ok = ok;
     finish(plan.words, seen);

@@ -23,8 +23,8 @@ LAYERED = {
     "pour=int32(0, 5, 9), objective='local', ranks_per_node=2, tolerance=0.001",
     "of_a_rank": "loads=LOADS.expand(3, 4, 4), tables=OF_LAYERS, fixed=NONE.expand(3, 4) + 1, ticks=int32(1, 2, 3, 4),"
     "pour=int32(0, 5, 9), objective='local', ranks_per_node=2, tolerance=0.001, budget=7, rank=0",
-    "plan_active": "loads=LOADS.expand(3, 4, 4), tables=OF_LAYERS, ticks=int32(5, 6, 7, 8)",
-    "plan_lp": "loads=LOADS.expand(3, 4, 4), tables=OF_LAYERS, dtype=torch.float64, speeds=torch.ones(4).double(),"
+    "plan_active": "loads=LOADS.expand(3, 4, 4), tables=OF_LAYERS",
+    "plan_lp": "loads=LOADS.expand(3, 4, 4), tables=OF_LAYERS, dtype=torch.float64,"
     "base=torch.ones(3, 4).double()",
     "round_split": "split=split.double().expand(3, 8), loads=loads.expand(3, 4), tables=OF_LAYERS",
     "plan_joint": "loads=loads.expand(3, 4, 5), tables=placed(*SHARED, layers=3), ticks=int32(1, 2, 3, 4),"

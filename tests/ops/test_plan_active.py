@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import product
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,13 +15,8 @@ from support.cases import FAMILIES, MAX_COPIES, Case, draw, instances
 from support.oracles import flow_optimum
 
 
-def solve(case: Case, **options: Any) -> ops.ActiveSplit:
-    return ops.plan_active(torch.from_numpy(case.loads), case.tables(), **options)
-
-
-def random_ticks(rng: np.random.Generator, ranks: int) -> np.ndarray:
-    low, high = ((1, 3), (900, 1100), (1, 2**20 + 1))[rng.integers(3)]
-    return rng.integers(low, high, ranks).astype(np.int32)
+def solve(case: Case) -> ops.ActiveSplit:
+    return ops.plan_active(torch.from_numpy(case.loads), case.tables())
 
 
 def per_rank(case: Case, quota: Tensor) -> tuple[np.ndarray, np.ndarray]:
@@ -69,29 +63,23 @@ def test_small_cases_against_all_choices() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_peak_is_the_maximum_flow_s(family: str) -> None:
-    rng = np.random.default_rng(60)
     for case in instances(1, seed=60, families=(family,)):
         split = solve(case)
         check_split(case, split)
         units = (case.expert_loads() > 0).astype(np.int32)
         best = flow_optimum(units, case.slot_to_expert, case.num_ranks)
         assert split.active_peak.item() == best, case.name
-        split = solve(case, ticks=torch.from_numpy(random_ticks(rng, case.num_ranks)))
-        check_split(case, split)
-        assert split.active_peak.item() == best, "a slot is read in the same time on every rank"
 
 
 def test_equals_reference() -> None:
-    rng = np.random.default_rng(7)
     moved = 0
     for case in [*instances(1, seed=70, max_ranks=16), *(draw("eplb", r, 71) for r in (65, 128, 200, 300))]:
-        for ticks in (None, torch.from_numpy(random_ticks(rng, case.num_ranks))):
-            mine = solve(case, ticks=ticks)
-            theirs = reference.plan_active(torch.from_numpy(case.loads), case.tables(), ticks=ticks)
-            for field, a, b in zip(mine._fields, mine, theirs, strict=True):
-                assert a.dtype == b.dtype and torch.equal(a, b), (case.name, field, a, b)
-            moved += int(mine.telemetry[3])
-    assert moved > 100, "settling had no work: the test sees little"
+        mine = solve(case)
+        theirs = reference.plan_active(torch.from_numpy(case.loads), case.tables())
+        for field, a, b in zip(mine._fields, mine, theirs, strict=True):
+            assert a.dtype == b.dtype and torch.equal(a, b), (case.name, field, a, b)
+        moved += int(mine.telemetry[3])
+    assert moved > 50, "settling had no work: the test sees little"
 
 
 def test_settling_never_raises_the_peak_in_copies() -> None:
@@ -107,19 +95,16 @@ def test_settling_never_raises_the_peak_in_copies() -> None:
     assert lowered > 1, "settling had no work: the test sees nothing"
 
 
-@pytest.mark.parametrize("unequal", [False, True])
-def test_no_single_move_is_left_in_small_cases(unequal: bool) -> None:
+def test_no_single_move_is_left_in_small_cases() -> None:
     """Where settling ended by itself, no expert could move to a rank with a slot to spare and help."""
-    rng = np.random.default_rng(91)
     for case in instances(2, seed=90, max_ranks=12, families=("eplb", "random", "clique", "chain")):
-        ticks = random_ticks(rng, case.num_ranks) if unequal else np.ones(case.num_ranks, np.int32)
-        split, size = solve(case, ticks=torch.from_numpy(ticks) if unequal else None), case.slots_per_rank
+        split, size = solve(case), case.slots_per_rank
         active, copies = per_rank(case, split.quota)
         for p in np.flatnonzero(split.quota.numpy()):
             n = int(split.quota[p])
             for rank in case.rank_sets()[case.slot_to_expert[p]] - {p // size}:
                 spare = active[rank] < split.active_peak.item()
-                assert not spare or ticks[rank] * (copies[rank] + n) >= ticks[p // size] * copies[p // size]
+                assert not spare or copies[rank] + n >= copies[p // size]
 
 
 def test_fewer_active_slots_than_the_exact_split() -> None:
@@ -139,11 +124,10 @@ def test_layers_at_once_equal_one_by_one_and_sources_are_summed() -> None:
     cases = [draw("split_256", 8, seed) for seed in range(4)]
     tables = ops.replica_tables(torch.from_numpy(np.stack([c.slot_to_expert for c in cases])), 8, 256)
     loads = torch.from_numpy(np.stack([case.loads for case in cases]))
-    ticks = torch.arange(1000, 1008, dtype=torch.int32)
-    together = ops.plan_active(loads, tables, ticks=ticks)
-    summed = ops.plan_active(loads.sum(1, dtype=torch.int32), tables, ticks=ticks)
+    together = ops.plan_active(loads, tables)
+    summed = ops.plan_active(loads.sum(1, dtype=torch.int32), tables)
     for i in range(4):
-        alone = ops.plan_active(loads[i], tables[i], ticks=ticks)
+        alone = ops.plan_active(loads[i], tables[i])
         for field in range(4):
             assert torch.equal(together[field][i], alone[field])
             assert torch.equal(together[field][i], summed[field][i])
@@ -152,8 +136,7 @@ def test_layers_at_once_equal_one_by_one_and_sources_are_summed() -> None:
 def test_the_largest_batch_does_not_overflow() -> None:
     slots = torch.tensor([0, 1, 0, 1], dtype=torch.int32)
     loads = torch.tensor([MAX_COPIES - 3, 3], dtype=torch.int32)
-    ticks = torch.full((2,), 2**20, dtype=torch.int32)
-    split = ops.plan_active(loads, ops.replica_tables(slots, 2, 2), ticks=ticks)
+    split = ops.plan_active(loads, ops.replica_tables(slots, 2, 2))
     assert split.active_peak.item() == 1
     assert sorted(split.quota.tolist()) == [0, 0, 3, MAX_COPIES - 3]
 
@@ -177,4 +160,4 @@ LOADS = int32(5, 6, 7, 8)
 def test_the_op_itself_refuses_groups(ranks: int, slots: int, message: str) -> None:
     tables = ops.replica_tables(SLOTS, 4, 4)
     with pytest.raises(RuntimeError, match=message):
-        torch.ops.isoload.plan_active.default(LOADS, tables.data, ranks, slots, None)
+        torch.ops.isoload.plan_active.default(LOADS, tables.data, ranks, slots)

@@ -35,7 +35,7 @@ def solve(case: Case, dtype: torch.dtype, **options: Any) -> ops.LpSplit:
     return ops.plan_lp(torch.from_numpy(case.loads), case.tables(), dtype=dtype, **options)
 
 
-def check_split(case: Case, split: ops.LpSplit, speeds: Tensor | None, base: Tensor | None) -> None:
+def check_split(case: Case, split: ops.LpSplit, base: Tensor | None = None) -> None:
     """What holds whatever the status: experts are conserved, primal is this split's, dual is below."""
     eps = rounding(case, split.split.dtype)
     assert all(torch.isfinite(field).all() and (field >= 0).all() for field in split), case.name
@@ -45,48 +45,24 @@ def check_split(case: Case, split: ops.LpSplit, speeds: Tensor | None, base: Ten
     np.testing.assert_allclose(per_expert, case.expert_loads(), rtol=eps, err_msg=case.name)
     assert not parts[held < 0].any(), case.name
     carried = parts.reshape(case.num_ranks, -1).sum(1) + (0 if base is None else base.double().numpy())
-    speed = np.ones(case.num_ranks) if speeds is None else speeds.double().numpy()
-    assert not carried[speed == 0].any(), f"{case.name}: copies on a rank without speed"
-    cost = np.divide(carried, speed, out=np.zeros_like(carried), where=speed > 0).max()
-    assert split.primal.item() == pytest.approx(cost, rel=eps), case.name
+    assert split.primal.item() == pytest.approx(carried.max(), rel=eps), case.name
     assert split.dual.item() <= split.primal.item() * (1 + eps), case.name
 
 
-def check_optimum(case: Case, speeds: np.ndarray | None = None, base: np.ndarray | None = None) -> None:
-    """Both dtypes against HiGHS, on the problem as float32 holds it."""
-    inputs = {
-        name: torch.from_numpy(value).float()
-        for name, value in (("speeds", speeds), ("base", base))
-        if value is not None
-    }
-    exact = {name: value.double().numpy() for name, value in inputs.items()}
-    best = lp_value(case.expert_loads(), case.slot_to_expert, case.num_ranks, **exact)
+def check_optimum(case: Case, base: np.ndarray | None = None) -> None:
+    """Both dtypes against HiGHS, on the problem as float32 represents it."""
+    carried = None if base is None else torch.from_numpy(base).float().double()
+    exact = None if carried is None else carried.numpy()
+    best = lp_value(case.expert_loads(), case.slot_to_expert, case.num_ranks, exact)
     for dtype, (error, most) in ACCURACY.items():
-        given = {name: value.to(dtype) for name, value in inputs.items()}
-        split, eps = solve(case, dtype, **given), rounding(case, dtype)
-        check_split(case, split, given.get("speeds"), given.get("base"))
+        given = None if carried is None else carried.to(dtype)
+        split, eps = solve(case, dtype, base=given), rounding(case, dtype)
+        check_split(case, split, given)
         what = (case.name, dtype, best, split[1:])
         assert split.status.item() == CONVERGED and split.iterations.item() <= most, what
         assert split.primal.item() - best <= error * best, what
         assert split.primal.item() >= best * (1 - eps), what
         assert best * (1 - error - eps) <= split.dual.item() <= best * (1 + eps), what
-
-
-def random_speeds(rng: np.random.Generator, case: Case) -> np.ndarray:
-    """[R]: nearly equal, two kinds, or spread over a factor of ten; some are 0 where every expert has another."""
-    kind = rng.integers(3)
-    ranks = case.num_ranks
-    speeds = (
-        rng.uniform(0.9, 1.1, ranks),
-        rng.choice([0.5, 1.0], ranks),
-        10 ** rng.uniform(-0.5, 0.5, ranks),
-    )[kind]
-    for r in rng.permutation(ranks)[: ranks // 4]:
-        without = np.flatnonzero(speeds > 0).tolist()
-        without = set(without) - {int(r)}
-        if all(held & without for held in case.rank_sets() if held):
-            speeds[r] = 0
-    return speeds
 
 
 def random_base(rng: np.random.Generator, case: Case) -> np.ndarray:
@@ -109,23 +85,17 @@ def test_optimum(family: str, per_case: int) -> None:
 
 @sweep("per_case", 1, 2)
 @pytest.mark.parametrize("family", families_up_to(MAX_RANKS))
-def test_optimum_with_speeds_and_base(family: str, per_case: int) -> None:
+def test_optimum_with_base(family: str, per_case: int) -> None:
     rng = np.random.default_rng(list(FAMILIES).index(family))
-    for i, case in enumerate(instances(per_case, seed=1100, max_ranks=MAX_RANKS, families=(family,))):
-        if i % 2:
-            check_optimum(case, random_speeds(rng, case))
-        else:
-            speeds = random_speeds(rng, case)
-            check_optimum(case, speeds, random_base(rng, case) * (speeds > 0))
+    for case in instances(per_case, seed=1100, max_ranks=MAX_RANKS, families=(family,)):
+        check_optimum(case, random_base(rng, case))
 
 
 @pytest.mark.parametrize("ranks", [96, 128, 300, 1024])
 def test_optimum_in_wide_groups(ranks: int) -> None:
-    """The network is dense in the ranks, or in the replicated experts if there are fewer."""
-    rng = np.random.default_rng(ranks)
+    """The normal equations have one unknown per rank, or per replicated expert if there are fewer."""
     for family in ("eplb", "ring", "one_expert"):
         check_optimum(draw(family, ranks, 3))
-    check_optimum(draw("eplb", ranks, 4), rng.uniform(0.5, 2, ranks))
 
 
 @pytest.mark.parametrize("total", [50, 5_000, 1_000_000])
@@ -141,6 +111,29 @@ def test_all_load_on_one_expert(replicated: bool, total: int) -> None:
         check_optimum(Case(f"one expert#{seed}", slots, loads))
 
 
+@pytest.mark.parametrize("family", ["eplb", "duplicates", "empty_slots", "one_expert"])
+def test_most_copies(family: str) -> None:
+    """Sums of almost 2^31 copies; experts without load."""
+    for seed in range(5):
+        case = draw(family, 16, seed)
+        scaled = case.loads.astype(np.float64) * ((2**31 - 1) / max(case.total, 1))
+        loads = np.floor(scaled).astype(np.int32)
+        loads[:, ::7] = 0
+        check_optimum(Case(case.name, case.slot_to_expert, loads))
+
+
+@pytest.mark.parametrize("family", ["eplb", "random", "ring"])
+def test_ranks_without_experts(family: str) -> None:
+    """Dead ranks: their slots are empty, and they take nothing."""
+    for seed in range(5):
+        case = draw(family, 16, seed)
+        slots = case.slot_to_expert.copy().reshape(16, -1)
+        slots[seed::5] = -1
+        loads = case.loads.copy()
+        loads[:, np.setdiff1d(np.arange(case.num_experts), slots)] = 0
+        check_optimum(Case(case.name, slots.reshape(-1), loads))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_status_is_true(dtype: torch.dtype) -> None:
     """However early it is cut: the certificate is that of the split, and the status says what it says."""
@@ -149,7 +142,7 @@ def test_status_is_true(dtype: torch.dtype) -> None:
         best = lp_value(case.expert_loads(), case.slot_to_expert, case.num_ranks)
         for tolerance, most in ((None, 0), (None, 1), (None, 2), (0.05, 2), (1e-5, 3)):
             split = solve(case, dtype, iterations=most, tolerance=tolerance)
-            check_split(case, split, None, None)
+            check_split(case, split)
             primal, dual = split.primal.item(), split.dual.item()
             eps = rounding(case, dtype)
             assert dual <= best * (1 + eps) and best <= primal * (1 + eps), case.name
@@ -163,19 +156,19 @@ def test_status_is_true(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_breakdown_says_so(dtype: torch.dtype) -> None:
-    """Speeds that the dtype's range cannot carry: the start is returned, with a bound."""
+    """Without a tolerance mu falls until x / z overflows: the start is returned, with the bound proved before."""
     broke = 0
     for seed in range(20):
         case = draw("split_256", 8, seed)
-        top = 38 if dtype is torch.float32 else 300
-        speeds = torch.from_numpy(10.0 ** np.random.default_rng(seed).uniform(-top, top, 8)).to(dtype)
-        split = solve(case, dtype, speeds=speeds)
-        assert_equal_split(case, dtype=dtype, speeds=speeds)
+        options: dict[str, Any] = {"tolerance": 0.0, "iterations": 1000}
+        split = solve(case, dtype, **options)
+        check_split(case, split)
         if split.status.item() == BROKE_DOWN:
-            broke += 1
-            start = solve(case, dtype, speeds=speeds, iterations=0)
+            assert_equal_split(case, dtype=dtype, **options)
+            start = solve(case, dtype, iterations=0)
             assert torch.equal(split.split, start.split) and torch.equal(split.primal, start.primal)
-            assert split.dual <= split.primal
+            assert start.dual <= split.dual <= split.primal
+            broke += 1
     assert broke > 0
 
 
@@ -187,12 +180,10 @@ def test_equals_reference(options: dict[str, Any], dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_equals_reference_with_speeds_and_base(dtype: torch.dtype) -> None:
+def test_equals_reference_with_base(dtype: torch.dtype) -> None:
     rng = np.random.default_rng(23)
     for case in [*instances(1, seed=2100, max_ranks=16), draw("eplb", 65, 0), draw("eplb", 128, 0)]:
-        speeds = random_speeds(rng, case)
-        base = torch.from_numpy(random_base(rng, case) * (speeds > 0)).to(dtype)
-        assert_equal_split(case, dtype=dtype, speeds=torch.from_numpy(speeds).to(dtype), base=base)
+        assert_equal_split(case, dtype=dtype, base=torch.from_numpy(random_base(rng, case)).to(dtype))
 
 
 def assert_equal_split(case: Case, **options: Any) -> None:
@@ -246,7 +237,6 @@ def test_nothing_to_decide(dtype: torch.dtype) -> None:
     solo = ops.replica_tables(int32(0, 1, 2, 3), 2, 4)
     for split, cost in (
         (ops.plan_lp(int32(0, 0, 0, 0), tables, dtype=dtype), 0),
-        (ops.plan_lp(int32(0, 0, 0, 0), tables, dtype=dtype, speeds=torch.zeros(4, dtype=dtype)), 0),
         (ops.plan_lp(int32(0, 0, 0, 0), tables, dtype=dtype, base=base), 9),
         (ops.plan_lp(int32(1, 2, 3, 0), tables, dtype=dtype, base=base), 9),
         (ops.plan_lp(LOADS, solo, dtype=dtype), 15),

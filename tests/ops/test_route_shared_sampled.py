@@ -96,6 +96,13 @@ def test_dynamic_fallback_counts_tokens_as_load(own_tokens: int, moved: bool) ->
     assert drawn([[1], [0]] * 32, load, tokens, 1, 0, "dynamic") == [int(moved), 0] * 32
 
 
+def test_dynamic_fallback_compares_in_the_order_of_the_slots() -> None:
+    """Loads 100, 90, 82 and target 51: ranks 0 to 2 have no weight. From rank 0 either rank is clearly lighter, but
+    neither is clearly lighter than the other, so the first slot of a token decides."""
+    load, tokens = ints(100, 90, 82, 0, 0, 0, 0, 0), ints(*[0] * 8)
+    assert drawn([[1, 2], [2, 1]] * 32, load, tokens, 1, 0, "dynamic") == [1, 2] * 32
+
+
 def test_blog_weighs_own_slack_11_and_other_slack_10() -> None:
     """L = 200, 100, 84 and N = 192: H = ceil(576/3) = 192, slack 0, 92, 108.
 

@@ -13,22 +13,21 @@ from reference.replica_tables import replicas
 ROUNDS = 8
 
 
-def plan_active(loads: Tensor, tables: ReplicaTables, *, ticks: Tensor | None = None) -> ActiveSplit:
+def plan_active(loads: Tensor, tables: ReplicaTables) -> ActiveSplit:
     """The choice of isoload.ops.plan_active, which documents the arguments.
 
     plan_exact with one unit per expert that has load: the units stay whole, so each chooses a replica.
     """
     if tables.data.dim() == 2:
-        layers = [plan_active(loads[i], tables[i], ticks=ticks) for i in range(len(tables.data))]
+        layers = [plan_active(loads[i], tables[i]) for i in range(len(tables.data))]
         return ActiveSplit(*(torch.stack(field) for field in zip(*layers, strict=True)))
     totals = loads.reshape(-1, tables.num_experts).sum(0)
     units = plan_exact((totals > 0).int(), tables, sweeps=ROUNDS)
     peak, held = int(units.peak), replicas(tables)
-    cost = [1] * tables.num_ranks if ticks is None else ticks.tolist()
     chosen = {e: p for e, slots in enumerate(held) for p in slots if units.quota[p] > 0}
     assert sorted(chosen) == totals.nonzero().flatten().tolist(), "every expert with load has a slot"
 
-    settling = Settling(chosen, totals.tolist(), cost, tables.num_slots // tables.num_ranks, peak)
+    settling = Settling(chosen, totals.tolist(), tables, peak)
     order = tables.field("order").tolist()[: int(tables.field("header")[0])]
     moves = 0
     for _ in range(ROUNDS):
@@ -46,16 +45,14 @@ def plan_active(loads: Tensor, tables: ReplicaTables, *, ticks: Tensor | None = 
 
 
 class Settling:
-    """Lowers the load of ranks, copies times cost, while no rank exceeds ``peak`` active slots."""
+    """Lowers the load of ranks, in copies, while no rank exceeds ``peak`` active slots."""
 
-    def __init__(
-        self, chosen: dict[int, int], totals: list[int], cost: list[int], slots_per_rank: int, peak: int
-    ) -> None:
-        self.chosen, self.totals, self.cost = chosen, totals, cost
-        self.slots_per_rank, self.peak = slots_per_rank, peak
-        self.active, self.copies = [0] * len(cost), [0] * len(cost)
+    def __init__(self, chosen: dict[int, int], totals: list[int], tables: ReplicaTables, peak: int) -> None:
+        self.chosen, self.totals, self.peak = chosen, totals, peak
+        self.slots_per_rank = tables.num_slots // tables.num_ranks
+        self.active, self.copies = [0] * tables.num_ranks, [0] * tables.num_ranks
         for e, p in chosen.items():
-            self.add(e, p // slots_per_rank, 1)
+            self.add(e, p // self.slots_per_rank, 1)
 
     def add(self, expert: int, rank: int, sign: int) -> None:
         self.active[rank] += sign
@@ -64,12 +61,12 @@ class Settling:
     def relieve(self, expert: int, slots: list[int]) -> bool:
         """Moves an expert to where it lowers the larger load of two ranks most; False if nowhere."""
         own = self.chosen[expert] // self.slots_per_rank
-        best, least = None, self.cost[own] * self.copies[own]
+        best, least = None, self.copies[own]
         for p in slots:
             rank = p // self.slots_per_rank
             if rank == own or self.active[rank] + 1 > self.peak:
                 continue
-            after = self.cost[rank] * (self.copies[rank] + self.totals[expert])
+            after = self.copies[rank] + self.totals[expert]
             if after < least:
                 best, least = p, after
         if best is None:

@@ -1,14 +1,14 @@
-"""plan_lp: the real-valued split with the least largest rank cost, by a primal-dual interior point method.
+"""plan_lp: the real-valued split with the least largest rank load, by a primal-dual interior point method.
 
     minimise M   subject to   sum of an expert's parts x = its load               (price w)
-                              rank's burden + its parts + slack s = speed * M     (price y)
+                              rank's burden + its parts + slack s = M             (price y)
                               x >= 0, s >= 0
 
 A part is what one rank takes of one replicated expert; all that cannot move is its rank's burden. The optimum has
-speed'y = 1, y >= 0, z = y - w >= 0 and x z = s y = 0. Each iteration takes Newton's step to x z = s y = target:
+1'y = 1, y >= 0, z = y - w >= 0 and x z = s y = 0. Each iteration takes Newton's step to x z = s y = target:
 
-1. residuals: what the equations lack; the largest cost of the split; the bound that the prices prove.
-2. factor: Newton's equations are a resistor network between ranks and experts, conductances x / z.
+1. residuals: what the equations lack; the largest load of the split; the bound that the prices prove.
+2. factor: Newton's equations reduce to the normal equations, with weights x / z.
 3. predictor: the step to target 0, to see how far mu can fall.
 4. corrector: the step to a target between, with the products that the predictor left out.
 5. step: almost up to the first zero.
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from isoload.replica_tables import ReplicaTables
 from isoload.results import LpSplit
-from reference.network import Indices, Network, Reals, add_by, ordered_sum
+from reference.cholesky import Cholesky, Indices, Reals, add_by, ordered_sum
 from reference.replica_tables import replicas
 
 CONVERGED, OPEN, BROKE_DOWN = range(3)
@@ -38,7 +38,6 @@ def plan_lp(
     loads: Tensor,
     tables: ReplicaTables,
     *,
-    speeds: Tensor | None = None,
     base: Tensor | None = None,
     dtype: torch.dtype = torch.float32,
     tolerance: float | None = None,
@@ -53,7 +52,6 @@ def plan_lp(
                 plan_lp(
                     loads[i],
                     tables[i],
-                    speeds=speeds,
                     base=carried,
                     dtype=dtype,
                     tolerance=tolerance,
@@ -63,14 +61,9 @@ def plan_lp(
         return LpSplit(*map(torch.stack, zip(*layers, strict=True)))
     usual_tolerance, usual_iterations = LIMITS[dtype]
     totals = loads.reshape(-1, tables.num_experts).sum(0, dtype=torch.int64)
-    ones, zeros = (f(tables.num_ranks, dtype=dtype) for f in (torch.ones, torch.zeros))
+    carried = torch.zeros(tables.num_ranks, dtype=dtype) if base is None else base
     with np.errstate(all="ignore"):  # a breakdown ends in status 2
-        solver = Solver(
-            totals.numpy(),
-            tables,
-            (ones if speeds is None else speeds).numpy(),
-            (zeros if base is None else base).numpy(),
-        )
+        solver = Solver(totals.numpy(), tables, carried.numpy())
         status, taken = solver.solve(
             usual_tolerance if tolerance is None else tolerance,
             usual_iterations if iterations is None else iterations,
@@ -85,36 +78,32 @@ def plan_lp(
 
 
 class Solver:
-    """One layer. Arrays over parts, over ranks with speed (``rank`` of a part) or over replicated experts with load
+    """One layer. Arrays over parts, by slot, over ranks (``rank`` of a part) or over replicated experts with load
     (``expert`` of a part)."""
 
-    def __init__(self, totals: Indices, tables: ReplicaTables, speeds: Reals, base: Reals) -> None:
-        self.real = speeds.dtype.type
-        self.size = tables.num_slots // tables.num_ranks
+    def __init__(self, totals: Indices, tables: ReplicaTables, base: Reals) -> None:
+        self.real = base.dtype.type
+        size = tables.num_slots // tables.num_ranks
         solo = tables.field("solo").numpy()
         self.fixed = np.where(solo >= 0, totals[solo], 0).astype(self.real)  # [P] copies of solo slots
-        fast = np.flatnonzero(speeds > 0)
-        self.speed = speeds[fast]
-        slot_rank = np.arange(tables.num_slots) // self.size
-        burden = add_by(slot_rank, self.fixed, base)
-        assert not burden[speeds == 0].any(), "a rank without speed carries something"
-        self.burden = burden[fast]
-
-        held = replicas(tables)
-        split = [e for e in range(tables.num_experts) if len(held[e]) > 1 and totals[e] > 0]
+        self.burden = add_by(np.arange(tables.num_slots) // size, self.fixed, base)
+        slots_of = replicas(tables)
+        order = tables.field("order").tolist()
+        split = [e for e in order if e >= 0 and totals[e] > 0]
         self.load = totals[split].astype(self.real)
-        parts = sorted((p, i) for i, e in enumerate(split) for p in held[e] if speeds[p // self.size] > 0)
+        parts = sorted((p, i) for i, e in enumerate(split) for p in slots_of[e])
         self.slot = np.array([p for p, _ in parts], dtype=np.int64)
         self.expert = np.array([i for _, i in parts], dtype=np.int64)
-        self.rank = np.searchsorted(fast, self.slot // self.size)
-        self.network = Network(self.rank, self.expert, len(fast), len(split))
-        self.no_price = np.zeros(len(split), self.real)
+        self.rank = self.slot // size
+        self.num_edges = self.real(len(parts) + len(base))
+        self.equations = Cholesky(self.rank, self.expert, len(base), len(split))
+        self.none = np.zeros(len(split), self.real)
 
     def solve(self, tolerance: float, most: int) -> tuple[int, int]:
         """(status, iterations)"""
         self.tolerance = self.real(tolerance)
         self.spread()
-        self.dual = max(self.burden / self.speed, default=self.real(0))
+        self.dual = self.burden.max()
         status, taken = self.judge(), 0
         if status == OPEN:
             status = self.centre()
@@ -139,28 +128,30 @@ class Solver:
         return add_by(self.rank, parts, start)
 
     def by_expert(self, parts: Reals) -> Reals:
-        return add_by(self.expert, parts, self.no_price)
+        return add_by(self.expert, parts, self.none)
 
     def least(self, parts: Reals) -> Reals:
         least = np.full(len(self.load), np.inf, self.real)
         np.minimum.at(least, self.expert, parts)
         return least
 
-    def mean(self, of_part: Reals, of_rank: Reals) -> Any:
-        return (ordered_sum(of_part) + ordered_sum(of_rank)) / self.real(len(of_part) + len(of_rank))
+    def mean(self, x: Reals, z: Reals, s: Reals, y: Reals) -> Any:
+        """The mean product, added up rank by rank."""
+        return ordered_sum(self.by_rank(x * z, s * y)) / self.num_edges
 
     # start
 
     def spread(self) -> None:
-        """Every expert in proportion to the speeds of its ranks."""
-        speed = self.speed[self.rank]
-        self.x = self.load[self.expert] * (speed / self.by_expert(speed)[self.expert])
+        """Every expert evenly over its replicas."""
+        self.x = (self.load / np.bincount(self.expert, minlength=len(self.load)).astype(self.real))[
+            self.expert
+        ]
         self.find_primal()
 
     def centre(self) -> int:
         self.M = self.real(1.1) * self.primal
-        self.s = self.speed * (self.M - self.cost)
-        mu = 1 / ordered_sum(self.speed / self.s)
+        self.s = self.M - self.cost
+        mu = 1 / ordered_sum(1 / self.s)
         self.y = mu / self.s
         prices = self.y[self.rank]
         self.z = prices - self.least(prices - mu / self.x)[self.expert]
@@ -171,9 +162,9 @@ class Solver:
     def residuals(self) -> int:
         self.find_primal()
         self.expert_excess = self.load - self.by_expert(self.x)
-        self.rank_excess = self.speed * self.M - self.by_rank(self.x, self.burden) - self.s
-        self.mu = self.mean(self.x * self.z, self.s * self.y)
-        prices = ordered_sum(self.speed * self.y)
+        self.rank_excess = self.M - self.by_rank(self.x, self.burden) - self.s
+        self.mu = self.mean(self.x, self.z, self.s, self.y)
+        prices = ordered_sum(self.y)
         self.price_excess = 1 - prices
         value = ordered_sum(self.burden * self.y) + ordered_sum(self.load * self.least(self.y[self.rank]))
         bound = value / prices
@@ -194,16 +185,16 @@ class Solver:
         return copies
 
     def find_primal(self) -> None:
-        self.cost = self.by_rank(self.copies(), self.burden) / self.speed
+        self.cost = self.by_rank(self.copies(), self.burden)
         self.primal = self.cost.max(initial=self.real(0))
 
     # 2. factor
 
     def factor(self) -> None:
-        self.conductance, self.ground = self.x / self.z, self.s / self.y
-        self.network.factor(self.conductance, self.ground, self.no_price)
-        self.rank_g, self.expert_g = self.network.solve(self.speed, self.no_price)
-        self.pull = ordered_sum(self.speed * self.rank_g)
+        self.weight, self.slack_weight = self.x / self.z, self.s / self.y
+        self.equations.factor(self.weight, self.slack_weight)
+        self.rank_g, self.expert_g = self.equations.solve(np.ones_like(self.y), self.none)
+        self.pull = ordered_sum(self.rank_g)
 
     # 3. predictor
 
@@ -213,10 +204,10 @@ class Solver:
         self.restore()
         a, b = self.reach(1)
         left = self.mean(
-            (self.x + a * self.dx) * (self.z + b * self.dz), (self.s + a * self.ds) * (self.y + b * self.dy)
+            self.x + a * self.dx, self.z + b * self.dz, self.s + a * self.ds, self.y + b * self.dy
         )
         ratio = left / self.mu
-        last = self.real(0.2) * self.tolerance * self.primal / self.real(len(self.x) + len(self.s))
+        last = self.real(0.2) * self.tolerance * self.primal / self.num_edges
         self.target = max(ratio * ratio * ratio * self.mu, last)
 
     # 4. corrector
@@ -253,15 +244,15 @@ class Solver:
         self.dM = self.real(0)
 
     def restore(self) -> None:
-        """Changes prices and M by what ranks, experts and speed'y = 1 still lack."""
-        rank_u, expert_u = self.network.solve(
-            self.by_rank(self.dx, self.ds) - self.rank_excess - self.speed * self.dM,
+        """Changes prices and M by what ranks, experts and 1'y = 1 still lack."""
+        rank_u, expert_u = self.equations.solve(
+            self.by_rank(self.dx, self.ds) - self.rank_excess - self.dM,
             self.expert_excess - self.by_expert(self.dx),
         )
-        rise = (ordered_sum(self.speed * (rank_u + self.dy)) - self.price_excess) / self.pull
+        rise = (ordered_sum(rank_u + self.dy) - self.price_excess) / self.pull
         price = rank_u[self.rank] - expert_u[self.expert]
         dz = price - rise * (self.rank_g[self.rank] - self.expert_g[self.expert])
         dy = rank_u - rise * self.rank_g
-        self.dz, self.dx = self.dz + dz, self.dx - self.conductance * dz
-        self.dy, self.ds = self.dy + dy, self.ds - self.ground * dy
+        self.dz, self.dx = self.dz + dz, self.dx - self.weight * dz
+        self.dy, self.ds = self.dy + dy, self.ds - self.slack_weight * dy
         self.dM = self.dM + rise

@@ -39,7 +39,10 @@ def route_shared_sampled(
         else:
             candidates = list(range(num_ranks)) if any_rank else sorted(visited | {rank})
             word = random_word(seed, i) if rule.startswith("blog") else _hash(i, rank)
-            chosen.append(_draw(word, candidates, weights, loads, rank))
+            order = candidates
+            if rule == "dynamic" and not any_rank:
+                order = [p // slots_per_rank for p in token if p != -1]
+            chosen.append(_draw(word, candidates, weights, loads, rank, order))
             assert chosen[-1] in candidates, "a candidate is drawn"
     return torch.tensor(chosen, dtype=torch.int32).view(-1, 1)
 
@@ -61,12 +64,15 @@ def _hash(token: int, rank: int) -> int:
     return ((token ^ rank * 0x9E3779B9 % 2**32) * 1664525 + 1013904223) % 2**32
 
 
-def _draw(word: int, candidates: list[int], weights: list[int], loads: list[int], own: int) -> int:
-    """The candidate at ``word % total`` of the cumulative weights; if none weighs, own or a clearly lighter one."""
+def _draw(
+    word: int, candidates: list[int], weights: list[int], loads: list[int], own: int, order: list[int]
+) -> int:
+    """The candidate at ``word % total`` of the cumulative weights; if none weighs, own or a clearly lighter one, by
+    comparisons in ``order``."""
     total = sum(weights[r] for r in candidates)
     if total == 0:
         best = own
-        for r in candidates:
+        for r in order:
             best = r if loads[r] * 11 < loads[best] * 10 else best
         return best
     left = word % total

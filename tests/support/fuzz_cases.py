@@ -93,7 +93,9 @@ def draw_case(seed: int, min_ranks: int = 1, max_ranks: int = 6) -> FuzzCase:
     rng = np.random.default_rng(seed)
     policy = str(rng.choice(NAMES))
     borrows = POLICIES[policy].borrows
-    topology = draw_topology(rng, (min_ranks, max_ranks), with_speeds=not borrows)
+    topology = draw_topology(
+        rng, (min_ranks, max_ranks), with_speeds=not borrows and not policy.startswith("lp")
+    )
     experts = int(rng.integers(1, 13))
     shared = int(rng.choice([1, 1, 2] if policy in NEED_SHARED else [0, 0, 1, 2]))
     spare = int(rng.integers(1, 4)) if borrows else int(rng.choice([0, 0, 1]))

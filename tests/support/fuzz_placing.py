@@ -35,9 +35,7 @@ def check_speeds(case: FuzzCase) -> None:
             np.testing.assert_allclose((even[batch, layer], exact[batch, layer]), wanted, rtol=1e-9)
             units = (loads > 0).astype(np.int32)
             tables = ops.replica_tables(torch.from_numpy(held), ranks, routed)
-            active = ops.plan_active(
-                torch.from_numpy(loads.astype(np.int32)), tables, ticks=torch.from_numpy(ticks).int()
-            )
+            active = ops.plan_active(torch.from_numpy(loads.astype(np.int32)), tables)
             fewest = flow_optimum(units, held, ranks)
             assert int(active.active_peak) == int(active.active_bound) == fewest, (
                 int(active.active_peak),

@@ -49,22 +49,20 @@ def binding_ranks(
     slot_to_expert: np.ndarray,
     num_ranks: int,
     base: np.ndarray | None = None,
-    speeds: np.ndarray | None = None,
 ) -> tuple[set[int], float]:
-    """The rank set that the LP's dual names, and the LP's optimum: minimise M, a rank's copies <= speed * M."""
+    """The rank set that the LP's dual names, and the LP's optimum: minimise M, a rank's copies <= M."""
     expert, rank = replicas(slot_to_expert, num_ranks)
     used = loads[expert] > 0
     expert, rank = expert[used], rank[used]
     rows, expert_row = np.unique(expert, return_inverse=True)
     carried = np.zeros(num_ranks) if base is None else base.astype(np.float64)
-    speed = np.ones(num_ranks) if speeds is None else speeds.astype(np.float64)
     scale = max(1.0, (loads.sum(dtype=np.float64) + carried.sum()) / LP_TOTAL)
     n = len(expert)
-    # Variables: x [n] copies per replica, M. On a rank sum(x) - speed * M <= -base, of an expert
+    # Variables: x [n] copies per replica, M. On a rank sum(x) - M <= -base, of an expert
     # sum(x) = loads.
     under = coo_array(
         (
-            np.concatenate([np.ones(n), -speed]),
+            np.concatenate([np.ones(n), -np.ones(num_ranks)]),
             (
                 np.concatenate([rank, np.arange(num_ranks)]),
                 np.concatenate([np.arange(n), np.full(num_ranks, n)]),
@@ -102,18 +100,14 @@ def lp_optimum(
 
 
 def lp_value(
-    loads: np.ndarray,
-    slot_to_expert: np.ndarray,
-    num_ranks: int,
-    base: np.ndarray | None = None,
-    speeds: np.ndarray | None = None,
+    loads: np.ndarray, slot_to_expert: np.ndarray, num_ranks: int, base: np.ndarray | None = None
 ) -> float:
-    """The LP's optimum, real-valued: the load over the speed of the binding ranks; base, speeds [R] float64."""
-    binding, objective = binding_ranks(loads, slot_to_expert, num_ranks, base, speeds)
+    """The LP's optimum, real-valued: the mean load of the binding ranks; base [R] float64."""
+    binding, objective = binding_ranks(loads, slot_to_expert, num_ranks, base)
     ranks = sorted(binding)
     copies: float = cut_value(binding, loads, slot_to_expert, num_ranks)[0]
     copies += 0.0 if base is None else float(base[ranks].sum())
-    value = copies / (len(ranks) if speeds is None else float(speeds[ranks].sum()))
+    value = copies / len(ranks)
     assert abs(value - objective) <= 1e-9 * max(1.0, objective), (value, objective)
     return value
 

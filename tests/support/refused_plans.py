@@ -66,12 +66,12 @@ tables=placed(*FEW) | loads must be 0 for an expert without a replica, got copie
 fixed=int32(0, 0, -1, 0) | fixed must not be negative, got -1 for rank 2
 budget=-1 | budget must be at least 0, got -1
 pour=torch.tensor(-3).int() | pour must not be negative, got -3
-[plan_exact plan_active plan_waterfill plan_own]
+[plan_exact plan_waterfill plan_own]
 ticks=torch.ones(4) | ticks must be int32, got float32
 ticks=int32(1, 2) | ticks must have shape [4], got [2]
-[plan_exact of_a_rank plan_active plan_joint plan_waterfill plan_own balance_own balance_same]
+[plan_exact of_a_rank plan_joint plan_waterfill plan_own balance_own balance_same]
 ticks=int32(1, 1, 0, 1) | ticks must be in 1..2^20, got 0 for rank 2
-[plan_exact plan_active plan_waterfill]
+[plan_exact plan_waterfill]
 ticks=int32(1, 1, 1, 2**20 + 1) | ticks must be in 1..2^20, got 1048577 for rank 3
 [plan_exact of_a_rank plan_joint balance_same]
 tolerance=-0.1 | tolerance must be in 0..1000 (relative), got -0.1
@@ -87,18 +87,9 @@ rank=-1 | rank must be in 0..3, got -1
 rank=4 | rank must be in 0..3, got 4
 [plan_lp]
 dtype=torch.float16 | dtype must be torch.float32 or torch.float64, got torch.float16
-speeds=reals(1, 1, 1, 1).double() | speeds must be float32, got float64
-speeds=reals(1, 1, 1, 1), dtype=torch.float64 | speeds must be float64, got float32
-speeds=reals(1, 1) | speeds must have shape [4], got [2]
-speeds=reals(1, NAN, 1, 1) | speeds must be finite and not negative, got nan for rank 1
-speeds=reals(1, 1, INF, 1) | speeds must be finite and not negative, got inf for rank 2
-speeds=reals(1, 1, 1, -2) | speeds must be finite and not negative, got -2 for rank 3
-speeds=reals(1, 1, 1, 0) | speeds must be positive on one of an expert's ranks, got 0 for rank 3, where expert
-    3 has copies
-speeds=reals(1, 0, 0, 1) | speeds must be positive on one of an expert's ranks, got 0 for rank 1, where expert
-    2 has copies
-speeds=reals(1, 0, 1, 1), base=reals(0, 2.5, 0, 0) | speeds must be positive on ranks with base load, got 0
-    for rank 1 with base 2.5
+base=reals(1, 1, 1, 1).double() | base must be float32, got float64
+base=reals(1, 1, 1, 1), dtype=torch.float64 | base must be float64, got float32
+base=reals(1, 1, INF, 1) | base must be finite and not negative, got inf for rank 2
 base=loads | base must be float32, got int32
 base=reals(1, 1, 1) | base must have shape [4], got [3]
 base=reals(NAN, 0, 0, 0) | base must be finite and not negative, got nan for rank 0

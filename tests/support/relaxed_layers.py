@@ -12,13 +12,10 @@ from support.cases import draw
 
 
 def layers(dtype: torch.dtype) -> tuple[Tensor, ReplicaTables, dict[str, Tensor]]:
-    """20 layers of 256 experts on 16 ranks, with base and speeds."""
+    """20 layers of 256 experts on 16 ranks, with base."""
     cases = [draw("split_256", 16, seed) for seed in range(20)]
     tables = ops.replica_tables(torch.from_numpy(np.stack([case.slot_to_expert for case in cases])), 16, 256)
-    options = {
-        "base": torch.arange(320, dtype=dtype).view(20, 16),
-        "speeds": torch.linspace(0.5, 2, 16, dtype=dtype),
-    }
+    options = {"base": torch.arange(320, dtype=dtype).view(20, 16)}
     return torch.from_numpy(np.stack([case.loads for case in cases])), tables, options
 
 

@@ -173,7 +173,7 @@ def pour(ranks: int, seed: int, candidates: str = "all") -> object:
 
 
 def lp_of_ranks(ranks: int) -> object:
-    """In both dtypes; with more ranks than a warp has lanes, or than a mesh of columns takes."""
+    """In both dtypes; with more ranks than a warp has lanes, or than there are replicated experts."""
     case = draw("duplicates", ranks, 0)
     loads, tables = torch.from_numpy(case.loads), case.tables()
     return [
@@ -282,7 +282,6 @@ OF_LAYERS: dict[str, tuple[Callable[[Layer], object], tuple[int, int, int]]] = {
     "plan_lp, wide": (next(job.call for job in JOBS if job.name == "plan_lp"), WIDE),
     "plan_exact, packed": (more("packed"), FEW),
     "plan_exact, speeds": (lambda x: ops.plan_exact(x.loads, x.tables, ticks=speeds(x)), FEW),
-    "plan_active, speeds": (lambda x: ops.plan_active(x.loads, x.tables, ticks=speeds(x)), FEW),
     "plan_waterfill, speeds": (lambda x: ops.plan_waterfill(x.copies, x.tokens, ticks=speeds(x)), FEW),
     "plan_exact, local": (more("local"), FEW),
     "plan_exact, of a rank, local": (functools.partial(split_of_a_rank, objective="local"), FEW),

@@ -12,7 +12,7 @@ from isoload.results import ActiveSplit
 _plan_active = op("plan_active", lambda a: fake_split(a, a.loads))
 
 
-def plan_active(loads: Tensor, tables: ReplicaTables, *, ticks: Tensor | None = None) -> ActiveSplit:
+def plan_active(loads: Tensor, tables: ReplicaTables) -> ActiveSplit:
     """Puts all copies of an expert on one of its replicas, so that no rank has more active slots than it must.
 
     For decode batches: while reading weights takes longer than computing, a rank's time is its number of
@@ -23,7 +23,5 @@ def plan_active(loads: Tensor, tables: ReplicaTables, *, ticks: Tensor | None = 
     Args:
         loads: [E] or [R, E] int32 copies (with a leading L if the tables have one); sources are summed.
         tables: of the same layers.
-        ticks: [R] int32 cost of one copy per rank, 1..2^20; None = 1 each. A slot is read in the same time on all.
     """
-    where = (tables.data, tables.num_ranks, tables.num_slots)
-    return ActiveSplit(*call(_plan_active, loads, *where, ticks))
+    return ActiveSplit(*call(_plan_active, loads, tables.data, tables.num_ranks, tables.num_slots))

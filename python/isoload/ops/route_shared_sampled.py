@@ -27,7 +27,8 @@ def route_shared_sampled(
 
     For comparison: a draw meets no quota. Every rank below a target is drawn in proportion to its slack
     target - load; the own rank is preferred 11 to 10. Where no candidate has a weight, the own rank keeps the
-    copy unless a candidate's load times 11 is below the kept one's times 10 (scanned in rank order).
+    copy unless a candidate's load times 11 is below the kept one's times 10. Candidates are compared in rank order;
+    visited ones of dynamic in the order of the token's slots, as SGLang does.
 
     ========  =====================================  ============================  ==========================
     rule      load of rank r                         target: the mean, up, of      candidates

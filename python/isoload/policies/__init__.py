@@ -25,6 +25,7 @@ from isoload.policies.none import NonePolicy
 from isoload.policies.published.dynamic import DynamicPolicy
 from isoload.policies.published.grace_sampled import GraceSampledPolicy
 from isoload.policies.published.llep_published import LlepPublishedPolicy
+from isoload.policies.published.lp_affine import LpAffinePolicy
 from isoload.policies.published.lp_sampled import LpSampledPolicy
 from isoload.policies.published.waterfill_sampled import WaterfillSampledPolicy
 from isoload.policies.shared_local import SharedLocalPolicy
@@ -41,6 +42,7 @@ for _policy in (
     ExactPolicy,
     ExactActivePolicy,
     LpPolicy,
+    LpAffinePolicy,
     LpSampledPolicy,
     SharedLocalPolicy,
     WaterfillPolicy,

@@ -50,7 +50,7 @@ def plan_affine(
         does not accept the split, which is then the even one, else 0.
     """
     if loads.device.type != "cpu":
-        raise ValueError(f"loads must be on the CPU for method affine of policies lp, got {loads.device}")
+        raise ValueError(f"loads must be on the CPU for affine scaling, got {loads.device}")
     batch = loads.shape[:-1]
     base = torch.zeros(num_ranks, dtype=torch.int32) if base is None else base
     given = (loads, slot_to_expert, base.expand(*batch, num_ranks))

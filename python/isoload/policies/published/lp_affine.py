@@ -1,0 +1,44 @@
+"""Policy ``lp_affine``: SGLang's own solver of the linear program, rounded to whole copies, for comparison."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from isoload import ops
+from isoload.policies.base import Demand, Policy, chosen_plan, sum_sources
+from isoload.policies.lp import refuse_speeds, telemetry
+from isoload.policies.published.affine_scaling import plan_affine
+from isoload.records.placed_layers import HostPlacement, PlacedLayers
+from isoload.records.plan import Plan
+
+
+@dataclass(frozen=True)
+class LpAffinePolicy(Policy):
+    """The split after some steps of affine scaling (``affine_scaling.py``), rounded; on the CPU, without speeds.
+
+    Telemetry: iterations, status (0 accepted, 2 not accepted: the split is even), 0, 0.
+
+    Options: iterations (0..1000).
+    """
+
+    name = "lp_affine"
+    cpu_only = True
+    iterations: int = 5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.iterations <= 1000:
+            raise ValueError(f"iterations must be in 0..1000, got {self.iterations}")
+
+    def check(self, placement: HostPlacement) -> None:
+        refuse_speeds(self.name, placement)
+
+    def split(self, demand: Demand, placed: PlacedLayers) -> Plan:
+        relaxed = self.relax(demand, placed)
+        quota = ops.round_split(relaxed.split, demand.loads, placed.tables)
+        return chosen_plan(self, quota, demand, placed, telemetry(relaxed))
+
+    def relax(self, demand: Demand, placed: PlacedLayers) -> ops.LpSplit:
+        """The real-valued split."""
+        loads, ranks = sum_sources(demand.loads, placed), placed.topology.num_ranks
+        return plan_affine(loads, placed.slot_to_expert, ranks, demand.at_home, self.iterations)
