@@ -515,7 +515,7 @@ ROWS: dict[str, Row] = {
     "captured_error": row(captured_error),
     "peers": row(peers),
     "late": row(late, limit=LATE + 50),
-    **{f"borrow_{name}": row(borrow, backend=name) for name in ("pull", "copy", "all_to_all", "p2p")},
+    **{f"borrow_{name}": row(borrow, backend=name) for name in ("pull", "copy", "all_to_all")},
     "two_streams": row(two_streams),
     "memory": row(memory),
     "writes": row(writes),

@@ -39,7 +39,6 @@ def test_a_dry_run_is_right(processes: int, tmp_path: Path) -> None:
         "machines",
         "gather",
         "borrow_all_to_all",
-        "borrow_p2p",
         "memory",
         "writes",
     } <= found.keys() - reasons.keys()

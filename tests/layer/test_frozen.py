@@ -147,7 +147,7 @@ def on_rank(rank: int, kinds: tuple[str, str], how: dict[str, Any]) -> tuple[Any
     return batch(own.layer(CollectiveTransport(setup.placement.topology), **how), [setup.rows[rank]])
 
 
-@pytest.mark.parametrize("backend", ["all_to_all", "p2p"])
+@pytest.mark.parametrize("backend", ["all_to_all"])
 def test_processes(backend: str) -> None:
     outcomes = rank_outcomes(on_rank, 2, ("all", "all"), {**borrowed_layer.LLEP, "borrow": backend})
     wanted = borrowed_layer.make_setup(2, bias=True)

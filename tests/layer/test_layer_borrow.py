@@ -118,7 +118,7 @@ def on_rank(rank: int, ranks: int, backend: str) -> tuple[list[torch.Tensor], di
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-@pytest.mark.parametrize("backend", ["all_to_all", "p2p"])
+@pytest.mark.parametrize("backend", ["all_to_all"])
 def test_processes_equal_virtual_ranks(ranks: int, backend: str) -> None:
     results = run_ranks(on_rank, ranks, ranks, backend)
     setup = make_setup(ranks)

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 import isoload
-from isoload.transport import CollectiveGroup, CollectiveTransport, LocalTransport
-from isoload.weights.backends import make_backend
+from isoload.transport import CollectiveTransport
 from isoload.weights.borrow import SparePool
 from support.borrowed_layer import LLEP, Setup, make_setup
 from support.processes import die, rank_outcomes
@@ -66,12 +65,6 @@ def test_all_ranks_stop_and_name_the_stage(stage: str, fail: Callable[[], None])
     assert own == ("ended with exit code -9" if fail is die else "OSError: disk full")
     for rank, error in zip((0, 2), errors, strict=True):
         assert error.startswith(f"RuntimeError: stage {EXCHANGE[stage]} failed on rank {rank}: "), error
-
-
-def test_a_rank_that_dies_fails_those_that_exchange_with_it_point_to_point() -> None:
-    errors = last_lines(fail_at, "borrow", die, "p2p")
-    assert errors[FAILING] == "ended with exit code -9"
-    assert all(e.startswith("RuntimeError: stage ") for i, e in enumerate(errors) if i != FAILING)
 
 
 def construct(rank: int, what: str) -> None:
@@ -139,7 +132,10 @@ def test_a_rank_that_cannot_be_made_stops_all(what: str, own: str) -> None:
         ),
         ("shape", "experts must be the same on all ranks"),
         ("placement", "checksum of slot_to_expert must be the same on all ranks"),
-        ("borrow=p2p", "borrow must be the same on all ranks, got None on rank 0 and p2p on rank 1"),
+        (
+            "borrow=all_to_all",
+            "borrow must be the same on all ranks, got None on rank 0 and all_to_all on rank 1",
+        ),
         ("weight_rows=20", "weight_rows must be the same on all ranks, got None on rank 0 and 20 on rank 1"),
     ],
 )
@@ -149,27 +145,14 @@ def test_ranks_that_differ_all_say_so(what: str, named: str) -> None:
 
 
 def test_processes_on_cpu_cannot_pull() -> None:
-    rule = "borrow must be all_to_all, p2p or deep_ep where ranks cannot read each other's memory"
+    rule = "borrow must be all_to_all or deep_ep where ranks cannot read each other's memory"
     said = f"ValueError: {rule}, got 'pull': processes cannot read each other's memory on cpu"
     assert last_lines(construct, "pull without shared memory") == [said] * RANKS
 
 
-def gloo_on_a_gpu(rank: int) -> None:
-    make_backend(CollectiveGroup(isoload.Topology(RANKS)), "p2p", torch.device("cuda"))
-
-
-def test_gloo_sends_no_memory_of_a_gpu() -> None:
-    assert (
-        last_lines(gloo_on_a_gpu)
-        == ["ValueError: borrow must not be p2p over gloo on a GPU, got 'p2p'"] * RANKS
-    )
-
-
 def test_backends_that_cannot_be() -> None:
     setup: Setup = make_setup(2)
-    with pytest.raises(ValueError, match="borrow must not be p2p without processes, got 'p2p'"):
-        setup.layer(LocalTransport(setup.placement.topology), **LLEP, borrow="p2p")
-    with pytest.raises(
-        ValueError, match="borrow must be one of pull, copy, all_to_all, p2p, deep_ep, got 'post'"
-    ):
+    with pytest.raises(ValueError, match="borrow='p2p' was removed: use all_to_all, or pull where"):
+        setup.layer(**LLEP, borrow="p2p")
+    with pytest.raises(ValueError, match="borrow must be one of pull, copy, all_to_all, deep_ep, got 'post'"):
         setup.layer(**LLEP, borrow="post")

@@ -261,7 +261,7 @@ def swapped_rank(rank, policy, borrow):
     ]
 
 
-@pytest.mark.parametrize(("policy", "borrow"), [("exact", None), ("llep", "all_to_all"), ("llep", "p2p")])
+@pytest.mark.parametrize(("policy", "borrow"), [("exact", None), ("llep", "all_to_all")])
 def test_processes_follow_too(policy, borrow):
     setup = make_setup(3, bias=True)
     wanted, _ = make_layer(False, 2, policy, setup, **{"min_chunk": 1} if policy == "llep" else {})

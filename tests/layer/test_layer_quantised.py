@@ -184,7 +184,7 @@ def assert_borrowed_after(layer: isoload.MoE, setup: Setup, rank: int) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("borrow", first(["all_to_all", "p2p"]))
+@pytest.mark.parametrize("borrow", ["all_to_all"])
 def test_borrowed_over_processes(borrow: str) -> None:
     assert min(run_ranks(over_processes, 3, 3, borrow)) > 0
 

@@ -42,7 +42,7 @@ def on_rank(rank: int, ranks: int, local: str, borrow: str) -> dict[str, Any]:
 
 @pytest.mark.few(1)
 @LOCALS
-@pytest.mark.parametrize(("ranks", "borrow"), [(2, "all_to_all"), (3, "p2p"), (4, "all_to_all")])
+@pytest.mark.parametrize(("ranks", "borrow"), [(2, "all_to_all"), (3, "all_to_all"), (4, "all_to_all")])
 def test_processes_compute_what_virtual_ranks_do(ranks: int, borrow: str, local: str) -> None:
     model = Model(ranks, slots=0 if ranks < 4 else 4)
     layers = model.layers(

@@ -14,7 +14,7 @@ from isoload.layer import two_stage
 from isoload.layer.stack import LibraStack
 from isoload.transport import LocalTransport, Transport
 from support.fake_ranks import CAPACITY, VIRTUAL, one_rank
-from support.fake_stack import FakeStack, fake_stack, no_processes  # noqa: F401
+from support.fake_stack import FakeStack, fake_stack
 from support.host_waits import Stream, line_of_isoload
 from support.stacks import Model, close, run
 from support.stream_order import Kernel
@@ -76,7 +76,6 @@ def test_a_plan_that_moves_local_copies_comes_first() -> None:
     assert apart(named(kernels, "borrow"), gemms)
 
 
-@pytest.mark.usefixtures("no_processes")
 @pytest.mark.parametrize(
     ("borrow", "predict", "local", "policy"),
     [
@@ -88,7 +87,6 @@ def test_a_plan_that_moves_local_copies_comes_first() -> None:
             ("copy", "lookahead", "held", "hedge"),
             ("copy", "lookahead", "planned", "libra"),
             ("all_to_all", "lookahead", "planned", "hedge"),
-            ("p2p", "lookahead", "held", "libra"),
         ),
     ],
 )
@@ -96,7 +94,7 @@ def test_nothing_is_used_before_it_is_there(borrow: str, predict: str, local: st
     """Nor is memory given out again that another stream still reads."""
     for capacity in (CAPACITY,) if local == "held" else (None, CAPACITY):
         of_all = LocalTransport(VIRTUAL, capacity)
-        transport: Transport = one_rank(0, capacity) if borrow in ("all_to_all", "p2p") else of_all
+        transport: Transport = one_rank(0, capacity) if borrow == "all_to_all" else of_all
         with fake_stack(transport, predict, local, policy, borrow) as fake:
             fake.batch()
         assert fake.order.races == []

@@ -6,7 +6,7 @@ import pytest
 
 from isoload.transport import LocalTransport, Transport
 from support.fake_ranks import CAPACITY, VIRTUAL, one_rank, short, wanted
-from support.fake_stack import LAYERS, fake_stack, no_processes  # noqa: F401
+from support.fake_stack import LAYERS, fake_stack
 from support.sweeps import rest
 
 
@@ -19,14 +19,12 @@ def waits_of(transport: Transport, *how: str) -> tuple[list[str], int]:
         return fake.host.waits[waited:], transport.group.traffic.host_syncs - before
 
 
-@pytest.mark.usefixtures("no_processes")
 @pytest.mark.parametrize(
     ("borrow", "rank", "predict", "policy"),
     [
         ("copy", 0, "last", "hedge"),
         ("pull", 0, "lookahead", "hedge"),
         pytest.param("all_to_all", 1, "last", "libra", marks=pytest.mark.slow),
-        pytest.param("p2p", 1, "lookahead", "hedge", marks=pytest.mark.slow),
         *rest(("pull", 0, "last", "libra"), ("all_to_all", 0, "lookahead", "hedge")),
     ],
 )
@@ -37,10 +35,7 @@ def test_one_wait_per_layer(borrow: str, rank: int, predict: str, policy: str, l
         waits, syncs = wanted(capacity)
         if capacity is not None and borrow != "pull":
             waits, syncs = ["event in weights/backend.py"], 1
-        alone = borrow in ("all_to_all", "p2p")
+        alone = borrow == "all_to_all"
         transport = one_rank(rank, capacity) if alone else LocalTransport(VIRTUAL, capacity)
         found = short(waits_of(transport, predict, local, policy, borrow))
-        if capacity is not None and borrow == "p2p":  # reads a plan late: fakes take it for read by then
-            waits = found[0][:1]
-            found = waits * LAYERS, found[1]
         assert found == (waits * LAYERS, syncs * LAYERS), capacity

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import SimpleNamespace
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -64,17 +62,3 @@ def fake_stack(
             for _ in range(batches):
                 made.batch()
             yield made
-
-
-@pytest.fixture
-def no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Backends that exchange between processes find some."""
-    stub = SimpleNamespace(
-        get_backend=lambda _group: "nccl",
-        get_process_group_ranks=lambda _group: list(range(4)),
-        P2POp=lambda *operation: operation,
-        isend=None,
-        irecv=None,
-        batch_isend_irecv=lambda _operations: [],
-    )
-    monkeypatch.setattr("isoload.weights.backends.dist", stub)

@@ -19,9 +19,9 @@ from isoload.transport import CollectiveGroup, Group, LocalGroup
 from isoload.transport.peers import Peers
 from isoload.weights import backends
 from isoload.weights.backend import BorrowPlan
-from isoload.weights.backends import P2P_LIMIT, Pull, chunks_of, make_backend
+from isoload.weights.backends import Pull, make_backend
 from isoload.weights.borrow import Borrowing
-from isoload.weights.moves import Address, Move
+from isoload.weights.moves import Address
 from support.processes import run_ranks
 from support.shared_memory import CPU, shared_memory
 
@@ -132,11 +132,9 @@ def on_rank(rank: int, ranks: int, name: str) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize(("name", "limit"), [("all_to_all", P2P_LIMIT), ("p2p", P2P_LIMIT), ("p2p", 2)])
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_processes(name: str, limit: int, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("isoload.weights.backends.P2P_LIMIT", limit)  # the forked ranks have it, too
-    for rank, found in enumerate(run_ranks(on_rank, ranks, ranks, name)):
+def test_processes(ranks: int) -> None:
+    for rank, found in enumerate(run_ranks(on_rank, ranks, ranks, "all_to_all")):
         wanted: list[Any] = []
         for seed in range(3):
             wanted.append(brought(seed, ranks, 4))
@@ -186,19 +184,6 @@ def test_the_choice_and_its_reason_are_logged() -> None:
         assert level == logging.WARNING and text % tuple(values) == f"borrow uses all_to_all: {why}"
 
 
-def test_batches_of_sends_are_small_on_every_rank() -> None:
-    print("seed 5")
-    rng = np.random.default_rng(5)
-    pairs = [rng.permutation(6)[:2].tolist() for _ in range(400)]
-    moves = [Move(Address(source, 0), Address(target, 0)) for source, target in pairs]
-    chunks = chunks_of(moves, 6)
-    assert [move for chunk in chunks for move in chunk] == moves
-    for chunk in chunks:
-        for rank in range(6):
-            assert sum(rank in (source.rank, target.rank) for source, target in chunk) <= P2P_LIMIT
-    assert len(chunks) < 400 * 2 / P2P_LIMIT
-
-
 def test_a_wait_for_pulled_weights_is_not_for_those_pulled_later(monkeypatch: pytest.MonkeyPatch) -> None:
     """The next layer's copies may be on the side stream by then: on stubs that note what is enqueued where."""
     enqueued: list[str] = []
@@ -235,6 +220,6 @@ def test_weights_that_peers_cannot_read_are_refused_by_name() -> None:
     borrowing.group = SimpleNamespace(ranks=(0,), topology=isoload.Topology(2))
     borrowing.backend = SimpleNamespace(reads_peers=True, name="pull")
     borrowing.check(SimpleNamespace(shows_storage=lambda: True))
-    message = r"borrow must be all_to_all, p2p or deep_ep where expert Parameters have memory .* got 'pull'"
+    message = r"borrow must be all_to_all or deep_ep where expert Parameters have memory .* got 'pull'"
     with pytest.raises(ValueError, match=message):
         borrowing.check(SimpleNamespace(shows_storage=lambda: False))

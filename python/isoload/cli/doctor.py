@@ -85,7 +85,7 @@ def _symmetric_memory() -> tuple[bool, str]:
     from isoload.transport.symmetric import fabric_of, gpu_of, host_of
 
     if not torch.cuda.is_available():
-        return False, "torch finds no GPU: processes borrow experts by all_to_all or p2p"
+        return False, "torch finds no GPU: processes borrow experts by all_to_all"
     domains = {fabric_of(gpu_of(torch.device("cuda", i))) for i in range(torch.cuda.device_count())}
     domain = f"host {host_of()[0]}, NVLink fabric domain {', '.join(filter(None, domains)) or 'none'}"
     return True, f"{domain}: borrow='pull' is tried where all ranks have the host or the domain in common"

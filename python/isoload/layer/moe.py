@@ -101,7 +101,7 @@ class MoE(StoredExperts):
             at home.
         weight_rows: experts that every rank has memory for, for :meth:`load_placement`. None: as many as the
             placement's slots hold on it.
-        borrow: the backend that brings the weights of spare slots: "pull", "copy", "all_to_all", "p2p" or, over a
+        borrow: the backend that brings the weights of spare slots: "pull", "copy", "all_to_all" or, over a
             DeepEPTransport, "deep_ep", see isoload.weights.backends. None: "pull" where ranks can read each other's
             memory, else "all_to_all"; ``borrowing.backend.name`` says which.
         compute_dtype: in which rows travel, experts compute and borrowed weights travel, whatever the experts' dtype;

@@ -3,34 +3,27 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from isoload import ops
-from isoload.transport import CollectiveGroup, Group
+from isoload.transport import Group
 from isoload.transport.exchanges import num_bytes
 from isoload.transport.peers import Peers
 from isoload.value_checks import capturing
 from isoload.weights.backend import Backend, BorrowPlan
 from isoload.weights.deep_ep import DeepEPBorrow, check_deep_ep
 from isoload.weights.moves import (
-    Move,
     Stacks,
     Wait,
     add_back,
-    add_rows,
-    pack_rows,
-    put_rows,
     start_moves,
-    unpack_rows,
 )
 from isoload.wording import not_one_of
 
 log = logging.getLogger("isoload")
-P2P_LIMIT = 32  # operations of a rank in one batch: NCCL hangs on batches of hundreds
 
 
 class AllToAll(Backend):
@@ -43,61 +36,6 @@ class AllToAll(Backend):
 
     def add_back(self, stage: str, plan: BorrowPlan, grads: Stacks, totals: Stacks) -> None:
         add_back(self.group, stage, plan.moves, grads, totals)
-
-
-class PointToPoint(Backend):
-    """Sends and receives of single experts, in the same small batches on every rank, so that none waits in a circle.
-
-    It needs memory for one such batch on the way, and copies when the weights are waited for.
-    """
-
-    name = "p2p"
-    group: CollectiveGroup
-
-    def start(self, stage: str, plan: BorrowPlan, held: Stacks, pools: Stacks) -> Wait:
-        def wait() -> None:
-            for chunk in chunks_of(plan.moves, self.group.topology.num_ranks):
-                arrived = self._swap(stage, chunk, held[0])
-                put_rows(pools[0], [m.target.row for m in chunk if m.target.rank == self._rank], arrived)
-
-        return wait
-
-    def add_back(self, stage: str, plan: BorrowPlan, grads: Stacks, totals: Stacks) -> None:
-        # sums over several batches of sends stay exact in between, so that a row is rounded once
-        exact = [total.to(torch.promote_types(total.dtype, torch.float32)) for total in totals[0]]
-        for chunk in chunks_of(plan.moves, self.group.topology.num_ranks):
-            back = [Move(target, source) for source, target in chunk]
-            returned = self._swap(stage, back, grads[0])
-            rows = [m.source.row for m in chunk if m.source.rank == self._rank]
-            add_rows(exact, rows, unpack_rows(grads[0], returned))
-        for total, own in zip(totals[0], exact, strict=True):
-            total.copy_(own)
-
-    @property
-    def _rank(self) -> int:
-        return self.group.ranks[0]
-
-    def _swap(self, stage: str, moves: Sequence[Move], stacks: list[Tensor]) -> Tensor:
-        """[n, bytes] what the moves bring to this rank, in their order."""
-        me, processes = self._rank, self.group.process_group
-        ranks = dist.get_process_group_ranks(processes)
-        incoming = [m.source for m in moves if m.target.rank == me]
-        arrived = pack_rows(stacks, []).new_empty(len(incoming), sum(num_bytes(s[0]) for s in stacks))
-        todo = []
-        for source, target in moves:
-            if source.rank == me != target.rank:
-                row = pack_rows(stacks, [source.row])
-                self.group.traffic.bytes[stage] += num_bytes(row)
-                todo.append(dist.P2POp(dist.isend, row, ranks[target.rank], processes))
-        for i, source in enumerate(incoming):
-            if source.rank == me:
-                arrived[i] = pack_rows(stacks, [source.row])[0]
-            else:
-                todo.append(dist.P2POp(dist.irecv, arrived[i], ranks[source.rank], processes))
-        with self.group.named(stage):
-            for work in dist.batch_isend_irecv(todo) if todo else []:
-                work.wait()
-        return arrived
 
 
 class Pull(Backend):
@@ -216,7 +154,7 @@ class Copy(Pull):
                     stack[target.row].copy_(peer[source.row], non_blocking=True)
 
 
-BACKENDS: dict[str, type[Backend]] = {b.name: b for b in (Pull, Copy, AllToAll, PointToPoint, DeepEPBorrow)}
+BACKENDS: dict[str, type[Backend]] = {b.name: b for b in (Pull, Copy, AllToAll, DeepEPBorrow)}
 
 
 def make_backend(group: Group, name: str | None, device: torch.device, own_memory: bool = True) -> Backend:
@@ -227,13 +165,12 @@ def make_backend(group: Group, name: str | None, device: torch.device, own_memor
         device: of the weights.
         own_memory: whether home rows lie in memory of new_stack; that of a Shard no other process can read.
     """
+    if name == "p2p":
+        raise ValueError(
+            "borrow='p2p' was removed: use all_to_all, or pull where ranks can read each other's memory"
+        )
     if name is not None and name not in BACKENDS:
         raise ValueError(not_one_of("borrow", BACKENDS, name))
-    if name == "p2p":
-        if not isinstance(group, CollectiveGroup):
-            raise ValueError("borrow must not be p2p without processes, got 'p2p'")
-        if device.type == "cuda" and dist.get_backend(group.process_group) == "gloo":
-            raise ValueError("borrow must not be p2p over gloo on a GPU, got 'p2p'")
     if name == "deep_ep":
         check_deep_ep(group)
     peers: Peers | str = f"borrow={name!r} was passed"
@@ -242,7 +179,7 @@ def make_backend(group: Group, name: str | None, device: torch.device, own_memor
         peers = group.peers(device) if owned else "no other process can read the memory of a Shard"
     if name in ("pull", "copy") and isinstance(peers, str):
         raise ValueError(
-            "borrow must be all_to_all, p2p or deep_ep where ranks cannot read each other's memory, "
+            "borrow must be all_to_all or deep_ep where ranks cannot read each other's memory, "
             f"got {name!r}: {peers}"
         )
     kind = BACKENDS[name or ("all_to_all" if isinstance(peers, str) else "pull")]
@@ -262,18 +199,3 @@ def reach_all(peers: Peers, stacks: Stacks) -> Stacks:
     """[R][W] the stacks of every rank, given the owned ones."""
     by_stack = [peers.reach(list(own)) for own in zip(*stacks, strict=True)]
     return [list(of_rank) for of_rank in zip(*by_stack, strict=True)]
-
-
-def chunks_of(moves: Sequence[Move], num_ranks: int) -> list[list[Move]]:
-    """The moves in order, cut so that no rank takes part in more than P2P_LIMIT of them in a chunk."""
-    chunks: list[list[Move]] = []
-    busy = [P2P_LIMIT] * num_ranks
-    for move in moves:
-        ends = move.source.rank, move.target.rank
-        if max(busy[rank] for rank in ends) >= P2P_LIMIT:
-            chunks.append([])
-            busy = [0] * num_ranks
-        for rank in ends:
-            busy[rank] += 1
-        chunks[-1].append(move)
-    return chunks

@@ -100,7 +100,7 @@ class Borrowing:
         apart = len(self.group.ranks) < self.group.topology.num_ranks
         if apart and self.backend.reads_peers and not weights.shows_storage():
             raise ValueError(
-                "borrow must be all_to_all, p2p or deep_ep where expert Parameters have memory of their own "
+                "borrow must be all_to_all or deep_ep where expert Parameters have memory of their own "
                 f"(p.data = x, a flat buffer, functional_call or parametrize), got {self.backend.name!r}"
             )
 
