@@ -103,7 +103,7 @@ def test_the_page_begins_with_what_was_recorded(folder: Path, tmp_path: Path) ->
         (["--gpu", "h100"], "gpu must come with model, got h100 and None"),
         (["--html", "x.html"], "html must come with --gpu and --model, got neither"),
         (["--phase", "train"], "phase must be one that was recorded, decode or prefill, got 'train'"),
-        (["--trace", "/"], "trace must be a new file, got '/'"),
+        (["--trace", "/"], "trace must be a new file, or --force be given, got '/'"),
         (["--gpu", "v100", "--model", "gpt-oss-20b"], "gpu must be one of"),
         (["--gpu", "h100", "--model", "qwen3-30b"], "must have the trace's 32 experts and top-4"),
     ],

@@ -64,4 +64,11 @@ def test_messages(arguments, message):
 def test_the_strictest_that_the_batches_allow():
     assert strictest(4, ("a", "b", "b", "b")) == "leave-cluster-out"
     assert strictest(4, ("a",) * 4) == strictest(2, None) == "first-half"
+    phases = (
+        "prefill",
+        "decode",
+        "decode",
+        "decode",
+    )  # else decode were judged on a placement made of prefill alone
+    assert strictest(4, phases) == "first-half"
     assert strictest(1, None) == "all"

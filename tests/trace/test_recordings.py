@@ -228,3 +228,14 @@ def test_options_that_name_nothing_are_refused(tmp_path: Path) -> None:
         read_trace(paths, stages=True, same_layers=True)
     with pytest.raises(ValueError, match="no file matches this pattern"):
         read_trace(f"{tmp_path}/*.pt")
+
+
+def test_intervals_of_shadow_mode_are_one_recording(tmp_path: Path) -> None:
+    """Regression: an engine writes a file of every rank per report; each interval was a recording of its own."""
+    counts = drawn(0)
+    write_shadow(tmp_path, counts)
+    write_shadow(tmp_path, counts, first_pass=50)
+    (trace,) = read_recordings(tmp_path)
+    assert trace.num_batches == 2 * counts.shape[1]
+    np.testing.assert_array_equal(trace.batch_counts(), np.tile(wanted("shadow", counts), (2, 1, 1)))
+    assert trace.provenance["read as"] == "6 rank files of one recording"

@@ -114,12 +114,12 @@ def report(
     from isoload.trace import write_trace
 
     check_targets([recorded], force, json, html=html)
+    if trace is not None and not force and Path(trace).exists():
+        raise ValueError(f"trace must be a new file, or --force be given, got {trace!r}")
     if (gpu is None) != (model is None):
         raise ValueError(f"gpu must come with model, got {gpu} and {model}")
     if html is not None and gpu is None:
         raise ValueError("html must come with --gpu and --model, got neither")
-    if trace is not None and Path(trace).exists():
-        raise ValueError(f"trace must be a new file, got {trace!r}")
     held = read_recorded(recorded)
     found = phases(held)
     names = [of.name for of in found]
@@ -153,7 +153,7 @@ def report(
         assert advice is not None
         return advice.page(section_of(rows, [*notes, *warnings]), figures=figures)
 
-    write_out(json, figures, show, html=html, page=page)
+    write_out(json, figures, show, html=html, page=page, more=[trace] if trace else [])
 
 
 def modelled(

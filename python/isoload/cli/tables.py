@@ -62,10 +62,11 @@ def write_out(
     console: Console | None = None,
     html: str | None = None,
     page: Callable[[], str] = str,
+    more: Sequence[str] = (),
 ) -> None:
     """Write figures to where --json says and a page to where --html does; print a table, unless they take stdout.
 
-    The names of the files that were written are printed below the table, or on stderr.
+    The names of the files that were written, with those of `more`, are printed below the table, or on stderr.
     """
     drawn = page() if html else ""  # before anything is written: it may fail
     if json:
@@ -76,7 +77,7 @@ def write_out(
     console = (console or Console(highlight=False)) if shown else Console(stderr=True, highlight=False)
     if shown:
         show(console)
-    if files := [target for target in (json, html) if target and descriptor_of(target) is None]:
+    if files := [target for target in (json, html, *more) if target and descriptor_of(target) is None]:
         console.print(Text(f"Wrote {' and '.join(map(printable, files))}."), soft_wrap=True)
 
 

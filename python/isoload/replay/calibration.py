@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from isoload.wording import not_one_of
 
+PHASES = {"prefill", "decode"}  # labels of batches that shadow mode records
 CALIBRATIONS = ("first-half", "interleaved", "all", "leave-one-out", "leave-cluster-out")
 
 
@@ -18,8 +19,11 @@ class Fold:
 
 
 def strictest(num_batches: int, clusters: tuple[str, ...] | None) -> str:
-    """The calibration that asks most of a placement, of those that the batches allow."""
-    if clusters is not None and len(set(clusters)) > 1:
+    """The calibration that asks most of a placement, of those that the batches allow.
+
+    Phases of an engine are no clusters: decode would be judged on a placement made of prefill alone.
+    """
+    if clusters is not None and len(set(clusters)) > 1 and not set(clusters) <= PHASES:
         return "leave-cluster-out"
     return "first-half" if num_batches > 1 else "all"
 

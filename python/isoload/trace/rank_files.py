@@ -19,6 +19,7 @@ class RankFile(NamedTuple):
     passes    {rank: numbers of its forward passes}, at least one
     layers    layers in which its ranks routed a token
     kind      files of different kinds are of different recordings
+    one_run   whether kind names a run of the engine, whose files belong together though they share no pass
     shape     sizes of the engine: recordings of one shape have as many ranks
     ranks     ranks of the group where the file states their number, else 0
     """
@@ -29,6 +30,7 @@ class RankFile(NamedTuple):
     kind: Hashable
     shape: tuple[int, ...] = ()
     ranks: int = 0
+    one_run: bool = False
 
     @property
     def first_pass(self) -> int:
@@ -59,8 +61,9 @@ class Recording(NamedTuple):
 def recordings_of(files: Sequence[RankFile]) -> list[Recording]:
     """Unite the files of each recording, whatever their order.
 
-    Files of one recording share forward passes. A rank that has a pass in two files is of two pipeline stages, where
-    these have layers of their own, or of two recordings, which the files' folders then tell apart.
+    Files of one recording share forward passes, or name their run. A rank that has a pass in two files is of two
+    pipeline stages, where these have layers of their own, or of two recordings, which the files' folders then tell
+    apart.
 
     Raises:
         ValueError: two recordings with the same passes in one folder.
@@ -71,7 +74,7 @@ def recordings_of(files: Sequence[RankFile]) -> list[Recording]:
         groups: list[list[RankFile]] = []
         end = -1
         for file in same_kind:
-            if not groups or file.first_pass > end:
+            if not groups or (file.first_pass > end and not file.one_run):
                 groups.append([])
             groups[-1].append(file)
             end = max(end, file.last_pass)

@@ -57,7 +57,7 @@ def rank_file(path: Path, trace: Trace, runs: list[int]) -> RankFile:
     kind = ("shadow", run, about["num_ranks"], about["tokens"], trace.num_experts, trace.layer_ids)
     ranks = about["num_ranks"] if about["tokens"] == "own" else 0
     passes = {about["rank"]: frozenset(about["passes"])}
-    return RankFile(path, passes, frozenset(routed.tolist()), kind, ranks=ranks)
+    return RankFile(path, passes, frozenset(routed.tolist()), kind, ranks=ranks, one_run=True)
 
 
 def dense_rows_dropped(identity: Identity) -> Identity:
