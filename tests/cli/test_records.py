@@ -162,7 +162,7 @@ def test_doctor_describes_files(rank_files: list[Path], tmp_path: Path) -> None:
     record = run("doctor", *rank_files, "--json", "-").stdout
     rows: list[dict[str, Any]] = json.loads(record)
     facts = {row["name"]: row["detail"] for row in rows}
-    assert facts["ranks"] == "0..1 with tokens or slots of their own" and facts["model"] == "not recorded"
+    assert facts["ranks"] == "0..1, each with a file of its own" and facts["model"] == "not recorded"
     (tmp_path / "torn.json").write_text('{"physical_to_logical_map": [[0, 1]')
     assert "torn.json" in refused("doctor", tmp_path / "torn.json")
 

@@ -198,7 +198,7 @@ def test_shadow_mode_is_stock_to_the_bit(stock: EngineRun, shadow: EngineRun) ->
             assert torch.equal(a.table, b.table)
     assert balancedness(shadow) == balancedness(stock)
     (line,) = shadow.lines("isoload: in shadow behind vLLM's EPLB")
-    assert "one pass in 1 of 3 layers is kept" in line and shadow.lines("isoload vLLM in shadow, decode")
+    assert "1 of 1 passes is recorded, in 3 layers" in line and shadow.lines("isoload vLLM in shadow, decode")
 
 
 @pytest.mark.parametrize("name", ["shadow", *rest("shadow_pair")])

@@ -206,7 +206,7 @@ def record_facts(trace: Trace) -> dict[str, str]:
         facts["read as"] = str(notes[READ_AS])
     ranks = notes.get("ranks")
     if isinstance(ranks, list) and ranks and all(type(rank) is int for rank in ranks):
-        facts["ranks"] = f"{spans(ranks)} with tokens or slots of their own"
+        facts["ranks"] = f"{spans(ranks)}, each with a file of its own"
     counted = {
         "runs": "runs of the engine in one file",
         "pipeline_stages": "pipeline stages",

@@ -84,7 +84,7 @@ class EngineRecord:
     def kept(self, layers: int | None = None) -> str:
         """What is recorded, in words; layers: of the model's, how many are counted."""
         number = self.recorder.num_layers if layers is None else layers
-        return f"one pass in {self.settings.record_every} of {number} layers is kept"
+        return f"1 of {self.settings.record_every} passes is recorded, in {number} layers"
 
     def begin(self) -> None:
         """Before a pass: the first one forgets what was counted ahead of it, in graphs' captures and warm-ups."""

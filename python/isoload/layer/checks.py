@@ -129,8 +129,9 @@ def _check_ddp(group: Group, ranks: Sequence[RankWeights]) -> None:
     if not ignored or any(id(p) in reduced for weights in ranks for p in weights.parameters()):
         raise ValueError(
             "expert Parameters must be ignored by DistributedDataParallel, which else gives every rank those of rank "
-            "0: call isoload.layer.ignore_in_ddp(model) before DistributedDataParallel(model), got experts it was not "
-            "called for; their weights are lost"
+            "0: call isoload.layer.ignore_in_ddp(model) before DistributedDataParallel(model) (transformers' Trainer: "
+            "isoload.integrations.huggingface.BalancedTraining), got experts it was not called for; their weights are "
+            "lost"
         )
     if (size := ddp.process_group.size()) != group.topology.num_ranks:
         raise ValueError(
