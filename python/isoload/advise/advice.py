@@ -186,22 +186,22 @@ def advise(
     model = question.model
     per_slot = model.expert_bytes * model.layers
     most = model.experts if question.memory is None else int(question.memory // per_slot)
-    found, made = [], {} if placements is None else placements
+    in_order, placements = list[Answer](), {} if placements is None else placements
     candidates = grid(most, question.gathers, question.topology.num_nodes)
     for done, candidate in enumerate(candidates):
         key = candidate.placer, candidate.more
-        if key not in made:
-            made[key] = placed(candidate, judged, question.topology)
-        found.append(_answer(run(candidate, judged, question, made[key]), question, per_slot))
+        if key not in placements:
+            placements[key] = placed(candidate, judged, question.topology)
+        in_order.append(_answer(run(candidate, judged, question, placements[key]), question, per_slot))
         on_candidate(done + 1, len(candidates))
-    now = found[0]
+    now = in_order[0]
     assert now.candidate == NOW
-    answers = [replace(answer, saved_ms=less(now.ms, answer.ms)) for answer in found]
+    answers = [replace(answer, saved_ms=less(now.ms, answer.ms)) for answer in in_order]
     ranked = sorted(answers, key=lambda answer: sum(answer.ms))
     guessed = bool(question.layer.experts.extrapolated([question.tokens * model.top_k]))
     steps = None
     if question.dense_ms is not None:
-        whole = [_whole(of.candidate, made, question, judged) for of in (answers[0], ranked[0])]
+        whole = [_whole(of.candidate, placements, question, judged) for of in (answers[0], ranked[0])]
         steps = whole[0], whole[1]
     return Advice(question, tuple(ranked), answers[0], guessed, judged.drawn, steps)
 

@@ -54,7 +54,8 @@ def advise_server(
     for question, _ in asked.values():
         if question.step_ms is not None or question.dense_ms is not None:
             raise ValueError(
-                f"step_ms and dense_ms must be given with one phase, whose step they are, got {' and '.join(asked)}"
+                "step_ms and dense_ms must be given with one phase, whose step they are (--phase, or the tokens of "
+                f"one), got {' and '.join(asked)}"
             )
     placements: dict[tuple[str, int], Placement] = {}
     count, phases = len(asked), {}

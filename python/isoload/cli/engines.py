@@ -95,5 +95,7 @@ def faults(engine: Engine, environ: Mapping[str, str]) -> list[str]:
         kind, colon, reason = done.stderr.strip().rpartition("\n")[2].partition(": ")
         if kind in ("ImportError", "ModuleNotFoundError"):
             return [f"importing {engine.module} failed: {reason}"]
-        return [reason if kind == "ValueError" else f"importing {engine.module} ended with {kind}{colon}{reason}"]
+        return [
+            reason if kind == "ValueError" else f"importing {engine.module} ended with {kind}{colon}{reason}"
+        ]
     return [line.removeprefix(SAID) for line in done.stdout.splitlines() if line.startswith(SAID)]

@@ -130,7 +130,7 @@ def report(
     saved: dict[str, tuple[float, float]] = {}
     advice, gaps = None, list[str]()
     if gpu is not None and model is not None:
-        chosen = [of for of in found if phase in (None, of.name)]
+        chosen = [part for part in found if phase in (None, part.name)]
         source = None if trace is None else Reading().shell_words([Path(trace)], held.trace, model)
         saved, advice, gaps = modelled(held, found, chosen, gpu, model, engine, dtype, step_ms, source)
     rows, (passes, files) = rows_of(held, found, saved), held.left_out
@@ -177,8 +177,10 @@ def modelled(
 
     described, topology = find_model(model, dtype), recorded.topology
     constants, gaps = layer_times(gpu, engine, chosen[0].name, described, topology)
-    if lacking := [part.name for part in chosen if part.name not in constants]:
-        raise ValueError(f"phase {lacking[0]} has no constants: {' '.join(gaps)}")
+    with_constants = [part for part in chosen if part.name in constants]  # the gaps are printed as warnings
+    if not with_constants:
+        raise ValueError(f"phase {chosen[0].name} has no constants: {' '.join(gaps)}")
+    chosen = with_constants
     notes: dict[str, list[str]] = {}
     for name, (layer, of_phase) in phase_times(
         gpu, engine, {part.name: 0 for part in chosen}, described, topology

@@ -51,9 +51,7 @@ class LpPolicy(Policy):
         refuse_speeds(self.name, placement)
 
     def split(self, demand: Demand, placed: PlacedLayers) -> Plan:
-        relaxed = self.relax(demand, placed)
-        quota = ops.round_split(relaxed.split, demand.loads, placed.tables)
-        return chosen_plan(self, quota, demand, placed, telemetry(relaxed))
+        return rounded_plan(self, self.relax(demand, placed), demand, placed)
 
     def relax(self, demand: Demand, placed: PlacedLayers) -> ops.LpSplit:
         """The real-valued split."""
@@ -66,6 +64,12 @@ class LpPolicy(Policy):
             tolerance=self.tolerance,
             iterations=self.iterations,
         )
+
+
+def rounded_plan(policy: Policy, relaxed: ops.LpSplit, demand: Demand, placed: PlacedLayers) -> Plan:
+    """Return the plan of a real-valued split, rounded to whole copies."""
+    quota = ops.round_split(relaxed.split, demand.loads, placed.tables)
+    return chosen_plan(policy, quota, demand, placed, telemetry(relaxed))
 
 
 def telemetry(relaxed: ops.LpSplit) -> torch.Tensor:

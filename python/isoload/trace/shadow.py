@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from isoload.files.reading import shown
 from isoload.trace.identity import Identity
 from isoload.trace.rank_files import RankFile, Recording
 from isoload.trace.record import Ints, Trace
+from isoload.wording import amount
 
 RECORDED_BY = "isoload in shadow mode"
 ONE_RUN = 300  # seconds within which the processes of one run start to record
@@ -93,6 +95,12 @@ def sum_ranks(recording: Recording, traces: dict[Path, Trace]) -> Trace:
     whole = sorted(number for number in sums if writers[number] == len(sources))
     if not whole:
         raise ValueError(f"{files[0].path}: ranks must have recorded passes of the same numbers, got none")
+    if len(whole) < len(sums):
+        left = amount(len(sums) - len(whole), "pass", "passes")
+        warnings.warn(
+            f"{files[0].path.parent}: {left} of {len(sums)} left out, which not every rank recorded",
+            stacklevel=2,
+        )
     counts = np.stack([sums[number] for number in whole])
     routed = np.flatnonzero(counts.any((0, 2)))
     if len(routed) and first.identity.numbering != "hidden":

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from isoload import ops
-from isoload.policies.base import Demand, Policy, chosen_plan, sum_sources
-from isoload.policies.lp import refuse_speeds, telemetry
+from isoload.policies.base import Demand, Policy, sum_sources
+from isoload.policies.lp import refuse_speeds, rounded_plan
 from isoload.policies.published.affine_scaling import plan_affine
 from isoload.records.placed_layers import HostPlacement, PlacedLayers
 from isoload.records.plan import Plan
@@ -34,9 +34,7 @@ class LpAffinePolicy(Policy):
         refuse_speeds(self.name, placement)
 
     def split(self, demand: Demand, placed: PlacedLayers) -> Plan:
-        relaxed = self.relax(demand, placed)
-        quota = ops.round_split(relaxed.split, demand.loads, placed.tables)
-        return chosen_plan(self, quota, demand, placed, telemetry(relaxed))
+        return rounded_plan(self, self.relax(demand, placed), demand, placed)
 
     def relax(self, demand: Demand, placed: PlacedLayers) -> ops.LpSplit:
         """The real-valued split."""
