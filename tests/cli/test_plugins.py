@@ -68,7 +68,7 @@ def test_the_page_s_commands_run(page: list[str]) -> None:
 def test_the_page_s_policy_plans_and_its_placer_places(page: list[str]) -> None:
     run("replay", SHIPPED, "--plugin", "my_policy.py", "--plugin", "my_placer.py", "--max-batches", 1)
     placement = isoload.place(np.arange(1, 25).reshape(2, 12), 4, 4, "dealt")
-    assert placement.slot_to_expert[0].view(4, 4).tolist()[0] == [11, 7, 3, 11]
+    assert placement.slot_to_expert[0].view(4, 4).tolist()[0] == [11, 7, 3, 8]
     loads = torch.randint(0, 9, (2, 4, 12), dtype=torch.int32)
     plan = isoload.plan(loads, isoload.place(loads.sum(1), 4, 4), None, "last_replica")
     assert plan_errors(plan, loads) == [] and plan.peak is not None
