@@ -33,10 +33,10 @@ import numpy as np
 
 from isoload.times import AllToAllTime, ExpertTime, available
 from isoload.times.exchanges import STEPS, Curve
+from isoload.times.fitting import fit_curve
 from lib import times_tables as tables
 from lib.harness import begin, command, write_results
 from lib.table import Columns, show
-from lib.times_fit import fit_curve
 from lib.times_kernels import CONSTANTS, WORST_FIT, Kernel, kernels, short, timed
 from lib.times_tables import Row
 

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from isoload.times import ExpertTime, LayerTime
+from isoload.times.fitting import fit_kernel
 from lib import times_tables as tables
-from lib.times_fit import fit_kernel
 from lib.times_loads import busiest, even_loads, even_rows, rank_rows, seeded
 from lib.times_tables import Group, Row
 

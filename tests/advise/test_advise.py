@@ -281,7 +281,8 @@ def test_a_refusal_lists_what_would_be_accepted() -> None:
             except ValueError as error:
                 said = re.fullmatch(
                     r"model must have experts that \w+ was measured with on \w+ for \w+ in \w+ \((.*)\), got "
-                    rf"qwen3-30b, 6144 x 2560 {dtype}(?:; 6144 x 2560 was measured in (.*): choose one by dtype)?",
+                    rf"qwen3-30b, 6144 x 2560 {dtype}(?:; 6144 x 2560 was measured in (.*): --dtype \w+)?"
+                    r"\. isoload measure times the kernels of your GPUs, and --times takes its file in place of --gpu",
                     str(error),
                 )
             assert said is not None
@@ -331,7 +332,7 @@ def test_a_model_is_read_from_its_configuration(tmp_path) -> None:
     ("call", "said"),
     [
         (lambda: find_model("gpt-5"), "model must be one of deepseek-v3, .* or a config.json, got 'gpt-5'"),
-        (lambda: find_model("kimi-k2", "int3"), "dtype must be one of bfloat16, .* got 'int3'"),
+        (lambda: find_model("kimi-k2", "int3"), "dtype must be one of float32, .* got 'int3'"),
         (lambda: question(step_ms=0.0), "step_ms must be above 0, got 0"),
         (lambda: question(dense_ms=0.0), "dense_ms must be above 0, and in place of step_ms, got 0 and None"),
         (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from inspect import signature
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_type_hints
@@ -43,6 +44,7 @@ WORDS = {
     "convert": ["plan.json", "--format", "vllm", "-o", "-"],
     "inspect": ["run.npz", "--ranks", "4"],
     "demo": ["run.npz", "--ranks", "2", "--layer", "1"],
+    "measure": ["--model", "tiny.json", "--dtype", "float32", "-o", "-"],
 }
 # Options that only mean something with others.
 WITH = {
@@ -65,8 +67,9 @@ OPTIONS = [(name, flag) for name, command in COMMANDS.items() for flag in numeri
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small trace, a file of shadow mode, a placement and a model."""
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A small trace, a file of shadow mode, a placement and models; isoload measure takes few samples."""
+    from isoload.advise import measuring
     from isoload.replay.rank_loads import RankLoads
 
     made = tmp_path_factory.mktemp("options")
@@ -76,11 +79,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     placement = isoload.place(draw.integers(1, 50, (6, 2, 8)), isoload.Topology(4), 3)
     isoload.write_placement(placement, made / "plan.json")
     (made / "model.json").write_text(json.dumps(MODEL))
+    (made / "tiny.json").write_text(json.dumps(MODEL | {"hidden_size": 16, "moe_intermediate_size": 8}))
     copies = draw.integers(1, 9, (2, 2, 12))
     RankLoads(
         copies, placement.arrays[0], (1, 2), ("decode",) * 2, 8, 2, 0, placement.topology, "same", 1000
     ).save(made).rename(made / "recorded.npz")
-    return made
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measuring, "COPIES", (1, 4, 16))
+        patch.setattr(measuring, "SAMPLE_SECONDS", 0.0)
+        yield made
 
 
 @pytest.mark.parametrize("name", COMMANDS)

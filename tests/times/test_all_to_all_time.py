@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from isoload.times import AllToAllTime, available
+from isoload.times import AllToAllTime, available, exchanges
 from isoload.times.exchanges import Curve
 
 SHIPPED = [row for row in available() if row["table"] == "exchanges"]
@@ -65,16 +65,93 @@ def test_over_nodes_without_rows_it_is_a_range_only() -> None:
         ({"step": "both"}, "step must be one of dispatch, combine, got 'both'"),
         ({"hidden": 5120}, "hidden must be one of 2048, 4096, 6144, 7168, got 5120"),
         ({"top_k": 4}, "top_k must be one of 8, got 4"),
-        ({"ranks": 4}, "ranks must be one of 8, got 4"),
-        ({"ranks": 8, "nodes": 2}, "ranks must be one of 8, got 4"),
-        ({"nodes": 3}, "nodes must divide ranks 8, got 3"),
-        ({"nodes": 0}, "nodes must divide ranks 8, got 0"),
-        ({"ranks": 72, "nodes": 9}, "nodes must be from 1 to 8 for kernel sglang_deepep_normal, got 9"),
+        ({"nodes": 3}, "nodes must be in 1..128 and divide ranks 8, got 3"),
+        ({"nodes": 0}, "nodes must be in 1..128 and divide ranks 8, got 0"),
+        ({"ranks": 129, "nodes": 129}, "nodes must be in 1..128 and divide ranks 129, got 129"),
+        (
+            {"ranks": 320},
+            "ranks_per_node must be at most 72, the largest NVLink domain, got 320: pass the number of GPUs that share "
+            "NVLink, such as 8",
+        ),
+        (
+            {"gpu": "h200", "kernel": "trtllm_deepep_ht_bfloat16", "ranks": 16, "nodes": 2},
+            "nodes must be 1 for kernel trtllm_deepep_ht_bfloat16, which was not measured between nodes, got 2",
+        ),
     ],
 )
 def test_unknown_ones_are_refused_with_the_choices(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"^{message}$"):
         AllToAllTime.load(**ASKED | wrong)
+
+
+@pytest.mark.parametrize("kernel", ["sglang_deepep_normal", "sglang_deepep_low_latency", "vllm_deepep_ht"])
+@pytest.mark.parametrize(
+    ("ranks", "nodes"),
+    [
+        (1, 1),
+        (2, 1),
+        (3, 1),
+        (5, 1),
+        (6, 1),
+        (12, 2),
+        (72, 1),
+        (72, 9),
+        (144, 2),
+        (320, 40),
+        (1024, 128),
+        (4, 4),
+    ],
+)
+def test_any_size_has_times_and_names_what_was_measured(kernel: str, ranks: int, nodes: int) -> None:
+    for gpu in ("h100", "h200", "b200"):
+        for step in ("dispatch", "combine"):
+            asked = ASKED | {"gpu": gpu, "kernel": kernel, "step": step}
+            time, inside = (
+                AllToAllTime.load(**asked | {"ranks": ranks, "nodes": nodes}),
+                AllToAllTime.load(**asked),
+            )
+            assert not time.measured and time.extrapolated_from
+            seconds = time.seconds([1, 64, 1024], 1.1)
+            assert (seconds[:, 0] <= seconds[:, 1]).all() and (np.diff(seconds, axis=0) >= 0).all()
+            if nodes > 1 and ranks // nodes >= 8:  # no faster than inside of one node
+                assert (seconds[:, 1] >= 0.999 * inside.seconds([1, 64, 1024], 1.1)[:, 1]).all()
+
+
+@pytest.mark.parametrize("kernel", ["trtllm_NVLinkTwoSided_bfloat16", "trtllm_NVLinkOneSided_nvfp4"])
+@pytest.mark.parametrize("step", ["dispatch", "combine"])
+def test_more_ranks_of_one_domain_are_within_the_range_that_fewer_give(kernel: str, step: str) -> None:
+    """The tables have 16, 32 and 64 ranks of GB200: predicted from the rows of 8, or from those of 16 and 32."""
+    rows = {row["ranks"]: row for row in SHIPPED if row["kernel"] == kernel}
+    tokens = np.array([64.0, 1024, 8192])
+    for fewer, more in ((8, 16), (8, 32), (8, 64), (16, 32), (16, 64)):
+        if more in rows:
+            _, (low, high) = exchanges._inside((rows[fewer],), step, more)
+            measured = Curve(*rows[more][step])(tokens)
+            assert (low(tokens) <= 1.01 * measured).all() and (measured <= 1.01 * high(tokens)).all()
+
+
+def test_beyond_the_measured_nodes_a_range_starts_at_the_last_and_grows() -> None:
+    h100 = ASKED | {"gpu": "h100"}
+    last = AllToAllTime.load(**h100 | {"ranks": 64, "nodes": 8})
+    before = last
+    for nodes in (9, 16, 40, 128):
+        time = AllToAllTime.load(**h100 | {"ranks": 8 * nodes, "nodes": nodes})
+        assert time.extrapolated_from == "8 to 64 ranks on 1 to 8 nodes" and time.low == last.low
+        assert time.seconds(512)[1] > before.seconds(512)[1]
+        before = time
+    # A token has eight rows at most, however many nodes there are.
+    assert before.high.s_us <= last.high.s_us * 8 / exchanges.rows_leaving("deepep", 8, 8)
+
+
+def test_vllm_over_nodes_is_its_own_time_and_what_nodes_add_to_sglang() -> None:
+    vllm, sglang = (
+        ASKED | {"gpu": "h100", "kernel": name} for name in ("vllm_deepep_ht", "sglang_deepep_normal")
+    )
+    wide = {"ranks": 16, "nodes": 2}
+    more = AllToAllTime.load(**sglang | wide).high.a_us - AllToAllTime.load(**sglang).high.a_us
+    time = AllToAllTime.load(**vllm | wide)
+    assert time.high.a_us == pytest.approx(AllToAllTime.load(**vllm).high.a_us + more)
+    assert time.note == "h100, 16 ranks on 2 nodes, rows of 7168, top-8, under sglang_deepep_normal"
 
 
 def test_tokens_and_the_busiest_are_checked() -> None:

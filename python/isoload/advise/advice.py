@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -26,6 +26,7 @@ NO_DIFFERENCE = 0.03  # of a step: less is within what any such model can say
 # tokens of each): own counts in one op; count, plan and route behind each other. GATHER_US: of the loads ahead of
 # them, which takes several GPUs and was not measured.
 GATHER_US = (10.0, 25.0)
+SAME_PLAN = {"node": "exact", "last": "own"}  # whose measured time stands for another one's
 PLAN_US = {
     "none": (0.0, 0.0),
     "static": (0.0, 0.0),
@@ -46,7 +47,8 @@ class Question:
     None: of the modelled MoE layers alone, which is their upper end. dense_ms: in its place attention and the dense
     part of a step, all layers, with which a whole one is modelled. memory: bytes of a rank for more slots; None: any.
     rebalance_s, every: seconds that a rebalance takes, and the steps between two. context: tokens of a request.
-    gathers: whether the engine gathers all ranks' loads for this model, as "exact" needs.
+    gathers: whether the engine gathers all ranks' loads for this model, as "exact" needs. plan_us: by who chooses the
+    replicas, microseconds of a layer that were measured, the gather of loads included; None: PLAN_US.
     """
 
     model: Model
@@ -60,6 +62,7 @@ class Question:
     context: int = 4096
     gathers: bool = True
     dense_ms: float | None = None
+    plan_us: Mapping[str, float] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "topology", as_topology(self.topology))
@@ -185,7 +188,9 @@ def advise(
     """
     model = question.model
     per_slot = model.expert_bytes * model.layers
-    most = model.experts if question.memory is None else int(question.memory // per_slot)
+    # A rank has a slot for each expert at most.
+    most = model.experts - -(-model.experts // question.topology.num_ranks)
+    most = most if question.memory is None else min(most, int(question.memory // per_slot))
     in_order, placements = list[Answer](), {} if placements is None else placements
     candidates = grid(most, question.gathers, question.topology.num_nodes)
     for done, candidate in enumerate(candidates):
@@ -213,7 +218,7 @@ def _whole(
     attention and the dense part spread evenly between them."""
     assert question.dense_ms is not None
     batches = list(sent_batches(candidate, made[candidate.placer, candidate.more], judged))
-    plan_us, gather_us = planning_us(candidate.split)
+    plan_us, gather_us = planning_us(candidate.split, question)
     layers, dense_s = question.model.layers, 1e-3 * question.dense_ms / question.model.layers
     found: dict[str, Floats] = defaultdict(lambda: np.zeros(2))  # seconds at both ends
     for sent in batches:
@@ -233,10 +238,18 @@ def _whole(
     return Step(ms, {**spans, "rebalance": (moving, moving)}, halved)
 
 
-def planning_us(split: str) -> tuple[Span, Span]:
-    """Of a layer, from and to: the plan's kernels, and the gather of loads ahead of them."""
-    (low, high), gather = PLAN_US[split], GATHER_US if split in ("exact", "node") else (0.0, 0.0)
+def planning_us(split: str, question: Question) -> tuple[Span, Span]:
+    """Of a layer, from and to: the plan's kernels, and the gather of loads ahead of them where it is known apart."""
+    low, high = _plan_us(split, question)
+    gather = GATHER_US if split in ("exact", "node") and question.plan_us is None else (0.0, 0.0)
     return (low - gather[0], high - gather[1]), gather
+
+
+def _plan_us(split: str, question: Question) -> Span:
+    if question.plan_us is None or PLAN_US[split] == (0.0, 0.0):
+        return PLAN_US[split]
+    measured = question.plan_us.get(split, question.plan_us.get(SAME_PLAN.get(split, ""), 0.0))
+    return measured, measured
 
 
 def _moving_ms(candidate: Candidate, question: Question) -> float:
@@ -272,7 +285,7 @@ def layer_ms(found: Run, question: Question) -> Floats:
 def step_ms(found: Run, question: Question, planning: float = 1.0) -> tuple[float, float]:
     """What a step's MoE layers take; planning: times what is taken for it."""
     moving = _moving_ms(found.candidate, question)
-    plan = [planning * us * 1e-3 for us in PLAN_US[found.candidate.split]]
+    plan = [planning * us * 1e-3 for us in _plan_us(found.candidate.split, question)]
     low, high = (
         question.model.layers * (ms + us) + moving
         for ms, us in zip(layer_ms(found, question), plan, strict=True)

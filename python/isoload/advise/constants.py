@@ -6,11 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 from isoload.advise.models import Model
-from isoload.times import AllToAllTime, ExpertTime, LayerTime, available
+from isoload.times import AllToAllTime, ExpertTime, LayerTime, Times, available
 from isoload.topology import Topology, as_topology
 from isoload.wording import not_one_of
 
 PHASES = ("prefill", "decode")
+MEASURE = "isoload measure times the kernels of your GPUs, and --times takes its file in place of --gpu"
 ALL_TO_ALL = {  # DeepEP's normal mode and its low-latency one
     "sglang": {"prefill": "sglang_deepep_normal", "decode": "sglang_deepep_low_latency"},
     "vllm": {"prefill": "vllm_deepep_ht", "decode": "vllm_deepep_ll"},
@@ -45,7 +46,7 @@ def layer_time(
     gpus = sorted({row["gpu"] for row in rows})
     full = next((name for name in gpus if gpu in (name, name.removesuffix("_sxm"))), None)
     if full is None:
-        raise ValueError(not_one_of("gpu", gpus, gpu))
+        raise ValueError(not_one_of("gpu", gpus, gpu, " (or --times FILE, which isoload measure writes)"))
     shape: dict[str, Any] = {"hidden": model.hidden, "intermediate": model.intermediate, "dtype": model.dtype}
     other = f"_{PHASES[phase == 'prefill']}"
     usable = [
@@ -65,16 +66,32 @@ def layer_time(
     return LayerTime(steps[0], experts, steps[1]), notes
 
 
+def measured_layer(times: Times, model: Model, topology: Topology) -> tuple[LayerTime, list[str]]:
+    """Return the constants of a layer by a times file, and notes on them.
+
+    Raises:
+        ValueError: times of other experts, or of a group that says nothing about this one.
+    """
+    measured = times.experts
+    shape = measured.hidden, measured.intermediate, measured.dtype
+    if shape != (model.hidden, model.intermediate, model.dtype):
+        raise ValueError(
+            f"times of {times.source} are of experts {shape[0]} x {shape[1]} {shape[2]}, and {model.name} has "
+            f"{model.hidden} x {model.intermediate} {model.dtype}: run isoload measure --model {model.name}"
+        )
+    return times.layer(topology.num_ranks, topology.num_nodes, model.top_k)
+
+
 def _no_experts(where: str, usable: list[dict[str, Any]], model: Model) -> str:
     """Return the error for experts without constants, with the shapes and dtypes that have some."""
     own = model.hidden, model.intermediate
     shapes = sorted({(row["hidden"], row["intermediate"]) for row in usable if row["dtype"] == model.dtype})
     dtypes = sorted({row["dtype"] for row in usable if (row["hidden"], row["intermediate"]) == own})
     listed = ", ".join(f"{hidden} x {inner}" for hidden, inner in shapes) or "none"
-    also = f"; {own[0]} x {own[1]} was measured in {', '.join(dtypes)}: choose one by dtype" if dtypes else ""
+    also = f"; {own[0]} x {own[1]} was measured in {', '.join(dtypes)}: --dtype {dtypes[0]}" if dtypes else ""
     return (
         f"model must have experts that {where} in {model.dtype} ({listed}), got {model.name}, {own[0]} x {own[1]} "
-        f"{model.dtype}{also}"
+        f"{model.dtype}{also}. {MEASURE}"
     )
 
 
@@ -97,6 +114,8 @@ def _exchange(
 ) -> tuple[tuple[AllToAllTime | None, AllToAllTime | None], list[str]]:
     """Dispatch and combine. Rows of a width that was not measured take the time of the nearest one's bytes."""
     ranks, nodes = topology.num_ranks, topology.num_nodes
+    if ranks == 1:
+        return (None, None), []
     rows = [row for row in available() if row["table"] == "exchanges" and row["kernel"] == kernel]
     widths = sorted({row["hidden"] for row in rows if row["gpu"] == gpu})
     if not widths:
@@ -115,4 +134,7 @@ def _exchange(
         notes.append(f"the all-to-all of rows of {model.hidden}, top-{model.top_k}, is that of {measured}")
     if found[0].note:
         notes.append(f"the upper end of the all-to-all's range was measured on {found[0].note}")
+    if sizes := found[0].extrapolated_from:
+        size = f"{ranks} ranks on {nodes} {'node' if nodes == 1 else 'nodes'}"
+        notes.append(f"the all-to-all of {size} is extrapolated; measured were {sizes}")
     return (found[0], found[1]), notes

@@ -108,7 +108,7 @@ def by_tokens(
 def few_layers(candidate: Candidate, question: Question, judged: Judged, layers: int = 3) -> Timeline:
     """The first layers of the first judged batch, at the high end of every range; without dense_ms no dense part."""
     sent = next(sent_batches(candidate, placed(candidate, judged, question.topology), judged))
-    (_, plan), (_, gather) = planning_us(candidate.split)
+    (_, plan), (_, gather) = planning_us(candidate.split, question)
     dense = 1e-3 * (question.dense_ms or 0.0) / question.model.layers
     of = question.layer, sent[:layers], question.tokens, question.topology
     return timeline(*of, end="high", dense_s=dense, plan_s=1e-6 * plan, gather_s=1e-6 * gather)

@@ -12,6 +12,8 @@ from isoload.wording import not_one_of
 
 # By the measured kernels' words. Scales: a byte for 32 of mxfp4 and for 16 of nvfp4, two for 128 of int4.
 WEIGHT_BYTES = {
+    "float32": 4.0,
+    "float16": 2.0,
     "bfloat16": 2.0,
     "fp8_block": 1.0,
     "fp8": 1.0,
@@ -52,35 +54,59 @@ MODELS = {
     model.name: model
     for model in (
         Model("deepseek-v3", 7168, 2048, 256, 8, 58, "fp8_block", 70_272, is_deepseek=True),
+        Model("deepseek-v3.2", 7168, 2048, 256, 8, 58, "fp8_block", 70_272, is_deepseek=True),
         Model("kimi-k2", 7168, 2048, 384, 8, 60, "fp8_block", 70_272, is_deepseek=True),
         Model("qwen3-235b", 4096, 1536, 128, 8, 94, "bfloat16", 192_512),
         Model("qwen3-30b", 2048, 768, 128, 8, 48, "bfloat16", 98_304),
         Model("glm-4.5", 5120, 1536, 160, 8, 89, "bfloat16", 376_832),
+        Model("glm-4.6", 5120, 1536, 160, 8, 89, "bfloat16", 376_832),
+        Model("glm-5", 6144, 2048, 256, 8, 75, "bfloat16", 89_856),
+        Model("minimax-m2", 3072, 1536, 256, 8, 62, "fp8_block", 253_952),
+        Model("qwen3-next-80b", 2048, 512, 512, 10, 48, "bfloat16", 24_576),
         Model("gpt-oss-120b", 2880, 2880, 128, 4, 36, "w4a16_mxfp4", 73_728),
         Model("gpt-oss-20b", 2880, 2880, 32, 4, 24, "w4a16_mxfp4", 49_152),
     )
 }
 
-FIRST_MOE_LAYER = {"deepseek-v3": 3, "kimi-k2": 1, "glm-4.5": 3}  # the others have no dense layers
+# The models that are not here have no dense layers first.
+FIRST_MOE_LAYER = {"deepseek-v3": 3, "deepseek-v3.2": 3, "kimi-k2": 1, "glm-4.5": 3, "glm-4.6": 3, "glm-5": 3}
 
-KEYS = {  # a field of Model, and the keys of config.json that say it, the first that is there
+# A field of Model, and the keys of config.json that give it; the first that is there counts.
+KEYS = {
     "hidden": ("hidden_size",),
-    "intermediate": ("moe_intermediate_size", "intermediate_size"),
-    "experts": ("n_routed_experts", "num_experts", "num_local_experts"),
-    "top_k": ("num_experts_per_tok", "experts_per_token"),
+    "intermediate": ("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size"),
+    "experts": ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts"),
+    "top_k": (
+        *("num_experts_per_tok", "num_experts_per_token", "experts_per_token"),
+        *("moe_topk", "moe_k", "top_k_experts"),
+    ),
 }
+OPTIONS = {"experts": "--experts", "top_k": "--top-k", "layers": "--moe-layers"}
 
 
-def find_model(given: str, dtype: str | None = None) -> Model:
-    """A model of MODELS, or one described by a config.json; dtype: of its experts, where another is served.
+def find_model(
+    given: str,
+    dtype: str | None = None,
+    experts: int | None = None,
+    top_k: int | None = None,
+    layers: int | None = None,
+) -> Model:
+    """Return a model of MODELS, or one described by a config.json.
+
+    Args:
+        given: the name, or the file.
+        dtype: of its experts, where another is served.
+        experts, top_k, layers: routed experts of a layer, experts of a token, MoE layers, in place of the file's.
 
     Raises:
         ValueError: no such name and no such file; a file that lacks a key, or has weights of a kind that is not known.
     """
+    options = {"experts": experts, "top_k": top_k, "layers": layers}
+    stated = {name: value for name, value in options.items() if value is not None}
     if plain_name(given) in MODELS:
-        model = MODELS[plain_name(given)]
+        model = Model(**{**vars(MODELS[plain_name(given)]), **stated})
     elif Path(given).is_file():
-        model = _read(Path(given), dtype)
+        model = _read(Path(given), dtype, stated)
     else:
         raise ValueError(not_one_of("model", MODELS, given, ", or a config.json"))
     if dtype is not None and dtype not in WEIGHT_BYTES:
@@ -116,25 +142,38 @@ def find_moe_layers(given: str) -> tuple[str, tuple[int, ...]]:
 
 
 def _config(path: Path) -> dict[str, Any]:
-    config = parse_json(read_text(path, MAX_NOTES))
-    return config.get("text_config", config) if isinstance(config, dict) else {}
+    config = parse_json(
+        read_text(path, MAX_NOTES), infinities=True
+    )  # Mamba's time_step_limit ends at Infinity
+    if not isinstance(config, dict):
+        return {}
+    text = config.get("text_config") or config.get("llm_config") or config
+    return text if isinstance(text, dict) else {}
 
 
 def _name(path: Path) -> str:
     return path.stem if path.stem != "config" else path.parent.name or "config"
 
 
-def _read(path: Path, dtype: str | None) -> Model:
+def _read(path: Path, dtype: str | None, stated: dict[str, int]) -> Model:
     config = _config(path)
+    if config.get("num_hidden_layers") is None and config.get("num_layers") is not None:  # LongCat
+        config = config | {"num_hidden_layers": config["num_layers"]}
 
-    def number(*keys: str, default: int | None = None) -> int:
+    def number(*keys: str, default: int | None = None, option: str = "") -> int:
         value = next((config[key] for key in keys if config.get(key) is not None), default)
+        if keys[0] == KEYS["intermediate"][0] and config.get(keys[0], 0) is None:
+            value = None  # such a model's intermediate_size is that of its dense layers
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise ValueError(f"{path}: {keys[0]} must be a whole number, got {value!r:.40}")
+            more = f": pass {option} N" if option else ""
+            raise ValueError(f"{path}: {keys[0]} must be a whole number, got {value!r:.40}{more}")
         return value
 
     layers = number("num_hidden_layers")
-    kept: dict[str, Any] = {name: number(*keys) for name, keys in KEYS.items()}
+    kept = {
+        name: stated[name] if name in stated else number(*keys, option=OPTIONS.get(name, ""))
+        for name, keys in KEYS.items()
+    }
     if config.get("kv_lora_rank"):  # multi-head latent attention
         per_layer = number("kv_lora_rank") + number("qk_rope_head_dim", default=0)
     else:
@@ -145,10 +184,14 @@ def _read(path: Path, dtype: str | None) -> Model:
     method = str(quantised.get("quant_method", "bfloat16"))
     if dtype is None and method not in WEIGHT_BYTES | PUBLISHED:
         raise ValueError(f"dtype must be given for {path}, whose quant_method is {method!r:.40}")
+    try:
+        moe_layers = stated["layers"] if "layers" in stated else len(moe_layers_of(config))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}: pass {OPTIONS['layers']} N") from None
     return Model(
         _name(path),
         **kept,
-        layers=len(moe_layers_of(config)),
+        layers=moe_layers,
         dtype=dtype or PUBLISHED.get(method, method),
         kv_bytes=2 * layers * per_layer,
         is_deepseek=str(config.get("model_type")).startswith(("deepseek", "kimi")),

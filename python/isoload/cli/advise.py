@@ -15,7 +15,7 @@ from isoload.cli.tables import columns_of, page_table, write_out
 
 if TYPE_CHECKING:
     from isoload.advise import Advice, Judged, Model, Question
-    from isoload.times import LayerTime
+    from isoload.times import LayerTime, Times
     from isoload.topology import Topology
     from isoload.trace import Trace
 
@@ -40,7 +40,7 @@ class Answered(NamedTuple):
 
 
 def phase_times(
-    gpu: str,
+    gpu: str | Times,
     engine: str,
     phases: Mapping[str, object],
     model: Model,
@@ -50,9 +50,14 @@ def phase_times(
     """Return by phase a layer's constants and notes on them.
 
     vLLM has one all-to-all backend for both phases: where both are asked about, it is that of prefill.
-    """
-    from isoload.advise.constants import layer_time
 
+    Args:
+        gpu: its name, or times that were measured, which are the same for both phases.
+    """
+    from isoload.advise.constants import layer_time, measured_layer
+
+    if not isinstance(gpu, str):
+        return dict.fromkeys(phases, measured_layer(gpu, model, topology))
     exchange = "prefill" if engine == "vllm" and len(phases) > 1 else None
     return {name: layer_time(gpu, engine, name, model, topology, kernel, exchange) for name in phases}
 
@@ -75,7 +80,7 @@ def one_placement(
 def answer(
     asked: Mapping[str, PhaseQuestion],
     engine: str,
-    gpu: str,
+    gpu: str | Times,
     kernel: str | None,
     source: str | None,
     guessed: bool = False,
@@ -147,7 +152,7 @@ def _page(
     phases: Mapping[str, Advice],
     weights: Mapping[str, float],
     asked: Mapping[str, PhaseQuestion],
-    chosen: tuple[str, str, str | None],
+    chosen: tuple[str, str | Times, str | None],
     launch: list[str],
     warned: list[str],
     answered: dict[str, Any],
@@ -164,7 +169,7 @@ def _page(
     both, parts, gaps = len(phases) > 1, {}, dict[str, None]()
     for name, part in phases.items():
         model, topology = part.question.model, part.question.topology
-        if both:
+        if both or not isinstance(gpu, str):
             times = {name: part.question.layer}
         else:
             times, missing = layer_times(gpu, engine, name, model, topology, kernel)
@@ -215,13 +220,19 @@ def tokens_by_phase(
 
 
 def advise(
-    gpu: Annotated[str, typer.Option(help="The GPU, as isoload.times.available() names it.")],
     model: Annotated[str, typer.Option(metavar="NAME|FILE", help="A model's name, or its config.json.")],
     ranks: Annotated[int, options.Range(1), typer.Option(help="R, ranks of the expert-parallel group.")],
     traces: Annotated[
         list[Path] | None,
         typer.Argument(
             metavar="[TRACE...]", help="Recorded routing, as replay takes it. Without one: --skew."
+        ),
+    ] = None,
+    gpu: Annotated[str | None, typer.Option(help="The GPU, as isoload.times.available() names it.")] = None,
+    times: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="In place of --gpu: times that isoload measure wrote of your GPUs."
         ),
     ] = None,
     tokens_per_rank: Annotated[
@@ -255,6 +266,9 @@ def advise(
     dtype: Annotated[
         str | None, typer.Option(help="Of the experts' weights. Default: the published model's.")
     ] = None,
+    experts: options.Experts = None,
+    top_k: options.ExpertsPerToken = None,
+    moe_layers: options.MoeLayers = None,
     kernel: Annotated[
         str | None, typer.Option(help="Of the experts, as isoload.times.available() names it.")
     ] = None,
@@ -301,26 +315,33 @@ def advise(
     from isoload.advise import Question, find_model, guessed_trace, judge_by, step_weights
     from isoload.cli.given import Reading, load_trace
     from isoload.cli.targets import check_targets
+    from isoload.times import load
     from isoload.topology import Topology
 
-    check_targets(traces or [], force, json, html=html)
+    check_targets([*(traces or []), times], force, json, html=html)
+    if (gpu is None) == (times is None):
+        raise ValueError(
+            "gpu or times must be given, and not both: --gpu h100 for the shipped times of a GPU, or --times FILE for "
+            "those that isoload measure wrote of yours"
+        )
+    device = load(times) if times is not None else str(gpu)
     tokens = tokens_by_phase(phase, tokens_per_rank, prefill_tokens, decode_tokens)
     if (prefill_share is None) == (len(tokens) > 1):
         raise ValueError(
             "prefill_share must be given with prefill_tokens and decode_tokens, and only with both: the part of all "
             f"steps that are prefill, such as 0.1, got {prefill_share}"
         )
-    chosen = find_model(model, dtype)
+    chosen = find_model(model, dtype, experts, top_k, moe_layers)
     topology = Topology(ranks, ranks_per_node)
     if bool(traces) == (skew is not None):
         raise ValueError(f"skew must be given in place of a trace, got {skew!r} and {traces}")
     reading = Reading(stages, same_layers, allow_missing_ranks)
-    times = phase_times(gpu, engine, tokens, chosen, topology, kernel)
+    layers = phase_times(device, engine, tokens, chosen, topology, kernel)
     loaded = load_trace(traces, reading=reading) if traces else guessed_trace(str(skew), drift, chosen)
     memory = None if memory_per_rank is None else memory_per_rank * GIB
     gathers = engine == "vllm" or chosen.is_deepseek
     asked = {}
-    for name, (layer, notes) in times.items():
+    for name, (layer, notes) in layers.items():
         question = Question(
             chosen,
             layer,
@@ -333,10 +354,11 @@ def advise(
             context,
             gathers,
             dense_ms,
+            None if isinstance(device, str) else device.plan_us,
         )
         asked[name] = PhaseQuestion(question, loaded, judge_by(loaded, chosen, ranks, tokens[name]), notes)
     source = reading.shell_words(traces, loaded, model) if traces else None
     weights = None if prefill_share is None else step_weights(prefill_share)
     unseen = one_placement(asked, unseen_by_both=True)
-    advice = answer(unseen, engine, gpu, kernel, source, guessed=not traces, weights=weights)
+    advice = answer(unseen, engine, device, kernel, source, guessed=not traces, weights=weights)
     write_out(json, advice.figures, partial(advice.show, wide=wide), html=html, page=advice.page)

@@ -34,8 +34,11 @@ FIGURES = (
 MODELLED = (
     "Times are modelled from measured kernels, as the mean over {batches} batches that no placement has seen, and have "
     "two significant digits. A step is its MoE layers alone, with planning. Where a time is a range, the low end takes "
-    "the all-to-all at the time of even rows, and the high end at that of the busiest rank's rows. Planning takes "
-    "{low:g} to {high:g} µs a layer: its kernels on an H100, and 10 to 25 µs for a gather of loads."
+    "the all-to-all at the time of even rows, and the high end at that of the busiest rank's rows."
+)
+SHIPPED_PLANS = (
+    "Planning takes {low:g} to {high:g} µs a layer: its kernels on an H100, and 10 to 25 µs for a gather of "
+    "loads."
 )
 REQUESTS = (
     '"requests" counts requests of {context} tokens whose KV cache would take as much memory as the slots.'
@@ -105,7 +108,7 @@ def rows_of(advice: Advice, phases: Mapping[str, Advice]) -> list[Row]:
 
 def verdict_lines(advice: Advice, phases: Mapping[str, Advice]) -> list[str]:
     """Return two sentences: what can be saved without isoload, and what isoload adds."""
-    ours, theirs, both = advice.ours, advice.theirs, len(phases) > 1
+    ours, theirs, asked, both = advice.ours, advice.theirs, advice.question, len(phases) > 1
     whole = "a modelled step" if advice.steps else "the MoE layers, at most"
     whole = "a step" if advice.question.step_ms else whole
     step = "a mean step" if both else "a step"
@@ -119,7 +122,12 @@ def verdict_lines(advice: Advice, phases: Mapping[str, Advice]) -> list[str]:
     if theirs is advice.now:
         first = "Without isoload: no candidate takes less time than experts in order do."
     if ours is None:
-        return [first, "There is no memory for more slots, so that isoload has no choice."]
+        reason = (
+            "Every rank holds all experts"
+            if asked.topology.num_ranks == 1
+            else "There is no memory for more slots"
+        )
+        return [first, f"{reason}, so that isoload has no choice."]
     second = f"isoload: {advice.verdict}. {ours.candidate.label} {sentence(advice.gain_ms, 'another')}"
     if both:
         gains = [f"{saving(*part.gain_ms, 'ms')} a step of {name}" for name, part in phases.items()]
@@ -134,7 +142,8 @@ def question_lines(advice: Advice, phases: Mapping[str, Advice], weights: Mappin
         f"{model.name}, {model.layers} layers of {model.experts} experts, top-{model.top_k}, {model.dtype}"
     )
     nodes = topology.num_nodes
-    where = f"{topology.num_ranks} ranks on {nodes} node{'s' * (nodes > 1)}"
+    ranks = topology.num_ranks
+    where = f"{ranks} rank{'s' * (ranks > 1)} on {nodes} node{'s' * (nodes > 1)}"
     if len(phases) == 1:
         where += f", {advice.question.tokens} tokens a rank"
     parts = [
@@ -151,7 +160,11 @@ def unit_notes(advice: Advice, batches: int, both: bool) -> list[str]:
     from isoload.advise.advice import PLAN_US
 
     asked, low, high = advice.question, PLAN_US["own"][0], PLAN_US["exact"][1]
-    notes = [MODELLED.format(batches=batches, low=low, high=high)]
+    planning = SHIPPED_PLANS.format(low=low, high=high)
+    if asked.plan_us is not None:
+        measured = ", ".join(f"{us:.3g} µs for {name}" for name, us in asked.plan_us.items())
+        planning = f"Planning takes, as measured for a layer: {measured}."
+    notes = [f"{MODELLED.format(batches=batches)} {planning}"]
     if both:
         return [*notes, UPPER]
     notes.append(REQUESTS.format(context=asked.context))

@@ -12,6 +12,7 @@ from isoload.cli.demo import demo
 from isoload.cli.doctor import doctor
 from isoload.cli.errors import Command, Group, one_line_errors
 from isoload.cli.inspect import inspect
+from isoload.cli.measure import measure
 from isoload.cli.place import place
 from isoload.cli.replay import replay
 from isoload.cli.report import report
@@ -24,7 +25,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (replay, advise, report, place, convert, inspect, demo, doctor):
+for command in (replay, advise, measure, report, place, convert, inspect, demo, doctor):
     app.command(cls=Command)(one_line_errors(command))
 
 

@@ -108,6 +108,19 @@ ExtraLayers = Annotated[
         "experts in order, as many slots.",
     ),
 ]
+Experts = Annotated[
+    int | None,
+    Range(1, 2**20),
+    typer.Option(help="Routed experts of a layer, where the config.json lacks them."),
+]
+ExpertsPerToken = Annotated[
+    int | None,
+    Range(1, 2**10),
+    typer.Option("--top-k", help="Experts of a token, where the config.json lacks them."),
+]
+MoeLayers = Annotated[
+    int | None, Range(1, 2**12), typer.Option(help="Number of MoE layers, where the config.json lacks it.")
+]
 RanksPerNode = Annotated[int, Range(0), typer.Option(help="Ranks that share a node. 0: all.")]
 SlotsPerRank = Annotated[
     int,

@@ -20,6 +20,7 @@ FIGURES = (  # keys of what --json writes, by which it is known again
     {"trace", "layers"},  # inspect
     {"phases", "left_out"},  # report
     {"name", "on", "detail"},  # doctor, each row
+    {"format", "experts", "points"},  # measure
 )
 
 

@@ -56,10 +56,12 @@ def read_text(path: Path, most: int = MAX_TEXT) -> str:
         raise ValueError(f"{path}: is not text ({str(error)[:120]})") from None
 
 
-def parse_json(text: str) -> Any:
-    """The value of a JSON text."""
+def parse_json(text: str, infinities: bool = False) -> Any:
+    """Return the value of a JSON text; infinities: NaN and Infinity, which JSON lacks, are read too."""
     try:
-        return json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
+        return json.loads(
+            text, object_pairs_hook=_unique, parse_constant=float if infinities else _no_constant
+        )
     except json.JSONDecodeError as error:
         raise ValueError(f"is not JSON ({str(error)[:120]})") from None
     except RecursionError:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from math import log2
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,10 +13,18 @@ from isoload.times.shipped import Floats, Row, numbers, read, select
 from isoload.wording import not_one_of
 
 STEPS = ("dispatch", "combine")
+MOST_NODES = 128
+LARGEST_DOMAIN = 72  # GPUs that share NVLink, GB200 NVL72
+SETTING = "{gpu}, {ranks} ranks on {nodes} nodes, rows of {hidden}, top-{top_k}"
+# DeepEP's two modes were measured over nodes under SGLang alone. vLLM calls the same kernels.
+SAME_KERNELS = {"vllm_deepep_ht": "sglang_deepep_normal", "vllm_deepep_ll": "sglang_deepep_low_latency"}
+# A call's growth for twice as many ranks in one NVLink domain: the most that the shipped tables show from 8 ranks on
+# (TensorRT-LLM's all-to-alls on GB200, 8 to 64 ranks).
+CALL_GROWTH = 1.27
 
 
 class Curve(NamedTuple):
-    """(a^q + (s tokens)^q)^(1/q) microseconds: a call, however small, and a token of each rank."""
+    """(a^q + (s tokens)^q)^(1/q) microseconds: the time of a call, however small, and of each token of a rank."""
 
     a_us: float
     s_us: float
@@ -35,8 +45,12 @@ class AllToAllTime:
     take (`low`: links are not the limit, or the slow rank overlaps) to what as many rows on every rank as on the
     busiest would take (`high`).
 
-    measured: whether the tables have these ranks, nodes and rows. If not, `low` is the exchange inside of one node and
-    `high` the nearest measured one over as many nodes or more, with tokens at least as long; `note` is its setting.
+    measured: whether the tables have these ranks, nodes and rows. If not, `note` names the setting that `high` was
+    measured in. `low` is then the exchange inside of one node, and `high` the nearest measured one over as many nodes
+    or more, with tokens at least as long.
+    extrapolated_from: the measured sizes, where this one is beyond them or between them inside of a node; else "".
+        `low` then follows the nearest measured size, or fewer rows where this size sends fewer; `high` follows the
+        rows that leave a rank and the calls' growth.
     """
 
     gpu: str
@@ -51,44 +65,55 @@ class AllToAllTime:
     measured: bool = True
     note: str = ""
     source: str = "given"
+    extrapolated_from: str = ""
 
     @classmethod
     def load(
         cls, gpu: str, kernel: str, step: str, *, hidden: int, top_k: int, ranks: int, nodes: int = 1
     ) -> AllToAllTime:
-        """Shipped constants; :func:`available` lists them.
+        """Load shipped constants; :func:`available` lists them.
+
+        Args:
+            hidden, top_k: as measured.
+            ranks: 1 to 1,024, measured or not; at most 72 of them on a node (an NVLink domain).
+            nodes: 1 to 128; they divide ranks.
 
         Raises:
             ValueError: naming the argument and what it may be.
         """
         if step not in STEPS:
             raise ValueError(not_one_of("step", STEPS, step))
-        if nodes < 1 or ranks % nodes:
-            raise ValueError(f"nodes must divide ranks {ranks}, got {nodes}")
+        if not 1 <= nodes <= MOST_NODES or ranks < 1 or ranks % nodes:
+            raise ValueError(f"nodes must be in 1..{MOST_NODES} and divide ranks {ranks}, got {nodes}")
+        if (per_node := ranks // nodes) > LARGEST_DOMAIN:
+            raise ValueError(
+                f"ranks_per_node must be at most {LARGEST_DOMAIN}, the largest NVLink domain, got {per_node}: pass the "
+                "number of GPUs that share NVLink, such as 8"
+            )
         table = read("exchanges")
         rows = select(select(table, gpu=gpu, kernel=kernel), hidden=hidden, top_k=top_k)
-        exact = [row for row in rows if (row["ranks"], row["nodes"]) == (ranks, nodes)]
-        if exact or nodes == 1:
-            (row, *_) = exact or select(tuple(row for row in rows if row["nodes"] == 1), ranks=ranks)
-            return cls._of(row, row, step, ranks, nodes)
-        inside = select(tuple(row for row in rows if row["nodes"] == 1), ranks=ranks // nodes)
-        wide = [row for row in table if row["kernel"] == kernel and row["nodes"] > 1]
-        fitting = [
-            row for row in wide if row["nodes"] >= nodes and row["hidden"] >= hidden and row["top_k"] >= top_k
-        ]
-        if not fitting:
-            most = max((row["nodes"] for row in wide), default=1)
-            raise ValueError(f"nodes must be from 1 to {most} for kernel {kernel}, got {nodes}")
-        nearest = min(fitting, key=lambda row: (row["gpu"] != gpu, row["nodes"], row["hidden"], row["top_k"]))
-        return cls._of(inside[0], nearest, step, ranks, nodes)
-
-    @classmethod
-    def _of(cls, low: Row, high: Row, step: str, ranks: int, nodes: int) -> AllToAllTime:
-        setting = "{gpu}, {ranks} ranks on {nodes} nodes, rows of {hidden}, top-{top_k}"
-        note = "" if low is high else setting.format(**high)
-        of = low["gpu"], low["kernel"], step, ranks, nodes, Curve(*low[step]), Curve(*high[step])
-        tokens_to, error = min(low["tokens_to"], high["tokens_to"]), max(low["fit_error"], high["fit_error"])
-        return cls(*of, tokens_to, error, low is high, note, low["source"])
+        if same := [row for row in rows if (row["ranks"], row["nodes"]) == (ranks, nodes)]:
+            row = same[0]
+            curve, told = Curve(*row[step]), (row["tokens_to"], row["fit_error"])
+            return cls(gpu, kernel, step, ranks, nodes, curve, curve, *told, source=row["source"])
+        sizes = _sizes(rows)
+        inside, (low, high) = _inside(rows, step, per_node)
+        from_sizes = "" if per_node == inside["ranks"] else sizes
+        nearest = inside
+        if nodes > 1:
+            nearest, high = _between(table, gpu, kernel, step, hidden, top_k, nodes)
+            if nearest["kernel"] != kernel:
+                high = _added(Curve(*inside[step]), high, table, nearest, step)
+            if nodes > nearest["nodes"]:
+                from_sizes = _sizes((*rows, nearest))
+                low = Curve(*nearest[step]) if nearest in rows else low
+        note = "" if nearest is inside else SETTING.format(**nearest)
+        if nearest["kernel"] != kernel:
+            note += f", under {nearest['kernel']}"
+        tokens_to = min(inside["tokens_to"], nearest["tokens_to"])
+        error = max(inside["fit_error"], nearest["fit_error"])
+        at = gpu, kernel, step, ranks, nodes, low, high, tokens_to, error
+        return cls(*at, measured=False, note=note, source=inside["source"], extrapolated_from=from_sizes)
 
     def seconds(self, tokens: Any, busiest: Any = 1.0) -> Floats:
         """[..., 2] from and to what the step takes.
@@ -104,3 +129,107 @@ class AllToAllTime:
     def extrapolated(self, tokens: Any) -> np.ndarray[Any, np.dtype[np.bool_]]:
         """[...] whether ranks hold more tokens than were measured."""
         return np.asarray(numbers("tokens", tokens) > self.tokens_to)
+
+
+def _inside(rows: tuple[Row, ...], step: str, ranks: int) -> tuple[Row, tuple[Curve, Curve]]:
+    """The measured row nearest to an exchange inside of one node, and the range that it stands for."""
+    measured = [row for row in rows if row["nodes"] == 1]
+    nearest = min(measured, key=lambda row: (abs(log2(row["ranks"] / ranks)), row["ranks"]))
+    curve = Curve(*nearest[step])
+    return nearest, _scaled(curve, nearest["kernel"], nearest["top_k"], nearest["ranks"], ranks)
+
+
+def _scaled(curve: Curve, kernel: str, top_k: int, measured: int, ranks: int) -> tuple[Curve, Curve]:
+    """The range of an exchange of so many ranks inside of one node, by the curve of another number of them."""
+    if measured == ranks:
+        return curve, curve
+    part = rows_leaving(kernel, top_k, ranks) / rows_leaving(kernel, top_k, measured)
+    doublings = max(log2(ranks / measured), 0.0)
+    low = curve._replace(s_us=min(part, 1.0) * curve.s_us)
+    return low, curve._replace(s_us=max(part, 1.0) * curve.s_us, a_us=CALL_GROWTH**doublings * curve.a_us)
+
+
+def other_size(time: AllToAllTime, top_k: int, ranks: int) -> AllToAllTime:
+    """Return the times of an exchange inside of one node, among another number of ranks than was measured."""
+    low, high = _scaled(time.high, time.kernel, top_k, time.ranks, ranks)
+    return replace(
+        time,
+        ranks=ranks,
+        low=low,
+        high=high,
+        measured=ranks == time.ranks,
+        extrapolated_from="" if ranks == time.ranks else f"{time.ranks} ranks on 1 node",
+    )
+
+
+def _between(
+    table: tuple[Row, ...], gpu: str, kernel: str, step: str, hidden: int, top_k: int, nodes: int
+) -> tuple[Row, Curve]:
+    """The measured row nearest to an exchange over nodes, of any GPU, and the curve of so many nodes.
+
+    Beyond the measured nodes a token follows the rows that leave a node, and a call grows with every doubling of the
+    nodes as it did with the last measured one.
+    """
+    names = kernel, SAME_KERNELS.get(kernel, kernel)
+    wide = [row for row in table if row["kernel"] in names and row["nodes"] > 1]
+    fitting = [row for row in wide if row["hidden"] >= hidden and row["top_k"] >= top_k]
+    if not fitting:
+        raise ValueError(
+            f"nodes must be 1 for kernel {kernel}, which was not measured between nodes, got {nodes}"
+        )
+
+    def order(row: Row) -> tuple[Any, ...]:
+        return row["gpu"] != gpu, row["nodes"], row["hidden"], row["top_k"]
+
+    if enough := [row for row in fitting if row["nodes"] >= nodes]:
+        nearest = min(enough, key=order)
+        return nearest, Curve(*nearest[step])
+    nearest = max(fitting, key=lambda row: row["nodes"])
+    curve, before = Curve(*nearest[step]), _before(fitting, nearest, step)
+    more = rows_leaving(nearest["kernel"], top_k, nodes) / rows_leaving(
+        nearest["kernel"], top_k, nearest["nodes"]
+    )
+    growth = max(curve.a_us / before.a_us, 1.0) if before else CALL_GROWTH
+    doublings = log2(nodes / nearest["nodes"])
+    return nearest, curve._replace(s_us=more * curve.s_us, a_us=growth**doublings * curve.a_us)
+
+
+def _before(rows: list[Row], last: Row, step: str) -> Curve | None:
+    """The curve of half as many nodes as the last measured ones, in the same setting."""
+    names = "gpu", "kernel", "hidden", "top_k"
+    half = [row for row in rows if all(row[name] == last[name] for name in names)]
+    return next((Curve(*row[step]) for row in half if 2 * row["nodes"] == last["nodes"]), None)
+
+
+def _added(inside: Curve, high: Curve, table: tuple[Row, ...], nearest: Row, step: str) -> Curve:
+    """A kernel's curve inside of a node with what nodes add to the same exchange under another engine."""
+    names = "gpu", "kernel", "hidden", "top_k"
+    same = (row for row in table if row["nodes"] == 1 and all(row[name] == nearest[name] for name in names))
+    other = Curve(*next(same)[step])
+    return inside._replace(
+        a_us=inside.a_us + max(high.a_us - other.a_us, 0.0),
+        s_us=inside.s_us * max(high.s_us / other.s_us, 1.0),
+    )
+
+
+def rows_leaving(kernel: str, top_k: int, parts: int) -> float:
+    """Return the rows of a token that leave its own part of a group, by even routing.
+
+    Args:
+        kernel: a low-latency kernel sends a row for each of the token's experts, any other one for each part.
+        top_k: experts of a token.
+        parts: ranks of a node, or nodes.
+    """
+    if kernel.endswith(("low_latency", "_ll")):
+        return top_k * (parts - 1) / parts
+    return (parts - 1) * (1 - (1 - 1 / parts) ** top_k)
+
+
+def _sizes(rows: Iterable[Row]) -> str:
+    """The sizes of measured rows: "8 to 64 ranks on 1 to 8 nodes"."""
+    ranks, nodes = ({row[name] for row in rows} for name in ("ranks", "nodes"))
+    return f"{_span(ranks)} ranks on {_span(nodes)} {'node' if nodes == {1} else 'nodes'}"
+
+
+def _span(values: set[int]) -> str:
+    return f"{min(values)} to {max(values)}" if len(values) > 1 else str(min(values))

@@ -1,0 +1,163 @@
+"""``isoload measure``: time experts, exchanges, moves and plans on the GPUs at hand, for ``--times``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from isoload.cli.options import Experts, ExpertsPerToken, Force, Range, RanksPerNode
+
+if TYPE_CHECKING:
+    from isoload.advise.measuring import Kernel
+    from isoload.times import Times
+
+GIB = 2.0**30
+
+
+def measure(
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The times file to write.")],
+    model: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME|FILE", help="A model's name, or its config.json: whose experts are timed."
+        ),
+    ],
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="Of the experts' weights: bfloat16, float16 or float32. Default: bfloat16."),
+    ] = None,
+    experts: Experts = None,
+    top_k: ExpertsPerToken = None,
+    kernel: Annotated[
+        str,
+        typer.Option(
+            metavar="isoload|MODULE:FUNCTION",
+            help="What computes the experts, with the arguments of isoload.advise.measuring.isoload_experts.",
+        ),
+    ] = "isoload",
+    memory: Annotated[
+        float, Range(0.001, 10**6), typer.Option(help="GiB of each rank that weights and rows may take.")
+    ] = 8.0,
+    ranks_per_node: RanksPerNode = 0,
+    force: Force = False,
+) -> None:
+    """Time experts, dispatch, combine, moves of weights and plans on this machine, for advise --times.
+
+    Run it alone for one rank's experts, or on all ranks that will serve: torchrun --nproc-per-node 8 -m isoload measure
+    ... It takes at most a few minutes.
+    """
+    from isoload.advise import find_model
+    from isoload.advise.measuring import isoload_experts, make_machine
+    from isoload.advise.measuring import measure as measure_all
+    from isoload.cli.targets import check_targets
+    from isoload.files.writing import write_json
+
+    _check_scipy()
+    check_targets([], force, json=str(output))
+    chosen = find_model(model, dtype or "bfloat16", experts, top_k, layers=1)
+    function = isoload_experts if kernel == "isoload" else named_function(kernel)
+    with ranks() as rank, _progress(rank) as on_point:
+        machine = make_machine(chosen, memory * GIB, ranks_per_node, function, kernel)
+        times = measure_all(machine, on_point)
+    if rank == 0:
+        write_json(times.to_json(), str(output))
+        if str(output) != "-":
+            _print(times, str(output))
+
+
+def _check_scipy() -> None:
+    try:
+        import scipy  # noqa: F401
+    except ImportError:
+        raise ImportError("isoload measure fits its points with SciPy: pip install 'isoload[plan]'") from None
+
+
+def named_function(given: str) -> Kernel:
+    """Return the function of MODULE:FUNCTION.
+
+    Raises:
+        ValueError: another form, a module that cannot be imported, or no such function in it.
+    """
+    module, _, name = given.partition(":")
+    if not module or not name:
+        raise ValueError(f"kernel must be isoload or MODULE:FUNCTION, got {given!r}")
+    try:
+        function: Kernel = getattr(import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"kernel {given} cannot be imported: {error}") from None
+    if not callable(function):
+        raise ValueError(f"kernel {given} must be a function, got {type(function).__name__}")
+    return function
+
+
+@contextmanager
+def ranks() -> Iterator[int]:
+    """Join the process group that torchrun describes, and give this process's rank; alone it is rank 0."""
+    import os
+
+    import torch
+    import torch.distributed as dist
+
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        yield 0
+        return
+    on_gpu = torch.cuda.is_available()
+    if on_gpu:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    dist.init_process_group("nccl" if on_gpu else "gloo")
+    try:
+        yield dist.get_rank()
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def _progress(rank: int) -> Iterator[Callable[[int, int], None]]:
+    """A bar on rank 0."""
+    from isoload.cli.given import progress
+
+    if rank:
+        yield lambda done, total: None
+        return
+    with progress("points") as on_point:
+        yield on_point
+
+
+def _print(times: Times, target: str) -> None:
+    from rich.console import Console
+
+    from isoload.cli.tables import say
+
+    experts = times.experts
+    lines = [
+        f"{times.device}, {times.ranks} rank{'s' * (times.ranks > 1)} on {times.nodes} node{'s' * (times.nodes > 1)}",
+        f"experts {experts.hidden} x {experts.intermediate} {experts.dtype}, {experts.kernel}: a call "
+        f"{experts.a_us:.3g} µs, the weights of a slot {experts.b_us:.3g} µs, a copy {experts.c_us:.3g} µs"
+        f"{_errors(experts.fit_error, experts.held_out_error)}",
+    ]
+    for name in ("dispatch", "combine"):
+        step: Any = getattr(times, name)
+        if step is not None:
+            curve = step.high
+            lines.append(
+                f"{name}: a call {curve.a_us:.3g} µs, a token {curve.s_us:.3g} µs{_errors(step.fit_error, None)}"
+            )
+    if times.move_us is not None:
+        lines.append(f"the weights of an expert move in {times.move_us:.3g} µs")
+    plans = ", ".join(f"{name} {us:.3g} µs" for name, us in times.plan_us.items())
+    lines.append(f"planning a layer: {plans}")
+    spread = max(times.speeds) / min(times.speeds) - 1
+    lines.append(f"the fastest rank's experts are {100 * spread:.1f} % faster than the slowest's")
+    lines.append(f"Wrote {target}.")
+    say(Console(highlight=False), ("", lines))
+
+
+def _errors(fit: float | None, held_out: float | None) -> str:
+    parts = [] if fit is None else [f"fit error {100 * fit:.1f} %"]
+    parts += [] if held_out is None else [f"{100 * held_out:.1f} % on skewed loads that were not fitted"]
+    return f" ({', '.join(parts)})" if parts else ""

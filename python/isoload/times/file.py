@@ -1,0 +1,177 @@
+"""Times files: what ``isoload measure`` wrote of one machine, for the commands that model milliseconds."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from isoload.files.reading import check_keys, is_number, parse_json, read_text, shown
+from isoload.times.exchanges import STEPS, AllToAllTime, Curve, other_size
+from isoload.times.experts import ExpertTime
+from isoload.times.layer import LayerTime
+
+FORMAT, VERSION, UNIT = "isoload times", 1, "microseconds"
+MOST_BYTES = 16 * 2**20
+NEW = "isoload measure writes a new one"
+PLANS = ("exact", "own", "last", "node")  # who chooses replicas, as isoload.advise.Candidate names them
+
+
+@dataclass(frozen=True)
+class Times:
+    """Times that were measured on one group of GPUs (or CPU processes).
+
+    device, software: what was measured, for people. speeds: [R] of each rank's experts over the slowest rank's.
+    experts: constants of a rank's grouped GEMMs. dispatch, combine: of the whole group; None: measured on one rank.
+    move_us: microseconds in which the weights of one expert of one layer arrive from another rank; None: one rank.
+    plan_us: by who chooses replicas, microseconds of a layer until the slots of its copies are known, the gather of
+        loads included; only what was measured.
+    points: raw measurements, by what they are of.
+    """
+
+    device: str
+    software: dict[str, str]
+    ranks: int
+    nodes: int
+    experts: ExpertTime
+    dispatch: AllToAllTime | None
+    combine: AllToAllTime | None
+    move_us: float | None
+    plan_us: dict[str, float]
+    speeds: tuple[float, ...]
+    points: dict[str, list[list[float]]]
+    source: str = "given"
+
+    def layer(self, ranks: int, nodes: int, top_k: int) -> tuple[LayerTime, list[str]]:
+        """Return the constants of a layer over a group, and what of them was measured on another group, in words.
+
+        Raises:
+            ValueError: a group whose exchange these times say nothing about.
+        """
+        if ranks == 1:
+            return LayerTime(None, self.experts, None), []
+        if self.dispatch is None or self.combine is None:
+            raise ValueError(
+                f"{self.source} has no times of dispatch and combine: run isoload measure on the ranks that will "
+                f"serve, torchrun --nproc-per-node {ranks // nodes} -m isoload measure ..."
+            )
+        if (ranks, nodes) == (self.ranks, self.nodes):
+            return LayerTime(self.dispatch, self.experts, self.combine), []
+        if nodes != 1 or self.nodes != 1:
+            raise ValueError(
+                f"{self.source} was measured on {self.ranks} ranks and {self.nodes} nodes, which says nothing about "
+                f"{ranks} ranks and {nodes} nodes: run isoload measure on those"
+            )
+        steps = [other_size(step, top_k, ranks) for step in (self.dispatch, self.combine)]
+        note = f"the all-to-all of {ranks} ranks is extrapolated; measured were {self.ranks} ranks"
+        return LayerTime(steps[0], self.experts, steps[1]), [note]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the content of a times file."""
+        steps = {name: getattr(self, name) for name in STEPS}
+        return {
+            "format": FORMAT,
+            "version": VERSION,
+            "unit": UNIT,
+            "device": self.device,
+            "software": self.software,
+            "ranks": self.ranks,
+            "nodes": self.nodes,
+            "experts": {key: value for key, value in asdict(self.experts).items() if key not in LEFT_OUT},
+            "exchange": None
+            if self.dispatch is None
+            else {name: [*step.low, step.tokens_to, step.fit_error] for name, step in steps.items()}
+            | {"kernel": self.dispatch.kernel},
+            "move_us": self.move_us,
+            "plan_us": self.plan_us,
+            "speeds": list(self.speeds),
+            "points": self.points,
+        }
+
+
+LEFT_OUT = ("source", "version", "gpu")
+KEYS = {
+    "format",
+    "version",
+    "unit",
+    "device",
+    "software",
+    "ranks",
+    "nodes",
+    "experts",
+    "exchange",
+    "move_us",
+} | {
+    "plan_us",
+    "speeds",
+    "points",
+}
+CONSTANTS = {field.name for field in fields(ExpertTime)} - set(LEFT_OUT)
+
+
+def load(path: str | Path) -> Times:
+    """Read a times file.
+
+    Raises:
+        ValueError: no such file; another format, version or unit; a key that is missing, unknown or out of range. The
+            message names the file and the key.
+    """
+    try:
+        found = parse_json(read_text(Path(path), MOST_BYTES))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"times file {path} cannot be read: {error}") from None
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        raise ValueError(f"{path} is not a times file: {NEW}")
+    if found.get("version") != VERSION:
+        raise ValueError(
+            f"times file {path} has version {shown(found.get('version'))}, and this isoload reads version {VERSION}: "
+            f"{NEW}"
+        )
+    if found.get("unit") != UNIT:
+        raise ValueError(f"times file {path} must be in {UNIT}, got {shown(found.get('unit'))}: {NEW}")
+    try:
+        return _times(found, str(path))
+    except (TypeError, KeyError, ValueError) as error:
+        raise ValueError(f"times file {path}: {error}") from None
+
+
+def _times(found: dict[str, Any], path: str) -> Times:
+    check_keys(found, KEYS, "keys")
+    check_keys(found["experts"], CONSTANTS, "constants of experts")
+    device = str(found["device"])
+    ranks, nodes = _whole(found, "ranks"), _whole(found, "nodes")
+    experts = ExpertTime(gpu=device, source=path, **found["experts"])
+    steps: dict[str, AllToAllTime | None] = dict.fromkeys(STEPS)
+    if (exchange := found["exchange"]) is not None:
+        check_keys(exchange, {*STEPS, "kernel"}, "keys of exchange")
+        for name in STEPS:
+            a, s, q, tokens_to, error = (_number(f"exchange.{name}", value) for value in exchange[name])
+            curve = Curve(a, s, q)
+            at = device, str(exchange["kernel"]), name, ranks, nodes, curve, curve, tokens_to, error
+            steps[name] = AllToAllTime(*at, source=path)
+    plan_us = {name: _number(f"plan_us.{name}", value) for name, value in found["plan_us"].items()}
+    if unknown := [name for name in plan_us if name not in PLANS]:
+        raise ValueError(f"plan_us must have keys of {', '.join(PLANS)}, got {shown(unknown[0])}")
+    speeds = tuple(_number("speeds", value) for value in found["speeds"])
+    if len(speeds) != ranks or not all(speeds):
+        raise ValueError(f"speeds must be {ranks} positive numbers, one for each rank, got {len(speeds)}")
+    move = found["move_us"]
+    move_us = None if move is None else _number("move_us", move)
+    software = {str(key): str(value) for key, value in found["software"].items()}
+    both = steps["dispatch"], steps["combine"]
+    return Times(
+        device, software, ranks, nodes, experts, *both, move_us, plan_us, speeds, found["points"], path
+    )
+
+
+def _whole(found: dict[str, Any], key: str) -> int:
+    value = found[key]
+    if type(value) is not int or value < 1:
+        raise ValueError(f"{key} must be a whole number from 1 on, got {shown(value)}")
+    return value
+
+
+def _number(key: str, value: Any) -> float:
+    if not is_number(value) or not 0 <= value < float("inf"):
+        raise ValueError(f"{key} must be a number from 0 on, got {shown(value)}")
+    return float(value)
