@@ -133,9 +133,8 @@ def _dynamic(loads: Tensor, placement: Placement, seed: int) -> Tensor:
         first = np.cumsum(copies) - copies
         left = loads[layer].numpy().copy()  # [R, E]
         for turn in range(int(copies.max())):  # of those that are left, a binomial part to the next replica
-            has = copies > turn
-            part = np.where(has, 1 / np.maximum(copies - turn, 1), 0)
-            took = draw.binomial(left, part)
-            found[layer][:, order[first[has] + turn]] = took[:, has]
-            left -= took
+            more = np.flatnonzero(copies > turn)
+            took = draw.binomial(left[:, more], 1 / (copies[more] - turn))
+            found[layer][:, order[first[more] + turn]] = took
+            left[:, more] -= took
     return torch.from_numpy(found)

@@ -61,14 +61,13 @@ def static_slots(host: Placement, layer: int, seed: int) -> np.ndarray[tuple[int
         if len(replicas) == 1:
             chosen[:, expert] = replicas[0]
             continue
-        far = []
-        for rank in range(topology.num_ranks):
-            here = replicas[replicas // size == rank]
-            near = replicas[replicas // per_node == rank // topology.ranks_per_node]
-            if here.size or near.size:
-                chosen[rank, expert] = (here if here.size else near)[0]
-            else:
-                far.append(rank)
+        slots = np.full(topology.num_ranks, -1, dtype=np.int64)
+        for near in replicas[::-1]:  # the lowest of a node's replicas last, so that it remains
+            first = near // per_node * topology.ranks_per_node
+            slots[first : first + topology.ranks_per_node] = near
+        slots[replicas // size] = replicas
+        chosen[:, expert] = slots
+        far = np.flatnonzero(slots < 0)
         # Fair: every replica serves as many of the far ranks as any other, give or take one.
         rounds = -(-len(far) // len(replicas))
         turns = np.concatenate([replicas[:0], *(draw.permutation(replicas) for _ in range(rounds))])
