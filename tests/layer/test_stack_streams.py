@@ -66,6 +66,40 @@ def test_the_plan_runs_beside_local_compute(local: str, policy: str) -> None:
     assert apart(borrowed, gemms) and all(kernel.comes_behind(fill[-1]) for kernel in borrowed)
 
 
+@pytest.mark.parametrize("local", ["held", "planned"])
+def test_the_host_waits_for_a_plan_on_the_cpu_beside_local_compute(local: str) -> None:
+    """Once for the split and once for the next layer's fill, when the GEMMs of local copies are enqueued."""
+    with fake_stack(LocalTransport(VIRTUAL, CAPACITY), "lookahead", local, "libra_published", "pull") as fake:
+        fake.host.waits.clear()
+        kernels = last_layer(fake)
+        waits = [wait.rsplit(":", 1)[0] for wait in fake.host.waits]
+    assert waits == ["tolist in policies/published/on_host.py"] * 2 * len(fake.layers)
+    gemms = named(kernels, "_grouped_mm")
+    ours, read = gemms[: len(gemms) // 2], [k for k in named(kernels, "cat") if "/on_host.py" in k.line]
+    split, fill = read
+    assert apart([split], ours) and apart([fill], gemms)
+    assert kernels.index(ours[-1]) < kernels.index(split) < kernels.index(fill)
+
+
+@pytest.mark.parametrize(
+    ("policy", "predict", "local", "borrow"),
+    [
+        ("libra_published", None, "planned", "pull"),
+        ("libra_published", "lookahead", "planned", "copy"),
+        ("llep_published", None, "planned", "pull"),
+    ],
+)
+def test_a_plan_on_the_cpu_before_local_compute_is_refused(
+    policy: str, predict: str | None, local: str, borrow: str
+) -> None:
+    message = (
+        f"policy {policy} must plan beside local compute, because the host waits for the loads: .* use libra"
+    )
+    stack = fake_stack(LocalTransport(VIRTUAL, CAPACITY), predict, local, policy, borrow)
+    with pytest.raises(ValueError, match=message), stack:
+        pass
+
+
 def test_a_plan_that_moves_local_copies_comes_first() -> None:
     """hedge decides what stays: the fill for the next layer is what runs beside local compute then."""
     with fake_stack(LocalTransport(VIRTUAL), "lookahead", "planned", "hedge", "pull") as fake:
@@ -129,7 +163,7 @@ def test_a_missing_wait_is_seen(missing: str, local: str, policy: str) -> None:
     [
         ("held", "hedge", {}),
         ("planned", "libra", {}),
-        ("planned", "libra", {"printed": True}),
+        ("planned", "libra_published", {}),
         *rest(("planned", "hedge", {}), ("held", "libra", {}), ("planned", "libra", {"split_by": "exact"})),
     ],
 )

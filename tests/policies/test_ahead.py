@@ -17,12 +17,12 @@ from isoload.policies import POLICIES, make_policy, parse_policy
 
 RANKS, EXPERTS, SPARE = 8, 32, 3
 TOPOLOGY = isoload.Topology(RANKS, ranks_per_node=4)
-LIBRAS: dict[str, dict[str, Any]] = {
-    "sharding": {},
-    "exact": {"split_by": "exact"},
-    "printed": {"printed": True},
-    "tolerant": {"tolerance": 0.1},
-    "all local": {"alpha": 1.0},
+LIBRAS: dict[str, tuple[str, dict[str, Any]]] = {
+    "sharding": ("libra", {}),
+    "exact": ("libra", {"split_by": "exact"}),
+    "published": ("libra_published", {}),
+    "tolerant": ("libra", {"tolerance": 0.1}),
+    "all local": ("libra", {"alpha": 1.0}),
 }
 
 
@@ -66,7 +66,7 @@ def local_part(plan: isoload.records.plan.Plan, loads: Tensor) -> Tensor:
 def test_libra_keeps_local_copies_and_its_plan_is_one(name: str, replicas: int) -> None:
     placement = place(replicas)
     for seed in range(6):
-        loads, policy = draw_loads(seed), make_policy("libra", LIBRAS[name])
+        loads, policy = draw_loads(seed), make_policy(*LIBRAS[name])
         filled = planning.fill(predicted(loads, seed), placement, 0, policy)
         for plan in (
             isoload.plan(loads, placement, 0, policy),
@@ -114,14 +114,14 @@ def test_hedge_splits_exactly_and_fills_all_slots(replicas: int) -> None:
 
 def test_few_slots_are_the_last_ones() -> None:
     placement, loads = place(), draw_loads(0)
-    for name in ("libra", "hedge"):
+    for name in ("libra", "libra_published", "hedge"):
         filled = planning.fill(loads, placement, 0, name, slots=1)
         spare = filled.slot_to_expert.view(RANKS, -1)[:, -SPARE:]
         assert (spare[:, :-1] == -1).all() and (spare[:, -1] >= 0).any()
         assert filled.telemetry[1] == 1
 
 
-@pytest.mark.parametrize("name", ["libra", "libra:split_by=exact", "hedge"])
+@pytest.mark.parametrize("name", ["libra", "libra:split_by=exact", "libra_published", "hedge"])
 def test_shared_experts_stay_and_layers_equal_one_by_one(name: str) -> None:
     placement = place(1, num_shared=1)
     loads = torch.stack([draw_loads(seed, 1) for seed in range(2)])
@@ -133,7 +133,7 @@ def test_shared_experts_stay_and_layers_equal_one_by_one(name: str) -> None:
         assert torch.equal(one.quota, plans[layer].quota) and torch.equal(one.peak, plans[layer].peak)
 
 
-@pytest.mark.parametrize("name", ["libra", "libra:split_by=exact", "hedge"])
+@pytest.mark.parametrize("name", ["libra", "libra:split_by=exact", "libra_published", "hedge"])
 def test_dead_ranks_borrow_nothing(name: str) -> None:
     alive = (True,) * (RANKS - 1) + (False,)
     counts = np.random.default_rng(3).zipf(1.5, (1, EXPERTS)).clip(max=300)
@@ -163,7 +163,7 @@ def test_nothing_waits_for_the_device(name: str) -> None:
 
 
 def test_who_declares_ahead() -> None:
-    assert [name for name in POLICIES if make_policy(name).ahead] == ["libra", "hedge"]
+    assert [name for name in POLICIES if make_policy(name).ahead] == ["libra", "libra_published", "hedge"]
 
 
 def test_alpha_is_rounded_down_as_it_is_written() -> None:
@@ -183,12 +183,12 @@ def placement_arguments(placement: isoload.Placement) -> tuple[Tensor, Tensor]:
 
 
 def test_options_are_read_as_written() -> None:
-    assert parse_policy("libra:printed=False:alpha=0.25:slots=2") == (
-        "libra",
-        {"printed": False, "alpha": 0.25, "slots": 2},
+    assert parse_policy("libra:alpha=0.25:slots=2") == ("libra", {"alpha": 0.25, "slots": 2})
+    gone = (
+        "option printed of policy libra was removed: policy libra_published runs both algorithms as printed"
     )
-    with pytest.raises(ValueError, match="option printed must be of type bool, got '0'"):
-        parse_policy("libra:printed=0")
+    with pytest.raises(ValueError, match=gone):
+        parse_policy("libra:printed=True")
 
 
 REFUSED = {
@@ -196,6 +196,12 @@ REFUSED = {
     "alpha": ("libra", {"alpha": 1.1}, r"alpha must be in 0..1, got 1.1"),
     "tolerance": ("libra", {"tolerance": -1.0}, r"tolerance must be in 0..1000, got -1.0"),
     "no slots": ("hedge", {"slots": 0}, "slots must be at least 1, got 0"),
+    "published alpha": ("libra_published", {"alpha": 1.1}, r"alpha must be in 0..1, got 1.1"),
+    "published tolerance": (
+        "libra_published",
+        {"tolerance": -1.0},
+        r"tolerance must be in 0..1000, got -1.0",
+    ),
     "slots": ("libra", {"slots": 4}, "slots must be at most spare_slots, 3, for policy libra, got 4"),
 }
 

@@ -28,8 +28,9 @@ OPTIONS: dict[str, dict[str, list[Any]]] = {
         "min_chunk": [1, 3], "expert_bytes": [1.0, 1e6], "egress": [None, 0, 1], "split_by": ["fill", "exact"],
     },
     "libra": {
-        "split_by": ["sharding", "exact"], "alpha": [0.0, 0.5, 1.0], "printed": [False, True], "slots": [None, 1],
+        "split_by": ["sharding", "exact"], "alpha": [0.0, 0.5, 1.0], "slots": [None, 1],
     },
+    "libra_published": {"alpha": [0.0, 0.5, 1.0], "tolerance": [0.0, 0.1], "slots": [None, 1]},
     "hedge": {"slots": [None, 1]},
     "grace": {"locality": [True, False]},
     "grace_sampled": {"seed": [0, 1], "step": [0, 3], "locality": [True, False]},

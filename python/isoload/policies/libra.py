@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from isoload import ops
 from isoload.policies.base import Demand, Policy, chosen_plan
@@ -20,18 +22,20 @@ class LibraPolicy(BorrowPolicy):
     Copies whose expert has a slot on their own rank stay there; the rest is split above them.
 
     Options: split_by ("sharding" = Algorithm 2, or "exact" = the least peak above what stays), alpha (part of the slots
-    for what the rank's tokens choose), tolerance (of the split, relative), printed (both algorithms as printed, faults
-    included), slots (most that are filled per rank; None = all spare ones).
+    for what the rank's tokens choose), tolerance (of the split, relative), slots (most that are filled per rank; None =
+    all spare ones).
     """
 
     name = "libra"
     ahead = True
     keeps_local = True
     needs = "per_source"
+    removed: ClassVar[Mapping[str, str]] = {
+        "printed": "policy libra_published runs both algorithms as printed in the paper"
+    }
     split_by: str = "sharding"
     alpha: float = 0.5
     tolerance: float = 0.0
-    printed: bool = False
     slots: int | None = None
 
     def __post_init__(self) -> None:
@@ -51,9 +55,7 @@ class LibraPolicy(BorrowPolicy):
         slots = placed.spare_slots if self.slots is None else self.slots
         # 0.3 of 10 are 3, although the float is a little less.
         local = round(self.alpha * 1_000_000) * slots // 1_000_000
-        made = fill_spare(
-            ops.plan_replication, demand, placed, slots, local_slots=local, printed=self.printed
-        )
+        made = fill_spare(ops.plan_replication, demand, placed, slots, local_slots=local)
         return placed.fill(made.slot_to_expert, telemetry=made.telemetry)
 
     def split(self, demand: Demand, placed: PlacedLayers) -> Plan:
@@ -67,6 +69,5 @@ class LibraPolicy(BorrowPolicy):
             demand.at_home,
             alive=placed.alive,
             tolerance=self.tolerance,
-            printed=self.printed,
         )
         return chosen_plan(self, quota, demand, placed, placed.telemetry)
