@@ -389,7 +389,7 @@ def test_what_hedge_reaches_is_in_its_results_file():
         assert len(rows) == 3
         return f"{max(r['imbalance_mean'] for r in rows):.4f}"
 
-    hedge, libra = (("hedge", 2), ("libra:printed=True", 8))
+    hedge, libra = (("hedge", 2), ("libra_published", 8))
     assert (
         f"{most(*hedge, '0.8')} at most where 80 %" in text
         and f"at {most(*hedge, '0.45')} where 45 %" in text
