@@ -1,6 +1,6 @@
 """Policy ``llep_published``: LLEP's planner (papers/003) as published, segment for segment, faults included.
 
-For comparison with isoload.ops.plan_spill. Written from a description of the code, none of which is here.
+For comparison with isoload.ops.plan_fill. Written from a description of the code, none of which is here.
 """
 
 from __future__ import annotations
