@@ -4,7 +4,7 @@ Fairness ledger
 - 8 ranks with 32 of 256 experts in order and 8 spare slots each; 4096 copies per source rank, drawn from Zipf
   popularity of exponent 0.4, 0.8 and 1.2, four of each. The median of every instance; of these the median, the largest.
 - fill of hedge: its two ops, one after the other. Linear: the loads of two layers, sums over sources. shard_tokens: on
-  the slots that plan_replication filled. top_up: on those that plan_spill did.
+  the slots that plan_replication filled. top_up: on those that plan_fill did.
 - goal: what this repository asks of itself; a median above it is marked LOSS.
 """
 
@@ -36,12 +36,12 @@ def op_calls(loads: Tensor, placed: PlacedLayers) -> dict[str, Callable[[], Any]
     def replicate() -> ops.SlotFill:
         return ops.plan_replication(loads, slots, homes, **room, local_slots=SPARE // 2)
 
-    level = ops.plan_spill(sums, slots, homes, **room).slot_to_expert
+    level = ops.plan_fill(sums, slots, homes, **room).slot_to_expert
     tables = placed.fill(replicate().slot_to_expert).tables
     return {
         "plan_replication": replicate,
         "fill of hedge": lambda: ops.top_up(
-            sums, ops.plan_spill(sums, slots, homes, **room).slot_to_expert, homes, **room
+            sums, ops.plan_fill(sums, slots, homes, **room).slot_to_expert, homes, **room
         ),
         "Linear, sums": lambda: linear.predict(0, [sums, sums]),
         "shard_tokens": lambda: ops.shard_tokens(loads, tables, homes),

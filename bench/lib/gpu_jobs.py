@@ -135,7 +135,7 @@ JOBS = (
     Job("plan_active", lambda x: ops.plan_active(x.loads, x.tables), ("loads", "tables")),
     Job("plan_lp", lambda x: ops.plan_lp(x.loads, x.tables), ("loads", "tables"), 25, LPLB),
     Job("round_split", lambda x: ops.round_split(x.split, x.loads, x.tables), ("split", "loads", "tables")),
-    Job("plan_spill", lambda x: ops.plan_spill(x.loads, *spare_placement(x)), ("loads", "slot_to_expert")),
+    Job("plan_fill", lambda x: ops.plan_fill(x.loads, *spare_placement(x)), ("loads", "slot_to_expert")),
     Job(
         "plan_replication",
         lambda x: ops.plan_replication(x.loads, *spare_placement(x), local_slots=1),

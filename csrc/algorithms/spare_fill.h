@@ -1,4 +1,4 @@
-// spare_fill: what the planners that fill spare slots by a forecast share (plan_replication, top_up): the
+// spare_fill: what the planners that fill spare slots by a forecast share (plan_fill, plan_replication, top_up): the
 // problem, the copies per expert, who holds what, and the filled slots with their telemetry.
 #pragma once
 
@@ -31,7 +31,7 @@ struct FillProblem {
 
 struct FillResult {
   int32_t* slot_to_expert;  // [P]
-  int32_t* telemetry;       // [5] imports, most imports and exports of a rank, imports from other nodes, 0
+  int32_t* telemetry;       // [5] imports, most imports and exports of a rank, imports from other nodes, flags
 
   ISOLOAD_HD void select(const FillProblem& in, int64_t b) {
     slot_to_expert += b * in.R * in.S;
@@ -63,6 +63,43 @@ ISOLOAD_HD int next_rank(const Group& group, const int64_t* load, int R, int las
       },
       best);
   return most < 0 ? -1 : best;
+}
+
+// What is in the spare slots, counted, behind a barrier: one lane may have filled them. Ends with another: a
+// caller's lanes may read the result. exports: [R], for any use before.
+template <class Team>
+ISOLOAD_HD void count_imports(Team& team, const FillProblem& in, const FillResult& out, const int32_t* owners,
+                              int32_t* exports, int32_t flags) {
+  team.for_each(in.R, [&](int r) { exports[r] = 0; });
+  team.sync();
+  int64_t imports = 0, most_imports = 0, across = 0, most_exports = 0;
+  team.for_each(in.R, [&](int r) {
+    int64_t mine = 0;
+    ISOLOAD_ROLLED
+    for (int p = (r + 1) * in.S - in.spare; p < (r + 1) * in.S; ++p) {
+      const int e = out.slot_to_expert[p], owner = e >= 0 && e < in.E ? owners[e] : -1;
+      if (owner < 0) continue;
+      ++mine;
+      across += owner / in.per_node != r / in.per_node;
+      team.add(&exports[owner], 1);
+    }
+    imports += mine;
+    most_imports = mine > most_imports ? mine : most_imports;
+  });
+  team.sync();
+  team.for_each(in.R, [&](int r) { most_exports = exports[r] > most_exports ? exports[r] : most_exports; });
+  const int64_t counts[] = {team.sum(imports), team.max(most_imports), team.max(most_exports),
+                            team.sum(across), flags};
+  if (team.rank() == 0) ISOLOAD_ROLLED
+  for (int i = 0; i < 5; ++i) out.telemetry[i] = static_cast<int32_t>(counts[i]);
+  team.sync();
+}
+
+// What a refused layer leaves behind: the slots as they were.
+template <class Team>
+ISOLOAD_HD void refuse_fill(Team& team, const FillProblem& in, const FillResult& out) {
+  team.for_each(in.R * in.S, [&](int p) { out.slot_to_expert[p] = in.slot_to_expert[p]; });
+  team.for_each(5, [&](int i) { out.telemetry[i] = 0; });
 }
 
 template <class Team>
@@ -133,34 +170,7 @@ class SpareFill {
     --ws.room[r];
   }
 
-  // What is in the spare slots, counted, behind a barrier: one lane may have filled them. Ends with another:
-  // a caller's lanes may read the result.
-  ISOLOAD_HD void publish() {
-    team_.for_each(in.R, [&](int r) { ws.exports[r] = 0; });
-    team_.sync();
-    int64_t imports = 0, most_imports = 0, across = 0, most_exports = 0;
-    team_.for_each(in.R, [&](int r) {
-      int64_t mine = 0;
-      ISOLOAD_ROLLED
-      for (int p = (r + 1) * in.S - in.spare; p < (r + 1) * in.S; ++p) {
-        const int e = out_.slot_to_expert[p], owner = e >= 0 && e < in.E ? ws.owner[e] : -1;
-        if (owner < 0) continue;
-        ++mine;
-        across += owner / in.per_node != r / in.per_node;
-        team_.add(&ws.exports[owner], 1);
-      }
-      imports += mine;
-      most_imports = mine > most_imports ? mine : most_imports;
-    });
-    team_.sync();
-    team_.for_each(
-        in.R, [&](int r) { most_exports = ws.exports[r] > most_exports ? ws.exports[r] : most_exports; });
-    const int64_t counts[] = {team_.sum(imports), team_.max(most_imports), team_.max(most_exports),
-                              team_.sum(across), 0};
-    if (team_.rank() == 0) ISOLOAD_ROLLED
-    for (int i = 0; i < 5; ++i) out_.telemetry[i] = static_cast<int32_t>(counts[i]);
-    team_.sync();
-  }
+  ISOLOAD_HD void publish() { count_imports(team_, in, out_, ws.owner, ws.exports, 0); }
 
   const FillProblem& in;
   const FillWorkspace& ws;
@@ -187,11 +197,9 @@ struct FillPlanner : PlannerOf<P, FillResult> {  // see planner.h
     const FillWorkspace workspace = FillWorkspace::at(memory, in.R, in.E);
     return Solver<Team>(team, in, workspace, out).run() ? kPlanned : 0;
   }
-  // The slots as they were.
   template <class Team>
   ISOLOAD_HD static void refuse(Team& team, const P& in, const FillResult& out) {
-    team.for_each(in.R * in.S, [&](int p) { out.slot_to_expert[p] = in.slot_to_expert[p]; });
-    team.for_each(5, [&](int i) { out.telemetry[i] = 0; });
+    refuse_fill(team, in, out);
   }
 
   // Plain: no dead ranks.

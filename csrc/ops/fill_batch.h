@@ -56,12 +56,16 @@ struct FillBatch : Layers {
                          [](const FillProblem& refused, int64_t, int) { explain(refused); });
   }
   // Filled slots and telemetry.
-  template <class Planner>
-  std::tuple<Tensor, Tensor> fill(const typename Planner::Problem& problem, bool empty) const {
+  template <class Planner, class Check>
+  std::tuple<Tensor, Tensor> fill(const typename Planner::Problem& problem, bool empty, Check&& check) const {
     const Tensor filled = per_layer({P}), telemetry = per_layer({5});
     const FillResult result{mutable_data<int32_t>(filled), mutable_data<int32_t>(telemetry)};
-    solve<Planner>(problem, result, empty, [](const FillProblem&) {});
+    solve<Planner>(problem, result, empty, check);
     return {filled, telemetry};
+  }
+  template <class Planner>
+  std::tuple<Tensor, Tensor> fill(const typename Planner::Problem& problem, bool empty) const {
+    return fill<Planner>(problem, empty, [](const FillProblem&) {});
   }
 
   // empty: nothing may lie in the spare slots.

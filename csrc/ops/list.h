@@ -29,12 +29,11 @@ namespace isoload {
      "Tensor dual, Tensor iterations, Tensor status)") \
   OP(round_split, \
      "(Tensor split, Tensor loads, Tensor tables, int num_ranks, int num_slots) -> Tensor") \
-  OP(plan_spill, \
+  OP(plan_fill, \
      "(Tensor loads, Tensor slot_to_expert, Tensor home_slot, int num_ranks, int ranks_per_node, " \
      "int spare_slots, Tensor? fixed, Tensor? start, Tensor? alive, int capacity_ppm, " \
-     "int threshold_ppm, bool per_expert, int tolerance_ppm, int min_chunk, int near_cost, " \
-     "int far_cost, int egress, bool within) " \
-     "-> (Tensor slot_to_expert, Tensor quota, Tensor level, Tensor telemetry)") \
+     "int threshold_ppm, bool per_expert, int min_chunk, int near_import, int far_import, " \
+     "int near_export, int far_export, bool within) -> (Tensor slot_to_expert, Tensor telemetry)") \
   OP(plan_replication, \
      "(Tensor loads, Tensor slot_to_expert, Tensor home_slot, int num_ranks, int ranks_per_node, " \
      "int spare_slots, Tensor? fixed, Tensor? alive, int local_slots, bool printed) " \
@@ -143,8 +142,8 @@ namespace isoload {
   FAULT(kRoundSplit, \
         "round_split: loads must not be negative, must sum to less than 2^31 copies, and be 0 for an expert " \
         "without a replica") \
-  FAULT(kPlanSpill, \
-        "plan_spill: loads and fixed must not be negative and must sum to less than 2^31 copies, and a rank " \
+  FAULT(kPlanFill, \
+        "plan_fill: loads and fixed must not be negative and must sum to less than 2^31 copies, and a rank " \
         "be alive") \
   FAULT(kBorrowedSlot, \
         "borrow: slot_to_expert must be in -1..E-1, and what it borrows have a home with an address") \

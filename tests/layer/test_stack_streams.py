@@ -20,7 +20,7 @@ from support.stacks import Model, close, run
 from support.stream_order import Kernel
 from support.sweeps import rest
 
-FILLS = {"hedge": "plan_spill", "libra": "plan_replication"}
+FILLS = {"hedge": "plan_fill", "libra": "plan_replication"}
 SPLITS = {"hedge": "plan_exact", "libra": "shard_tokens"}
 
 

@@ -16,9 +16,9 @@
 #include "algorithms/share.h"
 #include "algorithms/share_alone.h"
 #include "algorithms/spare_fill.h"
+#include "filling.h"
 #include "instances.h"
 #include "own.h"
-#include "spill.h"
 
 namespace isoload {
 
@@ -90,7 +90,7 @@ struct Answers {
                     3) /
                        4,
                    2 * (int64_t(in.R) * in.E + in.P()),
-                   SpillWorkspace::bytes(in.R, in.E, int64_t(in.R) * (in.S + kMostSpare)) / 4 + 1,
+                   LevelFillWorkspace::bytes(in.R, in.E, int64_t(in.R) * (in.S + kMostSpare), kMostSpare) / 4 + 1,
                    FillWorkspace::bytes(in.R, in.E) / 4, LpWorkspace<double>::size(in.R, in.E, in.P()) / 4}));
     fill(relaxed.words, RelaxedPlan<float>::size(in.P()));
     fill(relaxed_double.words, RelaxedPlan<double>::size(in.P()));

@@ -1,4 +1,4 @@
-// What the planners that fill spare slots ahead make of a spilling problem, and shard_tokens of an instance.
+// What the planners that fill spare slots ahead make of a problem of plan_fill, and shard_tokens of an instance.
 #pragma once
 
 #include <algorithm>
@@ -8,8 +8,8 @@
 #include "algorithms/plan_replication.h"
 #include "algorithms/shard_tokens.h"
 #include "algorithms/top_up.h"
+#include "filling.h"
 #include "instances.h"
-#include "spill.h"
 
 namespace isoload {
 
@@ -20,8 +20,8 @@ struct Fills {
   ShardingStatus sharding;
   std::vector<int32_t> quota, home;  // [P], [E] of shard_tokens, in the instance's own slots
 
-  void poison(const Instance& in, const Spilling& spill, int byte) {
-    for (auto& buffer : slots) buffer.assign(in.R * spill.S, 0);
+  void poison(const Instance& in, const Filling& filling, int byte) {
+    for (auto& buffer : slots) buffer.assign(in.R * filling.S, 0);
     quota.assign(in.P(), 0);
     for (auto* buffer : {&slots[0], &slots[1], &quota})
       std::memset(buffer->data(), byte, buffer->size() * sizeof(int32_t));
@@ -42,16 +42,16 @@ struct Fills {
 };
 
 // Nothing that was there has gone, no expert comes twice to a rank, dead ranks borrow nothing; copies add up.
-inline const char* fills_error(const Instance& in, const Spilling& spill, const Fills& got) {
+inline const char* fills_error(const Instance& in, const Filling& filling, const Fills& got) {
   for (int i = 0; i < 2 && got.fits[i]; ++i) {
-    const auto& before = i ? got.slots[0] : spill.slot_to_expert;
-    for (int p = 0; p < in.R * spill.S; ++p) {
-      const int e = got.slots[i][p], r = p / spill.S;
+    const auto& before = i ? got.slots[0] : filling.slot_to_expert;
+    for (int p = 0; p < in.R * filling.S; ++p) {
+      const int e = got.slots[i][p], r = p / filling.S;
       if (e == before[p]) continue;
-      if (before[p] >= 0 || p % spill.S < spill.S - spill.spare) return "a fill changes what was there";
-      if (!spill.alive.empty() && !spill.alive[r]) return "a dead rank borrows";
-      const auto row = got.slots[i].begin() + r * spill.S;
-      if (std::count(row, row + spill.S, e) > 1) return "a fill brings an expert twice";
+      if (before[p] >= 0 || p % filling.S < filling.S - filling.spare) return "a fill changes what was there";
+      if (!filling.alive.empty() && !filling.alive[r]) return "a dead rank borrows";
+      const auto row = got.slots[i].begin() + r * filling.S;
+      if (std::count(row, row + filling.S, e) > 1) return "a fill brings an expert twice";
     }
   }
   if (got.sharding != ShardingStatus::ok) return nullptr;

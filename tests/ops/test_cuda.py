@@ -19,7 +19,7 @@ from torch import Tensor
 import isoload
 from isoload import ops
 from isoload.replica_tables import ReplicaTables
-from support import fills, pourings, spills
+from support import fills, level_cases, pourings
 from support.borrow_plans import SHAPES, draw_plan, draw_values
 from support.cases import Case, draw, instances
 from support.chain import NODES, chain, draw_batch
@@ -117,10 +117,10 @@ def test_real_valued_splits(dtype: torch.dtype) -> None:
         assert_same(case.name, ops.plan_lp, loads, tables, base=base, dtype=dtype)
 
 
-def test_spills() -> None:
+def test_fills_by_levels() -> None:
     for seed in range(78_000, 78_300):
-        case = spills.draw(seed)
-        assert_same(case.name, ops.plan_spill, *case.arguments(), **case.options())
+        case = level_cases.draw(seed)
+        assert_same(case.name, ops.plan_fill, *case.arguments(), **case.options())
 
 
 def test_fills_ahead() -> None:
@@ -307,9 +307,9 @@ def test_a_refused_problem_says_so() -> None:
     assert [part.tolist() for part in lp] == [[0, 0], -1, -1, 0, 2]
     assert ops.round_split(lp.split, loads, tables).tolist() == [0, 0]
     slots, home = (torch.tensor(ids, dtype=torch.int32).cuda() for ids in ([0, 1, -1, 2, -1, -1], [0, 1, 3]))
-    spill = ops.plan_spill(loads, slots, home, 2, 1)
-    assert [part.tolist() for part in spill] == [slots.tolist(), [0] * 6, -1, [0] * 5]
-    with pytest.raises(ValueError, match=r"plan_lp: .*round_split: .*plan_spill: "):
+    fill = ops.plan_fill(loads, slots, home, 2, 1)
+    assert [part.tolist() for part in fill] == [slots.tolist(), [0] * 5]
+    with pytest.raises(ValueError, match=r"plan_lp: .*round_split: .*plan_fill: "):
         isoload.ops.check_device("cuda")
 
 

@@ -37,12 +37,11 @@ UNNOTICED = {
     ("algorithms/plan_active.h", "// unlimited: the solve was not cut short\n    team_.sync();"): LAST,
     ("algorithms/plan_exact.h", "out.telemetry[i] = telemetry[i];\n    }\n    team_.sync();"): LAST,
     ("algorithms/plan_lp.h", "static_cast<int32_t>(status);\n    }\n    team_.sync();"): LAST,
-    ("algorithms/plan_spill.h", "team_.sync();  // a caller's lanes may read the result"): LAST,
     ("algorithms/plan_waterfill.h", "*out_.bound = level;\n    team_.sync();"): LAST,
     ("cuda/route.cu", "__syncthreads();  // this block's visits are written"): "other blocks miss it",
     ("algorithms/replica_tables.h", "ws.index[e] : -1;\n  });\n  team.sync();"): LAST,
     ("algorithms/share.h", "send(s, t_.order[i], row); });\n    team_.sync();"): LAST,
-    ("algorithms/spare_fill.h", "static_cast<int32_t>(counts[i]);\n    team_.sync();"): LAST,
+    ("algorithms/spare_fill.h", "static_cast<int32_t>(counts[i]);\n  team.sync();"): LAST,
 }  # fmt: skip
 
 # From ids to slots, of exact and of joint; one launch each.
@@ -74,7 +73,7 @@ CHOSEN = {
     "plan_active": "(layers_at_once or overflow)",
     "plan_lp": "equals_reference_with or layers_at_once or nothing",
     "round_split": "by_hand or layers_at_once or largest",
-    "plan_spill": "named or layers_at_once",
+    "plan_fill": "named or layers_at_once",
     "balance_own": "equals_three_ops and (64-8 or 700) and (8-duplicates or 3-eplb)",
     "balance_same": "equals_three_ops and spread and (8-duplicates or 3-eplb)",
     "plan_own": "layers_at_once or most_copies or an_offset or slower or noted",

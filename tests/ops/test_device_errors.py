@@ -78,7 +78,7 @@ def append(d: str) -> object:
     return ops.append_shared_expert(IDS.to(d) - 2, torch.ones(3, 2, device=d), ranks, 2)
 
 
-def spill(d: str, planner: Callable[..., object] = ops.plan_spill) -> object:
+def fill_slots(d: str, planner: Callable[..., object] = ops.plan_fill) -> object:
     home = torch.tensor([0, 1, 4], dtype=torch.int32, device=d)
     slots = torch.tensor([0, 1, -1, -1, 2, -1], dtype=torch.int32, device=d)
     return planner(-LOADS[:, :3].to(d), slots, home, 2, 1)
@@ -133,11 +133,11 @@ BROKEN: dict[str, tuple[Callable[[str], object], list[int]]] = {
     "append": (append, [12]),
     "plan_lp": (lambda d: ops.plan_lp(-LOADS.to(d), tables(d)), [13]),
     "round_split": (lambda d: ops.round_split(QUOTA.float().to(d), -LOADS.to(d), tables(d)), [14]),
-    "plan_spill": (spill, [15]),
+    "plan_fill": (fill_slots, [15]),
     "borrow": (lambda d: borrow(d, False), [16]),
     "borrow_backward": (lambda d: borrow(d, True), [17]),
-    "plan_replication": (lambda d: spill(d, ops.plan_replication), [18]),
-    "top_up": (lambda d: spill(d, ops.top_up), [19]),
+    "plan_replication": (lambda d: fill_slots(d, ops.plan_replication), [18]),
+    "top_up": (lambda d: fill_slots(d, ops.top_up), [19]),
     "shard_tokens": (lambda d: ops.shard_tokens(-LOADS.to(d), tables(d), TWO.new_tensor([0, 1, 3, 0]).to(d)), [20]),
     "shard_tokens home": (shard_without_home, [20]),
     "group_copies": (lambda d: ops.group_copies(IDS.to(d), 0, 3, 5), [21]),

@@ -29,7 +29,7 @@ LAYERED = {
     "round_split": "split=split.double().expand(3, 8), loads=loads.expand(3, 4), tables=OF_LAYERS",
     "plan_joint": "loads=loads.expand(3, 4, 5), tables=placed(*SHARED, layers=3), ticks=int32(1, 2, 3, 4),"
     "objective='local', ranks_per_node=2, tolerance=0.001, budget=7, rank=0",
-    "plan_spill": "loads=loads.expand(3, 2, 4), slot_to_expert=slot_to_expert.expand(3, 6), alive=~NOBODY,"
+    "plan_fill": "loads=loads.expand(3, 2, 4), slot_to_expert=slot_to_expert.expand(3, 6), alive=~NOBODY,"
     "home_slot=home_slot.expand(3, 4), fixed=int32(1, 2).expand(3, 2), ranks_per_node=1",
     "plan_replication": "loads=loads.expand(3, 2, 4), slot_to_expert=slot_to_expert.expand(3, 6), alive=~NOBODY,"
     "home_slot=home_slot.expand(3, 4), ranks_per_node=1, printed=True",

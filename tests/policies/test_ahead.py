@@ -105,7 +105,7 @@ def test_hedge_splits_exactly_and_fills_all_slots(replicas: int) -> None:
             assert isoload.records.plan.plan_errors(plan, loads) == []
             assert plan.peak.item() == plan.bound.item()
             assert filled.telemetry[0] == RANKS * SPARE and plan.telemetry is filled.telemetry
-            level = make_policy("llep", {"min_chunk": 1, "threshold": 0.0, "tolerance": 0.0})
+            level = make_policy("llep", {"min_chunk": 1, "threshold": 0.0})
             held = planning.fill(forecast, placement, 0, level).slot_to_expert
             assert torch.equal(torch.where(held >= 0, filled.slot_to_expert, -1), held), (
                 "the level's plan is in it"

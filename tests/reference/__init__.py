@@ -11,7 +11,6 @@ from isoload.results import (
     LpSplit,
     SharedColumns,
     SlotFill,
-    Spill,
     WaterfillSplit,
 )
 from reference.append_shared_expert import append_shared_expert
@@ -24,11 +23,11 @@ from reference.number_rows import number_rows
 from reference.pack_rows import pack_rows
 from reference.plan_active import plan_active
 from reference.plan_exact import plan_exact
+from reference.plan_fill import plan_fill
 from reference.plan_joint import plan_joint
 from reference.plan_lp import plan_lp
 from reference.plan_own import plan_own
 from reference.plan_replication import plan_replication
-from reference.plan_spill import plan_spill
 from reference.plan_waterfill import plan_waterfill
 from reference.replica_tables import replica_tables
 from reference.round_split import round_split
@@ -48,7 +47,6 @@ __all__ = [
     "LpSplit",
     "SharedColumns",
     "SlotFill",
-    "Spill",
     "WaterfillSplit",
     "append_shared_expert",
     "balance_own",
@@ -61,11 +59,11 @@ __all__ = [
     "pack_rows",
     "plan_active",
     "plan_exact",
+    "plan_fill",
     "plan_joint",
     "plan_lp",
     "plan_own",
     "plan_replication",
-    "plan_spill",
     "plan_waterfill",
     "replica_tables",
     "round_split",

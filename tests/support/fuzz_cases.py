@@ -23,9 +23,9 @@ OPTIONS: dict[str, dict[str, list[Any]]] = {
     "lp": {"precision": ["float32", "float64"]},
     "waterfill": {"candidates": ["all", "node", "visited"], "routed": ["exact", "even", "none"]},
     "waterfill_sampled": {"rule": ["static", "dynamic", "blog"]},
-    "llep": {"min_chunk": [1, 3], "threshold": [1.0, 1.3], "capacity": [1.0, 1.2], "split_by": ["fill", "exact", "lp"]},
+    "llep": {"min_chunk": [1, 3], "threshold": [1.0, 1.3], "capacity": [1.0, 1.2], "split_by": ["exact", "lp"], "within": ["all", "node"]},
     "spill_cost": {
-        "min_chunk": [1, 3], "expert_bytes": [1.0, 1e6], "egress": [None, 0, 1], "split_by": ["fill", "exact"],
+        "min_chunk": [1, 3], "expert_bytes": [1.0, 1e6], "split_by": ["exact", "lp"],
     },
     "libra": {
         "split_by": ["sharding", "exact"], "alpha": [0.0, 0.5, 1.0], "slots": [None, 1],

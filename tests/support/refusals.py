@@ -101,7 +101,7 @@ GOOD: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "plan_joint": (
         ops.plan_joint, {"loads": JOINT, "tables": placed(*SHARED), "rank": 1, "num_shared": 1, "first_shared": 2},
     ),
-    "plan_spill": (ops.plan_spill, {**fill, "ranks_per_node": 2}),
+    "plan_fill": (ops.plan_fill, {**fill, "ranks_per_node": 2}),
     "plan_replication": (ops.plan_replication, fill),
     "top_up": (ops.top_up, fill),
     "shard_tokens": (ops.shard_tokens, {"loads": fill["loads"], "tables": FILLED, "home_slot": fill["home_slot"]}),

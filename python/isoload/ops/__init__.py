@@ -18,11 +18,11 @@ from isoload.ops.number_rows import number_rows
 from isoload.ops.pack_rows import pack_rows
 from isoload.ops.plan_active import plan_active
 from isoload.ops.plan_exact import Objective, plan_exact
+from isoload.ops.plan_fill import Within, plan_fill
 from isoload.ops.plan_joint import plan_joint
 from isoload.ops.plan_lp import plan_lp
 from isoload.ops.plan_own import plan_own
 from isoload.ops.plan_replication import plan_replication
-from isoload.ops.plan_spill import NO_SPARE_SLOT, Within, plan_spill
 from isoload.ops.plan_waterfill import Candidates, plan_waterfill
 from isoload.ops.replica_tables import replica_tables
 from isoload.ops.round_split import round_split
@@ -41,12 +41,10 @@ from isoload.results import (
     LpSplit,
     SharedColumns,
     SlotFill,
-    Spill,
     WaterfillSplit,
 )
 
 __all__ = [
-    "NO_SPARE_SLOT",
     "ActiveSplit",
     "Candidates",
     "Counted",
@@ -58,7 +56,6 @@ __all__ = [
     "SharedColumns",
     "SharedRule",
     "SlotFill",
-    "Spill",
     "WaterfillSplit",
     "Within",
     "addresses",
@@ -75,11 +72,11 @@ __all__ = [
     "pack_rows",
     "plan_active",
     "plan_exact",
+    "plan_fill",
     "plan_joint",
     "plan_lp",
     "plan_own",
     "plan_replication",
-    "plan_spill",
     "plan_waterfill",
     "replica_tables",
     "round_split",

@@ -33,7 +33,7 @@ def plan_replication(
 
     Args:
         loads: [R, E] or [L, R, E] int32 copies that each source rank is expected to send.
-        slot_to_expert, home_slot, num_ranks, spare_slots, fixed, alive: as in :func:`isoload.ops.plan_spill`.
+        slot_to_expert, home_slot, num_ranks, spare_slots, fixed, alive: as in :func:`isoload.ops.plan_fill`.
         ranks_per_node: divides R; None = R. Only counted, in the telemetry.
         local_slots: spare slots per rank of the first phase, 0..spare_slots.
         printed: stop at the first refusal, as the algorithm is printed; else the busiest rank's next expert is tried,

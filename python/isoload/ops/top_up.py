@@ -36,7 +36,7 @@ def top_up(
     Args:
         loads: [E] or [R, E] int32 copies (leading L as slot_to_expert); sources are summed.
         slot_to_expert: [P] or [L, P] int32, spare slots filled or not.
-        home_slot, num_ranks, fixed, alive: as in :func:`isoload.ops.plan_spill`.
+        home_slot, num_ranks, fixed, alive: as in :func:`isoload.ops.plan_fill`.
         spare_slots: the last so many slots of every rank may be filled where they are -1.
         ranks_per_node: divides R; None = R. Only counted, in the telemetry, which is of all spare slots.
     """

@@ -49,11 +49,12 @@ class Demand(NamedTuple):
     at_home: Tensor | None = None
     gathered: Tensor | None = None
     rank: int | None = None
+    last: PlacedLayers | None = None
 
     @property
     def routed(self) -> Demand:
         """Without the shared experts."""
-        return self if self.tokens is None else Demand(self.loads)
+        return self if self.tokens is None else Demand(self.loads, last=self.last)
 
 
 @dataclass(frozen=True)
