@@ -28,8 +28,8 @@ pytestmark = [
 DEVICE, LAYERS = "cuda", 3
 RANKS, EXPERTS, HIDDEN, INNER, TOP_K, CAPACITY = 4, 32, 256, 128, 4, 64  # of the stack in bfloat16
 ORDERS = [("held", "hedge"), ("held", "libra"), ("planned", "hedge"), ("planned", "libra")]
-SPLITS = {"hedge": "plan_exact", "libra": "shard_tokens"}  # kernels are named after their op
-FILLS = {"hedge": "plan_fill", "libra": "plan_replication"}
+SPLITS = {"hedge": "plan_exact", "libra": "plan_exact"}  # kernels are named after their op
+FILLS = {"hedge": "plan_fill", "libra": "plan_fill"}
 
 
 def on_gpu(model: Model) -> Model:

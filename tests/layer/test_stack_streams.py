@@ -20,8 +20,8 @@ from support.stacks import Model, close, run
 from support.stream_order import Kernel
 from support.sweeps import rest
 
-FILLS = {"hedge": "plan_fill", "libra": "plan_replication"}
-SPLITS = {"hedge": "plan_exact", "libra": "shard_tokens"}
+FILLS = {"hedge": "plan_fill", "libra": "plan_fill"}
+SPLITS = {"hedge": "plan_exact", "libra": "plan_exact"}
 
 
 def last_layer(fake: FakeStack) -> list[Kernel]:
@@ -164,7 +164,7 @@ def test_a_missing_wait_is_seen(missing: str, local: str, policy: str) -> None:
         ("held", "hedge", {}),
         ("planned", "libra", {}),
         ("planned", "libra_published", {}),
-        *rest(("planned", "hedge", {}), ("held", "libra", {}), ("planned", "libra", {"split_by": "exact"})),
+        *rest(("planned", "hedge", {}), ("held", "libra", {})),
     ],
 )
 def test_in_that_order_results_are_the_dense_models(

@@ -27,9 +27,7 @@ OPTIONS: dict[str, dict[str, list[Any]]] = {
     "spill_cost": {
         "min_chunk": [1, 3], "expert_bytes": [1.0, 1e6], "split_by": ["exact", "lp"],
     },
-    "libra": {
-        "split_by": ["sharding", "exact"], "alpha": [0.0, 0.5, 1.0], "slots": [None, 1],
-    },
+    "libra": {"alpha": [0.0, 0.5, 1.0], "tolerance": [0.0, 0.1], "slots": [None, 1]},
     "libra_published": {"alpha": [0.0, 0.5, 1.0], "tolerance": [0.0, 0.1], "slots": [None, 1]},
     "hedge": {"slots": [None, 1]},
     "grace": {"locality": [True, False]},
