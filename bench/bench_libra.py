@@ -55,7 +55,7 @@ PARTS = ("0.9", "0.8", "0.45", "0.12")
 PREDICTIONS = ("perfect", *PARTS, *(f"{p} partner" for p in PARTS), "last", "linear", "path", "popularity")
 FITTED = ("linear", "path")
 FEW = ("perfect", "0.8", "0.45", "last")  # of the made workloads
-AHEAD = ("libra_published", "libra", "libra:split_by=exact", "hedge")
+AHEAD = ("libra_published", "libra", "hedge")
 HELD = "hedge held"  # local copies stay, as in a stack that computes them before the plan
 LINA = ("perfect", "path", "popularity")  # the forecasts of `lina`: its own, and those that need no fit
 IN_TIME = ("none", "llep:min_chunk=1:threshold=0", "harmoeny")

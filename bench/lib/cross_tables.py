@@ -184,7 +184,6 @@ FILLS = {
     "`hedge` held 2": ("hedge held", 2),
     "`libra_published` 8": ("libra_published", 8),
     "`libra` 8": ("libra", 8),
-    "`libra` exact 8": ("libra:split_by=exact", 8),
     "lina 8": ("lina", 8),
 }
 

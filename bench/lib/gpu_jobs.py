@@ -136,13 +136,7 @@ JOBS = (
     Job("plan_lp", lambda x: ops.plan_lp(x.loads, x.tables), ("loads", "tables"), 25, LPLB),
     Job("round_split", lambda x: ops.round_split(x.split, x.loads, x.tables), ("split", "loads", "tables")),
     Job("plan_fill", lambda x: ops.plan_fill(x.loads, *spare_placement(x)), ("loads", "slot_to_expert")),
-    Job(
-        "plan_replication",
-        lambda x: ops.plan_replication(x.loads, *spare_placement(x), local_slots=1),
-        ("loads", "slot_to_expert"),
-    ),
     Job("top_up", lambda x: ops.top_up(x.loads, *spare_placement(x)), ("loads", "slot_to_expert")),
-    Job("shard_tokens", lambda x: ops.shard_tokens(x.loads, x.tables, first_slots(x)), ("loads", "tables")),
     Job(
         "share, own row",
         lambda x: ops.share(x.loads, x.quota, x.tables, per_node(x), RANK),

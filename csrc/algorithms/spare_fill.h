@@ -1,4 +1,4 @@
-// spare_fill: what the planners that fill spare slots by a forecast share (plan_fill, plan_replication, top_up): the
+// spare_fill: what the planners that fill spare slots by a forecast share (plan_fill, top_up): the
 // problem, the copies per expert, who holds what, and the filled slots with their telemetry.
 #pragma once
 
@@ -50,20 +50,6 @@ struct FillWorkspace : Workspace<FillWorkspace> {
     take(R, load), take(E, key), take(E, total, owner, first), take(R, room, exports), take(R * E, holds);
   }
 };
-
-// The next rank by falling load [R], after `last` (-1: the first); or -1.
-template <class Group>
-ISOLOAD_HD int next_rank(const Group& group, const int64_t* load, int R, int last) {
-  int best;
-  const int64_t most = group.largest(
-      R,
-      [&](int r) {
-        const bool open = last < 0 || load[r] < load[last] || (load[r] == load[last] && r > last);
-        return open ? load[r] : int64_t(-1);
-      },
-      best);
-  return most < 0 ? -1 : best;
-}
 
 // What is in the spare slots, counted, behind a barrier: one lane may have filled them. Ends with another: a
 // caller's lanes may read the result. exports: [R], for any use before.
@@ -135,16 +121,14 @@ class SpareFill {
       ws.total[e] = static_cast<int32_t>(sum < INT32_MAX ? sum : INT32_MAX);
       copies += sum;
     });
-    live_ = team_.sum(live), copies_ = team_.sum(copies);
-    return !team_.any(sign < 0) && copies_ <= INT32_MAX && live_ > 0;
+    live = team_.sum(live), copies = team_.sum(copies);
+    return !team_.any(sign < 0) && copies <= INT32_MAX && live > 0;
   }
 
   ISOLOAD_HD bool alive(int r) const { return !in.alive || in.alive[r]; }
   ISOLOAD_HD int32_t fixed(int r) const { return in.fixed ? in.fixed[r] : 0; }
   ISOLOAD_HD int32_t load(int source, int e) const { return in.loads[int64_t(source) * in.E + e]; }
   ISOLOAD_HD int32_t& holds(int r, int e) const { return ws.holds[int64_t(r) * in.E + e]; }
-  // The mean load of a live rank, rounded up.
-  ISOLOAD_HD int64_t mean() const { return rounded_up(copies_, live_); }
 
   // f(r, group) for every rank, by a group of lanes.
   template <class F>
@@ -178,7 +162,6 @@ class SpareFill {
  private:
   Team& team_;
   const FillResult& out_;
-  int64_t live_ = 0, copies_ = 0;
 };
 
 // The planner of a Solver<Team>(team, problem, workspace, out) whose run() says whether there is a plan.

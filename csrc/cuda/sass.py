@@ -25,7 +25,7 @@ BEHIND_WAIT = re.compile(
 WAITS_FROM = 90  # of the compute capability
 WEIGHTS = re.compile("borrow")  # written: until they have ended, no other kernel starts
 NO_DIVISION = re.compile(
-    r"plan_(exact|active|joint|waterfill|replication|fill)|top_up|shard_tokens|share|replica_tables"
+    r"plan_(exact|active|joint|waterfill|fill)|top_up|share|replica_tables"
     r"|route_(columns|shared(_few)?)<"
 )
 

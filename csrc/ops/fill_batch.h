@@ -8,9 +8,8 @@
 namespace isoload::ops {
 
 struct FillBatch : Layers {
-  // per_source: sums over sources are not enough.
   FillBatch(const Tensor& slots, const Tensor& home_in, int64_t num_ranks, int64_t per_node, int64_t spare,
-            const Tensor& loads_in, const Maybe& fixed_in, const Maybe& alive_in, bool per_source = false)
+            const Tensor& loads_in, const Maybe& fixed_in, const Maybe& alive_in)
       : Layers{dense(slots), "slot_to_expert", slots.dim() == 2, 1},
         R(num_ranks),
         home(dense(home_in)),
@@ -27,7 +26,7 @@ struct FillBatch : Layers {
             "dimensions as slot_to_expert and at least one expert, got ", shape_text(home_in));
     E = home_in.size(batched);
     home = checked_per_layer(home_in, "home_slot", {E});
-    const bool by_source = per_source || loads_in.dim() == 2 + batched;
+    const bool by_source = loads_in.dim() == 2 + batched;
     loads = checked_per_layer(loads_in, "loads", by_source ? Sizes{R, E} : Sizes{E});
     fixed = checked_per_layer(fixed_in, "fixed", {R});
     alive = checked_alive(alive_in, R, like, like_name);

@@ -114,7 +114,7 @@ class LpSplit(NamedTuple):
 class SlotFill(NamedTuple):
     """What the ops that fill spare slots return, with the leading dimension of slot_to_expert.
 
-    The ops are :func:`isoload.ops.plan_fill`, :func:`isoload.ops.plan_replication` and :func:`isoload.ops.top_up`.
+    The ops are :func:`isoload.ops.plan_fill` and :func:`isoload.ops.top_up`.
     slot_to_expert [P] int32, spare slots filled from the first on; telemetry [5] int32 of all borrowed experts:
     imports, most imports of a rank, most exports of a rank, imports from another node, flags.
 

@@ -52,27 +52,15 @@ class Lane {
     finish(filled.slot_to_expert, fits ? 1 + uint64_t(filled.telemetry[0]) : 0);
   }
 
-  // plan_replication, then top_up of what it left; and shard_tokens of the instance.
-  void run(const Filling& filling, Fills& fills) {
+  // top_up of what plan_fill left.
+  void run(const Filling& filling, const Filled& begun, ToppedUp& topped) {
+    FillProblem problem = fill_of(filling);
+    if (begun.fits) problem.slot_to_expert = begun.slot_to_expert.data();
     const FillWorkspace workspace = FillWorkspace::at(to_.workspace.data(), in_.R, in_.E);
-    const ReplicationProblem problem{fill_of(filling), filling.spare / 2, filling.within};
-    FillProblem fill = problem;
-    auto solve = [&](int i, auto&& planner) {
-      const bool fits = planner(FillResult{fills.slots[i].data(), fills.telemetry[i]});
-      if (team_.rank() == 0) fills.fits[i] = fits;
-      finish(fills.slots[i], fits ? 1 + uint64_t(fills.telemetry[i][0]) : 0);
-      return fits;
-    };
-    if (solve(0,
-              [&](const FillResult& out) { return Replication<Team>(team_, problem, workspace, out).run(); }))
-      fill.slot_to_expert = fills.slots[0].data();
-    solve(1, [&](const FillResult& out) { return TopUp<Team>(team_, fill, workspace, out).run(); });
-    const ShardingProblem sharding{split(), fill.fixed,        fills.home.data(),
-                                   nullptr, in_.tolerance_ppm, filling.within};
-    const auto memory = ShardingWorkspace::at(to_.workspace.data(), in_.R, in_.E);
-    const ShardingStatus status = Sharding<Team>(team_, sharding, memory, fills.quota.data()).run();
-    if (team_.rank() == 0) fills.sharding = status;
-    finish(fills.quota, static_cast<uint64_t>(status));
+    const FillResult out{topped.slots.data(), topped.telemetry};
+    const bool fits = TopUp<Team>(team_, problem, workspace, out).run();
+    if (team_.rank() == 0) topped.fits = fits;
+    finish(topped.slots, fits ? 1 + uint64_t(topped.telemetry[0]) : 0);
   }
 
   void run(const Pouring& pour, AllPoured& all) {
@@ -248,12 +236,12 @@ struct Run {
   AllPoured one_poured, many_poured;
   Filling filling;
   Filled one_leveled, many_leveled;
-  Fills one_filled, many_filled;
+  ToppedUp one_topped, many_topped;
   int refused = 0, augmented = 0, raised = 0, cut = 0;  // instances on which this part of the solver had work
   int converged = 0;                                    // of plan_lp
   int poured = 0, moved = 0, rerouted = 0, stranded = 0;  // of plan_waterfill
   int lent = 0, sought = 0, full = 0;                     // of plan_fill
-  int handed = 0, topped = 0, sharded = 0;                // of plan_replication, top_up, shard_tokens
+  int topped = 0;                                         // of top_up
   bool failed = false;
 
   void start(int k) {
@@ -271,9 +259,9 @@ struct Run {
     one_leveled.poison(instance, filling, 0x7f);
     many_leveled.poison(instance, filling, 0x80);
     lane.run(filling, one_leveled);
-    one_filled.poison(instance, filling, 0x7f);
-    many_filled.poison(instance, filling, 0x80);
-    lane.run(filling, one_filled);
+    one_topped.poison(instance, filling, 0x7f);
+    many_topped.poison(instance, filling, 0x80);
+    lane.run(filling, one_leveled, one_topped);
   }
 
   void check(int k) {
@@ -281,8 +269,8 @@ struct Run {
     if (!wrong) wrong = all_poured_error(instance, pouring, one_poured, many_poured);
     if (!wrong && !(one_leveled == many_leveled)) wrong = "the two teams level otherwise";
     if (!wrong) wrong = filled_error(instance, filling, one_leveled);
-    if (!wrong && !(one_filled == many_filled)) wrong = "the two teams fill otherwise";
-    if (!wrong) wrong = fills_error(instance, filling, one_filled);
+    if (!wrong && !(one_topped == many_topped)) wrong = "the two teams top up otherwise";
+    if (!wrong) wrong = topped_up_error(instance, filling, one_leveled, one_topped);
     if (wrong) {
       failed = true;
       std::printf("instance %d of seed %llu: %s: %s\n", k, static_cast<unsigned long long>(seed), wrong,
@@ -302,9 +290,7 @@ struct Run {
     lent += leveled && lends && !filling.far_import;
     sought += leveled && lends && filling.far_import;
     full += leveled && (one_leveled.telemetry[4] & kAboveCapacity);
-    handed += one_filled.fits[0] && one_filled.telemetry[0][0] > 0;
-    topped += one_filled.fits[1] && one_filled.telemetry[1][0] > one_filled.telemetry[0][0];
-    sharded += one_filled.sharding == ShardingStatus::ok && one_filled.quota != one.exact().quota;
+    topped += one_topped.fits && one_topped.telemetry[0] > one_leveled.telemetry[0];
     for (int i = 0; i < instance.R && all_ok; ++i)
       if (one_poured[0].share[i * instance.R + i] < pouring.per_token * pouring.tokens[i]) {
         ++moved;
@@ -325,7 +311,7 @@ void lane(Run& run, ThreadTeam::Group& group, int rank) {
     lane.run();
     lane.run(run.pouring, run.many_poured);
     lane.run(run.filling, run.many_leveled);
-    lane.run(run.filling, run.many_filled);
+    lane.run(run.filling, run.one_leveled, run.many_topped);
     if (rank == 0) run.check(k);
     team.sync();
   }
@@ -349,9 +335,8 @@ int main(int argc, char** argv) {
   std::printf(
       "1 and %d lanes agree on %d instances: %d refused, %d augmented, %d raised, %d cut, "
       "%d converged, %d poured, %d moved, %d rerouted, %d stranded, %d lent, %d sought, %d full, "
-      "%d handed, %d topped, %d sharded\n",
+      "%d topped\n",
       threads, run.instances, run.refused, run.augmented, run.raised, run.cut, run.converged, run.poured,
-      run.moved, run.rerouted, run.stranded, run.lent, run.sought, run.full, run.handed, run.topped,
-      run.sharded);
+      run.moved, run.rerouted, run.stranded, run.lent, run.sought, run.full, run.topped);
   return 0;
 }

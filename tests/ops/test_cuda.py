@@ -126,13 +126,9 @@ def test_fills_by_levels() -> None:
 def test_fills_ahead() -> None:
     for case in fills.fill_cases(100, seed=79_000):
         alive = case.alive_tensor()
-        for printed in (False, True):
-            loads, _, home, *others = case.arguments()
-            rules = {"alive": alive, "local_slots": case.spare // 2, "printed": printed}
-            filled = assert_same(case.name, ops.plan_replication, *case.arguments(), **rules).slot_to_expert
-            assert_same(case.name, ops.top_up, loads, filled, home, *others, alive=alive)
-            tables = case.tables(filled.numpy())
-            assert_same(case.name, ops.shard_tokens, loads, tables, home, others[-1], printed=printed)
+        loads, _, home, *others = case.arguments()
+        filled = assert_same(case.name, ops.plan_fill, *case.arguments(), alive=alive).slot_to_expert
+        assert_same(case.name, ops.top_up, loads, filled, home, *others, alive=alive)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])

@@ -27,14 +27,12 @@ from reference.plan_fill import plan_fill
 from reference.plan_joint import plan_joint
 from reference.plan_lp import plan_lp
 from reference.plan_own import plan_own
-from reference.plan_replication import plan_replication
 from reference.plan_waterfill import plan_waterfill
 from reference.replica_tables import replica_tables
 from reference.round_split import round_split
 from reference.route import route, route_sampled
 from reference.route_shared import route_shared
 from reference.route_shared_sampled import route_shared_sampled
-from reference.shard_tokens import shard_tokens
 from reference.share import share, share_by_rank
 from reference.share_alone import share_alone
 from reference.top_up import top_up
@@ -63,7 +61,6 @@ __all__ = [
     "plan_joint",
     "plan_lp",
     "plan_own",
-    "plan_replication",
     "plan_waterfill",
     "replica_tables",
     "round_split",
@@ -71,7 +68,6 @@ __all__ = [
     "route_sampled",
     "route_shared",
     "route_shared_sampled",
-    "shard_tokens",
     "share",
     "share_alone",
     "share_by_rank",

@@ -128,9 +128,7 @@ def refused(x: Layer) -> torch.Tensor:
         lambda: ops.round_split(x.split, loads, x.tables),
         lambda: ops.plan_waterfill(-x.copies, x.tokens).share,
         lambda: ops.plan_fill(loads, *spares).telemetry,
-        lambda: ops.plan_replication(loads, *spares, local_slots=1).telemetry,
         lambda: ops.top_up(loads, *spares).telemetry,
-        lambda: ops.shard_tokens(loads, x.tables, first_slots(x)),
         lambda: ops.share_alone(loads[RANK], x.quota, x.tables, RANK),
         lambda: ops.plan_own(loads[RANK], x.tables, x.loads[0][: len(x.loads)], RANK),
         lambda: ops.balance_own(x.ids, x.tables, -1 - x.fixed, RANK)[0] + 1,
@@ -272,7 +270,7 @@ def large_fill(experts: int) -> object:
     held = torch.arange(experts, dtype=torch.int32)
     slots = torch.nn.functional.pad(held.view(16, own), (0, 2), value=-1).flatten()
     given = large(experts)[0], slots, held + held // own * 2, 16, 2
-    return [*ops.plan_fill(*given), *ops.plan_replication(*given, local_slots=1), *ops.top_up(*given)]
+    return [*ops.plan_fill(*given), *ops.top_up(*given)]
 
 
 __all__ = ["EXPERTS", "LARGE", "OF_LAYERS", "SCENARIOS", "bits", "layer", "make_inputs"]
@@ -298,10 +296,6 @@ OF_LAYERS: dict[str, tuple[Callable[[Layer], object], tuple[int, int, int]]] = {
     "route_shared, strangers": (strangers, FEW),
     "group_copies, more slots": (lambda x: ops.group_copies(x.slots, 0, 3 * size(x)), FEW),
     "group_copies, more slots, many tokens": (lambda x: ops.group_copies(x.slots, 0, 3 * size(x)), MANY),
-    "plan_replication, local alone": (
-        lambda x: ops.plan_replication(x.loads, *spare_placement(x), local_slots=2),
-        FEW,
-    ),
     "refused": (refused, FEW),
     "sampled at a step": (sampled_at_a_step, FEW),
     "pack_rows, both": (pack, FEW),

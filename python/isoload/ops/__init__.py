@@ -22,14 +22,12 @@ from isoload.ops.plan_fill import Within, plan_fill
 from isoload.ops.plan_joint import plan_joint
 from isoload.ops.plan_lp import plan_lp
 from isoload.ops.plan_own import plan_own
-from isoload.ops.plan_replication import plan_replication
 from isoload.ops.plan_waterfill import Candidates, plan_waterfill
 from isoload.ops.replica_tables import replica_tables
 from isoload.ops.round_split import round_split
 from isoload.ops.route import route, route_sampled
 from isoload.ops.route_shared import route_shared
 from isoload.ops.route_shared_sampled import SharedRule, route_shared_sampled
-from isoload.ops.shard_tokens import shard_tokens
 from isoload.ops.share import Order, share, share_by_rank
 from isoload.ops.share_alone import share_alone
 from isoload.ops.top_up import top_up
@@ -76,7 +74,6 @@ __all__ = [
     "plan_joint",
     "plan_lp",
     "plan_own",
-    "plan_replication",
     "plan_waterfill",
     "replica_tables",
     "round_split",
@@ -84,7 +81,6 @@ __all__ = [
     "route_sampled",
     "route_shared",
     "route_shared_sampled",
-    "shard_tokens",
     "share",
     "share_alone",
     "share_by_rank",
