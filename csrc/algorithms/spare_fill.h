@@ -1,5 +1,5 @@
-// spare_fill: what the planners that fill spare slots by a forecast share (plan_fill, plan_replication, top_up): the
-// problem, the copies per expert, who holds what, and the filled slots with their telemetry.
+// spare_fill: what the planners that fill spare slots by a forecast share (plan_fill, plan_replication,
+// top_up): the problem, the copies per expert, who holds what, and the filled slots with their telemetry.
 #pragma once
 
 #include <cstdint>
@@ -31,7 +31,7 @@ struct FillProblem {
 
 struct FillResult {
   int32_t* slot_to_expert;  // [P]
-  int32_t* telemetry;       // [5] imports, most imports and exports of a rank, imports from other nodes, flags
+  int32_t* telemetry;  // [5] imports, most imports and exports of a rank, imports from other nodes, flags
 
   ISOLOAD_HD void select(const FillProblem& in, int64_t b) {
     slot_to_expert += b * in.R * in.S;

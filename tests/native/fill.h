@@ -1,4 +1,5 @@
-// What the planners that fill spare slots ahead make of a problem of plan_fill, and shard_tokens of an instance.
+// What the planners that fill spare slots ahead make of a problem of plan_fill, and shard_tokens of an
+// instance.
 #pragma once
 
 #include <algorithm>

@@ -19,8 +19,8 @@ from support import pourings
 from support.borrow_plans import SHAPES, draw_plan, draw_values
 from support.cases import draw
 from support.chain import NODES, chain
-from support.simt_build import ROOT
 from support.level_cases import LevelCase, in_order
+from support.simt_build import ROOT
 
 sys.path.append(str(ROOT / "bench"))
 from lib.gpu_jobs import JOBS, first_slots, spare_placement
