@@ -18,7 +18,6 @@ struct LevelFillProblem : FillProblem {  // with empty spare slots
   const int32_t* start;                  // [P] copies per slot before any import, or null: all in home slots
   int64_t capacity_ppm, threshold_ppm;   // of the mean load
   bool per_expert;                       // the threshold is about experts, not about ranks
-  bool within;                           // experts do not leave the node of their home slot
   int32_t min_chunk;                     // a rank that is above a level by less lends nothing, at least 1
   int32_t near_import, far_import;       // what an import costs its rank, in copies, at most 2^30
   int32_t near_export, far_export;       // what it costs the rank of the home slot

@@ -40,7 +40,8 @@ namespace isoload {
      "-> (Tensor slot_to_expert, Tensor telemetry)") \
   OP(top_up, \
      "(Tensor loads, Tensor slot_to_expert, Tensor home_slot, int num_ranks, int ranks_per_node, " \
-     "int spare_slots, Tensor? fixed, Tensor? alive) -> (Tensor slot_to_expert, Tensor telemetry)") \
+     "int spare_slots, Tensor? fixed, Tensor? alive, bool within) " \
+     "-> (Tensor slot_to_expert, Tensor telemetry)") \
   OP(shard_tokens, \
      "(Tensor loads, Tensor tables, Tensor home_slot, int num_ranks, int num_slots, Tensor? fixed, " \
      "Tensor? alive, int tolerance_ppm, bool printed) -> Tensor") \

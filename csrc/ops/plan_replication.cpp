@@ -10,7 +10,8 @@ std::tuple<Tensor, Tensor> plan_replication(const Tensor& loads, const Tensor& s
                                             int64_t num_ranks, int64_t ranks_per_node, int64_t spare_slots,
                                             const Maybe& fixed, const Maybe& alive, int64_t local_slots,
                                             bool printed) {
-  const FillBatch batch(slots, home, num_ranks, ranks_per_node, spare_slots, loads, fixed, alive, true);
+  const FillBatch batch(slots, home, num_ranks, ranks_per_node, spare_slots, loads, fixed, alive, true,
+                        false);
   require_in("local_slots", local_slots, 0, spare_slots);
   return batch.fill<ReplicationPlanner>({{}, static_cast<int>(local_slots), printed}, true);
 }

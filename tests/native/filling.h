@@ -63,7 +63,7 @@ inline Filling draw_filling(const Instance& in, uint64_t seed) {
   fill.far_export = priced ? fill.near_export + rng.below(1 << rng.below(12)) : 0;
   fill.per_expert = rng.one_in(4);
   fill.within = rng.one_in(3);
-  if (rng.one_in(2)) deal_copies(in, spill, rng);
+  if (rng.one_in(2)) deal_copies(in, fill, rng);
   if (rng.one_in(4))
     for (int r = 0; r < in.R; ++r) {
       const auto first = fill.slot_to_expert.begin() + r * fill.S;

@@ -66,6 +66,7 @@ class Lane {
     if (solve(0,
               [&](const FillResult& out) { return Replication<Team>(team_, problem, workspace, out).run(); }))
       fill.slot_to_expert = fills.slots[0].data();
+    fill.within = filling.within;
     solve(1, [&](const FillResult& out) { return TopUp<Team>(team_, fill, workspace, out).run(); });
     const ShardingProblem sharding{split(), fill.fixed,        fills.home.data(),
                                    nullptr, in_.tolerance_ppm, filling.within};
@@ -106,6 +107,7 @@ class Lane {
         .slot_to_expert = filling.slot_to_expert.data(),
         .home_slot = filling.home_slot.data(),
         .alive = filling.alive.empty() ? nullptr : reinterpret_cast<const bool*>(filling.alive.data()),
+        .within = false,
     };
   }
 

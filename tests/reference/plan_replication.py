@@ -75,7 +75,7 @@ def next_handover(
             return None
         own = [e for e in range(len(fill.home)) if fill.owner(e) == giver and remote[e] > 0]
         for expert in sorted(own, key=lambda e: (-remote[e], fill.home[e])):
-            taker = fill.taker(expert, load)
+            taker = fill.taker(expert, load, fill.num_ranks)
             if taker is not None and load[taker] + wanted[taker][expert] <= mean:
                 return taker, expert
             if printed:
