@@ -63,12 +63,6 @@ def packing(x: Layer) -> Callable[[], Any]:
     return pack
 
 
-def first_slots(x: Layer) -> Tensor:
-    """[E] the lowest slot of every expert, as its home."""
-    first = x.tables.field("offsets")[:-1].long()
-    return x.tables.field("slots").gather(0, first)
-
-
 def balanced_same(x: Layer) -> list[Tensor]:
     slots, loads, split = ops.balance_same(x.ids, x.tables)
     return [slots, loads, *split]

@@ -1,8 +1,8 @@
-// fill_level: one level of plan_fill. The largest copies on any rank above the level go, whole if they fit, to
-// the roomiest rank below the level that has a free spare slot or holds the expert.
+// fill_level: one level of plan_fill. The largest copies on any rank above the level go, whole if they fit,
+// to the roomiest rank below the level that has a free spare slot or holds the expert.
 //
-// An expert leaves whole even if less of it is above the level: its rank then has room for the next expert, in
-// spare slots of its own, so that every spare slot carries as many copies as it can.
+// An expert leaves whole even if less of it is above the level: its rank then has room for the next expert,
+// in spare slots of its own, so that every spare slot carries as many copies as it can.
 #pragma once
 
 #include <cstdint>
@@ -11,6 +11,17 @@
 #include "host_device.h"
 
 namespace isoload {
+
+// The largest of n values, and the lowest place that has it. One lane alone looks twice, which a compiler
+// turns into steps of several values.
+template <class Group>
+ISOLOAD_HD int32_t largest_of(const Group& group, const int32_t* values, int n, int& at) {
+  if (Group::kLanes > 1) return group.largest(n, [&](int i) { return values[i]; }, at);
+  int32_t most = values[0];
+  for (int i = 1; i < n; ++i) most = values[i] > most ? values[i] : most;
+  for (at = 0; values[at] != most;) ++at;
+  return most;
+}
 
 template <class Group>
 class FillLevel {
@@ -35,8 +46,10 @@ class FillLevel {
       int at = -1, from = next < queue_.n ? ws_.queue[next] : -1;
       if (num_rests > 0) {
         const int64_t rest = group_.largest(num_rests, [&](int k) { return key(ws_.rests[k]); }, at);
-        if (from < 0 || rest > key(from)) from = ws_.rests[at];
-        else at = -1;
+        if (from < 0 || rest > key(from))
+          from = ws_.rests[at];
+        else
+          at = -1;
       }
       if (from < 0) break;
       if (at < 0) ++next;
@@ -53,7 +66,8 @@ class FillLevel {
   ISOLOAD_HD void undo() const {
     const int spare = in_.spare;
     group_.for_each(in_.R * spare, [&](int i) {
-      if (const int e = ws_.lent[i]; e >= 0) ws_.holds[int64_t(e) * in_.R + i / spare] = false;
+      if (const int e = ws_.lent[i]; e >= 0 && queue_.replicated)
+        ws_.holds[int64_t(e) * in_.R + i / spare] = false;
     });
     group_.sync();
   }
@@ -82,33 +96,50 @@ class FillLevel {
     group_.for_each(in_.R, [&](int r) {
       ws.load[r] = ws.first_load[r], ws.imported[r] = ws.exported[r] = 0;
       ws.free[r] = !in_.alive || in_.alive[r] ? in_.spare : 0;
+      ws.room[r] = ws.free[r] > 0 ? level_ - ws.load[r] : -1;
       above += is_above(r), open += is_open(r);
     });
     above_ = group_.sum32(above), open_ = group_.sum32(open);
     group_.sync();
   }
 
-  // Moves copies of a slot, after the rest at `at` gave its place to `last`. Whether some are left to be offered.
-  ISOLOAD_HD bool offer(int from, int at, int last) {
-    const int R = in_.R, giver = ws_.rank[from], e = in_.slot_to_expert[from], owner = ws_.owner[e];
-    const int first = owner / in_.per_node * in_.per_node, end = first + in_.per_node;
-    const char* const holds = ws_.holds + int64_t(e) * R;
-    int32_t gain = 0;
-    int r = 0;
-    if (is_above(giver)) {
-      gain = group_.largest(
-          R,
+  ISOLOAD_HD bool is_near(int r, int first) const { return r >= first && r < first + in_.per_node; }
+
+  // The rank with most room for copies of an expert besides what its import costs, of several the lowest, and
+  // how much. first: of the node of its home slot. Without replicas no rank with room holds the expert: one
+  // that has taken a part of its copies is at the level.
+  ISOLOAD_HD int32_t taker(int e, int first, int& r) const {
+    const int32_t near_cost = in_.near_import, far_cost = in_.far_import;
+    if (queue_.replicated || far_cost < near_cost) {
+      return group_.largest(
+          in_.R,
           [&](int q) -> int32_t {
             const int32_t room = level_ - ws_.load[q];
-            if (holds[q]) return room;
-            const bool near = q >= first && q < end;
+            if (queue_.replicated && ws_.holds[int64_t(e) * in_.R + q]) return room;
+            const bool near = is_near(q, first);
             if (room <= 0 || ws_.free[q] == 0 || (in_.within && !near)) return -1;
-            return room - (near ? in_.near_import : in_.far_import);
+            return room - (near ? near_cost : far_cost);
           },
           r);
     }
-    const bool near = r >= first && r < end;
-    const bool held = holds[r];
+    int at = 0;
+    const int32_t all = in_.within ? -1 : largest_of(group_, ws_.room, in_.R, r);
+    if (!in_.within && (near_cost == far_cost || is_near(r, first))) return all - near_cost;
+    const int32_t near = largest_of(group_, ws_.room + first, in_.per_node, at) - near_cost;
+    if (!in_.within && all > 0 && (all - far_cost > near || (all - far_cost == near && r < first + at)))
+      return all - far_cost;
+    r = first + at;
+    return near;
+  }
+
+  // Moves copies of a slot, after the rest at `at` gave its place to `last`. Whether some are left to be
+  // offered.
+  ISOLOAD_HD bool offer(int from, int at, int last) {
+    const int giver = ws_.rank[from], e = in_.slot_to_expert[from], owner = ws_.owner[e];
+    const int first = in_.per_node < in_.R ? owner / in_.per_node * in_.per_node : 0;
+    int r = 0;
+    const int32_t gain = is_above(giver) ? taker(e, first, r) : -1;
+    const bool near = is_near(r, first), held = queue_.replicated && ws_.holds[int64_t(e) * in_.R + r];
     const int32_t free = ws_.free[r], here = ws_.of_level[from];
     const int32_t cost_in = held ? 0 : near ? in_.near_import : in_.far_import;
     const int32_t cost_out = held ? 0 : near ? in_.near_export : in_.far_export;
@@ -117,7 +148,8 @@ class FillLevel {
     const int32_t left = ws_.load[giver] - copies, more = ws_.load[r] + copies;
     if (pays) {
       above_ -= left - level_ < in_.min_chunk;
-      open_ += (left < level_ && ws_.free[giver] > 0) - (free > 0 && (more == level_ || (!held && free == 1)));
+      open_ +=
+          (left < level_ && ws_.free[giver] > 0) - (free > 0 && (more == level_ || (!held && free == 1)));
     }
     group_.sync();  // all have read what is written here
     if (group_.rank() == 0) {
@@ -125,11 +157,14 @@ class FillLevel {
       if (pays) {
         const int to = held ? slot_of(e, r) : (r + 1) * in_.S - free;
         if (!held) {
-          ws_.lent[(r + 1) * in_.spare - free] = e, ws_.holds[int64_t(e) * R + r] = true, ws_.of_level[to] = 0;
+          ws_.lent[(r + 1) * in_.spare - free] = e, ws_.of_level[to] = 0;
+          if (queue_.replicated) ws_.holds[int64_t(e) * in_.R + r] = true;
           ws_.free[r] = free - 1, ws_.imported[r] += cost_in, ws_.exported[owner] += cost_out;
         }
         ws_.of_level[to] += copies, ws_.of_level[from] = here - copies;
-        ws_.load[r] = more, ws_.load[giver] = left;
+        ws_.load[r] = more, ws_.room[r] = ws_.free[r] > 0 ? level_ - more : -1;
+        ws_.load[giver] = left;
+        if (ws_.free[giver] > 0) ws_.room[giver] = level_ - left;
       }
     }
     group_.sync();

@@ -2,7 +2,8 @@
 // plan_exact's; here copies only say which experts go where.
 //
 // A level is a load that no rank should pass (fill_level.h). The lowest one is tried first, then up to five
-// higher ones. The cheapest is kept; if none costs less than no import at all, nothing is imported. Integers only, ties go to the lowest rank, then slot.
+// higher ones. The cheapest is kept; if none costs less than no import at all, nothing is imported. Integers
+// only, ties go to the lowest rank, then slot.
 #pragma once
 
 #include <cstdint>
@@ -38,7 +39,8 @@ class LevelFill {
         if (const int e = ws_.best[r * in_.spare + i]; e >= 0)
           out_.slot_to_expert[(r + 1) * in_.S - in_.spare + i] = e;
     });
-    count_imports(team_, in_, out_, ws_.owner, ws_.exported, balanced ? int32_t(kBelowThreshold) : *ws_.flags);
+    count_imports(team_, in_, out_, ws_.owner, ws_.exported,
+                  balanced ? int32_t(kBelowThreshold) : *ws_.flags);
     return true;
   }
 
@@ -66,10 +68,9 @@ class LevelFill {
 
   // Where copies are before any import, and which rank has which expert.
   ISOLOAD_HD void put_copies() {
-    team_.for_each(in_.E * in_.R, [&](int i) { ws_.holds[i] = false; });
     team_.for_each(in_.E, [&](int e) { ws_.owner[e] = -1; });
     team_.sync();
-    int32_t busiest = 0;
+    int32_t busiest = 0, replica = 0;
     team_.for_each(in_.R, [&](int r) {
       int32_t load = fixed(r);
       ISOLOAD_ROLLED
@@ -77,19 +78,27 @@ class LevelFill {
         const int e = in_.slot_to_expert[p];
         const bool routed = e >= 0 && e < in_.E, home = routed && in_.home_slot[e] == p;
         if (home) ws_.owner[e] = r;
-        if (routed) ws_.holds[int64_t(e) * in_.R + r] = true;
+        replica |= routed && !home;
         ws_.rank[p] = r, out_.slot_to_expert[p] = e;
         load += ws_.copies[p] = in_.start ? in_.start[p] : home ? ws_.total[e] : 0;
       }
       ws_.first_load[r] = load;
       busiest = load > busiest ? load : busiest;
     });
-    busiest_ = team_.max32(busiest);
+    busiest_ = team_.max32(busiest), replicated_ = team_.max32(replica) != 0;
+    team_.sync();
+    if (!replicated_) return;
+    team_.for_each(in_.E * in_.R, [&](int i) { ws_.holds[i] = false; });
+    team_.sync();
+    team_.for_each(in_.R * in_.S, [&](int p) {
+      if (const int e = in_.slot_to_expert[p]; e >= 0 && e < in_.E)
+        ws_.holds[int64_t(e) * in_.R + ws_.rank[p]] = true;
+    });
     team_.sync();
   }
 
-  // Copies and live ranks of the group with the largest mean, of those that lend within themselves: the nodes, or
-  // all ranks.
+  // Copies and live ranks of the group with the largest mean, of those that lend within themselves: the
+  // nodes, or all ranks.
   ISOLOAD_HD Mean most_loaded() const {
     if (!in_.within) return {total_, live_};
     Mean most{0, 1};
@@ -104,8 +113,7 @@ class LevelFill {
   }
 
   ISOLOAD_HD bool is_balanced(const Mean& most) {
-    if (!in_.per_expert)
-      return int64_t(busiest_) * most.live * kMillion <= most.copies * in_.threshold_ppm;
+    if (!in_.per_expert) return int64_t(busiest_) * most.live * kMillion <= most.copies * in_.threshold_ppm;
     int32_t top = 0;
     team_.for_each(in_.E, [&](int e) { top = ws_.total[e] > top ? ws_.total[e] : top; });
     return int64_t(team_.max32(top)) * in_.E * kMillion <= (total_ - fixed_) * in_.threshold_ppm;
@@ -141,12 +149,12 @@ class LevelFill {
       ws_.queue[before] = ws_.slots[i];
     });
     team_.sync();
-    return {n, low, busiest_};
+    return {n, low, busiest_, replicated_};
   }
 
-  // Without prices the lowest level that is reached is the cheapest. With prices a higher level has fewer imports:
-  // the search goes up while that pays. Every level costs the lowest prices besides, so that none within these of the
-  // cheapest can pay.
+  // Without prices the lowest level that is reached is the cheapest. With prices a higher level has fewer
+  // imports: the search goes up while that pays. Every level costs the lowest prices besides, so that none
+  // within these of the cheapest can pay.
   template <class Group>
   ISOLOAD_HD void search(Group& group, const FillQueue& queue) const {
     FillLevel<Group> attempt(group, in_, ws_, queue);
@@ -167,8 +175,10 @@ class LevelFill {
         if (least - in - out < high) high = least - in - out;
         group.for_each(in_.R * in_.spare, [&](int k) { ws_.best[k] = ws_.lent[k]; });
       }
-      if (met && !(priced && better)) high = level < high ? level : high;
-      else low = level + 1;
+      if (met && !(priced && better))
+        high = level < high ? level : high;
+      else
+        low = level + 1;
       attempt.undo();
     }
     if (group.rank() == 0) *ws_.flags = reached ? 0 : kAboveCapacity;
@@ -180,6 +190,7 @@ class LevelFill {
   const FillResult& out_;
   int64_t total_ = 0, fixed_ = 0, live_ = 0;  // copies; those that cannot move; live ranks
   int32_t busiest_ = 0;                       // largest load before any import
+  bool replicated_ = false;
 };
 
 struct LevelFillPlanner : PlannerOf<LevelFillProblem, FillResult> {  // see planner.h

@@ -19,6 +19,7 @@ struct FillProblem {
   const int32_t* slot_to_expert;  // [P]
   const int32_t* home_slot;       // [E]
   const bool* alive;              // [R] or null
+  bool within;                    // experts do not leave the node of their home slot
 
   ISOLOAD_HD void select(int64_t b) {
     const int64_t P = int64_t(R) * S;
@@ -31,7 +32,7 @@ struct FillProblem {
 
 struct FillResult {
   int32_t* slot_to_expert;  // [P]
-  int32_t* telemetry;       // [5] imports, most imports and exports of a rank, imports from other nodes, flags
+  int32_t* telemetry;  // [5] imports, most imports and exports of a rank, imports from other nodes, flags
 
   ISOLOAD_HD void select(const FillProblem& in, int64_t b) {
     slot_to_expert += b * in.R * in.S;
@@ -136,11 +137,15 @@ class SpareFill {
     team_.for_each_by(in.R, [](int) { return true; }, [](int) {}, f);
   }
 
-  // The least loaded rank with room that lacks the expert, or -1.
+  // The least loaded rank with room that lacks the expert and may borrow it, or -1.
   template <class Group>
   ISOLOAD_HD int taker(const Group& group, int e) const {
     int best;
-    auto room_for = [&](int r) { return ws.room[r] > 0 && !holds(r, e) ? INT64_MAX - ws.load[r] : 0; };
+    const int owner = ws.owner[e], first = in.within ? owner - owner % in.per_node : 0;
+    const int end = in.within ? first + in.per_node : in.R;
+    auto room_for = [&](int r) {
+      return ws.room[r] > 0 && r >= first && r < end && !holds(r, e) ? INT64_MAX - ws.load[r] : 0;
+    };
     return group.largest(in.R, room_for, best) > 0 ? best : -1;
   }
 

@@ -9,7 +9,7 @@ namespace isoload::ops {
 
 struct FillBatch : Layers {
   FillBatch(const Tensor& slots, const Tensor& home_in, int64_t num_ranks, int64_t per_node, int64_t spare,
-            const Tensor& loads_in, const Maybe& fixed_in, const Maybe& alive_in)
+            const Tensor& loads_in, const Maybe& fixed_in, const Maybe& alive_in, bool within)
       : Layers{dense(slots), "slot_to_expert", slots.dim() == 2, 1},
         R(num_ranks),
         home(dense(home_in)),
@@ -35,7 +35,7 @@ struct FillBatch : Layers {
               static_cast<int>(spare), data<int32_t>(loads),
               data<int32_t>(fixed),    static_cast<int>(by_source ? R : 1),
               data<int32_t>(like),     data<int32_t>(home),
-              data<bool>(alive)};
+              data<bool>(alive),       within};
   }
 
   // A planner over the batch; problem: its own fields. empty: see below; check(in): what else a layer must

@@ -36,7 +36,8 @@ namespace isoload {
      "int near_export, int far_export, bool within) -> (Tensor slot_to_expert, Tensor telemetry)") \
   OP(top_up, \
      "(Tensor loads, Tensor slot_to_expert, Tensor home_slot, int num_ranks, int ranks_per_node, " \
-     "int spare_slots, Tensor? fixed, Tensor? alive) -> (Tensor slot_to_expert, Tensor telemetry)") \
+     "int spare_slots, Tensor? fixed, Tensor? alive, bool within) " \
+     "-> (Tensor slot_to_expert, Tensor telemetry)") \
   OP(plan_waterfill, \
      "(Tensor copies, Tensor tokens, int per_token, int ranks_per_node, int candidates, " \
      "Tensor? ticks, Tensor? limits) -> (Tensor share, Tensor peak, Tensor bound)") \

@@ -37,7 +37,7 @@ std::tuple<Tensor, Tensor> plan_fill(const Tensor& loads, const Tensor& slots, c
                                      int64_t capacity_ppm, int64_t threshold_ppm, bool per_expert,
                                      int64_t min_chunk, int64_t near_import, int64_t far_import,
                                      int64_t near_export, int64_t far_export, bool within) {
-  const FillBatch batch(slots, home, num_ranks, ranks_per_node, spare_slots, loads, fixed, alive);
+  const FillBatch batch(slots, home, num_ranks, ranks_per_node, spare_slots, loads, fixed, alive, within);
   const auto before = batch.checked_per_layer(start, "start", {batch.P});
   LevelFillProblem rules{};
   constexpr int64_t most = 1000 * kMillion, dear = 1 << 30;
@@ -49,7 +49,6 @@ std::tuple<Tensor, Tensor> plan_fill(const Tensor& loads, const Tensor& slots, c
   rules.far_import = within_limits("far_import", far_import, 0, dear);
   rules.near_export = within_limits("near_export", near_export, 0, dear);
   rules.far_export = within_limits("far_export", far_export, 0, dear);
-  rules.within = within;
   rules.start = data<int32_t>(before);
   return batch.fill<LevelFillPlanner>(rules, true, [](const LevelFillProblem& in) {
     if (in.start) check_start(in);

@@ -56,7 +56,7 @@ def test_an_instance_is_judged_by_bounds_and_peaks(fill: ModuleType) -> None:
     assert 0 <= row["gap_spare8"] <= row["gap_spare2"] < 0.05 and row["llep_peak"] < 1.001
     assert row["llep_published_peak"] == pytest.approx(1.1, abs=0.001)
     imports, most_in, most_out = row["spill_cost_moves"]
-    assert most_in == 1 and most_out <= imports < row["llep_moves"][0] + 1
+    assert most_in <= 1 and most_out <= imports < row["llep_moves"][0], "exports of one rank are dear"
 
 
 def test_published_moves_are_counted_once_per_expert_and_rank(fill: ModuleType) -> None:

@@ -203,10 +203,7 @@ def first_pass(folder: Path) -> int:
 
 def test_shadow_mode_says_what_it_would_give(shadow: EngineRun) -> None:
     (line,) = shadow.lines("isoload: in shadow behind")
-    assert (
-        "--ep-dispatch-algorithm dynamic, which chooses as ever: 1 of 1 passes is recorded, in 3 layers"
-        in line
-    )
+    assert "--ep-dispatch-algorithm dynamic, which chooses as ever: 1 of 1 passes is recorded, in 3 layers" in line
     said = [
         re.search(r"imbalance ([\d.]+) as routed, ([\d.]+) as isoload would", x)
         for x in shadow.lines("in shadow, ")

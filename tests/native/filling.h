@@ -63,7 +63,7 @@ inline Filling draw_filling(const Instance& in, uint64_t seed) {
   fill.far_export = priced ? fill.near_export + rng.below(1 << rng.below(12)) : 0;
   fill.per_expert = rng.one_in(4);
   fill.within = rng.one_in(3);
-  if (rng.one_in(2)) deal_copies(in, spill, rng);
+  if (rng.one_in(2)) deal_copies(in, fill, rng);
   if (rng.one_in(4))
     for (int r = 0; r < in.R; ++r) {
       const auto first = fill.slot_to_expert.begin() + r * fill.S;
@@ -88,7 +88,8 @@ struct Filled {
   }
 };
 
-// No expert twice on a rank, nothing outside the spare slots, no expert out of its node, dead ranks borrow nothing.
+// No expert twice on a rank, nothing outside the spare slots, no expert out of its node, dead ranks borrow
+// nothing.
 inline const char* filled_error(const Instance& in, const Filling& fill, const Filled& got) {
   if (!got.fits) return nullptr;
   int imports = 0;
@@ -100,7 +101,8 @@ inline const char* filled_error(const Instance& in, const Filling& fill, const F
     if (!fill.alive.empty() && !fill.alive[r]) return "a dead rank borrows";
     const auto row = got.slot_to_expert.begin() + r * fill.S;
     if (std::count(row, row + fill.S, e) > 1) return "an expert is borrowed where it is";
-    if (fill.within && fill.home_slot[e] / fill.S / in.ranks_per_node != r / in.ranks_per_node) return "an expert left its node";
+    if (fill.within && fill.home_slot[e] / fill.S / in.ranks_per_node != r / in.ranks_per_node)
+      return "an expert left its node";
   }
   if (imports != got.telemetry[0]) return "the imports are miscounted";
   return (got.telemetry[4] & kBelowThreshold) && imports ? "experts move below the threshold" : nullptr;

@@ -57,6 +57,7 @@ class Lane {
     FillProblem problem = fill_of(filling);
     if (begun.fits) problem.slot_to_expert = begun.slot_to_expert.data();
     const FillWorkspace workspace = FillWorkspace::at(to_.workspace.data(), in_.R, in_.E);
+    problem.within = filling.within;
     const FillResult out{topped.slots.data(), topped.telemetry};
     const bool fits = TopUp<Team>(team_, problem, workspace, out).run();
     if (team_.rank() == 0) topped.fits = fits;
@@ -94,6 +95,7 @@ class Lane {
         .slot_to_expert = filling.slot_to_expert.data(),
         .home_slot = filling.home_slot.data(),
         .alive = filling.alive.empty() ? nullptr : reinterpret_cast<const bool*>(filling.alive.data()),
+        .within = false,
     };
   }
 

@@ -143,6 +143,7 @@ slot_to_expert=slot_to_expert[:5] | slot_to_expert must have a multiple of num_r
 home_slot=home_slot[None] | home_slot must have as many dimensions as slot_to_expert
 num_ranks=0, ranks_per_node=1 | num_ranks must be in 1..1024, got 0
 [top_up]
+within='rack' | within must be all or node, got 'rack'
 spare_slots=-1 | spare_slots must be in 0..3, got -1
 [plan_waterfill]
 copies=copies.long() | copies must be int32, got int64

@@ -19,11 +19,11 @@ from support import pourings
 from support.borrow_plans import SHAPES, draw_plan, draw_values
 from support.cases import draw
 from support.chain import NODES, chain
-from support.simt_build import ROOT
 from support.level_cases import LevelCase, in_order
+from support.simt_build import ROOT
 
 sys.path.append(str(ROOT / "bench"))
-from lib.gpu_jobs import JOBS, first_slots, spare_placement
+from lib.gpu_jobs import JOBS, spare_placement
 from lib.gpu_layers import EXPERTS, RANK, Layer, make_layers, per_node, size
 
 TOKENS = (

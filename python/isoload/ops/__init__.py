@@ -18,7 +18,7 @@ from isoload.ops.number_rows import number_rows
 from isoload.ops.pack_rows import pack_rows
 from isoload.ops.plan_active import plan_active
 from isoload.ops.plan_exact import Objective, plan_exact
-from isoload.ops.plan_fill import Within, plan_fill
+from isoload.ops.plan_fill import plan_fill
 from isoload.ops.plan_joint import plan_joint
 from isoload.ops.plan_lp import plan_lp
 from isoload.ops.plan_own import plan_own
@@ -30,7 +30,7 @@ from isoload.ops.route_shared import route_shared
 from isoload.ops.route_shared_sampled import SharedRule, route_shared_sampled
 from isoload.ops.share import Order, share, share_by_rank
 from isoload.ops.share_alone import share_alone
-from isoload.ops.top_up import top_up
+from isoload.ops.top_up import Within, top_up
 from isoload.results import (
     ActiveSplit,
     Counted,

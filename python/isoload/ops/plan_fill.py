@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from torch import Tensor
 
 from isoload.ops.library import call, op
-from isoload.ops.top_up import fake_fill
+from isoload.ops.top_up import Within, fake_fill, is_within_node
 from isoload.results import SlotFill
 
 _plan_fill = op("plan_fill", lambda a: fake_fill(a.slot_to_expert))
 MILLION = 1_000_000
-Within = Literal["all", "node"]
 
 
 def plan_fill(
@@ -70,8 +67,6 @@ def plan_fill(
     ):
         if not low <= value <= 1000:
             raise ValueError(f"{name} must be in {low}..1000, got {value}")
-    if within not in ("all", "node"):
-        raise ValueError(f"within must be all or node, got {within!r}")
     per_node = num_ranks if ranks_per_node is None else ranks_per_node
     placement = (slot_to_expert, home_slot, num_ranks, per_node, spare_slots)
     rules = (
@@ -81,6 +76,6 @@ def plan_fill(
         min_chunk,
         *import_costs,
         *export_costs,
-        within == "node",
+        is_within_node(within),
     )
     return SlotFill(*call(_plan_fill, loads, *placement, fixed, start, alive, *rules))

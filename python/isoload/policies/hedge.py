@@ -19,7 +19,7 @@ class HedgePolicy(FillPolicy):
     split of the true loads can use them.
 
     Options: slots (most that are filled per rank; None = all spare ones), within ("all", or "node": no expert is
-    borrowed beyond its home's node, and slots that are left stay empty), refill_above (see :class:`FillPolicy`).
+    borrowed beyond its home's node), refill_above (see :class:`FillPolicy`).
     """
 
     name = "hedge"
@@ -30,6 +30,5 @@ class HedgePolicy(FillPolicy):
 
     def fill(self, demand: Demand, placed: PlacedLayers) -> PlacedLayers:
         made = self.fill_levels(demand, placed, within=self.within)
-        if self.within == "all":
-            made = fill_spare(ops.top_up, demand, placed, self.slots, made.slot_to_expert)
+        made = fill_spare(ops.top_up, demand, placed, self.slots, made.slot_to_expert, within=self.within)
         return self.filled(demand, placed, made)
