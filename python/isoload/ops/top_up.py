@@ -9,7 +9,6 @@ from torch import Tensor
 from isoload.ops.library import call, ints, like, op
 from isoload.results import SlotFill
 
-
 Within = Literal["all", "node"]
 
 
