@@ -90,9 +90,11 @@ class LevelFill {
     if (!replicated_) return;
     team_.for_each(in_.E * in_.R, [&](int i) { ws_.holds[i] = false; });
     team_.sync();
-    team_.for_each(in_.R * in_.S, [&](int p) {
-      if (const int e = in_.slot_to_expert[p]; e >= 0 && e < in_.E)
-        ws_.holds[int64_t(e) * in_.R + ws_.rank[p]] = true;
+    team_.for_each(in_.R, [&](int r) {  // a rank may have two slots of an expert
+      ISOLOAD_ROLLED
+      for (int p = r * in_.S; p < r * in_.S + in_.S; ++p)
+        if (const int e = in_.slot_to_expert[p]; e >= 0 && e < in_.E)
+          ws_.holds[int64_t(e) * in_.R + r] = true;
     });
     team_.sync();
   }
