@@ -20,8 +20,6 @@ from support.stacks import Model, close, run
 from support.stream_order import Kernel
 from support.sweeps import rest
 
-FILLS = {"hedge": "plan_fill", "libra": "plan_fill"}
-SPLITS = {"hedge": "plan_exact", "libra": "plan_exact"}
 
 
 def last_layer(fake: FakeStack) -> list[Kernel]:
@@ -56,10 +54,10 @@ def test_the_plan_runs_beside_local_compute(local: str, policy: str) -> None:
     gemms = named(kernels, "_grouped_mm")
     # two GEMMs of resident experts and two of borrowed ones, by rank; then those of what came
     ours, theirs = gemms[: len(gemms) // 2], gemms[len(gemms) // 2 :]
-    planned = named(kernels, SPLITS[policy], "share", "route", "number_rows", "pack_rows")
+    planned = named(kernels, "plan_exact", "share", "route", "number_rows", "pack_rows")
     assert apart(planned, ours)
     assert all(gemm.comes_behind(kernel) for gemm in theirs for kernel in planned)
-    fill = named(kernels, FILLS[policy])
+    fill = named(kernels, "plan_fill")
     assert apart(fill, gemms) and all(kernel.comes_behind(planned[-1]) for kernel in fill)
     assert {kernel.stream for kernel in planned + fill} == {planned[0].stream}
     borrowed = named(kernels, "borrow")
@@ -106,7 +104,7 @@ def test_a_plan_that_moves_local_copies_comes_first() -> None:
         kernels = last_layer(fake)
     gemms, planned = named(kernels, "_grouped_mm"), named(kernels, "plan_exact", "pack_rows")
     assert all(gemm.comes_behind(kernel) for gemm in gemms for kernel in planned)
-    assert apart(named(kernels, FILLS["hedge"]), gemms[: len(gemms) // 2])
+    assert apart(named(kernels, "plan_fill"), gemms[: len(gemms) // 2])
     assert apart(named(kernels, "borrow"), gemms)
 
 
