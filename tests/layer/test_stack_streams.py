@@ -21,7 +21,6 @@ from support.stream_order import Kernel
 from support.sweeps import rest
 
 
-
 def last_layer(fake: FakeStack) -> list[Kernel]:
     """What another batch's last layer launches."""
     for layer in fake.layers:
