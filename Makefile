@@ -181,7 +181,7 @@ newest-megatron: ARGS = MEGATRON=megatron-core MEGATRON_VENV=.venv-megatron-newe
 $(NEWEST): newest-%:
 	$(MAKE) test-$* $(ARGS)
 
-KERNELS ?= plan_exact share replica_tables plan_spill plan_lp
+KERNELS ?= plan_exact share replica_tables plan_fill plan_lp
 RANKS ?= 16
 critical-path: $(TESTED)
 	PYTHONPATH=tests $(PY) -m support.critical_path --ranks $(RANKS) $(KERNELS)

@@ -3,8 +3,8 @@
 Fairness ledger
 - 8 ranks with 32 of 256 experts in order and 8 spare slots each; 4096 copies per source rank, drawn from Zipf
   popularity of exponent 0.4, 0.8 and 1.2, four of each. The median of every instance; of these the median, the largest.
-- fill of hedge: its two ops, one after the other. Linear: the loads of two layers, sums over sources. shard_tokens: on
-  the slots that plan_replication filled. top_up: on those that plan_spill did.
+- fill of hedge: its two ops, one after the other. Linear: the loads of two layers, sums over sources. top_up: on the
+  slots that plan_fill filled.
 - goal: what this repository asks of itself; a median above it is marked LOSS.
 """
 
@@ -23,7 +23,7 @@ from isoload.records.placed_layers import PlacedLayers
 from lib.harness import begin, measure, write_results
 
 RANKS, EXPERTS, SPARE, COPIES = 8, 256, 8, 4096
-GOALS = {"plan_replication": 40, "fill of hedge": 40, "Linear, sums": 40, "shard_tokens": 15, "top_up": 15}
+GOALS = {"fill of hedge": 40, "Linear, sums": 40, "top_up": 15}
 
 
 def op_calls(loads: Tensor, placed: PlacedLayers) -> dict[str, Callable[[], Any]]:
@@ -32,19 +32,12 @@ def op_calls(loads: Tensor, placed: PlacedLayers) -> dict[str, Callable[[], Any]
     draw = torch.Generator().manual_seed(0)
     linear = predict.Linear([torch.randint(-(2**16), 2**16, (2, EXPERTS, EXPERTS), generator=draw).double()])
     room = {"num_ranks": RANKS, "spare_slots": SPARE}
-
-    def replicate() -> ops.SlotFill:
-        return ops.plan_replication(loads, slots, homes, **room, local_slots=SPARE // 2)
-
-    level = ops.plan_spill(sums, slots, homes, **room).slot_to_expert
-    tables = placed.fill(replicate().slot_to_expert).tables
+    level = ops.plan_fill(sums, slots, homes, **room).slot_to_expert
     return {
-        "plan_replication": replicate,
         "fill of hedge": lambda: ops.top_up(
-            sums, ops.plan_spill(sums, slots, homes, **room).slot_to_expert, homes, **room
+            sums, ops.plan_fill(sums, slots, homes, **room).slot_to_expert, homes, **room
         ),
         "Linear, sums": lambda: linear.predict(0, [sums, sums]),
-        "shard_tokens": lambda: ops.shard_tokens(loads, tables, homes),
         "top_up": lambda: ops.top_up(sums, level, homes, **room),
     }
 

@@ -8,7 +8,7 @@ Fairness ledger
   (partner) each always the same wrong expert; last = the batch before; linear, path = fitted on the calibration's
   tokens (not where tokens are drawn); popularity = the calibration's shares. All policies get the same one; lina three
   of them, path is its own.
-- llep (min_chunk=1, threshold=0, tolerance=0) and harmoeny plan from the true loads: what a fill in time could reach.
+- llep (min_chunk=1, threshold=0) and harmoeny plan from the true loads: what a fill in time could reach.
 - lina and harmoeny are re-implementations from their papers (published_ahead.py); HarMoEny's ranks fetch as many
   experts as they like, here N. eplb dynamic draws its replicas, counted from routed slots.
 - imbalance = max / mean rank load, over (layer, batch). local = part of the copies computed on their source rank.
@@ -55,10 +55,10 @@ PARTS = ("0.9", "0.8", "0.45", "0.12")
 PREDICTIONS = ("perfect", *PARTS, *(f"{p} partner" for p in PARTS), "last", "linear", "path", "popularity")
 FITTED = ("linear", "path")
 FEW = ("perfect", "0.8", "0.45", "last")  # of the made workloads
-AHEAD = ("libra:printed=True", "libra", "libra:split_by=exact", "hedge")
+AHEAD = ("libra_published", "libra", "hedge")
 HELD = "hedge held"  # local copies stay, as in a stack that computes them before the plan
 LINA = ("perfect", "path", "popularity")  # the forecasts of `lina`: its own, and those that need no fit
-IN_TIME = ("none", "llep:min_chunk=1:threshold=0:tolerance=0", "harmoeny")
+IN_TIME = ("none", "llep:min_chunk=1:threshold=0", "harmoeny")
 RESIDENT = ("static", "dynamic", "exact")
 TRAFFIC_BATCHES, DIGITS = 4, 6
 Row = dict[str, Any]

@@ -7,7 +7,7 @@ Fairness ledger
 - Forms: `repeated`, as published: a hot token names the hot experts K times, one expert more than once. `distinct`, as
   routers choose: a hot token sends one expert at most one copy, so one expert gets at most 1/K of all copies. Repeated
   tokens run stage by stage, planner to experts: the layer refuses them. From K hot experts on the loads are alike.
-- Rows: EP is policy `none`; LLEP is `llep` (our planner, tolerance 0.02, 2 spare slots per rank), not the published
+- Rows: EP is policy `none`; LLEP is `llep` (our planner, 2 spare slots per rank), not the published
   code: lambda bounds the ratio of ranks, as in their code. `LLEP by experts`: the ratio of experts, as in the text;
   counted, and timed where lambda is swept. `spill_cost` has its default price of an import, in copies, divided like the
   tokens, and is counted. The layer of Fig. 1 has 2048 x 2048 experts: the paper has its width only.

@@ -262,22 +262,6 @@ def test_figures_quoted_from_the_replays_are_in_them():
     assert f"{leave['joint'][0]} against {leave['waterfill:routed=exact'][0]}" in text["joint"]
 
 
-def test_spill_numbers_are_those_of_the_results_file():
-    rows, text = results("bench_spill"), " ".join(SECTIONS["spill_cost"].split())
-    times = {(r["time"], r["ranks"]): r for r in rows if "time" in r}
-    gaps = {n: [100 * r[f"gap_spare{n}"] for r in rows if "time" not in r] for n in (2, 4, 8)}
-    shown = {n: f"{sum(g) / len(g):.2f} % in the mean and {max(g):.2f} % at most" for n, g in gaps.items()}
-    assert f"{shown[4]} with 4 spare slots" in text
-    for n in (2, 8):
-        assert f"{shown[n].replace(' % in the mean', '').replace(' at most', '')} with {n}" in text
-    assert f"on {len(gaps[4])} instances" in text and max(gaps[4]) <= 5 and sum(gaps[4]) / len(gaps[4]) <= 2
-    both = [times["spill_cost", ranks] for ranks in (8, 64)]
-    assert "{:.0f} us on 8 ranks and {:.0f} us on 64".format(*(r["median_us"] for r in both)) in text
-    assert "{:.0f} and {:.0f} us in the slowest".format(*(r["slowest_us"] for r in both)) in text
-    llep = [times["llep", ranks][key] for key in ("median_us", "slowest_us") for ranks in (8, 64)]
-    assert "(`llep`: {:.0f}, {:.0f}, {:.0f}, {:.0f})".format(*llep) in text
-
-
 def test_borrowing_numbers_are_those_of_the_results_file():
     text, cells = prose(PAGE.parent / "borrowing.md"), {}
     for row in results("bench_llep"):
@@ -389,7 +373,7 @@ def test_what_hedge_reaches_is_in_its_results_file():
         assert len(rows) == 3
         return f"{max(r['imbalance_mean'] for r in rows):.4f}"
 
-    hedge, libra = (("hedge", 2), ("libra:printed=True", 8))
+    hedge, libra = (("hedge", 2), ("libra_published", 8))
     assert (
         f"{most(*hedge, '0.8')} at most where 80 %" in text
         and f"at {most(*hedge, '0.45')} where 45 %" in text

@@ -72,7 +72,7 @@ def test_a_layer_without_freedom_refuses_what_its_others_would() -> None:
         ("policy", "exact", {}),
         ("policy", "exact:tolerance=1:budget=3", {"tolerance": 1.0, "budget": 3}),
         ("policy", "exact:budget=None:objective=local", {"budget": None, "objective": "local"}),
-        ("policy", "libra:printed=True", {"printed": True}),
+        ("policy", "grace:locality=False", {"locality": False}),
         ("policy", "waterfill:routed=exact", {"routed": "exact"}),
         ("placer", "graph:packed=True", {"packed": True}),
         ("placer", "craft:replicas=8", {"replicas": 8}),

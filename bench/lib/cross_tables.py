@@ -182,9 +182,8 @@ FILLS = {
     "`hedge` 2": ("hedge", 2),
     "`hedge` 4": ("hedge", 4),
     "`hedge` held 2": ("hedge held", 2),
-    "`libra` printed 8": ("libra:printed=True", 8),
+    "`libra_published` 8": ("libra_published", 8),
     "`libra` 8": ("libra", 8),
-    "`libra` exact 8": ("libra:split_by=exact", 8),
     "lina 8": ("lina", 8),
 }
 
@@ -238,8 +237,8 @@ def ahead_workloads() -> Table:
         ("`hedge` 2, perfect", ("hedge", 2, "perfect")),
         ("0.45", ("hedge", 2, "0.45")),
         ("last", ("hedge", 2, "last")),
-        ("`libra` printed 8, perfect", ("libra:printed=True", 8, "perfect")),
-        ("0.45", ("libra:printed=True", 8, "0.45")),
+        ("`libra_published` 8, perfect", ("libra_published", 8, "perfect")),
+        ("0.45", ("libra_published", 8, "0.45")),
     )
     streams = dict.fromkeys(key[:3] for key in cells if key[2] == "own")
     rows = [[s[0], *(mean(cells[(*s, *of)]) for _, of in columns)] for s in streams]

@@ -63,12 +63,6 @@ def packing(x: Layer) -> Callable[[], Any]:
     return pack
 
 
-def first_slots(x: Layer) -> Tensor:
-    """[E] the lowest slot of every expert, as its home."""
-    first = x.tables.field("offsets")[:-1].long()
-    return x.tables.field("slots").gather(0, first)
-
-
 def balanced_same(x: Layer) -> list[Tensor]:
     slots, loads, split = ops.balance_same(x.ids, x.tables)
     return [slots, loads, *split]
@@ -135,14 +129,8 @@ JOBS = (
     Job("plan_active", lambda x: ops.plan_active(x.loads, x.tables), ("loads", "tables")),
     Job("plan_lp", lambda x: ops.plan_lp(x.loads, x.tables), ("loads", "tables"), 25, LPLB),
     Job("round_split", lambda x: ops.round_split(x.split, x.loads, x.tables), ("split", "loads", "tables")),
-    Job("plan_spill", lambda x: ops.plan_spill(x.loads, *spare_placement(x)), ("loads", "slot_to_expert")),
-    Job(
-        "plan_replication",
-        lambda x: ops.plan_replication(x.loads, *spare_placement(x), local_slots=1),
-        ("loads", "slot_to_expert"),
-    ),
+    Job("plan_fill", lambda x: ops.plan_fill(x.loads, *spare_placement(x)), ("loads", "slot_to_expert")),
     Job("top_up", lambda x: ops.top_up(x.loads, *spare_placement(x)), ("loads", "slot_to_expert")),
-    Job("shard_tokens", lambda x: ops.shard_tokens(x.loads, x.tables, first_slots(x)), ("loads", "tables")),
     Job(
         "share, own row",
         lambda x: ops.share(x.loads, x.quota, x.tables, per_node(x), RANK),

@@ -9,7 +9,7 @@ SIZES = {(16, 128): "128", (16, 4096): "4,096", (16, 16384): "16,384", (64, 4096
 OPS = (
     *("floor: one word", "count", "plan_exact", "share, own row", "route", "chain", "balancer"),
     *("plan_own", "balance_own", "balance_same", "plan_lp", "plan_waterfill", "plan_joint", "plan_active"),
-    *("plan_spill", "plan_replication", "top_up", "shard_tokens", "replica_tables", "round_split"),
+    *("top_up", "replica_tables", "round_split"),
     *("number_rows", "group_copies", "route_shared"),
 )
 

@@ -74,7 +74,7 @@ LP: Columns = {
     "iterations": "{reached[lp32][iterations][mean]:.1f}",
     "largest gap, %": "{reached[lp32][gap][max]:.4f}",
 }
-SPILL: Columns = {
+FILL: Columns = {
     "policy": "{time}",
     "ranks": "{ranks}",
     "median": "{median_us:.0f}",
@@ -190,9 +190,9 @@ ROWS: dict[str, tuple[Columns, Callable[[], list[Row]]]] = {
     "planning": (PLANNING, lambda: read("bench_plan")),
     "shared_planning": (SHARED_PLANNING, lambda: read("bench_shared")),
     "lp": (LP, lambda: read("bench_lp")),
-    "spill": (
-        SPILL,
-        lambda: sorted((r for r in read("bench_spill") if "time" in r), key=lambda r: r["time"]),
+    "fill": (
+        FILL,
+        lambda: sorted((r for r in read("bench_fill") if "time" in r), key=lambda r: r["time"]),
     ),
     "layer": (
         LAYER,

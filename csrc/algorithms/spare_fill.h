@@ -1,4 +1,4 @@
-// spare_fill: what the planners that fill spare slots by a forecast share (plan_replication, top_up): the
+// spare_fill: what the planners that fill spare slots by a forecast share (plan_fill, top_up): the
 // problem, the copies per expert, who holds what, and the filled slots with their telemetry.
 #pragma once
 
@@ -19,6 +19,7 @@ struct FillProblem {
   const int32_t* slot_to_expert;  // [P]
   const int32_t* home_slot;       // [E]
   const bool* alive;              // [R] or null
+  bool within;                    // experts do not leave the node of their home slot
 
   ISOLOAD_HD void select(int64_t b) {
     const int64_t P = int64_t(R) * S;
@@ -31,7 +32,7 @@ struct FillProblem {
 
 struct FillResult {
   int32_t* slot_to_expert;  // [P]
-  int32_t* telemetry;       // [5] imports, most imports and exports of a rank, imports from other nodes, 0
+  int32_t* telemetry;  // [5] imports, most imports and exports of a rank, imports from other nodes, flags
 
   ISOLOAD_HD void select(const FillProblem& in, int64_t b) {
     slot_to_expert += b * in.R * in.S;
@@ -51,18 +52,41 @@ struct FillWorkspace : Workspace<FillWorkspace> {
   }
 };
 
-// The next rank by falling load [R], after `last` (-1: the first); or -1.
-template <class Group>
-ISOLOAD_HD int next_rank(const Group& group, const int64_t* load, int R, int last) {
-  int best;
-  const int64_t most = group.largest(
-      R,
-      [&](int r) {
-        const bool open = last < 0 || load[r] < load[last] || (load[r] == load[last] && r > last);
-        return open ? load[r] : int64_t(-1);
-      },
-      best);
-  return most < 0 ? -1 : best;
+// What is in the spare slots, counted, behind a barrier: one lane may have filled them. Ends with another: a
+// caller's lanes may read the result. exports: [R], for any use before.
+template <class Team>
+ISOLOAD_HD void count_imports(Team& team, const FillProblem& in, const FillResult& out, const int32_t* owners,
+                              int32_t* exports, int32_t flags) {
+  team.for_each(in.R, [&](int r) { exports[r] = 0; });
+  team.sync();
+  int64_t imports = 0, most_imports = 0, across = 0, most_exports = 0;
+  team.for_each(in.R, [&](int r) {
+    int64_t mine = 0;
+    ISOLOAD_ROLLED
+    for (int p = (r + 1) * in.S - in.spare; p < (r + 1) * in.S; ++p) {
+      const int e = out.slot_to_expert[p], owner = e >= 0 && e < in.E ? owners[e] : -1;
+      if (owner < 0) continue;
+      ++mine;
+      across += owner / in.per_node != r / in.per_node;
+      team.add(&exports[owner], 1);
+    }
+    imports += mine;
+    most_imports = mine > most_imports ? mine : most_imports;
+  });
+  team.sync();
+  team.for_each(in.R, [&](int r) { most_exports = exports[r] > most_exports ? exports[r] : most_exports; });
+  const int64_t counts[] = {team.sum(imports), team.max(most_imports), team.max(most_exports),
+                            team.sum(across), flags};
+  if (team.rank() == 0) ISOLOAD_ROLLED
+  for (int i = 0; i < 5; ++i) out.telemetry[i] = static_cast<int32_t>(counts[i]);
+  team.sync();
+}
+
+// What a refused layer leaves behind: the slots as they were.
+template <class Team>
+ISOLOAD_HD void refuse_fill(Team& team, const FillProblem& in, const FillResult& out) {
+  team.for_each(in.R * in.S, [&](int p) { out.slot_to_expert[p] = in.slot_to_expert[p]; });
+  team.for_each(5, [&](int i) { out.telemetry[i] = 0; });
 }
 
 template <class Team>
@@ -98,16 +122,14 @@ class SpareFill {
       ws.total[e] = static_cast<int32_t>(sum < INT32_MAX ? sum : INT32_MAX);
       copies += sum;
     });
-    live_ = team_.sum(live), copies_ = team_.sum(copies);
-    return !team_.any(sign < 0) && copies_ <= INT32_MAX && live_ > 0;
+    live = team_.sum(live), copies = team_.sum(copies);
+    return !team_.any(sign < 0) && copies <= INT32_MAX && live > 0;
   }
 
   ISOLOAD_HD bool alive(int r) const { return !in.alive || in.alive[r]; }
   ISOLOAD_HD int32_t fixed(int r) const { return in.fixed ? in.fixed[r] : 0; }
   ISOLOAD_HD int32_t load(int source, int e) const { return in.loads[int64_t(source) * in.E + e]; }
   ISOLOAD_HD int32_t& holds(int r, int e) const { return ws.holds[int64_t(r) * in.E + e]; }
-  // The mean load of a live rank, rounded up.
-  ISOLOAD_HD int64_t mean() const { return rounded_up(copies_, live_); }
 
   // f(r, group) for every rank, by a group of lanes.
   template <class F>
@@ -115,11 +137,15 @@ class SpareFill {
     team_.for_each_by(in.R, [](int) { return true; }, [](int) {}, f);
   }
 
-  // The least loaded rank with room that lacks the expert, or -1.
+  // The least loaded rank with room that lacks the expert and may borrow it, or -1.
   template <class Group>
   ISOLOAD_HD int taker(const Group& group, int e) const {
     int best;
-    auto room_for = [&](int r) { return ws.room[r] > 0 && !holds(r, e) ? INT64_MAX - ws.load[r] : 0; };
+    const int owner = ws.owner[e], first = in.within ? owner - owner % in.per_node : 0;
+    const int end = in.within ? first + in.per_node : in.R;
+    auto room_for = [&](int r) {
+      return ws.room[r] > 0 && r >= first && r < end && !holds(r, e) ? INT64_MAX - ws.load[r] : 0;
+    };
     return group.largest(in.R, room_for, best) > 0 ? best : -1;
   }
 
@@ -133,34 +159,7 @@ class SpareFill {
     --ws.room[r];
   }
 
-  // What is in the spare slots, counted, behind a barrier: one lane may have filled them. Ends with another:
-  // a caller's lanes may read the result.
-  ISOLOAD_HD void publish() {
-    team_.for_each(in.R, [&](int r) { ws.exports[r] = 0; });
-    team_.sync();
-    int64_t imports = 0, most_imports = 0, across = 0, most_exports = 0;
-    team_.for_each(in.R, [&](int r) {
-      int64_t mine = 0;
-      ISOLOAD_ROLLED
-      for (int p = (r + 1) * in.S - in.spare; p < (r + 1) * in.S; ++p) {
-        const int e = out_.slot_to_expert[p], owner = e >= 0 && e < in.E ? ws.owner[e] : -1;
-        if (owner < 0) continue;
-        ++mine;
-        across += owner / in.per_node != r / in.per_node;
-        team_.add(&ws.exports[owner], 1);
-      }
-      imports += mine;
-      most_imports = mine > most_imports ? mine : most_imports;
-    });
-    team_.sync();
-    team_.for_each(
-        in.R, [&](int r) { most_exports = ws.exports[r] > most_exports ? ws.exports[r] : most_exports; });
-    const int64_t counts[] = {team_.sum(imports), team_.max(most_imports), team_.max(most_exports),
-                              team_.sum(across), 0};
-    if (team_.rank() == 0) ISOLOAD_ROLLED
-    for (int i = 0; i < 5; ++i) out_.telemetry[i] = static_cast<int32_t>(counts[i]);
-    team_.sync();
-  }
+  ISOLOAD_HD void publish() { count_imports(team_, in, out_, ws.owner, ws.exports, 0); }
 
   const FillProblem& in;
   const FillWorkspace& ws;
@@ -168,7 +167,6 @@ class SpareFill {
  private:
   Team& team_;
   const FillResult& out_;
-  int64_t live_ = 0, copies_ = 0;
 };
 
 // The planner of a Solver<Team>(team, problem, workspace, out) whose run() says whether there is a plan.
@@ -187,11 +185,9 @@ struct FillPlanner : PlannerOf<P, FillResult> {  // see planner.h
     const FillWorkspace workspace = FillWorkspace::at(memory, in.R, in.E);
     return Solver<Team>(team, in, workspace, out).run() ? kPlanned : 0;
   }
-  // The slots as they were.
   template <class Team>
   ISOLOAD_HD static void refuse(Team& team, const P& in, const FillResult& out) {
-    team.for_each(in.R * in.S, [&](int p) { out.slot_to_expert[p] = in.slot_to_expert[p]; });
-    team.for_each(5, [&](int i) { out.telemetry[i] = 0; });
+    refuse_fill(team, in, out);
   }
 
   // Plain: no dead ranks.

@@ -3,8 +3,8 @@
 // A launcher enqueues one to three kernels on `stream` (a cudaStream_t), reads nothing back and allocates
 // nothing. It returns null, or what CUDA refused. Values are not checked before: an id, slot or rank out of
 // range counts as -1, a copy beyond its share goes to slot -1, and a problem that the planner refuses gets
-// quota 0, peak and bound -1; of plan_lp: split 0, primal and dual -1, status broke_down; of plan_spill:
-// quota 0 in the placement as it was, level -1. Each sets its bit of the device's error word. `global` is the
+// quota 0, peak and bound -1; of plan_lp: split 0, primal and dual -1, status broke_down; of plan_fill:
+// the placement as it was. Each sets its bit of the device's error word. `global` is the
 // caller's buffer; the functions in bytes give its size, 0 where shared memory does.
 #pragma once
 

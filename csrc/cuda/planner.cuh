@@ -1,6 +1,6 @@
 // The CUDA shells of every planner (planner.h): one block per layer of the batch, of four warps. Where inputs
 // are read over and over, a value at a time, and fit into shared memory next to the workspace, a kernel of
-// its own brings them there first; no pointer of an exact planner or of plan_spill leads anywhere else then.
+// its own brings them there first; no pointer of an exact planner or of plan_fill leads anywhere else then.
 #pragma once
 
 #include "cuda/cuda.h"

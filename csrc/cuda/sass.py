@@ -16,7 +16,7 @@ CODE_LIMIT = 64 * 1024  # what an instruction cache holds of a kernel
 # Loads on their way, at least: all that a lane asks for.
 AHEAD = dict.fromkeys(("count_numbered", "route_numbered", "route_columns"), 8)
 # No pointer that may lead anywhere.
-IN_SHARED = re.compile(r"plan_(exact(_share)?|joint|spill)_fetched|plan_lp<\d,true")
+IN_SHARED = re.compile(r"plan_(exact(_share)?|joint|fill)_fetched|plan_lp<\d,true")
 BETWEEN = re.compile("route_columns")  # blocks that leave words for each other: a fence ahead, one behind
 # Not before a kernel's wait for the one ahead of it: global memory, the start of the next kernel, other ways on.
 BEHIND_WAIT = re.compile(
@@ -25,7 +25,7 @@ BEHIND_WAIT = re.compile(
 WAITS_FROM = 90  # of the compute capability
 WEIGHTS = re.compile("borrow")  # written: until they have ended, no other kernel starts
 NO_DIVISION = re.compile(
-    r"plan_(exact|active|joint|waterfill|replication|spill)|top_up|shard_tokens|share|replica_tables"
+    r"plan_(exact|active|joint|waterfill|fill)|top_up|share|replica_tables"
     r"|route_(columns|shared(_few)?)<"
 )
 

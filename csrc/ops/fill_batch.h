@@ -8,9 +8,8 @@
 namespace isoload::ops {
 
 struct FillBatch : Layers {
-  // per_source: sums over sources are not enough.
   FillBatch(const Tensor& slots, const Tensor& home_in, int64_t num_ranks, int64_t per_node, int64_t spare,
-            const Tensor& loads_in, const Maybe& fixed_in, const Maybe& alive_in, bool per_source = false)
+            const Tensor& loads_in, const Maybe& fixed_in, const Maybe& alive_in, bool within)
       : Layers{dense(slots), "slot_to_expert", slots.dim() == 2, 1},
         R(num_ranks),
         home(dense(home_in)),
@@ -27,7 +26,7 @@ struct FillBatch : Layers {
             "dimensions as slot_to_expert and at least one expert, got ", shape_text(home_in));
     E = home_in.size(batched);
     home = checked_per_layer(home_in, "home_slot", {E});
-    const bool by_source = per_source || loads_in.dim() == 2 + batched;
+    const bool by_source = loads_in.dim() == 2 + batched;
     loads = checked_per_layer(loads_in, "loads", by_source ? Sizes{R, E} : Sizes{E});
     fixed = checked_per_layer(fixed_in, "fixed", {R});
     alive = checked_alive(alive_in, R, like, like_name);
@@ -36,7 +35,7 @@ struct FillBatch : Layers {
               static_cast<int>(spare), data<int32_t>(loads),
               data<int32_t>(fixed),    static_cast<int>(by_source ? R : 1),
               data<int32_t>(like),     data<int32_t>(home),
-              data<bool>(alive)};
+              data<bool>(alive),       within};
   }
 
   // A planner over the batch; problem: its own fields. empty: see below; check(in): what else a layer must
@@ -56,12 +55,16 @@ struct FillBatch : Layers {
                          [](const FillProblem& refused, int64_t, int) { explain(refused); });
   }
   // Filled slots and telemetry.
-  template <class Planner>
-  std::tuple<Tensor, Tensor> fill(const typename Planner::Problem& problem, bool empty) const {
+  template <class Planner, class Check>
+  std::tuple<Tensor, Tensor> fill(const typename Planner::Problem& problem, bool empty, Check&& check) const {
     const Tensor filled = per_layer({P}), telemetry = per_layer({5});
     const FillResult result{mutable_data<int32_t>(filled), mutable_data<int32_t>(telemetry)};
-    solve<Planner>(problem, result, empty, [](const FillProblem&) {});
+    solve<Planner>(problem, result, empty, check);
     return {filled, telemetry};
+  }
+  template <class Planner>
+  std::tuple<Tensor, Tensor> fill(const typename Planner::Problem& problem, bool empty) const {
+    return fill<Planner>(problem, empty, [](const FillProblem&) {});
   }
 
   // empty: nothing may lie in the spare slots.

@@ -29,22 +29,15 @@ namespace isoload {
      "Tensor dual, Tensor iterations, Tensor status)") \
   OP(round_split, \
      "(Tensor split, Tensor loads, Tensor tables, int num_ranks, int num_slots) -> Tensor") \
-  OP(plan_spill, \
+  OP(plan_fill, \
      "(Tensor loads, Tensor slot_to_expert, Tensor home_slot, int num_ranks, int ranks_per_node, " \
      "int spare_slots, Tensor? fixed, Tensor? start, Tensor? alive, int capacity_ppm, " \
-     "int threshold_ppm, bool per_expert, int tolerance_ppm, int min_chunk, int near_cost, " \
-     "int far_cost, int egress, bool within) " \
-     "-> (Tensor slot_to_expert, Tensor quota, Tensor level, Tensor telemetry)") \
-  OP(plan_replication, \
-     "(Tensor loads, Tensor slot_to_expert, Tensor home_slot, int num_ranks, int ranks_per_node, " \
-     "int spare_slots, Tensor? fixed, Tensor? alive, int local_slots, bool printed) " \
-     "-> (Tensor slot_to_expert, Tensor telemetry)") \
+     "int threshold_ppm, bool per_expert, int min_chunk, int near_import, int far_import, " \
+     "int near_export, int far_export, bool within) -> (Tensor slot_to_expert, Tensor telemetry)") \
   OP(top_up, \
      "(Tensor loads, Tensor slot_to_expert, Tensor home_slot, int num_ranks, int ranks_per_node, " \
-     "int spare_slots, Tensor? fixed, Tensor? alive) -> (Tensor slot_to_expert, Tensor telemetry)") \
-  OP(shard_tokens, \
-     "(Tensor loads, Tensor tables, Tensor home_slot, int num_ranks, int num_slots, Tensor? fixed, " \
-     "Tensor? alive, int tolerance_ppm, bool printed) -> Tensor") \
+     "int spare_slots, Tensor? fixed, Tensor? alive, bool within) " \
+     "-> (Tensor slot_to_expert, Tensor telemetry)") \
   OP(plan_waterfill, \
      "(Tensor copies, Tensor tokens, int per_token, int ranks_per_node, int candidates, " \
      "Tensor? ticks, Tensor? limits) -> (Tensor share, Tensor peak, Tensor bound)") \
@@ -143,23 +136,17 @@ namespace isoload {
   FAULT(kRoundSplit, \
         "round_split: loads must not be negative, must sum to less than 2^31 copies, and be 0 for an expert " \
         "without a replica") \
-  FAULT(kPlanSpill, \
-        "plan_spill: loads and fixed must not be negative and must sum to less than 2^31 copies, and a rank " \
+  FAULT(kPlanFill, \
+        "plan_fill: loads and fixed must not be negative and must sum to less than 2^31 copies, and a rank " \
         "be alive") \
   FAULT(kBorrowedSlot, \
         "borrow: slot_to_expert must be in -1..E-1, and what it borrows have a home with an address") \
   FAULT(kBackwardSlot, \
         "borrow_backward: slot_to_expert must be in -1..E-1, and what it borrows have a home, on this rank " \
         "within totals") \
-  FAULT(kPlanReplication, \
-        "plan_replication: loads and fixed must not be negative and must sum to less than 2^31 copies, and a " \
-        "rank be alive") \
   FAULT(kTopUp, \
         "top_up: loads and fixed must not be negative and must sum to less than 2^31 copies, and a rank be " \
         "alive") \
-  FAULT(kShardTokens, \
-        "shard_tokens: loads and fixed must not be negative and must sum to less than 2^31 copies, a rank be " \
-        "alive, and the home of each expert on a rank that holds it") \
   FAULT(kGroupPlaces, \
         "group_copies: num_places must be at least the number of copies present") \
   FAULT(kPlanOwn, \

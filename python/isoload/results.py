@@ -111,29 +111,15 @@ class LpSplit(NamedTuple):
     status: Tensor
 
 
-class Spill(NamedTuple):
-    """What :func:`isoload.ops.plan_spill` returns, with the leading dimension of slot_to_expert.
-
-    slot_to_expert [P] int32 with spare slots filled from the first on; quota [P] int32 copies per slot; level [] int64
-    the capacity in copies, or the cost reached where the least was sought; telemetry [5] int32: imports, most imports
-    of a rank, most exports of a rank, imports from another node, flags.
-
-    Flags are a sum: 1 below the threshold, so plain EP; else why a rank stayed above the capacity: 2 the spare slots
-    ran out, 4 its egress limit is reached, 8 copies that cannot move are above it alone, 16 what is above it is less
-    than min_chunk.
-    """
-
-    slot_to_expert: Tensor
-    quota: Tensor
-    level: Tensor
-    telemetry: Tensor
-
-
 class SlotFill(NamedTuple):
-    """What :func:`isoload.ops.plan_replication` and :func:`isoload.ops.top_up` return, leading L as slot_to_expert.
+    """What the ops that fill spare slots return, with the leading dimension of slot_to_expert.
 
+    The ops are :func:`isoload.ops.plan_fill` and :func:`isoload.ops.top_up`.
     slot_to_expert [P] int32, spare slots filled from the first on; telemetry [5] int32 of all borrowed experts:
-    imports, most imports of a rank, most exports of a rank, imports from another node, 0.
+    imports, most imports of a rank, most exports of a rank, imports from another node, flags.
+
+    Flags are of plan_fill, else 0: 1 the loads are below the threshold, so nothing moved; 2 a rank stays above the
+    capacity by the copies that moved, which the exact split over the filled slots may still level.
     """
 
     slot_to_expert: Tensor

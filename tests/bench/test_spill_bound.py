@@ -8,8 +8,8 @@ from types import ModuleType
 import numpy as np
 import pytest
 
+from support.level_cases import LevelCase, in_order
 from support.spill_bounds import least_cost_bound as bound_by_expert
-from support.spills import SpillCase, in_order
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return spill_bound
 
 
-def draw_small(seed: int, spare: int) -> SpillCase:
+def draw_small(seed: int, spare: int) -> LevelCase:
     rng = np.random.default_rng([11, seed])
     ranks, per_rank = int(rng.integers(2, 5)), int(rng.integers(1, 4))
     weights = rng.lognormal(0, 1.5, ranks * per_rank)
@@ -28,7 +28,13 @@ def draw_small(seed: int, spare: int) -> SpillCase:
     return in_order(loads, ranks, spare, f"draw {seed}")
 
 
-def rows_of(case: SpillCase) -> list[list[int]]:
+def cost_of(case: LevelCase, price: int) -> int:
+    """What a plan costs that fills with imports of this price."""
+    fill = case.fill(import_costs=(price, price))
+    return case.peak(fill.slot_to_expert) + price * int(fill.telemetry[1])
+
+
+def rows_of(case: LevelCase) -> list[list[int]]:
     return case.loads.reshape(case.num_ranks, -1).tolist()
 
 
@@ -51,7 +57,7 @@ def test_never_above_the_optimum_and_near_it(bench: ModuleType) -> None:
 def test_never_above_a_plan(bench: ModuleType, spare: int) -> None:
     for seed in range(100, 160):
         case = draw_small(seed, spare)
-        level = int(case.spill(capacity_factor=None, import_costs=(40, 40)).level)
+        level = cost_of(case, 40)
         assert bench.least_cost_bound(rows_of(case), 40, level) <= level, case.name
 
 
@@ -82,7 +88,7 @@ def test_the_bound_of_few_slots_is_below_the_optimum_and_near_it(bench: ModuleTy
         case = draw_small(seed, spare)
         optimum = bound_by_expert(case, 0, gap=0.0)
         bound = bench.level_bound(rows_of(case), spare)
-        reached = int(case.spill().quota.view(case.num_ranks, -1).sum(1).max())
+        reached = case.peak(case.fill().slot_to_expert)
         assert bound <= optimum + 1e-3 and bound <= reached
         assert np.ceil(bound - 1e-3) >= bench.slots_bound(rows_of(case), 0, spare), "the looser bound"
         gaps.append(1 - bound / optimum)
@@ -95,7 +101,7 @@ def test_the_bound_of_few_slots_with_a_price(bench: ModuleType, spare: int) -> N
     tighter = 0
     for seed in range(300, 320):
         case, price = draw_small(seed, spare), 20
-        level = int(case.spill(capacity_factor=None, import_costs=(price, price)).level)
+        level = cost_of(case, price)
         optimum = bound_by_expert(case, price, gap=0.0)
         free, paid = (bench.level_bound(rows_of(case), spare, price=n) for n in (0, price))
         bound = bench.level_bound(rows_of(case), spare, price=price, level=level)

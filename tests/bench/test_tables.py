@@ -87,7 +87,7 @@ def test_a_changed_result_makes_its_table_old(tables, monkeypatch, tmp_path):
         ),
         ("<!-- table: planning -->\n| a |\n", r"page.md:1: table planning has no <!-- end -->"),
         (
-            "<!-- table: lp -->\n<!-- table: spill -->\n<!-- end -->",
+            "<!-- table: lp -->\n<!-- table: fill -->\n<!-- end -->",
             r"page.md:1: table lp has no <!-- end -->",
         ),
         ("a\n\n<!-- end -->\n", r"page.md:3: <!-- end --> without <!-- table: NAME -->"),

@@ -288,8 +288,8 @@ def test_layers_that_are_no_numbers(trace, text):
             "--slots-per-rank must be at most 8192 (65536 slots on all of 8 ranks), got 1000000",
         ),
         (
-            ["--policies", "spill_cost:egress=1e3", "--spare-slots", "1"],
-            "option egress must be of type int, None, got '1e3'",
+            ["--policies", "spill_cost:min_chunk=1e3", "--spare-slots", "1"],
+            "option min_chunk must be of type int, got '1e3'",
         ),
         (
             ["--policies", "exact,best"],

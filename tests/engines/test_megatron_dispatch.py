@@ -109,7 +109,7 @@ def uneven(rank: int) -> tuple[float, int]:
         layer = make_layer("alltoall", 2)
         with torch.no_grad():
             layer.router.weight.copy_(-torch.linspace(0.1, 1, EXPERTS).unsqueeze(1).expand(-1, HIDDEN))
-        dispatchers = megatron.balance(layer, "spill_cost", egress=0) if balanced else []
+        dispatchers = megatron.balance(layer, "llep") if balanced else []
         made.append(train(layer, rows, 2))
     (dispatcher,) = dispatchers
     differences = [float((made[1][name] - value).abs().max()) for name, value in made[0].items()]

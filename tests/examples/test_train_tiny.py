@@ -28,7 +28,7 @@ import train_tiny  # noqa: E402
 
 RANKS, STEPS = 2, 3
 BLOCKS = 4  # more than the spare pool has buffers, so that backward borrows again
-POLICIES = ("none", "llep:min_chunk=1:threshold=1:tolerance=0", "exact")
+POLICIES = ("none", "llep:min_chunk=1:threshold=1", "exact")
 
 
 def make_settings(**changed):

@@ -37,7 +37,10 @@ SHARED = [
     (CAPACITY, 1),
     *rest((None, 1), (CAPACITY, 0)),
 ]
-ON_DEVICE = [name for name, policy in isoload.POLICIES.items() if not policy().cpu_only]
+ON_HOST = [name for name, policy in isoload.POLICIES.items() if policy.plans_on_host]
+ON_DEVICE = [
+    name for name, policy in isoload.POLICIES.items() if not policy().cpu_only and name not in ON_HOST
+]
 BORROWING = [name for name in ON_DEVICE if isoload.POLICIES[name]().borrows]
 
 
@@ -90,6 +93,15 @@ def test_every_policy(policy: str, capacity: int | None, more: int) -> None:
     num_shared = NUM_SHARED.get(policy, (0, 1))[more]
     transport = LocalTransport(VIRTUAL, capacity)
     assert short(waits_of(transport, num_shared, policy=policy)) == wanted(capacity), num_shared
+
+
+@CAPACITIES
+@pytest.mark.parametrize("policy", ON_HOST)
+def test_policies_that_plan_on_the_cpu_wait_once_more(policy: str, capacity: int | None) -> None:
+    """They declare it: the loads are read once, for the fill and the split, and the plan goes back unwaited for."""
+    waits, counted = short(waits_of(LocalTransport(VIRTUAL, capacity), policy=policy))
+    assert waits == ["tolist in policies/published/on_host.py", *wanted(capacity)[0]]
+    assert counted == wanted(capacity)[1]
 
 
 @pytest.mark.few(1)

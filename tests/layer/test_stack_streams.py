@@ -20,9 +20,6 @@ from support.stacks import Model, close, run
 from support.stream_order import Kernel
 from support.sweeps import rest
 
-FILLS = {"hedge": "plan_spill", "libra": "plan_replication"}
-SPLITS = {"hedge": "plan_exact", "libra": "shard_tokens"}
-
 
 def last_layer(fake: FakeStack) -> list[Kernel]:
     """What another batch's last layer launches."""
@@ -56,14 +53,48 @@ def test_the_plan_runs_beside_local_compute(local: str, policy: str) -> None:
     gemms = named(kernels, "_grouped_mm")
     # two GEMMs of resident experts and two of borrowed ones, by rank; then those of what came
     ours, theirs = gemms[: len(gemms) // 2], gemms[len(gemms) // 2 :]
-    planned = named(kernels, SPLITS[policy], "share", "route", "number_rows", "pack_rows")
+    planned = named(kernels, "plan_exact", "share", "route", "number_rows", "pack_rows")
     assert apart(planned, ours)
     assert all(gemm.comes_behind(kernel) for gemm in theirs for kernel in planned)
-    fill = named(kernels, FILLS[policy])
+    fill = named(kernels, "plan_fill")
     assert apart(fill, gemms) and all(kernel.comes_behind(planned[-1]) for kernel in fill)
     assert {kernel.stream for kernel in planned + fill} == {planned[0].stream}
     borrowed = named(kernels, "borrow")
     assert apart(borrowed, gemms) and all(kernel.comes_behind(fill[-1]) for kernel in borrowed)
+
+
+@pytest.mark.parametrize("local", ["held", "planned"])
+def test_the_host_waits_for_a_plan_on_the_cpu_beside_local_compute(local: str) -> None:
+    """Once for the split and once for the next layer's fill, when the GEMMs of local copies are enqueued."""
+    with fake_stack(LocalTransport(VIRTUAL, CAPACITY), "lookahead", local, "libra_published", "pull") as fake:
+        fake.host.waits.clear()
+        kernels = last_layer(fake)
+        waits = [wait.rsplit(":", 1)[0] for wait in fake.host.waits]
+    assert waits == ["tolist in policies/published/on_host.py"] * 2 * len(fake.layers)
+    gemms = named(kernels, "_grouped_mm")
+    ours, read = gemms[: len(gemms) // 2], [k for k in named(kernels, "cat") if "/on_host.py" in k.line]
+    split, fill = read
+    assert apart([split], ours) and apart([fill], gemms)
+    assert kernels.index(ours[-1]) < kernels.index(split) < kernels.index(fill)
+
+
+@pytest.mark.parametrize(
+    ("policy", "predict", "local", "borrow"),
+    [
+        ("libra_published", None, "planned", "pull"),
+        ("libra_published", "lookahead", "planned", "copy"),
+        ("llep_published", None, "planned", "pull"),
+    ],
+)
+def test_a_plan_on_the_cpu_before_local_compute_is_refused(
+    policy: str, predict: str | None, local: str, borrow: str
+) -> None:
+    message = (
+        f"policy {policy} must plan beside local compute, because the host waits for the loads: .* use libra"
+    )
+    stack = fake_stack(LocalTransport(VIRTUAL, CAPACITY), predict, local, policy, borrow)
+    with pytest.raises(ValueError, match=message), stack:
+        pass
 
 
 def test_a_plan_that_moves_local_copies_comes_first() -> None:
@@ -72,7 +103,7 @@ def test_a_plan_that_moves_local_copies_comes_first() -> None:
         kernels = last_layer(fake)
     gemms, planned = named(kernels, "_grouped_mm"), named(kernels, "plan_exact", "pack_rows")
     assert all(gemm.comes_behind(kernel) for gemm in gemms for kernel in planned)
-    assert apart(named(kernels, FILLS["hedge"]), gemms[: len(gemms) // 2])
+    assert apart(named(kernels, "plan_fill"), gemms[: len(gemms) // 2])
     assert apart(named(kernels, "borrow"), gemms)
 
 
@@ -129,8 +160,8 @@ def test_a_missing_wait_is_seen(missing: str, local: str, policy: str) -> None:
     [
         ("held", "hedge", {}),
         ("planned", "libra", {}),
-        ("planned", "libra", {"printed": True}),
-        *rest(("planned", "hedge", {}), ("held", "libra", {}), ("planned", "libra", {"split_by": "exact"})),
+        ("planned", "libra_published", {}),
+        *rest(("planned", "hedge", {}), ("held", "libra", {})),
     ],
 )
 def test_in_that_order_results_are_the_dense_models(

@@ -16,9 +16,9 @@
 #include "algorithms/share.h"
 #include "algorithms/share_alone.h"
 #include "algorithms/spare_fill.h"
+#include "filling.h"
 #include "instances.h"
 #include "own.h"
-#include "spill.h"
 
 namespace isoload {
 
@@ -83,15 +83,16 @@ struct Answers {
     };
     fill(tables, ReplicaTables::size(in.E, in.P()));
     fill(workspace,
-         std::max({2 * replica_tables_workspace(in.R, in.E), ActiveWorkspace<4>::bytes(in.R, in.E) / 4,
-                   (std::max({fits(in, 0) ? WaterfillWorkspace<1>::bytes(in.R) : 0,
-                              fits(in, 1) ? WaterfillWorkspace<2>::bytes(in.R) : 0,
-                              WaterfillWorkspace<4>::bytes(in.R)}) +
-                    3) /
-                       4,
-                   2 * (int64_t(in.R) * in.E + in.P()),
-                   SpillWorkspace::bytes(in.R, in.E, int64_t(in.R) * (in.S + kMostSpare)) / 4 + 1,
-                   FillWorkspace::bytes(in.R, in.E) / 4, LpWorkspace<double>::size(in.R, in.E, in.P()) / 4}));
+         std::max(
+             {2 * replica_tables_workspace(in.R, in.E), ActiveWorkspace<4>::bytes(in.R, in.E) / 4,
+              (std::max({fits(in, 0) ? WaterfillWorkspace<1>::bytes(in.R) : 0,
+                         fits(in, 1) ? WaterfillWorkspace<2>::bytes(in.R) : 0,
+                         WaterfillWorkspace<4>::bytes(in.R)}) +
+               3) /
+                  4,
+              2 * (int64_t(in.R) * in.E + in.P()),
+              LevelFillWorkspace::bytes(in.R, in.E, int64_t(in.R) * (in.S + kMostSpare), kMostSpare) / 4 + 1,
+              FillWorkspace::bytes(in.R, in.E) / 4, LpWorkspace<double>::size(in.R, in.E, in.P()) / 4}));
     fill(relaxed.words, RelaxedPlan<float>::size(in.P()));
     fill(relaxed_double.words, RelaxedPlan<double>::size(in.P()));
     relaxed.ok = relaxed.fits = relaxed_double.ok = relaxed_double.fits = false;

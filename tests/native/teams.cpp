@@ -8,7 +8,7 @@
 
 #include "answers.h"
 #include "fill.h"
-#include "spill.h"
+#include "filling.h"
 #include "team.h"
 #include "waterfill.h"
 
@@ -36,42 +36,32 @@ class Lane {
     relax(to_.relaxed_double);
   }
 
-  void run(const Spilling& spill, Spilled& spilled) {
-    SpillProblem problem{fill_of(spill)};
-    problem.start = spill.start.empty() ? nullptr : spill.start.data();
-    problem.capacity_ppm = spill.capacity_ppm, problem.threshold_ppm = spill.threshold_ppm;
-    problem.per_expert = spill.per_expert, problem.tolerance_ppm = spill.tolerance_ppm;
-    problem.min_chunk = spill.min_chunk, problem.egress = spill.egress, problem.within = spill.within;
-    problem.near_cost = spill.near_cost, problem.far_cost = spill.far_cost;
-    const auto workspace = SpillWorkspace::at(to_.workspace.data(), in_.R, in_.E, in_.R * spill.S);
-    const SpillResult out{spilled.slot_to_expert.data(), spilled.quota.data(), &spilled.level,
-                          spilled.telemetry};
-    const SpillStatus status = Spill<Team>(team_, problem, workspace, out).solve();
-    if (team_.rank() == 0) spilled.status = status;
-    finish(spilled.quota, status == SpillStatus::ok ? uint64_t(spilled.level) : uint64_t(status));
+  void run(const Filling& filling, Filled& filled) {
+    LevelFillProblem problem{fill_of(filling)};
+    problem.start = filling.start.empty() ? nullptr : filling.start.data();
+    problem.capacity_ppm = filling.capacity_ppm, problem.threshold_ppm = filling.threshold_ppm;
+    problem.per_expert = filling.per_expert, problem.min_chunk = filling.min_chunk;
+    problem.near_import = filling.near_import, problem.far_import = filling.far_import;
+    problem.near_export = filling.near_export, problem.far_export = filling.far_export;
+    problem.within = filling.within;
+    const auto workspace =
+        LevelFillWorkspace::at(to_.workspace.data(), in_.R, in_.E, in_.R * filling.S, filling.spare);
+    const FillResult out{filled.slot_to_expert.data(), filled.telemetry};
+    const bool fits = LevelFill<Team>(team_, problem, workspace, out).run();
+    if (team_.rank() == 0) filled.fits = fits;
+    finish(filled.slot_to_expert, fits ? 1 + uint64_t(filled.telemetry[0]) : 0);
   }
 
-  // plan_replication, then top_up of what it left; and shard_tokens of the instance.
-  void run(const Spilling& spill, Fills& fills) {
+  // top_up of what plan_fill left.
+  void run(const Filling& filling, const Filled& begun, ToppedUp& topped) {
+    FillProblem problem = fill_of(filling);
+    if (begun.fits) problem.slot_to_expert = begun.slot_to_expert.data();
     const FillWorkspace workspace = FillWorkspace::at(to_.workspace.data(), in_.R, in_.E);
-    const ReplicationProblem problem{fill_of(spill), spill.spare / 2, spill.within};
-    FillProblem fill = problem;
-    auto solve = [&](int i, auto&& planner) {
-      const bool fits = planner(FillResult{fills.slots[i].data(), fills.telemetry[i]});
-      if (team_.rank() == 0) fills.fits[i] = fits;
-      finish(fills.slots[i], fits ? 1 + uint64_t(fills.telemetry[i][0]) : 0);
-      return fits;
-    };
-    if (solve(0,
-              [&](const FillResult& out) { return Replication<Team>(team_, problem, workspace, out).run(); }))
-      fill.slot_to_expert = fills.slots[0].data();
-    solve(1, [&](const FillResult& out) { return TopUp<Team>(team_, fill, workspace, out).run(); });
-    const ShardingProblem sharding{split(), fill.fixed,        fills.home.data(),
-                                   nullptr, in_.tolerance_ppm, spill.within};
-    const auto memory = ShardingWorkspace::at(to_.workspace.data(), in_.R, in_.E);
-    const ShardingStatus status = Sharding<Team>(team_, sharding, memory, fills.quota.data()).run();
-    if (team_.rank() == 0) fills.sharding = status;
-    finish(fills.quota, static_cast<uint64_t>(status));
+    problem.within = filling.within;
+    const FillResult out{topped.slots.data(), topped.telemetry};
+    const bool fits = TopUp<Team>(team_, problem, workspace, out).run();
+    if (team_.rank() == 0) topped.fits = fits;
+    finish(topped.slots, fits ? 1 + uint64_t(topped.telemetry[0]) : 0);
   }
 
   void run(const Pouring& pour, AllPoured& all) {
@@ -92,19 +82,20 @@ class Lane {
   const int32_t* fixed() const { return in_.fixed.empty() ? nullptr : in_.fixed.data(); }
   const int32_t* ticks() const { return in_.ticks.empty() ? nullptr : in_.ticks.data(); }
 
-  FillProblem fill_of(const Spilling& spill) const {
+  FillProblem fill_of(const Filling& filling) const {
     return {
         .R = in_.R,
         .E = in_.E,
-        .S = spill.S,
+        .S = filling.S,
         .per_node = in_.ranks_per_node,
-        .spare = spill.spare,
+        .spare = filling.spare,
         .loads = in_.loads.data(),
         .fixed = fixed(),
         .num_sources = in_.R,
-        .slot_to_expert = spill.slot_to_expert.data(),
-        .home_slot = spill.home_slot.data(),
-        .alive = spill.alive.empty() ? nullptr : reinterpret_cast<const bool*>(spill.alive.data()),
+        .slot_to_expert = filling.slot_to_expert.data(),
+        .home_slot = filling.home_slot.data(),
+        .alive = filling.alive.empty() ? nullptr : reinterpret_cast<const bool*>(filling.alive.data()),
+        .within = false,
     };
   }
 
@@ -245,14 +236,14 @@ struct Run {
   Pouring pouring;
   Answers one, many;
   AllPoured one_poured, many_poured;
-  Spilling spilling;
-  Spilled one_spilled, many_spilled;
-  Fills one_filled, many_filled;
+  Filling filling;
+  Filled one_leveled, many_leveled;
+  ToppedUp one_topped, many_topped;
   int refused = 0, augmented = 0, raised = 0, cut = 0;  // instances on which this part of the solver had work
   int converged = 0;                                    // of plan_lp
   int poured = 0, moved = 0, rerouted = 0, stranded = 0;  // of plan_waterfill
-  int lent = 0, sought = 0, full = 0;                     // of plan_spill
-  int handed = 0, topped = 0, sharded = 0;                // of plan_replication, top_up, shard_tokens
+  int lent = 0, sought = 0, full = 0;                     // of plan_fill
+  int topped = 0;                                         // of top_up
   bool failed = false;
 
   void start(int k) {
@@ -266,22 +257,22 @@ struct Run {
     Lane<SerialTeam> lane(alone, instance, one);
     lane.run();
     lane.run(pouring, one_poured);
-    spilling = draw_spilling(instance, seed * 1000003 + k);
-    one_spilled.poison(instance, spilling, 0x7f);
-    many_spilled.poison(instance, spilling, 0x80);
-    lane.run(spilling, one_spilled);
-    one_filled.poison(instance, spilling, 0x7f);
-    many_filled.poison(instance, spilling, 0x80);
-    lane.run(spilling, one_filled);
+    filling = draw_filling(instance, seed * 1000003 + k);
+    one_leveled.poison(instance, filling, 0x7f);
+    many_leveled.poison(instance, filling, 0x80);
+    lane.run(filling, one_leveled);
+    one_topped.poison(instance, filling, 0x7f);
+    many_topped.poison(instance, filling, 0x80);
+    lane.run(filling, one_leveled, one_topped);
   }
 
   void check(int k) {
     const char* wrong = answers_error(instance, one, many);
     if (!wrong) wrong = all_poured_error(instance, pouring, one_poured, many_poured);
-    if (!wrong && !(one_spilled == many_spilled)) wrong = "the two teams spill otherwise";
-    if (!wrong) wrong = spilled_error(instance, spilling, one_spilled);
-    if (!wrong && !(one_filled == many_filled)) wrong = "the two teams fill otherwise";
-    if (!wrong) wrong = fills_error(instance, spilling, one_filled);
+    if (!wrong && !(one_leveled == many_leveled)) wrong = "the two teams level otherwise";
+    if (!wrong) wrong = filled_error(instance, filling, one_leveled);
+    if (!wrong && !(one_topped == many_topped)) wrong = "the two teams top up otherwise";
+    if (!wrong) wrong = topped_up_error(instance, filling, one_leveled, one_topped);
     if (wrong) {
       failed = true;
       std::printf("instance %d of seed %llu: %s: %s\n", k, static_cast<unsigned long long>(seed), wrong,
@@ -297,13 +288,11 @@ struct Run {
     const bool all_ok = one_poured[0].status == WaterfillStatus::ok,
                visited_ok = one_poured[2].status == WaterfillStatus::ok;
     poured += all_ok;
-    const bool spilled_ok = one_spilled.status == SpillStatus::ok, lends = one_spilled.telemetry[0] > 0;
-    lent += spilled_ok && lends && spilling.capacity_ppm;
-    sought += spilled_ok && lends && !spilling.capacity_ppm;
-    full += spilled_ok && (one_spilled.telemetry[4] & (kNoSpareSlot | kEgressLimit));
-    handed += one_filled.fits[0] && one_filled.telemetry[0][0] > 0;
-    topped += one_filled.fits[1] && one_filled.telemetry[1][0] > one_filled.telemetry[0][0];
-    sharded += one_filled.sharding == ShardingStatus::ok && one_filled.quota != one.exact().quota;
+    const bool leveled = one_leveled.fits, lends = one_leveled.telemetry[0] > 0;
+    lent += leveled && lends && !filling.far_import;
+    sought += leveled && lends && filling.far_import;
+    full += leveled && (one_leveled.telemetry[4] & kAboveCapacity);
+    topped += one_topped.fits && one_topped.telemetry[0] > one_leveled.telemetry[0];
     for (int i = 0; i < instance.R && all_ok; ++i)
       if (one_poured[0].share[i * instance.R + i] < pouring.per_token * pouring.tokens[i]) {
         ++moved;
@@ -323,8 +312,8 @@ void lane(Run& run, ThreadTeam::Group& group, int rank) {
     Lane<ThreadTeam> lane(team, run.instance, run.many);
     lane.run();
     lane.run(run.pouring, run.many_poured);
-    lane.run(run.spilling, run.many_spilled);
-    lane.run(run.spilling, run.many_filled);
+    lane.run(run.filling, run.many_leveled);
+    lane.run(run.filling, run.one_leveled, run.many_topped);
     if (rank == 0) run.check(k);
     team.sync();
   }
@@ -348,9 +337,8 @@ int main(int argc, char** argv) {
   std::printf(
       "1 and %d lanes agree on %d instances: %d refused, %d augmented, %d raised, %d cut, "
       "%d converged, %d poured, %d moved, %d rerouted, %d stranded, %d lent, %d sought, %d full, "
-      "%d handed, %d topped, %d sharded\n",
+      "%d topped\n",
       threads, run.instances, run.refused, run.augmented, run.raised, run.cut, run.converged, run.poured,
-      run.moved, run.rerouted, run.stranded, run.lent, run.sought, run.full, run.handed, run.topped,
-      run.sharded);
+      run.moved, run.rerouted, run.stranded, run.lent, run.sought, run.full, run.topped);
   return 0;
 }

@@ -19,7 +19,7 @@ from torch import Tensor
 import isoload
 from isoload import ops
 from isoload.replica_tables import ReplicaTables
-from support import fills, pourings, spills
+from support import fills, level_cases, pourings
 from support.borrow_plans import SHAPES, draw_plan, draw_values
 from support.cases import Case, draw, instances
 from support.chain import NODES, chain, draw_batch
@@ -117,22 +117,18 @@ def test_real_valued_splits(dtype: torch.dtype) -> None:
         assert_same(case.name, ops.plan_lp, loads, tables, base=base, dtype=dtype)
 
 
-def test_spills() -> None:
+def test_fills_by_levels() -> None:
     for seed in range(78_000, 78_300):
-        case = spills.draw(seed)
-        assert_same(case.name, ops.plan_spill, *case.arguments(), **case.options())
+        case = level_cases.draw(seed)
+        assert_same(case.name, ops.plan_fill, *case.arguments(), **case.options())
 
 
 def test_fills_ahead() -> None:
     for case in fills.fill_cases(100, seed=79_000):
         alive = case.alive_tensor()
-        for printed in (False, True):
-            loads, _, home, *others = case.arguments()
-            rules = {"alive": alive, "local_slots": case.spare // 2, "printed": printed}
-            filled = assert_same(case.name, ops.plan_replication, *case.arguments(), **rules).slot_to_expert
-            assert_same(case.name, ops.top_up, loads, filled, home, *others, alive=alive)
-            tables = case.tables(filled.numpy())
-            assert_same(case.name, ops.shard_tokens, loads, tables, home, others[-1], printed=printed)
+        loads, _, home, *others = case.arguments()
+        filled = assert_same(case.name, ops.plan_fill, *case.arguments(), alive=alive).slot_to_expert
+        assert_same(case.name, ops.top_up, loads, filled, home, *others, alive=alive)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
@@ -307,9 +303,9 @@ def test_a_refused_problem_says_so() -> None:
     assert [part.tolist() for part in lp] == [[0, 0], -1, -1, 0, 2]
     assert ops.round_split(lp.split, loads, tables).tolist() == [0, 0]
     slots, home = (torch.tensor(ids, dtype=torch.int32).cuda() for ids in ([0, 1, -1, 2, -1, -1], [0, 1, 3]))
-    spill = ops.plan_spill(loads, slots, home, 2, 1)
-    assert [part.tolist() for part in spill] == [slots.tolist(), [0] * 6, -1, [0] * 5]
-    with pytest.raises(ValueError, match=r"plan_lp: .*round_split: .*plan_spill: "):
+    fill = ops.plan_fill(loads, slots, home, 2, 1)
+    assert [part.tolist() for part in fill] == [slots.tolist(), [0] * 5]
+    with pytest.raises(ValueError, match=r"plan_lp: .*round_split: .*plan_fill: "):
         isoload.ops.check_device("cuda")
 
 

@@ -78,17 +78,10 @@ def append(d: str) -> object:
     return ops.append_shared_expert(IDS.to(d) - 2, torch.ones(3, 2, device=d), ranks, 2)
 
 
-def spill(d: str, planner: Callable[..., object] = ops.plan_spill) -> object:
+def fill_slots(d: str, planner: Callable[..., object] = ops.plan_fill) -> object:
     home = torch.tensor([0, 1, 4], dtype=torch.int32, device=d)
     slots = torch.tensor([0, 1, -1, -1, 2, -1], dtype=torch.int32, device=d)
     return planner(-LOADS[:, :3].to(d), slots, home, 2, 1)
-
-
-def shard_without_home(d: str) -> Tensor:
-    """Expert 1 is said to live where expert 2 does, in a slot that is not its own."""
-    home = torch.tensor([0, 3, 3], dtype=torch.int32, device=d)
-    slots = torch.tensor([0, 1, -1, 2], dtype=torch.int32, device=d)
-    return ops.shard_tokens(LOADS[:, :3].to(d), ops.replica_tables(slots, 2, 3), home)
 
 
 def borrow(d: str, backward: bool) -> None:
@@ -114,14 +107,14 @@ BROKEN: dict[str, tuple[Callable[[str], object], list[int]]] = {
     "plan_waterfill": (lambda d: ops.plan_waterfill(NEGATIVE.to(d), TWO.to(d)), [3]),
     "share": (lambda d: ops.share(LOADS.to(d), QUOTA.to(d) + 1, tables(d), 1), [4]),
     "share_alone": (lambda d: ops.share_alone(-LOADS[0].to(d), QUOTA.to(d), tables(d), 0), [5]),
-    "plan_own": (lambda d: ops.plan_own(-LOADS[0].to(d), tables(d), NO_OFFSET.to(d), 0), [22]),
+    "plan_own": (lambda d: ops.plan_own(-LOADS[0].to(d), tables(d), NO_OFFSET.to(d), 0), [20]),
     **{
-        f"balance_own {i}": (lambda d, bad=bad: balance_own_bad(d, bad, NO_OFFSET), [23])
+        f"balance_own {i}": (lambda d, bad=bad: balance_own_bad(d, bad, NO_OFFSET), [21])
         for i, bad in enumerate(BAD_IDS)
     },
-    "balance_own offset": (lambda d: balance_own_bad(d, IDS, NO_OFFSET - 1), [24]),
-    "balance_own without replica": (lambda d: balance_own_bad(d, IDS + 1, NO_OFFSET), [24]),
-    "balance_own of many": (lambda d: balance_own_bad(d, (IDS + 1).repeat(1400, 1), NO_OFFSET), [7, 24]),
+    "balance_own offset": (lambda d: balance_own_bad(d, IDS, NO_OFFSET - 1), [22]),
+    "balance_own without replica": (lambda d: balance_own_bad(d, IDS + 1, NO_OFFSET), [22]),
+    "balance_own of many": (lambda d: balance_own_bad(d, (IDS + 1).repeat(1400, 1), NO_OFFSET), [7, 22]),
     "balance_same": (lambda d: ops.balance_same(BAD_IDS[0].to(d), tables(d)), [0, 6]),
     **{f"route {i}": (lambda d, bad=bad: route(d, bad), [6]) for i, bad in enumerate(BAD_IDS)},
     "route share": (lambda d: route(d, IDS, ROW * 0), [7]),
@@ -133,14 +126,11 @@ BROKEN: dict[str, tuple[Callable[[str], object], list[int]]] = {
     "append": (append, [12]),
     "plan_lp": (lambda d: ops.plan_lp(-LOADS.to(d), tables(d)), [13]),
     "round_split": (lambda d: ops.round_split(QUOTA.float().to(d), -LOADS.to(d), tables(d)), [14]),
-    "plan_spill": (spill, [15]),
+    "plan_fill": (fill_slots, [15]),
     "borrow": (lambda d: borrow(d, False), [16]),
     "borrow_backward": (lambda d: borrow(d, True), [17]),
-    "plan_replication": (lambda d: spill(d, ops.plan_replication), [18]),
-    "top_up": (lambda d: spill(d, ops.top_up), [19]),
-    "shard_tokens": (lambda d: ops.shard_tokens(-LOADS.to(d), tables(d), TWO.new_tensor([0, 1, 3, 0]).to(d)), [20]),
-    "shard_tokens home": (shard_without_home, [20]),
-    "group_copies": (lambda d: ops.group_copies(IDS.to(d), 0, 3, 5), [21]),
+    "top_up": (lambda d: fill_slots(d, ops.top_up), [18]),
+    "group_copies": (lambda d: ops.group_copies(IDS.to(d), 0, 3, 5), [19]),
 }  # fmt: skip
 
 

@@ -29,14 +29,10 @@ LAYERED = {
     "round_split": "split=split.double().expand(3, 8), loads=loads.expand(3, 4), tables=OF_LAYERS",
     "plan_joint": "loads=loads.expand(3, 4, 5), tables=placed(*SHARED, layers=3), ticks=int32(1, 2, 3, 4),"
     "objective='local', ranks_per_node=2, tolerance=0.001, budget=7, rank=0",
-    "plan_spill": "loads=loads.expand(3, 2, 4), slot_to_expert=slot_to_expert.expand(3, 6), alive=~NOBODY,"
+    "plan_fill": "loads=loads.expand(3, 2, 4), slot_to_expert=slot_to_expert.expand(3, 6), alive=~NOBODY,"
     "home_slot=home_slot.expand(3, 4), fixed=int32(1, 2).expand(3, 2), ranks_per_node=1",
-    "plan_replication": "loads=loads.expand(3, 2, 4), slot_to_expert=slot_to_expert.expand(3, 6), alive=~NOBODY,"
-    "home_slot=home_slot.expand(3, 4), ranks_per_node=1, printed=True",
     "top_up": "loads=loads[0].expand(3, 4), slot_to_expert=slot_to_expert.expand(3, 6), alive=~NOBODY,"
     "home_slot=home_slot.expand(3, 4), fixed=int32(1, 2).expand(3, 2), ranks_per_node=1",
-    "shard_tokens": "loads=loads.expand(3, 2, 4), tables=tables_of(tables.data.expand(3, -1), tables),"
-    "home_slot=home_slot.expand(3, 4), fixed=int32(1, 2).expand(3, 2), alive=~NOBODY, tolerance=0.001, printed=True",
     "plan_waterfill": "copies=copies.expand(3, 4, 4), tokens=tokens.expand(3, 4), per_token=2, ranks_per_node=2,"
     "candidates='visited', ticks=tokens, limits=9 * tokens",
     "share": "loads=loads.expand(3, 4, 4), quota=quota.expand(3, 8), tables=OF_LAYERS, rank=1, order='rank_major'",

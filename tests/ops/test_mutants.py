@@ -200,54 +200,40 @@ MUTANTS = {
         "teams",
     ),
     "the capacity rounded down": Mutant(
-        "csrc/algorithms/spill_layer.h",
-        "copies + uint64_t(most_.live) - 1;",
-        "copies;",
-        "plan_spill",
-    ),
-    "a spill published before it is made": Mutant(
-        "csrc/algorithms/plan_spill.h",
-        "low + step(k), slack, least);\n      });\n      team_.sync();",
-        "low + step(k), slack, least);\n      });",
-        "teams",
-    ),
-    "levels of the last round overwritten": Mutant(
-        "csrc/algorithms/plan_spill.h",
-        "team_.sync();  // before the levels of the next round",
-        "// before the levels of the next round",
-        "teams",
-    ),
-    "no plan without what replicas took": Mutant(
-        "csrc/algorithms/plan_spill.h",
-        "!may_improve(worth, capacity)",
-        "true",
-        "plan_spill::test_equals_reference",
+        "csrc/algorithms/plan_fill.h", "copies + most.live - 1", "copies", "plan_fill"
     ),
     "a small excess moves": Mutant(
-        "csrc/algorithms/spill_greedy.h", "if (excess < in_.min_excess)", "if (excess < 0)", "plan_spill"
+        "csrc/algorithms/fill_level.h",
+        "ws_.load[r] - level_ >= in_.min_chunk",
+        "ws_.load[r] > level_",
+        "plan_fill",
     ),
     "a rest of a cut expert is lost": Mutant(
-        "csrc/algorithms/spill_level.h", "return copies < here ? Answer::rest :", "return", "plan_spill"
+        "csrc/algorithms/fill_level.h", "return pays && copies < here;", "return false;", "plan_fill"
     ),
     "an expert leaves its node": Mutant(
-        "csrc/algorithms/spill_greedy.h", "(near || !in_.within)", "true", "plan_spill"
+        "csrc/algorithms/fill_level.h", "(in_.within && !near)", "false", "plan_fill"
     ),
-    "one import too many": Mutant(
-        "csrc/algorithms/spill_greedy.h",
-        "may_lend && to_.free[r] > 0 ?",
-        "may_lend ?",
-        "plan_spill",
-    ),
+    "one import too many": Mutant("csrc/algorithms/fill_level.h", "ws_.free[q] == 0 ||", "", "plan_fill"),
     "imports cost nothing": Mutant(
-        "csrc/algorithms/spill_greedy.h",
-        "cost += in_.import_cost(chunk.near);",
-        "cost += 0 * in_.import_cost(chunk.near);",
-        "plan_spill",
+        "csrc/algorithms/fill_level.h",
+        "int64_t(peak) + most_in + most_out",
+        "int64_t(peak) + most_out",
+        "plan_fill",
     ),
-    "tries of the last round overwritten": Mutant(
-        "csrc/algorithms/plan_spill.h",
-        "team_.sync();  // before anybody tries again",
-        "// before anybody tries again",
+    "exports cost nothing": Mutant(
+        "csrc/algorithms/fill_level.h",
+        "int64_t(peak) + most_in + most_out",
+        "int64_t(peak) + most_in",
+        "plan_fill",
+    ),
+    "an expert stays on a rank after its level": Mutant(
+        "csrc/algorithms/plan_fill.h", "attempt.undo();", "", "plan_fill"
+    ),
+    "a move read while it is written": Mutant(
+        "csrc/algorithms/plan_fill.h",
+        "ws_.queue[before] = ws_.slots[i];\n    });\n    team_.sync();",
+        "ws_.queue[before] = ws_.slots[i];\n    });",
         "teams",
     ),
     **OF_FILLS,

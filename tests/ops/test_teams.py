@@ -26,9 +26,7 @@ WORK = (
     "lent",
     "sought",
     "full",
-    "handed",
     "topped",
-    "sharded",
 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fractions import Fraction
+from functools import partial
 from math import floor
 from typing import Any
 
@@ -81,8 +82,22 @@ def test_equals_reference() -> None:
     rng = np.random.default_rng(3)
     for case in fill_cases(200, seed=13):
         slots = case.fill_at_random(rng)
-        for a, b in zip(solve(case, slots), solve(case, slots, reference.top_up), strict=True):
-            assert a.dtype == b.dtype and torch.equal(a, b), case.name
+        for within in ("all", "node"):
+            mine, theirs = (
+                solve(case, slots, partial(planner, within=within))
+                for planner in (ops.top_up, reference.top_up)
+            )
+            for a, b in zip(mine, theirs, strict=True):
+                assert a.dtype == b.dtype and torch.equal(a, b), (case.name, within)
+
+
+def test_within_the_node() -> None:
+    """Expert 0 goes to rank 1 alone, the other rank of its node."""
+    case = one_expert_each([[12, 0, 0, 0], [0, 5, 0, 0], [0, 0, 1, 0], [0, 0, 0, 0]], spare=1)
+    loads, _, *others = case.arguments()
+    fill = ops.top_up(loads, torch.from_numpy(case.slots), *others, ranks_per_node=2, within="node")
+    assert fill.slot_to_expert.tolist() == [0, 1, 1, 0, 2, -1, 3, 2]
+    assert fill.telemetry.tolist() == [3, 1, 1, 0, 0]
 
 
 def test_layers_at_once_equal_one_by_one_and_sources_are_summed() -> None:

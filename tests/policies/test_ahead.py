@@ -11,18 +11,16 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import isoload
-from isoload import ops
 from isoload.balancing import planning
 from isoload.policies import POLICIES, make_policy, parse_policy
 
 RANKS, EXPERTS, SPARE = 8, 32, 3
 TOPOLOGY = isoload.Topology(RANKS, ranks_per_node=4)
-LIBRAS: dict[str, dict[str, Any]] = {
-    "sharding": {},
-    "exact": {"split_by": "exact"},
-    "printed": {"printed": True},
-    "tolerant": {"tolerance": 0.1},
-    "all local": {"alpha": 1.0},
+LIBRAS: dict[str, tuple[str, dict[str, Any]]] = {
+    "plain": ("libra", {}),
+    "published": ("libra_published", {}),
+    "tolerant": ("libra", {"tolerance": 0.1}),
+    "all local": ("libra", {"alpha": 1.0}),
 }
 
 
@@ -66,7 +64,7 @@ def local_part(plan: isoload.records.plan.Plan, loads: Tensor) -> Tensor:
 def test_libra_keeps_local_copies_and_its_plan_is_one(name: str, replicas: int) -> None:
     placement = place(replicas)
     for seed in range(6):
-        loads, policy = draw_loads(seed), make_policy("libra", LIBRAS[name])
+        loads, policy = draw_loads(seed), make_policy(*LIBRAS[name])
         filled = planning.fill(predicted(loads, seed), placement, 0, policy)
         for plan in (
             isoload.plan(loads, placement, 0, policy),
@@ -80,14 +78,14 @@ def test_libra_keeps_local_copies_and_its_plan_is_one(name: str, replicas: int) 
         assert torch.equal(plan.slot_to_expert, filled.slot_to_expert)
 
 
-def test_exact_is_never_above_sharding_on_the_same_fill() -> None:
+def test_libra_is_never_above_the_papers_sharding_of_the_same_slots() -> None:
     lower = 0
     for seed in range(40):
         placement, loads = place(seed % 2), draw_loads(seed)
         filled = planning.fill(predicted(loads, seed), placement, 0, "libra")
         peaks = [
-            isoload.plan(loads, placement, 0, "libra", filled=filled, split_by=by).peak.item()
-            for by in ("sharding", "exact")
+            isoload.plan(loads, placement, 0, policy, filled=filled).peak.item()
+            for policy in ("libra_published", "libra")
         ]
         assert peaks[1] <= peaks[0]
         lower += peaks[1] < peaks[0]
@@ -105,7 +103,7 @@ def test_hedge_splits_exactly_and_fills_all_slots(replicas: int) -> None:
             assert isoload.records.plan.plan_errors(plan, loads) == []
             assert plan.peak.item() == plan.bound.item()
             assert filled.telemetry[0] == RANKS * SPARE and plan.telemetry is filled.telemetry
-            level = make_policy("llep", {"min_chunk": 1, "threshold": 0.0, "tolerance": 0.0})
+            level = make_policy("llep", {"min_chunk": 1, "threshold": 0.0})
             held = planning.fill(forecast, placement, 0, level).slot_to_expert
             assert torch.equal(torch.where(held >= 0, filled.slot_to_expert, -1), held), (
                 "the level's plan is in it"
@@ -114,14 +112,14 @@ def test_hedge_splits_exactly_and_fills_all_slots(replicas: int) -> None:
 
 def test_few_slots_are_the_last_ones() -> None:
     placement, loads = place(), draw_loads(0)
-    for name in ("libra", "hedge"):
+    for name in ("libra", "libra_published", "hedge"):
         filled = planning.fill(loads, placement, 0, name, slots=1)
         spare = filled.slot_to_expert.view(RANKS, -1)[:, -SPARE:]
         assert (spare[:, :-1] == -1).all() and (spare[:, -1] >= 0).any()
         assert filled.telemetry[1] == 1
 
 
-@pytest.mark.parametrize("name", ["libra", "libra:split_by=exact", "hedge"])
+@pytest.mark.parametrize("name", ["libra", "libra_published", "hedge"])
 def test_shared_experts_stay_and_layers_equal_one_by_one(name: str) -> None:
     placement = place(1, num_shared=1)
     loads = torch.stack([draw_loads(seed, 1) for seed in range(2)])
@@ -133,7 +131,7 @@ def test_shared_experts_stay_and_layers_equal_one_by_one(name: str) -> None:
         assert torch.equal(one.quota, plans[layer].quota) and torch.equal(one.peak, plans[layer].peak)
 
 
-@pytest.mark.parametrize("name", ["libra", "libra:split_by=exact", "hedge"])
+@pytest.mark.parametrize("name", ["libra", "libra_published", "hedge"])
 def test_dead_ranks_borrow_nothing(name: str) -> None:
     alive = (True,) * (RANKS - 1) + (False,)
     counts = np.random.default_rng(3).zipf(1.5, (1, EXPERTS)).clip(max=300)
@@ -148,7 +146,7 @@ def test_dead_ranks_borrow_nothing(name: str) -> None:
     assert plan.quota.view(RANKS, -1)[-1].sum() == 0
 
 
-@pytest.mark.parametrize("name", ["libra", "libra:split_by=exact", "hedge"])
+@pytest.mark.parametrize("name", ["libra", "hedge"])
 def test_nothing_waits_for_the_device(name: str) -> None:
     """On a fake CUDA device every .item(), bool() and .tolist() raises."""
     policy, options = parse_policy(name)
@@ -163,39 +161,67 @@ def test_nothing_waits_for_the_device(name: str) -> None:
 
 
 def test_who_declares_ahead() -> None:
-    assert [name for name in POLICIES if make_policy(name).ahead] == ["libra", "hedge"]
+    assert [name for name in POLICIES if make_policy(name).ahead] == ["libra", "libra_published", "hedge"]
 
 
-def test_alpha_is_rounded_down_as_it_is_written() -> None:
-    """0.29 * 100 is 28.999999999999996; the largest part of three slots that is one of them is a third."""
-    placement, loads = place(), draw_loads(2)
-    for alpha, local in ((0.34, 1), (0.33, 0), (2 / 3 + 1e-6, 2), (1.0, 3)):
-        filled = planning.fill(loads, placement, 0, "libra", alpha=alpha)
-        direct = ops.plan_replication(
-            loads, *placement_arguments(placement), RANKS, SPARE, ranks_per_node=4, local_slots=local
-        )
-        assert torch.equal(filled.slot_to_expert, direct.slot_to_expert)
+@pytest.mark.parametrize("replicas", [0, 1])
+def test_libra_borrows_what_each_rank_chooses_most(replicas: int) -> None:
+    """Ties go to the lowest expert; alpha is rounded down as it is written: a third of three slots is one."""
+    for seed in range(6):
+        placement, loads = place(replicas), draw_loads(seed) // 8 * 8  # with ties
+        resident = placement.slot_to_expert[0].view(RANKS, -1)[:, :-SPARE].tolist()
+        for alpha, local in ((0.34, 1), (0.33, 0), (2 / 3 + 1e-6, 2), (1.0, 3)):
+            filled = planning.fill(loads, placement, 0, "libra", alpha=alpha)
+            for rank, row in enumerate(filled.slot_to_expert.view(RANKS, -1).tolist()):
+                wanted = [e for e in range(EXPERTS) if e not in resident[rank] and loads[rank, e] > 0]
+                first = sorted(wanted, key=lambda e: (-int(loads[rank, e]), e))[:local]
+                spare = row[-SPARE:]
+                assert row[:-SPARE] == resident[rank]
+                assert spare[:local] == first + [-1] * (local - len(first))
+                borrowed = [e for e in spare if e >= 0]
+                assert len({*borrowed, *resident[rank]} - {-1}) == len(borrowed) + len(
+                    {*resident[rank]} - {-1}
+                )
 
 
-def placement_arguments(placement: isoload.Placement) -> tuple[Tensor, Tensor]:
-    layers = placement.layer(0, "cpu")
-    return layers.slot_to_expert, layers.home_slot
+def test_libras_telemetry_counts_what_is_borrowed() -> None:
+    for seed in range(6):
+        placement, loads = place(seed % 2), draw_loads(seed)
+        filled = planning.fill(loads, placement, 0, "libra")
+        size, homes = placement.slots_per_rank, placement.home_slot[0]
+        spare = filled.slot_to_expert.view(RANKS, -1)[:, -SPARE:].tolist()
+        pairs = [(r, int(homes[e]) // size) for r, row in enumerate(spare) for e in row if e >= 0]
+        imports, exports = ([pair[i] for pair in pairs] for i in (0, 1))
+        assert filled.telemetry.tolist() == [
+            len(pairs),
+            max(map(imports.count, range(RANKS))),
+            max(map(exports.count, range(RANKS))),
+            sum(taker // 4 != giver // 4 for taker, giver in pairs),
+            0,
+        ]
 
 
 def test_options_are_read_as_written() -> None:
-    assert parse_policy("libra:printed=False:alpha=0.25:slots=2") == (
-        "libra",
-        {"printed": False, "alpha": 0.25, "slots": 2},
-    )
-    with pytest.raises(ValueError, match="option printed must be of type bool, got '0'"):
-        parse_policy("libra:printed=0")
+    assert parse_policy("libra:alpha=0.25:slots=2") == ("libra", {"alpha": 0.25, "slots": 2})
+    for option, use in (
+        ("printed=True", "policy libra_published runs both algorithms as printed in the paper"),
+        ("split_by=exact", "copies that may leave their rank are split exactly, libra_published shards them"),
+    ):
+        gone = f"option {option.split('=')[0]} of policy libra was removed: {use}"
+        with pytest.raises(ValueError, match=gone):
+            parse_policy(f"libra:{option}")
 
 
 REFUSED = {
-    "split": ("libra", {"split_by": "even"}, "split_by must be sharding or exact, got 'even'"),
     "alpha": ("libra", {"alpha": 1.1}, r"alpha must be in 0..1, got 1.1"),
     "tolerance": ("libra", {"tolerance": -1.0}, r"tolerance must be in 0..1000, got -1.0"),
     "no slots": ("hedge", {"slots": 0}, "slots must be at least 1, got 0"),
+    "published alpha": ("libra_published", {"alpha": 1.1}, r"alpha must be in 0..1, got 1.1"),
+    "published tolerance": (
+        "libra_published",
+        {"tolerance": -1.0},
+        r"tolerance must be in 0..1000, got -1.0",
+    ),
     "slots": ("libra", {"slots": 4}, "slots must be at most spare_slots, 3, for policy libra, got 4"),
 }
 

@@ -38,17 +38,18 @@ def busiest(loads: Tensor, ranks: int = RANKS) -> int:
     return int(loads.view(ranks, -1).sum(1).max())
 
 
-@pytest.mark.parametrize("split_by", ["fill", "exact"])
+@pytest.mark.parametrize("split_by", ["default", "exact"])
 @pytest.mark.parametrize("policy", ["llep", "llep_published", "spill_cost"])
 def test_plans_are_valid_and_never_above_plain_ep(policy: str, split_by: str) -> None:
     placement, better = place(spare=8, ranks_per_node=4), 0
     for seed in range(30):
         loads = skewed(seed)
-        plan = isoload.plan(loads, placement, 0, policy, split_by=split_by)
+        options = {} if split_by == "default" else {"split_by": split_by}
+        plan = isoload.plan(loads, placement, 0, policy, **options)
         assert isoload.records.plan.plan_errors(plan, loads) == [], seed
         assert int(plan.peak) <= busiest(loads), seed
         better += int(plan.peak) < busiest(loads)
-        if split_by == "exact":
+        if split_by == "exact" or policy != "llep_published":
             assert int(plan.peak) == int(plan.bound), seed
     assert better > 20
 
@@ -60,7 +61,7 @@ def test_the_capacity_is_kept_unless_a_flag_says_why() -> None:
         placement = place(spare=1 + seed % 4)
         plan = isoload.plan(loads, placement, 0, "llep", capacity=capacity, min_chunk=64, threshold=1.0)
         assert plan.telemetry is not None
-        limit = -(-int(loads.sum()) * round(capacity * 1e6) // (RANKS * 10**6)) * 1.02
+        limit = -(-int(loads.sum()) * round(capacity * 1e6) // (RANKS * 10**6)) + 63
         assert int(plan.telemetry[4]) or int(plan.peak) <= limit, seed
         kept += not int(plan.telemetry[4])
     assert kept > 20
@@ -99,7 +100,7 @@ def test_shared_experts_stay_home_and_dead_ranks_help_nobody() -> None:
     placement = isoload.place(torch.ones(1, 12), topology, slots_per_rank=8, spare_slots=3, num_shared=1)
     loads = torch.zeros(4, 13, dtype=torch.int32)
     loads[:, 0], loads[:, 12] = 900, 10
-    plan = isoload.plan(loads, placement, 0, "llep", threshold=1.0, min_chunk=1, tolerance=0.0)
+    plan = isoload.plan(loads, placement, 0, "llep", threshold=1.0, min_chunk=1)
     assert isoload.records.plan.plan_errors(plan, loads) == [] and plan.quota is not None
     per_rank = plan.quota.view(4, -1).sum(1)
     assert int(per_rank[3]) == 0 and int(per_rank.max()) == -(-3640 // 3), per_rank
@@ -159,12 +160,27 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "min_chunk": ("llep", {"min_chunk": 0}, r"min_chunk must be in 1..2\^31-1, got 0"),
     "threshold": ("llep", {"threshold": -1.0}, "threshold must be in 0..1000, got -1.0"),
     "measure": ("llep", {"measure": "node"}, "measure must be rank or expert, got 'node'"),
-    "tolerance": ("llep", {"tolerance": -0.1}, "tolerance must be in 0..1000, got -0.1"),
+    "tolerance": (
+        "llep",
+        {"tolerance": 0.0},
+        "option tolerance of policy llep was removed: a rank that is above",
+    ),
+    "egress": (
+        "spill_cost",
+        {"egress": 1},
+        "option egress of policy spill_cost was removed: exports have a price",
+    ),
+    "split_by fill": (
+        "llep",
+        {"split_by": "fill"},
+        "option split_by=fill of policy llep was removed: the copies go",
+    ),
+    "refill_above": ("llep", {"refill_above": 0.9}, "refill_above must be in 1..1000, got 0.9"),
     "split_by": ("llep", {"split_by": "evn"}, "policy must be one of .*, got 'evn'"),
     "split_by that borrows": (
         "llep",
         {"split_by": "spill_cost"},
-        "split_by must be fill or a policy that does not borrow, got 'spill_cost'",
+        "split_by must be a policy that does not borrow, got 'spill_cost'",
     ),
 }
 

@@ -10,17 +10,16 @@ import pytest
 import torch
 
 import isoload
-from isoload import ops
 from isoload.trace import read_trace
+from support.level_cases import LevelCase, check_fill, draw_loads, in_order
 from support.spill_bounds import least_cost_bound
-from support.spills import SpillCase, check_spill, draw_loads, in_order
 from support.sweeps import every
 from support.ultra_ep import least_level
 
 SHIPPED = Path(__file__).parents[2] / "examples" / "traces" / "gptoss20b_decode.npz"
 
 
-def recorded(count: int, seed: int) -> Iterator[SpillCase]:
+def recorded(count: int, seed: int) -> Iterator[LevelCase]:
     """Layers and batches of the shipped trace, copies drawn in their shares."""
     counts = read_trace(SHIPPED).counts
     assert counts is not None
@@ -32,7 +31,7 @@ def recorded(count: int, seed: int) -> Iterator[SpillCase]:
         yield in_order(loads, ranks, spare, "recorded")
 
 
-def drawn(count: int) -> Iterator[SpillCase]:
+def drawn(count: int) -> Iterator[LevelCase]:
     for seed in range(count):
         rng = np.random.default_rng([99, seed])
         ranks, per_rank = int(rng.choice([2, 3, 4, 8, 12, 16])), int(rng.integers(2, 17))
@@ -42,40 +41,35 @@ def drawn(count: int) -> Iterator[SpillCase]:
         )
 
 
-def placement(case: SpillCase) -> isoload.Placement:
+def placement(case: LevelCase) -> isoload.Placement:
     topology = isoload.Topology(case.num_ranks)
     slots = torch.from_numpy(case.slots)[None]
     return isoload.Placement(slots, topology, len(case.loads), spare_slots=case.spare)
 
 
-def peak(spill: ops.Spill, ranks: int) -> int:
-    return int(spill.quota.view(ranks, -1).sum(1).max())
-
-
 @pytest.mark.slow
-def test_never_above_ultra_ep_nor_spill_cost() -> None:
-    sums = np.zeros(3)
+def test_seldom_above_ultra_ep() -> None:
+    """On the mean clearly below; a single one at most 1.05 times."""
+    sums = np.zeros(2)
     for case in [*drawn(count := 300 // every()), *recorded(count, 0)]:
-        loads = torch.from_numpy(case.loads)
-        plan = isoload.plan(loads, placement(case), 0, "llep", min_chunk=1, threshold=1.0, tolerance=0.0)
-        cheap = peak(case.spill(capacity_factor=None, import_costs=(0, 0)), case.num_ranks)
+        plan = isoload.plan(
+            torch.from_numpy(case.loads), placement(case), 0, "llep", min_chunk=1, threshold=1.0
+        )
         rule = least_level(case)
-        assert int(plan.peak) <= min(cheap, rule), (case.name, int(plan.peak), cheap, rule)
-        sums += np.array([int(plan.peak), cheap, rule]) / case.loads.sum() * case.num_ranks
+        assert int(plan.peak) <= 1.05 * rule + 1, (case.name, int(plan.peak), rule)
+        sums += np.array([int(plan.peak), rule]) / case.loads.sum() * case.num_ranks
     excess = sums / (2 * count) - 1
-    assert excess[0] < 0.75 * excess[1:].min(), "on the mean clearly below both"
+    assert excess[0] < 0.75 * excess[1], "on the mean clearly below"
 
 
 @pytest.mark.slow
 def test_near_the_optimum_of_a_milp() -> None:
-    gaps, before = [], []
+    gaps = []
     for seed in range(12):
         rng = np.random.default_rng([3, seed])
         case = in_order(rng.multinomial(60_000, rng.dirichlet(np.full(24, 0.6))), 4, 1 + seed % 2)
-        bound = least_cost_bound(case, 0)
-        gaps.append(peak(case.spill(), 4) / bound - 1)
-        before.append(peak(case.spill(capacity_factor=None), 4) / bound - 1)
-    assert min(gaps) > -1e-3 and np.mean(gaps) < 0.5 * np.mean(before), (np.mean(gaps), np.mean(before))
+        gaps.append(case.peak(case.fill().slot_to_expert) / least_cost_bound(case, 0) - 1)
+    assert min(gaps) > -1e-3 and np.mean(gaps) < 0.02, np.mean(gaps)
 
 
 def test_fills_of_predicted_loads() -> None:
@@ -83,9 +77,8 @@ def test_fills_of_predicted_loads() -> None:
     rng = np.random.default_rng(9)
     shares = rng.dirichlet(np.full(64, 0.5))
     predicted, came = (in_order(rng.multinomial(60_000, shares), 8, 1) for _ in range(2))
-    slots = predicted.spill().slot_to_expert
-    split = ops.plan_exact(torch.from_numpy(came.loads), ops.replica_tables(slots, 8, 64))
-    assert int(split.peak) < 1.1 * peak(came.spill(), 8) < int(came.plain().max())
+    ahead, in_time = (came.peak(case.fill().slot_to_expert) for case in (predicted, came))
+    assert ahead < 1.1 * in_time < int(came.plain().max())
 
 
 def test_small_batches_borrow_nothing_at_the_defaults() -> None:
@@ -111,9 +104,7 @@ def test_small_batches_borrow_nothing_at_the_defaults() -> None:
 @pytest.mark.parametrize("policy", ["llep", "spill_cost"])
 def test_nothing_is_borrowed_where_replicas_suffice(policy: str) -> None:
     """EPLB-placed: 0 imports wherever the exact split meets the capacity; never above it elsewhere."""
-    options = (
-        {"min_chunk": 1, "threshold": 1.0, "tolerance": 0.0} if policy == "llep" else {"expert_bytes": 1}
-    )
+    options = {"min_chunk": 1, "threshold": 1.0} if policy == "llep" else {"expert_bytes": 1}
     met = lent = 0
     for seed in range(250 // every()):
         rng = np.random.default_rng([17, seed])
@@ -163,7 +154,7 @@ def test_a_level_keeps_the_promises_at_any_scale() -> None:
     """The largest batch there is, one copy, and no copies, with too few spare slots."""
     for loads in ([2**30, 2**30 - 1, 0, 0, 0, 0, 0, 0], [1, 0, 0, 0, 0, 0, 0, 0], [0] * 8):
         case = in_order(loads, 4, spare=1)
-        check_spill(case, case.spill())
+        check_fill(case, case.fill())
 
 
 @pytest.mark.parametrize("policy", ["llep", "spill_cost"])

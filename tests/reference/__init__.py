@@ -11,7 +11,6 @@ from isoload.results import (
     LpSplit,
     SharedColumns,
     SlotFill,
-    Spill,
     WaterfillSplit,
 )
 from reference.append_shared_expert import append_shared_expert
@@ -24,18 +23,16 @@ from reference.number_rows import number_rows
 from reference.pack_rows import pack_rows
 from reference.plan_active import plan_active
 from reference.plan_exact import plan_exact
+from reference.plan_fill import plan_fill
 from reference.plan_joint import plan_joint
 from reference.plan_lp import plan_lp
 from reference.plan_own import plan_own
-from reference.plan_replication import plan_replication
-from reference.plan_spill import plan_spill
 from reference.plan_waterfill import plan_waterfill
 from reference.replica_tables import replica_tables
 from reference.round_split import round_split
 from reference.route import route, route_sampled
 from reference.route_shared import route_shared
 from reference.route_shared_sampled import route_shared_sampled
-from reference.shard_tokens import shard_tokens
 from reference.share import share, share_by_rank
 from reference.share_alone import share_alone
 from reference.top_up import top_up
@@ -48,7 +45,6 @@ __all__ = [
     "LpSplit",
     "SharedColumns",
     "SlotFill",
-    "Spill",
     "WaterfillSplit",
     "append_shared_expert",
     "balance_own",
@@ -61,11 +57,10 @@ __all__ = [
     "pack_rows",
     "plan_active",
     "plan_exact",
+    "plan_fill",
     "plan_joint",
     "plan_lp",
     "plan_own",
-    "plan_replication",
-    "plan_spill",
     "plan_waterfill",
     "replica_tables",
     "round_split",
@@ -73,7 +68,6 @@ __all__ = [
     "route_sampled",
     "route_shared",
     "route_shared_sampled",
-    "shard_tokens",
     "share",
     "share_alone",
     "share_by_rank",

@@ -33,9 +33,10 @@ class SpareFill:
         end = (rank + 1) * self.size
         return [p for p in range(end - self.spare, end) if self.slots[p] < 0]
 
-    def taker(self, expert: int, load: list[int]) -> int | None:
-        """The least loaded rank with room that lacks the expert."""
-        open_ = [r for r in range(self.num_ranks) if self.empty(r) and expert not in self.held[r]]
+    def taker(self, expert: int, load: list[int], node: int) -> int | None:
+        """The least loaded rank with room that lacks the expert, in the node of its home slot (of `node` ranks)."""
+        near = [r for r in range(self.num_ranks) if r // node == self.owner(expert) // node]
+        open_ = [r for r in near if self.empty(r) and expert not in self.held[r]]
         return min(open_, key=lambda r: (load[r], r), default=None)
 
     def place(self, rank: int, expert: int) -> None:

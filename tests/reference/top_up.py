@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
@@ -21,13 +23,14 @@ def top_up(
     *,
     alive: Tensor | None = None,
     ranks_per_node: int | None = None,
+    within: Literal["all", "node"] = "all",
 ) -> SlotFill:
     """The fill of isoload.ops.top_up, which documents the arguments."""
     if slot_to_expert.dim() == 2:
         layers = [
             top_up(
                 loads[i], slot_to_expert[i], home_slot[i], num_ranks, spare_slots, pick(fixed, i), alive=alive,
-                ranks_per_node=ranks_per_node,
+                ranks_per_node=ranks_per_node, within=within,
             )
             for i in range(len(slot_to_expert))
         ]  # fmt: skip
@@ -46,7 +49,7 @@ def top_up(
         if expert in full or part(expert) == 0:
             break
         load = [besides[r] * ONE + sum(part(e) for e in held) for r, held in enumerate(fill.held)]
-        taker = fill.taker(expert, load)
+        taker = fill.taker(expert, load, (ranks_per_node if within == "node" else None) or num_ranks)
         if taker is None:
             full.add(expert)
         else:

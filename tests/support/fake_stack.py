@@ -36,7 +36,7 @@ class FakeStack:
 
 @contextmanager
 def fake_stack(
-    transport: Transport, predict: str, local: str, policy: str, borrow: str, batches: int = 1
+    transport: Transport, predict: str | None, local: str, policy: str, borrow: str, batches: int = 1
 ) -> Iterator[FakeStack]:
     """After so many batches: two make all tables."""
     group, dtype = transport.group, torch.bfloat16

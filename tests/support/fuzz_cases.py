@@ -23,14 +23,17 @@ OPTIONS: dict[str, dict[str, list[Any]]] = {
     "lp": {"precision": ["float32", "float64"]},
     "waterfill": {"candidates": ["all", "node", "visited"], "routed": ["exact", "even", "none"]},
     "waterfill_sampled": {"rule": ["static", "dynamic", "blog"]},
-    "llep": {"min_chunk": [1, 3], "threshold": [1.0, 1.3], "capacity": [1.0, 1.2], "split_by": ["fill", "exact", "lp"]},
+    "llep": {
+        "min_chunk": [1, 3], "threshold": [1.0, 1.3], "capacity": [1.0, 1.2], "split_by": ["exact", "lp"],
+        "within": ["all", "node"],
+    },
     "spill_cost": {
-        "min_chunk": [1, 3], "expert_bytes": [1.0, 1e6], "egress": [None, 0, 1], "split_by": ["fill", "exact"],
+        "min_chunk": [1, 3], "expert_bytes": [1.0, 1e6], "split_by": ["exact", "lp"],
+        "within": ["all", "node"],
     },
-    "libra": {
-        "split_by": ["sharding", "exact"], "alpha": [0.0, 0.5, 1.0], "printed": [False, True], "slots": [None, 1],
-    },
-    "hedge": {"slots": [None, 1]},
+    "libra": {"alpha": [0.0, 0.5, 1.0], "tolerance": [0.0, 0.1], "slots": [None, 1]},
+    "libra_published": {"alpha": [0.0, 0.5, 1.0], "tolerance": [0.0, 0.1], "slots": [None, 1]},
+    "hedge": {"slots": [None, 1], "within": ["all", "node"]},
     "grace": {"locality": [True, False]},
     "grace_sampled": {"seed": [0, 1], "step": [0, 3], "locality": [True, False]},
 }  # fmt: skip

@@ -22,29 +22,8 @@ class Mutant:
 
 
 OF_FILLS = {
-    "a local expert taken by rank order": Mutant(
-        "csrc/algorithms/plan_replication.h", "fill_.load(r, e) > most &&", "most == 0 &&", "plan_replication"
-    ),
-    "a taker passes the mean": Mutant(
-        "csrc/algorithms/plan_replication.h", "+ own <= mean", "<= mean", "plan_replication"
-    ),
-    "the repaired plan stalls": Mutant(
-        "csrc/algorithms/plan_replication.h",
-        "      if (in_.printed) return false;\n    }\n    return",
-        "      return false;\n    }\n    return",
-        "plan_replication",
-    ),
     "an expert counts in full on every replica": Mutant(
         "csrc/algorithms/top_up.h", "<< kTopUpFraction, n)", "<< kTopUpFraction, 1)", "top_up"
-    ),
-    "a rank gives more than its excess": Mutant(
-        "csrc/algorithms/shard_tokens.h", "!in_.printed && copies", "false && copies", "shard_tokens"
-    ),
-    "copies sharded before they are added up": Mutant(
-        "csrc/algorithms/shard_tokens.h",
-        "ws_.load[r] += quota_[p];\n    });\n    team_.sync();",
-        "ws_.load[r] += quota_[p];\n    });",
-        "teams",
     ),
     "a fill counted before it is made": Mutant(
         "csrc/algorithms/spare_fill.h",

@@ -101,10 +101,8 @@ GOOD: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "plan_joint": (
         ops.plan_joint, {"loads": JOINT, "tables": placed(*SHARED), "rank": 1, "num_shared": 1, "first_shared": 2},
     ),
-    "plan_spill": (ops.plan_spill, {**fill, "ranks_per_node": 2}),
-    "plan_replication": (ops.plan_replication, fill),
+    "plan_fill": (ops.plan_fill, {**fill, "ranks_per_node": 2}),
     "top_up": (ops.top_up, fill),
-    "shard_tokens": (ops.shard_tokens, {"loads": fill["loads"], "tables": FILLED, "home_slot": fill["home_slot"]}),
     "plan_waterfill": (ops.plan_waterfill, {"copies": COPIES, "tokens": int32(9, 8, 7, 6)}),
     "plan_own": (
         ops.plan_own, {"counts": int32(3, 1, 2), "tables": placed(0, 1, 2, 0, experts=3), **own,

@@ -3,7 +3,7 @@
 REFUSED = """
 [plan_exact of_a_rank plan_active plan_lp round_split plan_joint]
 loads=loads.long() | loads must be int32, got int64
-[plan_spill plan_replication top_up shard_tokens share]
+[plan_fill top_up share]
 loads=loads.long() | loads must be int32, got int64
 [plan_exact plan_active plan_lp round_split]
 loads=loads.view(1, 1, 4) | loads must be [E] or [4, E] per layer, got [1, 1, 4]
@@ -100,15 +100,12 @@ tolerance=1.5 | tolerance must be in 0..1 (relative), got 1.5
 tolerance=NAN | tolerance must be in 0..1 (relative), got nan
 iterations=-1 | iterations must be in 0..1000, got -1
 iterations=1001 | iterations must be in 0..1000, got 1001
-[plan_spill plan_replication top_up]
+[plan_fill top_up]
 loads=loads[:1] | loads must have shape [2, 4], got [1, 4]
 home_slot=int32(0, 1, 3, 0) | home_slot must hold its expert, slot 0 does not hold expert 3
 ranks_per_node=3 | ranks_per_node must divide 2, got 3
 spare_slots=4 | spare_slots must be in 0..3, got 4
-[plan_replication]
-loads=loads[0] | loads must have shape [2, 4], got [4]
-local_slots=2 | local_slots must be in 0..1, got 2
-[plan_spill]
+[plan_fill]
 loads=int32(1, 2, 3) | loads must have shape [4], got [3]
 slot_to_expert=slot_to_expert.view(1, 1, 6) | slot_to_expert must be [P] or [L, P], got [1, 1, 6]
 home_slot=int32(0, 1, 3, 6) | home_slot must hold its expert, slot 6 does not hold expert 3
@@ -121,36 +118,32 @@ start=int32(3, 6, 0, 8, 10, 0) | start must add up to the loads, got 1 copies to
 within='rack' | within must be all or node, got 'rack'
 capacity_factor=0.99 | capacity_factor must be in 1..1000, got 0.99
 imbalance_threshold=-1.0 | imbalance_threshold must be in 0..1000, got -1.0
-tolerance=1001.0 | tolerance must be in 0..1000, got 1001.0
 min_chunk=0 | min_chunk must be in 1..2147483647, got 0
-import_costs=(-1, 0) | near_cost must be in 0..1073741824, got -1
-import_costs=(0, 2**31) | far_cost must be in 0..1073741824, got 2147483648
-egress=-1 | egress must be in 0..2147483647, got -1
-[shard_tokens]
-loads=loads[0] | loads must be per source rank, [2, E] per layer, got [4]
-home_slot=home_slot[:3] | home_slot must have shape [4], got [3]
-home_slot=int32(0, 3, 3, 4) | home_slot must be on a rank that holds its expert, got slot 3 for expert 1
-tolerance=-0.1 | tolerance must be in 0..1000, got -0.1
-[plan_spill plan_replication top_up shard_tokens]
+import_costs=(-1, 0) | near_import must be in 0..1073741824, got -1
+import_costs=(0, 2**31) | far_import must be in 0..1073741824, got 2147483648
+export_costs=(-1, 0) | near_export must be in 0..1073741824, got -1
+export_costs=(0, 2**31) | far_export must be in 0..1073741824, got 2147483648
+[plan_fill top_up]
 loads=-loads | loads must not be negative, got -1 for expert 1
 loads=loads * 2**28 | loads and fixed must sum to less than 2^31 copies, got 7516192768
 fixed=int32(0, -1) | fixed must not be negative, got -1 for rank 1
 alive=NOBODY | alive must be true for at least one rank, got none
-[plan_spill shard_tokens]
+[plan_fill]
 fixed=torch.zeros(2) | fixed must be int32, got float32
 home_slot=home_slot.long() | home_slot must be int32, got int64
-[plan_spill plan_replication]
+[plan_fill]
 fixed=int32(1) | fixed must have shape [2], got [1]
 slot_to_expert=int32(0, 1, 2, 2, 3, -1) | slot_to_expert must be -1 in the last spare_slots=1 slots of a rank,
     got 2 in slot 2
 alive=int32(1, 1) | alive must be bool, got int32
-[plan_spill top_up borrow borrow_backward]
+[plan_fill top_up borrow borrow_backward]
 slot_to_expert=slot_to_expert.long() | slot_to_expert must be int32, got int64
-[plan_spill top_up]
+[plan_fill top_up]
 slot_to_expert=slot_to_expert[:5] | slot_to_expert must have a multiple of num_ranks=2 slots, got 5
 home_slot=home_slot[None] | home_slot must have as many dimensions as slot_to_expert
 num_ranks=0, ranks_per_node=1 | num_ranks must be in 1..1024, got 0
 [top_up]
+within='rack' | within must be all or node, got 'rack'
 spare_slots=-1 | spare_slots must be in 0..3, got -1
 [plan_waterfill]
 copies=copies.long() | copies must be int32, got int64

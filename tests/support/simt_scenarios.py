@@ -19,11 +19,11 @@ from support import pourings
 from support.borrow_plans import SHAPES, draw_plan, draw_values
 from support.cases import draw
 from support.chain import NODES, chain
+from support.level_cases import LevelCase, in_order
 from support.simt_build import ROOT
-from support.spills import SpillCase, in_order
 
 sys.path.append(str(ROOT / "bench"))
-from lib.gpu_jobs import JOBS, first_slots, spare_placement
+from lib.gpu_jobs import JOBS, spare_placement
 from lib.gpu_layers import EXPERTS, RANK, Layer, make_layers, per_node, size
 
 TOKENS = (
@@ -127,10 +127,8 @@ def refused(x: Layer) -> torch.Tensor:
         lambda: ops.plan_lp(loads, x.tables).split,
         lambda: ops.round_split(x.split, loads, x.tables),
         lambda: ops.plan_waterfill(-x.copies, x.tokens).share,
-        lambda: ops.plan_spill(loads, *spares).quota,
-        lambda: ops.plan_replication(loads, *spares, local_slots=1).telemetry,
+        lambda: ops.plan_fill(loads, *spares).telemetry,
         lambda: ops.top_up(loads, *spares).telemetry,
-        lambda: ops.shard_tokens(loads, x.tables, first_slots(x)),
         lambda: ops.share_alone(loads[RANK], x.quota, x.tables, RANK),
         lambda: ops.plan_own(loads[RANK], x.tables, x.loads[0][: len(x.loads)], RANK),
         lambda: ops.balance_own(x.ids, x.tables, -1 - x.fixed, RANK)[0] + 1,
@@ -216,26 +214,26 @@ def numbered(choices: int) -> object:
     return [*found, ops.route(found, row, x.tables)]
 
 
-def spill(spare_slots: int, **rules: Any) -> object:
+def fill_levels(spare_slots: int, **rules: Any) -> object:
     """More slots than lanes; ten of the ranks have all copies, in experts so small that spare slots are scarce."""
     loads = np.random.default_rng(5).integers(50, 1000, 256) * (np.arange(256) < 160)
-    return in_order(loads, 16, spare_slots, **rules).spill()
+    return in_order(loads, 16, spare_slots, **rules).fill()
 
 
-def spill_over_many_ranks() -> object:
+def fill_many_ranks() -> object:
     """Of more than a warp has lanes, in nodes that lend within themselves; what is cut is cut again."""
     loads = np.random.default_rng(7).integers(50, 1000, 160) * (np.arange(160) % 32 < 12)
-    return in_order(loads, 40, 1, ranks_per_node=8, within="node").spill()
+    return in_order(loads, 40, 1, ranks_per_node=8, within="node").fill()
 
 
-def spill_beside_replicas() -> object:
-    """A slot more on every rank, for a replica of an expert with copies: two starts, two plans."""
+def fill_beside_replicas() -> object:
+    """A slot more on every rank, for a replica of an expert with copies: it starts from their exact split."""
     loads = np.random.default_rng(5).integers(50, 1000, 256) * (np.arange(256) < 160)
     slots = np.full((16, 18), -1)
     slots[:, :16], slots[:, 16] = np.arange(256).reshape(16, 16), np.arange(16) * 10
     home = np.arange(256) // 16 * 18 + np.arange(256) % 16
-    case = SpillCase("replicas", 16, 1, *(x.ravel().astype(np.int32) for x in (slots, home, loads)))
-    return case.split_exactly().spill()
+    case = LevelCase("replicas", 16, 1, *(x.ravel().astype(np.int32) for x in (slots, home, loads)))
+    return case.split_exactly().fill()
 
 
 @functools.cache
@@ -272,7 +270,7 @@ def large_fill(experts: int) -> object:
     held = torch.arange(experts, dtype=torch.int32)
     slots = torch.nn.functional.pad(held.view(16, own), (0, 2), value=-1).flatten()
     given = large(experts)[0], slots, held + held // own * 2, 16, 2
-    return [*ops.plan_spill(*given), *ops.plan_replication(*given, local_slots=1), *ops.top_up(*given)]
+    return [*ops.plan_fill(*given), *ops.top_up(*given)]
 
 
 __all__ = ["EXPERTS", "LARGE", "OF_LAYERS", "SCENARIOS", "bits", "layer", "make_inputs"]
@@ -298,10 +296,6 @@ OF_LAYERS: dict[str, tuple[Callable[[Layer], object], tuple[int, int, int]]] = {
     "route_shared, strangers": (strangers, FEW),
     "group_copies, more slots": (lambda x: ops.group_copies(x.slots, 0, 3 * size(x)), FEW),
     "group_copies, more slots, many tokens": (lambda x: ops.group_copies(x.slots, 0, 3 * size(x)), MANY),
-    "plan_replication, local alone": (
-        lambda x: ops.plan_replication(x.loads, *spare_placement(x), local_slots=2),
-        FEW,
-    ),
     "refused": (refused, FEW),
     "sampled at a step": (sampled_at_a_step, FEW),
     "pack_rows, both": (pack, FEW),
@@ -327,11 +321,11 @@ SCENARIOS: dict[str, Callable[[], object]] = {
     "balance_own, speeds": lambda: balanced_own(FEW, 64, ticks=speeds(layer(*FEW))),
     "balance_own, more ranks": lambda: balanced_own(WIDE, 64),
     "balance_own, no sweeps": lambda: balanced_own(FEW, 64, sweeps=0),
-    "plan_spill, levels": lambda: spill(1),
-    "plan_spill, many ranks": spill_over_many_ranks,
-    "plan_spill, replicas": spill_beside_replicas,
-    "plan_spill, least cost": lambda: spill(
-        2, capacity_factor=None, import_costs=(50, 200), ranks_per_node=8
+    "plan_fill, levels": lambda: fill_levels(1),
+    "plan_fill, many ranks": fill_many_ranks,
+    "plan_fill, replicas": fill_beside_replicas,
+    "plan_fill, prices": lambda: fill_levels(
+        2, import_costs=(50, 200), export_costs=(50, 200), ranks_per_node=8
     ),
     **{f"chain, {tokens} tokens": lambda tokens=tokens: chain(tokens)() for tokens in NODES},
     "borrow": lambda: borrow(False),

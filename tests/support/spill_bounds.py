@@ -6,10 +6,10 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import lil_matrix
 
-from support.spills import SpillCase
+from support.level_cases import LevelCase
 
 
-def least_cost_bound(case: SpillCase, import_cost: int, gap: float = 0.002) -> float:
+def least_cost_bound(case: LevelCase, import_cost: int, gap: float = 0.002) -> float:
     """A proved lower bound of the largest cost over all plans: HiGHS on copies t[e, r] and imports y[e, r]."""
     ranks, experts, home = case.num_ranks, len(case.loads), case.home // case.size
     cells = experts * ranks

@@ -6,10 +6,10 @@ room below the level that has a spare slot; a level at which that removes every 
 
 from __future__ import annotations
 
-from support.spills import SpillCase
+from support.level_cases import LevelCase
 
 
-def exported(case: SpillCase, level: int) -> list[int] | None:
+def exported(case: LevelCase, level: int) -> list[int] | None:
     """[R] loads after the export at a level, or None if a rank stays above it."""
     home = (case.home // case.size).tolist()
     load, left = case.plain().tolist(), case.loads.tolist()
@@ -32,7 +32,7 @@ def exported(case: SpillCase, level: int) -> list[int] | None:
     return load
 
 
-def least_level(case: SpillCase) -> int:
+def least_level(case: LevelCase) -> int:
     """The level at which the bisection ends: the largest load of UltraEP's plan."""
     high, low = int(case.plain().max()), -(-int(case.plain().sum()) // case.live())
     while low < high:

@@ -114,11 +114,14 @@ def fill(
     placement: Placement | PlacedLayers,
     layer: int | None = None,
     policy: str | Policy = "exact",
+    *,
+    last: PlacedLayers | None = None,
     **options: Any,
 ) -> PlacedLayers:
     """The slots that a policy fills, by itself: ahead of the batch from predicted loads, or from the loads.
 
     Args: as of :func:`plan`, which takes the result as ``filled``; weights can travel in between.
+        last: the result for the batch before, which a policy with ``refill_above`` may keep.
 
     Raises:
         ValueError: naming the argument, the rule and the value.
@@ -126,7 +129,11 @@ def fill(
     chosen, placed = make_policy(policy, options), _placed(loads, placement, layer)
     _check_loads(loads, placed, chosen)
     chosen.check(placed.host)
-    return chosen.fill(_demand(loads, placed), placed)
+    if last is not None and (last.host is not placed.host or last.layer != placed.layer):
+        raise ValueError(
+            f"last must be of the placement and layer that are filled, {placed.layer}, got {last.layer}"
+        )
+    return chosen.fill(_demand(loads, placed)._replace(last=last), placed)
 
 
 def _placed(loads: Tensor, placement: Placement | PlacedLayers, layer: int | None) -> PlacedLayers:

@@ -46,7 +46,7 @@ def check_ranges(command: Callable[..., None], given: Mapping[str, Any]) -> None
 
 POLICIES = (
     "none, static, even, dynamic, exact, exact_active, lp, lp_affine, lp_sampled, shared_local, waterfill, "
-    "waterfill_sampled, joint, llep, llep_published, spill_cost, libra, hedge, grace, grace_sampled"
+    "waterfill_sampled, joint, llep, llep_published, spill_cost, libra, libra_published, hedge, grace, grace_sampled"
 )
 BASELINE = "in order, no replicas"  # experts in order, E/R slots per rank: what tables compare with
 DEFAULT_POLICIES = "in-order,static,even,dynamic,exact"

@@ -17,7 +17,13 @@ from isoload.layer.compiled import Choose
 from isoload.layer.feed import Feed
 from isoload.layer.modules import BlockGate
 from isoload.layer.moe import MoE
-from isoload.layer.stack_checks import check_layers, check_local, count_slots, make_predictor
+from isoload.layer.stack_checks import (
+    check_host_plans,
+    check_layers,
+    check_local,
+    count_slots,
+    make_predictor,
+)
 from isoload.layer.two_stage import Batch, Span, run_held, run_planned
 from isoload.predict import LoadsPredictor, Lookahead, Predictor
 from isoload.records.placed_layers import PlacedLayers
@@ -116,6 +122,7 @@ class LibraStack:
             check_layers(self.layers)
             predictor = make_predictor(predict, self.layers, norms)
             check_local(local, self.layers, predictor is not None)
+            check_host_plans(local, self.layers, predictor is not None)
             self.slots, self.bounded_by = count_slots(slots, self.layers, cost, copies_per_rank, memory)
             if predictor is None and slots is not None:
                 raise ValueError(f"slots must be None where predict is, got {slots!r}")

@@ -12,6 +12,7 @@ from isoload.experts.quantised import per_element
 from isoload.layer.block_experts import no_gate
 from isoload.layer.moe import MoE
 from isoload.layer.routers import Gate
+from isoload.layer.two_stage import runs_apart
 from isoload.policies.keeping import may_keep_local
 from isoload.predict import Last, Linear, Lookahead, Predictor
 from isoload.transport.row_dispatcher import RowDispatcher
@@ -77,6 +78,22 @@ def check_local(local: str, layers: Sequence[MoE], predicts: bool) -> None:
         if not may_keep_local(policy):
             raise ValueError(
                 f"local must not be held with policy {policy.name}, which draws or fixes the share"
+            )
+
+
+def check_host_plans(local: str, layers: Sequence[MoE], predicts: bool) -> None:
+    """Raises ValueError unless the host's waits of a policy that plans on the CPU fall beside local compute."""
+    for policy in (layer.policy for layer in layers):
+        if not policy.plans_on_host or not runs_apart(layers[0]._ranks()[0].row_of_slot.device):
+            continue
+        borrowing = layers[0].borrowing
+        early = local == "planned" and borrowing is not None and borrowing.waits_for_plan
+        if not (policy.ahead and predicts and (policy.keeps_local or local == "held")) or early:
+            raise ValueError(
+                f"policy {policy.name} must plan beside local compute, because the host waits for the loads: it needs "
+                "predict, slots filled ahead, copies that stay local and borrow='pull' or local='held', got "
+                f"ahead={policy.ahead}, keeps_local={policy.keeps_local}, local={local!r} and predict="
+                f"{'given' if predicts else 'None'}: use libra, hedge or llep"
             )
 
 

@@ -18,21 +18,19 @@ from isoload.ops.number_rows import number_rows
 from isoload.ops.pack_rows import pack_rows
 from isoload.ops.plan_active import plan_active
 from isoload.ops.plan_exact import Objective, plan_exact
+from isoload.ops.plan_fill import plan_fill
 from isoload.ops.plan_joint import plan_joint
 from isoload.ops.plan_lp import plan_lp
 from isoload.ops.plan_own import plan_own
-from isoload.ops.plan_replication import plan_replication
-from isoload.ops.plan_spill import NO_SPARE_SLOT, Within, plan_spill
 from isoload.ops.plan_waterfill import Candidates, plan_waterfill
 from isoload.ops.replica_tables import replica_tables
 from isoload.ops.round_split import round_split
 from isoload.ops.route import route, route_sampled
 from isoload.ops.route_shared import route_shared
 from isoload.ops.route_shared_sampled import SharedRule, route_shared_sampled
-from isoload.ops.shard_tokens import shard_tokens
 from isoload.ops.share import Order, share, share_by_rank
 from isoload.ops.share_alone import share_alone
-from isoload.ops.top_up import top_up
+from isoload.ops.top_up import Within, top_up
 from isoload.results import (
     ActiveSplit,
     Counted,
@@ -41,12 +39,10 @@ from isoload.results import (
     LpSplit,
     SharedColumns,
     SlotFill,
-    Spill,
     WaterfillSplit,
 )
 
 __all__ = [
-    "NO_SPARE_SLOT",
     "ActiveSplit",
     "Candidates",
     "Counted",
@@ -58,7 +54,6 @@ __all__ = [
     "SharedColumns",
     "SharedRule",
     "SlotFill",
-    "Spill",
     "WaterfillSplit",
     "Within",
     "addresses",
@@ -75,11 +70,10 @@ __all__ = [
     "pack_rows",
     "plan_active",
     "plan_exact",
+    "plan_fill",
     "plan_joint",
     "plan_lp",
     "plan_own",
-    "plan_replication",
-    "plan_spill",
     "plan_waterfill",
     "replica_tables",
     "round_split",
@@ -87,7 +81,6 @@ __all__ = [
     "route_sampled",
     "route_shared",
     "route_shared_sampled",
-    "shard_tokens",
     "share",
     "share_alone",
     "share_by_rank",

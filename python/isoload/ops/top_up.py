@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from torch import Tensor
 
 from isoload.ops.library import call, ints, like, op
 from isoload.results import SlotFill
+
+Within = Literal["all", "node"]
+
+
+def is_within_node(within: Within) -> bool:
+    if within not in ("all", "node"):
+        raise ValueError(f"within must be all or node, got {within!r}")
+    return within == "node"
 
 
 def fake_fill(slots: Tensor) -> tuple[Tensor, Tensor]:
@@ -26,6 +36,7 @@ def top_up(
     *,
     alive: Tensor | None = None,
     ranks_per_node: int | None = None,
+    within: Within = "all",
 ) -> SlotFill:
     """Fills the spare slots still empty, for a split of loads that are not quite those of the forecast.
 
@@ -36,10 +47,11 @@ def top_up(
     Args:
         loads: [E] or [R, E] int32 copies (leading L as slot_to_expert); sources are summed.
         slot_to_expert: [P] or [L, P] int32, spare slots filled or not.
-        home_slot, num_ranks, fixed, alive: as in :func:`isoload.ops.plan_spill`.
+        home_slot, num_ranks, fixed, alive: as in :func:`isoload.ops.plan_fill`.
         spare_slots: the last so many slots of every rank may be filled where they are -1.
-        ranks_per_node: divides R; None = R. Only counted, in the telemetry, which is of all spare slots.
+        ranks_per_node: divides R; None = R. Counted in the telemetry, which is of all spare slots.
+        within: "node": an expert goes only to ranks in the node of its home slot. "all": anywhere.
     """
     per_node = num_ranks if ranks_per_node is None else ranks_per_node
     placement = (slot_to_expert, home_slot, num_ranks, per_node, spare_slots)
-    return SlotFill(*call(_top_up, loads, *placement, fixed, alive))
+    return SlotFill(*call(_top_up, loads, *placement, fixed, alive, is_within_node(within)))

@@ -24,6 +24,7 @@ from isoload.policies.lp import LpPolicy
 from isoload.policies.none import NonePolicy
 from isoload.policies.published.dynamic import DynamicPolicy
 from isoload.policies.published.grace_sampled import GraceSampledPolicy
+from isoload.policies.published.libra_published import LibraPublishedPolicy
 from isoload.policies.published.llep_published import LlepPublishedPolicy
 from isoload.policies.published.lp_affine import LpAffinePolicy
 from isoload.policies.published.lp_sampled import LpSampledPolicy
@@ -52,6 +53,7 @@ for _policy in (
     LlepPublishedPolicy,
     SpillCostPolicy,
     LibraPolicy,
+    LibraPublishedPolicy,
     HedgePolicy,
     GracePolicy,
     GraceSampledPolicy,

@@ -49,11 +49,12 @@ class Demand(NamedTuple):
     at_home: Tensor | None = None
     gathered: Tensor | None = None
     rank: int | None = None
+    last: PlacedLayers | None = None
 
     @property
     def routed(self) -> Demand:
         """Without the shared experts."""
-        return self if self.tokens is None else Demand(self.loads)
+        return self if self.tokens is None else Demand(self.loads, last=self.last)
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,8 @@ class Policy:
     ahead    whether its fill is worth making before the batch, from predicted loads (isoload.balancing.planning.fill)
     samples  whether routed copies draw their slots: its plans have weights in place of a quota
     keeps_local  whether copies whose expert has a slot on their own rank stay there, whatever the loads
+    plans_on_host  whether it plans on the CPU whatever the loads' device: for loads on a GPU the host waits for them,
+                 once per plan, and where slots are filled ahead once per fill and once per split
     """
 
     name: ClassVar[str]
@@ -73,6 +76,7 @@ class Policy:
     ahead: ClassVar[bool] = False
     samples: ClassVar[bool] = False
     keeps_local: ClassVar[bool] = False
+    plans_on_host: ClassVar[bool] = False
 
     @property
     def cpu_only(self) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from isoload import ops
@@ -17,6 +18,7 @@ from isoload.records.placed_layers import HostPlacement, PlacedLayers
 from isoload.records.plan import Plan
 
 EXACT = ExactPolicy()
+MILLION = 1_000_000
 Made = TypeVar("Made")
 
 
@@ -35,7 +37,7 @@ class BorrowPolicy(Policy, ABC):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.splitter.borrows:
-            raise ValueError(f"split_by must be fill or a policy that does not borrow, got {self.split_by!r}")
+            raise ValueError(f"split_by must be a policy that does not borrow, got {self.split_by!r}")
         if self.slots is not None and self.slots < 1:
             raise ValueError(f"slots must be at least 1, got {self.slots}")
 
@@ -75,7 +77,8 @@ class BorrowPolicy(Policy, ABC):
         if of.split is not BorrowPolicy.split or of.share is not BorrowPolicy.share:
             demand = demand._replace(rank=None)  # which may split or share its own way
         made = self.splitter.split(demand, placed)
-        return replace(made, policy=self if by_fill else made.policy, telemetry=placed.telemetry)
+        own = by_fill or self.split_by == "exact"
+        return replace(made, policy=self if own else made.policy, telemetry=placed.telemetry)
 
     def share(self, loads: Tensor, plan: Plan, rank: int | None, order: Order) -> Tensor:
         return self.splitter.share(loads, plan, rank, order)
@@ -106,14 +109,43 @@ def fill_spare(
     )
 
 
-def plan_spill(demand: Demand, placed: PlacedLayers, slots: int | None = None, **rules: Any) -> ops.Spill:
-    """:func:`isoload.ops.plan_spill` by a policy's rules.
+class FillPolicy(BorrowPolicy):
+    """Base of policies that fill by levels (:func:`isoload.ops.plan_fill`) and split exactly over the filled slots.
 
-    Where experts have replicas it starts from the exact split over them, so that only what they leave is lent, unless
-    lending from all home slots is better.
+    Options, for who has them: split_by, a policy that splits over the filled slots in place of "exact".
+    refill_above: where the caller passes the last fill (isoload.balancing.planning.fill), it is kept while the exact
+    split over it has at most this imbalance; None = every batch is filled anew. slots: as of :class:`BorrowPolicy`.
     """
-    start = solve(demand, placed).quota if placed.replicated else None
-    return fill_spare(ops.plan_spill, demand, placed, slots, start=start, **rules)
+
+    split_by: str | Policy = "exact"
+    refill_above: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.split_by == "fill":
+            use = "the copies go as split_by=exact splits them over the filled slots"
+            raise ValueError(f"option split_by=fill of policy {self.name} was removed: {use}")
+        super().__post_init__()
+        if self.refill_above is not None and not 1 <= self.refill_above <= 1000:
+            raise ValueError(f"refill_above must be in 1..1000, got {self.refill_above}")
+
+    def fill_levels(self, demand: Demand, placed: PlacedLayers, **rules: Any) -> ops.SlotFill:
+        """:func:`isoload.ops.plan_fill` by a policy's rules, from the exact split over replicas if there are any."""
+        start = solve(demand, placed).quota if placed.replicated else None
+        return fill_spare(ops.plan_fill, demand, placed, self.slots, start=start, **rules)
+
+    def filled(self, demand: Demand, placed: PlacedLayers, made: ops.SlotFill) -> PlacedLayers:
+        """The layers with these slots, or with those of the last fill where the exact split over it is level enough."""
+        last, slots, telemetry = demand.last, made.slot_to_expert, made.telemetry
+        if last is None or self.refill_above is None:
+            return placed.fill(slots, telemetry=telemetry)
+        assert last.telemetry is not None
+        copies = demand.loads.flatten(placed.home_slot.dim() - 1).sum(-1)
+        if demand.at_home is not None:
+            copies = copies + demand.at_home.sum(-1)
+        live, limit = len(placed.topology.live_ranks), round(self.refill_above * MILLION)
+        keep = (solve(demand, last).peak * live * MILLION <= copies * limit).unsqueeze(-1)
+        slots = torch.where(keep, last.slot_to_expert, slots)
+        return placed.fill(slots, telemetry=torch.where(keep, last.telemetry, telemetry))
 
 
 def routed_homes(placed: PlacedLayers) -> Tensor:

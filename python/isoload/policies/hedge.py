@@ -5,26 +5,30 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from isoload import ops
+from isoload.ops import Within
 from isoload.policies.base import Demand
-from isoload.policies.borrowing import BorrowPolicy, fill_spare, plan_spill
+from isoload.policies.borrowing import FillPolicy, fill_spare
 from isoload.records.placed_layers import PlacedLayers
 
 
 @dataclass(frozen=True)
-class HedgePolicy(BorrowPolicy):
+class HedgePolicy(FillPolicy):
     """The plan that levels the predicted loads, and against their errors more replicas of the hottest experts.
 
     Few slots level a forecast; those that are left go to the experts with most copies per replica, where the exact
     split of the true loads can use them.
 
-    Options: slots (most that are filled per rank; None = all spare ones).
+    Options: slots (most that are filled per rank; None = all spare ones), within ("all", or "node": no expert is
+    borrowed beyond its home's node), refill_above (see :class:`FillPolicy`).
     """
 
     name = "hedge"
     ahead = True
     slots: int | None = None
+    within: Within = "all"
+    refill_above: float | None = None
 
     def fill(self, demand: Demand, placed: PlacedLayers) -> PlacedLayers:
-        level = plan_spill(demand, placed, self.slots)
-        made = fill_spare(ops.top_up, demand, placed, self.slots, level.slot_to_expert)
-        return placed.fill(made.slot_to_expert, telemetry=made.telemetry)
+        made = self.fill_levels(demand, placed, within=self.within)
+        made = fill_spare(ops.top_up, demand, placed, self.slots, made.slot_to_expert, within=self.within)
+        return self.filled(demand, placed, made)

@@ -2,74 +2,57 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
-import torch
-
-from isoload import ops
 from isoload.ops import Within
 from isoload.policies.base import Demand, Policy
-from isoload.policies.borrowing import EXACT, BorrowPolicy, plan_spill
+from isoload.policies.borrowing import FillPolicy
 from isoload.records.placed_layers import PlacedLayers
-from isoload.records.plan import Plan, rank_cost
 
 
 @dataclass(frozen=True)
-class LlepPolicy(BorrowPolicy):
-    """Ranks above their capacity lend experts, and send those experts' copies, to less loaded ranks.
+class LlepPolicy(FillPolicy):
+    """Ranks above their capacity lend experts to less loaded ranks, and the copies are split exactly over all slots.
 
     Starts from the exact split over resident replicas, and lends nothing where that is enough. No rank's load passes
-    the largest of that, and none its capacity (and tolerance) unless the plan's telemetry says why, see
-    :class:`isoload.ops.Spill`. Beside the plan that lends as if replicas took nothing it has no higher peak, and more
-    imports only for a lower peak (an excess below min_chunk is none). Where spare slots run out, the lowest level is
-    sought at which they suffice, and the copies go as the exact split over the filled slots.
+    the largest of that. Where spare slots run out, higher levels are tried, see :func:`isoload.ops.plan_fill`.
 
     Options: capacity (times the mean load), min_chunk (copies: a rank that is above its capacity by less lends nothing;
     a larger excess may leave in smaller chunks), threshold (up to this imbalance nothing moves), measure (the
-    threshold's: "rank" as the published code, "expert" as the paper's text), tolerance (part of the capacity; within it
-    chunks below min_chunk stay at home too), within ("all", or "node": no expert is borrowed beyond its home's node,
-    and capacity and threshold are about the mean of the most loaded node), split_by ("fill" = the copies as lent,
-    "exact" = the least peak over the filled slots).
+    threshold's: "rank" as the published code, "expert" as the paper's text), within ("all", or "node": no expert is
+    borrowed beyond its home's node, and capacity and threshold are about the mean of the most loaded node), split_by
+    and refill_above (see :class:`FillPolicy`).
     """
 
     name = "llep"
-    split_by: str | Policy = "fill"
+    removed: ClassVar[Mapping[str, str]] = {
+        "tolerance": "a rank that is above the capacity by less than min_chunk lends nothing"
+    }
+    split_by: str | Policy = "exact"
     capacity: float = 1.0
     min_chunk: int = 1024
     threshold: float = 1.3
     measure: str = "rank"
-    tolerance: float = 0.02
     within: Within = "all"
+    refill_above: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_rules(self.capacity, self.min_chunk, self.threshold, self.measure)
-        if not 0 <= self.tolerance <= 1000:
-            raise ValueError(f"tolerance must be in 0..1000, got {self.tolerance}")
 
     def fill(self, demand: Demand, placed: PlacedLayers) -> PlacedLayers:
-        spill = plan_spill(
+        made = self.fill_levels(
             demand,
             placed,
             capacity_factor=self.capacity,
             imbalance_threshold=self.threshold,
             per_expert=self.measure == "expert",
-            tolerance=self.tolerance,
             min_chunk=self.min_chunk,
             within=self.within,
         )
-        return placed.fill(spill.slot_to_expert, spill.quota, spill.telemetry)
-
-    def split(self, demand: Demand, placed: PlacedLayers) -> Plan:
-        """The copies as lent; where spare slots ran out, the exact split if its peak is lower."""
-        if self.split_by != "fill" or placed.quota is None:
-            return super().split(demand, placed)
-        exact, telemetry = EXACT.split(demand, placed), placed.telemetry
-        assert exact.quota is not None and exact.peak is not None and telemetry is not None
-        lent = rank_cost(placed.quota, placed.topology, demand.at_home).amax(-1)
-        better = (telemetry.select(-1, 4) & ops.NO_SPARE_SLOT > 0) & (exact.peak < lent)
-        quota = torch.where(better.unsqueeze(-1), exact.quota, placed.quota)
-        return Plan(placed, self, quota, torch.where(better, exact.peak, lent), exact.bound, telemetry)
+        return self.filled(demand, placed, made)
 
 
 def check_rules(capacity: float, min_chunk: int, threshold: float, measure: str) -> None:

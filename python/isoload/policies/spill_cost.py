@@ -2,58 +2,59 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from isoload.cost import DEEPSEEK_V3_FP8, DEFAULT_BANDWIDTHS, break_even
 from isoload.ops import Within
 from isoload.policies.base import Demand, Policy
-from isoload.policies.borrowing import BorrowPolicy, plan_spill
+from isoload.policies.borrowing import FillPolicy
 from isoload.records.placed_layers import PlacedLayers
 
 
 @dataclass(frozen=True)
-class SpillCostPolicy(BorrowPolicy):
-    """The least found over plans of the costliest rank, where a rank's cost is its copies plus its imports.
+class SpillCostPolicy(FillPolicy):
+    """The cheapest of several levels of the largest load, where imports and exports have a price.
 
-    An import costs as many copies as could be computed in its time (:func:`isoload.cost.break_even`), by the
-    topology's bandwidths, or DEFAULT_BANDWIDTHS if it has none. Ranks of the own node help first, unless their chunk
-    is below min_chunk and a far one is larger. Starts from the exact split over resident replicas; no rank's load
-    passes the largest of that. It costs no more than the plan found as if replicas took nothing, and has more imports
-    or a higher peak than that only where it costs less.
+    A level costs its largest load, the imports of the busiest importer and the exports of the busiest exporter. An
+    import or export costs as many copies as could be computed in its time (:func:`isoload.cost.break_even`), by the
+    topology's bandwidths, or DEFAULT_BANDWIDTHS if it has none; no expert moves with fewer copies. Starts from the
+    exact split over resident replicas; no rank's load passes the largest of that.
 
-    Options: expert_bytes (weights of one expert), token_us (microseconds per copy in a large GEMM), egress (most
-    exports of a rank; None = any number), min_chunk (copies; a smaller chunk near home gives way to a larger far one,
-    none is refused), within ("all" or "node", beyond which no expert is borrowed), split_by ("fill" or "exact").
+    Options: expert_bytes (weights of one expert), token_us (microseconds per copy in a large GEMM), min_chunk (copies;
+    a rank that is above a level by less lends nothing), within ("all" or "node", beyond which no expert is borrowed),
+    split_by and refill_above (see :class:`FillPolicy`).
     """
 
     name = "spill_cost"
-    split_by: str | Policy = "fill"
+    removed: ClassVar[Mapping[str, str]] = {
+        "egress": "exports have a price, and within=node keeps experts in the node of their home slot"
+    }
+    split_by: str | Policy = "exact"
     expert_bytes: float = DEEPSEEK_V3_FP8
     token_us: float = 0.147
-    egress: int | None = None
-    min_chunk: int = 256
+    min_chunk: int = 1
     within: Within = "all"
+    refill_above: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         break_even(self.expert_bytes, 1.0, self.token_us)  # refuses what is not positive
-        if self.egress is not None and (not isinstance(self.egress, int) or self.egress < 0):
-            raise ValueError(f"egress must be an integer, not negative, got {self.egress}")
         if not 1 <= self.min_chunk < 2**31:
             raise ValueError(f"min_chunk must be in 1..2^31-1, got {self.min_chunk}")
 
     def fill(self, demand: Demand, placed: PlacedLayers) -> PlacedLayers:
-        near, far = placed.topology.bandwidths or DEFAULT_BANDWIDTHS
-        spill = plan_spill(
+        near, far = (
+            break_even(self.expert_bytes, bandwidth, self.token_us)
+            for bandwidth in placed.topology.bandwidths or DEFAULT_BANDWIDTHS
+        )
+        made = self.fill_levels(
             demand,
             placed,
-            capacity_factor=None,
             min_chunk=self.min_chunk,
-            import_costs=(
-                break_even(self.expert_bytes, near, self.token_us),
-                break_even(self.expert_bytes, far, self.token_us),
-            ),
-            egress=self.egress,
+            import_costs=(near, far),
+            export_costs=(near, far),
             within=self.within,
         )
-        return placed.fill(spill.slot_to_expert, spill.quota, spill.telemetry)
+        return self.filled(demand, placed, made)

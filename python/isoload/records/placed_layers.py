@@ -68,7 +68,7 @@ class PlacedLayers:
     memos                      what policies derive once per placement, and how: see :meth:`memo`
     unfilled                   the same layers with empty spare slots; None: these are, see :attr:`resident`
     quota           [P] int32  copies per slot by the split that made the fill; None without one
-    telemetry                  of the fill, see :class:`isoload.ops.Spill`
+    telemetry                  of the fill, see :class:`isoload.ops.SlotFill`
     """
 
     slot_to_expert: Tensor

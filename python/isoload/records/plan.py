@@ -40,7 +40,7 @@ class Plan:
     bound           []  int64   proved lower bound of the peak over all integer quotas of these slots; shared
                                 experts stay home in it unless the policy moves them
     telemetry       [4] int32   exact splits: sweeps, augmentations, Newton steps, cut by the budget; policies that
-                                borrow: [5], see isoload.ops.Spill
+                                borrow: [5], see isoload.ops.SlotFill
     weights         [P] float32 sampled policies only: wished part of each replica; a source rank may draw with others,
                                 see isoload.policies.Seeded.weights_of
     shared                      where shared copies go; None without shared experts

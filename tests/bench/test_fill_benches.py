@@ -19,10 +19,10 @@ def benches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def spill(benches: None) -> ModuleType:
-    import bench_spill
+def fill(benches: None) -> ModuleType:
+    import bench_fill
 
-    return bench_spill
+    return bench_fill
 
 
 @pytest.fixture
@@ -39,29 +39,28 @@ def cost(benches: None, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return bench_cost
 
 
-def test_every_workload_is_judged_at_least_33k_copies(spill: ModuleType) -> None:
-    kinds = [kind for kind, _, _ in spill.made()]
-    assert set(kinds) == set(spill.KINDS) and len(kinds) == len(spill.KINDS) * len(spill.SHAPES) * 3
-    assert all(loads.sum() >= 33_000 for _, _, loads in spill.made())
-    assert [kind[:2] for kind in spill.KINDS][:8] == [f"W{i}" for i in range(8)]
-    hot = next(loads for kind, ranks, loads in spill.made() if kind == "W7 burst" and ranks == 8)
+def test_every_workload_is_judged_at_least_33k_copies(fill: ModuleType) -> None:
+    kinds = [kind for kind, _, _ in fill.made()]
+    assert set(kinds) == set(fill.KINDS) and len(kinds) == len(fill.KINDS) * len(fill.SHAPES) * 3
+    assert all(loads.sum() >= 33_000 for _, _, loads in fill.made())
+    assert [kind[:2] for kind in fill.KINDS][:8] == [f"W{i}" for i in range(8)]
+    hot = next(loads for kind, ranks, loads in fill.made() if kind == "W7 burst" and ranks == 8)
     assert hot.max() > 1.5 * hot.min(), "the step of W7 is a burst"
 
 
-def test_an_instance_is_judged_by_bounds_and_peaks(spill: ModuleType) -> None:
-    kind, ranks, loads = next(found for found in spill.made() if found[0] == "W2 hot_rank")
-    row = spill.judge(kind, ranks, loads, 5.0)
+def test_an_instance_is_judged_by_bounds_and_peaks(fill: ModuleType) -> None:
+    kind, ranks, loads = next(found for found in fill.made() if found[0] == "W2 hot_rank")
+    row = fill.judge(kind, ranks, loads)
     mean = loads.sum() / ranks
     assert row["ep_peak"] == loads.reshape(ranks, -1).sum(1).max() / mean == 2.0
-    assert 1 < row["bound"] < row["ep_peak"] and 0 <= row["gap_spare8"] <= row["gap_spare2"] < 0.05
-    assert row["llep_peak"] < 1 + spill.LLEP["min_chunk"] / mean, "an excess below min_chunk stays"
+    assert 0 <= row["gap_spare8"] <= row["gap_spare2"] < 0.05 and row["llep_peak"] < 1.001
     assert row["llep_published_peak"] == pytest.approx(1.1, abs=0.001)
     imports, most_in, most_out = row["spill_cost_moves"]
-    assert most_in == 1 and most_out == imports == ranks - 1
+    assert most_in <= 1 and most_out <= imports < row["llep_moves"][0], "exports of one rank are dear"
 
 
-def test_published_moves_are_counted_once_per_expert_and_rank(spill: ModuleType) -> None:
-    row = spill.published(np.array([127, 1, 2, 1]), 2)  # two segments of expert 0 go to rank 1
+def test_published_moves_are_counted_once_per_expert_and_rank(fill: ModuleType) -> None:
+    row = fill.published(np.array([127, 1, 2, 1]), 2)  # two segments of expert 0 go to rank 1
     assert row["llep_published_moves"][1] == row["llep_published_moves"][0]
     assert row["llep_published_peak"] * 65.5 < 127
 
