@@ -130,7 +130,16 @@ def cost_file(tmp_path):
 
 
 def test_cost_adds_a_table_and_its_constants(trace, cost_file):
-    args = ["replay", trace, "--ranks", 4, "--spare-slots", 2, "--policies", "none,llep:min_chunk=1,spill_cost,exact"]
+    args = [
+        "replay",
+        trace,
+        "--ranks",
+        4,
+        "--spare-slots",
+        2,
+        "--policies",
+        "none,llep:min_chunk=1,spill_cost,exact",
+    ]
     plain, result = run(*args), run(*args, "--cost", cost_file)
     assert result.exit_code == 0, result.output
     first, second = result.stdout.split(COSTS)
