@@ -62,13 +62,14 @@ class FillLevel {
     return outcome();
   }
 
-  // The next level begins with the slots of the placement, behind its own barrier.
+  // The next level begins with the slots of the placement.
   ISOLOAD_HD void undo() const {
     const int spare = in_.spare;
     group_.for_each(in_.R * spare, [&](int i) {
       if (const int e = ws_.lent[i]; e >= 0 && queue_.replicated)
         ws_.holds[int64_t(e) * in_.R + i / spare] = false;
     });
+    group_.sync();  // a lane may still read what the next level writes
   }
 
  private:
