@@ -69,7 +69,7 @@ class FillLevel {
       if (const int e = ws_.lent[i]; e >= 0 && queue_.replicated)
         ws_.holds[int64_t(e) * in_.R + i / spare] = false;
     });
-    group_.sync();
+    group_.sync();  // a lane may still read what the next level writes
   }
 
  private:

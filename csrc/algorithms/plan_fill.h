@@ -86,7 +86,6 @@ class LevelFill {
       busiest = load > busiest ? load : busiest;
     });
     busiest_ = team_.max32(busiest), replicated_ = team_.max32(replica) != 0;
-    team_.sync();
     if (!replicated_) return;
     team_.for_each(in_.E * in_.R, [&](int i) { ws_.holds[i] = false; });
     team_.sync();
@@ -96,7 +95,6 @@ class LevelFill {
         if (const int e = in_.slot_to_expert[p]; e >= 0 && e < in_.E)
           ws_.holds[int64_t(e) * in_.R + r] = true;
     });
-    team_.sync();
   }
 
   // Copies and live ranks of the group with the largest mean, of those that lend within themselves: the

@@ -130,7 +130,16 @@ def cost_file(tmp_path):
 
 
 def test_cost_adds_a_table_and_its_constants(trace, cost_file):
-    args = ["replay", trace, "--ranks", 4, "--spare-slots", 2, "--policies", "none,llep,spill_cost,exact"]
+    args = [
+        "replay",
+        trace,
+        "--ranks",
+        4,
+        "--spare-slots",
+        2,
+        "--policies",
+        "none,llep:min_chunk=1,spill_cost,exact",
+    ]
     plain, result = run(*args), run(*args, "--cost", cost_file)
     assert result.exit_code == 0, result.output
     first, second = result.stdout.split(COSTS)
@@ -143,7 +152,7 @@ def test_cost_adds_a_table_and_its_constants(trace, cost_file):
     lines = second.splitlines()
     assert lines[1].split("  ")[-1].strip() == "borrowed"
     assert lines[2].split() == ["policy", "mean", "change", "max", "experts"]
-    assert [line.split()[0] for line in lines[3:7]] == ["none", "llep", "spill_cost", "exact"]
+    assert [line.split()[0] for line in lines[3:7]] == ["none", "llep:min_chunk=1", "spill_cost", "exact"]
     assert lines[3].split()[2] == "+0.0%" and lines[3].split()[-1] == "0.0" and max(map(len, lines)) <= 80
     assert lines[8].startswith("µs: predicted, of the busiest rank, one layer.")
     lines = run(*args, "--cost", cost_file, "--wide").stdout.split(COSTS)[1].splitlines()

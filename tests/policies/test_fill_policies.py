@@ -67,7 +67,9 @@ def test_a_last_fill_is_kept_while_it_is_level(policy: str) -> None:
             assert torch.equal(filled.telemetry, wanted.telemetry)
             kept += level and not torch.equal(last.slot_to_expert, anew.slot_to_expert)
             always = planning.fill(loads, placement, 0, policy, last=last, **OPTIONS[policy])
-            assert torch.equal(always.slot_to_expert, anew.slot_to_expert), "the default fills every batch anew"
+            assert torch.equal(always.slot_to_expert, anew.slot_to_expert), (
+                "the default fills every batch anew"
+            )
     assert kept > 3
 
 

@@ -27,8 +27,8 @@ OF_FILLS = {
     ),
     "a fill counted before it is made": Mutant(
         "csrc/algorithms/spare_fill.h",
-        "ws.exports[r] = 0; });\n    team_.sync();",
-        "ws.exports[r] = 0; });",
+        "{ exports[r] = 0; });\n  team.sync();",
+        "{ exports[r] = 0; });",
         "teams",
     ),
 }
