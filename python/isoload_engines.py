@@ -18,7 +18,7 @@ def sglang() -> None:
 
 def vllm() -> None:
     """Entry point of the group ``vllm.general_plugins``; vLLM calls it in all of its processes."""
-    if os.environ.get("ISOLOAD_VLLM", "") in ("", "0"):
+    if os.environ.get("ISOLOAD_VLLM", "") in ("", "0") and not os.environ.get("ISOLOAD_PLACEMENT"):
         return
     from isoload.integrations.vllm import attach_or_leave
 
