@@ -15,6 +15,7 @@ from torch import Tensor
 
 from isoload.balancing.balancer import Balancer
 from isoload.balancing.counting import count
+from isoload.formats.launch import REDUNDANT
 from isoload.integrations.engine_layers import EXCHANGED, JOINED_BY_ALL, EngineLayer, EngineLayers
 from isoload.integrations.engine_record import EngineRecord
 from isoload.integrations.engine_tables import EngineSizes, check_placer, engine_topology
@@ -24,7 +25,6 @@ from isoload.integrations.watchdog import Watchdog
 
 log = logging.getLogger("isoload")
 RankTokens = Literal["own", "same", "gathered"]
-REDUNDANT = "--eplb-config '{\"num_redundant_experts\": {}}'"
 
 
 class Layer(EngineLayer):

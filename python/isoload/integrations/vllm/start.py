@@ -18,9 +18,10 @@ from torch import Tensor
 
 from isoload.formats import UnknownRanks, read_placement
 from isoload.formats.engines import engine_slots
+from isoload.formats.launch import REDUNDANT
 from isoload.integrations.engine_tables import EngineSizes
 from isoload.integrations.settings import PLACEMENT, Settings
-from isoload.integrations.vllm.layers import REDUNDANT, is_draft
+from isoload.integrations.vllm.layers import is_draft
 from isoload.records.placement import Placement
 from isoload.topology import Topology
 from isoload.trace.identity import Identity, matching_rows, spans
@@ -93,7 +94,11 @@ class Start:
             )
         numbers = [int(runner.layer_id) for runner in model.moe_layers]
         sizes = EngineSizes(len(numbers), experts, redundant, num_ranks, REDUNDANT, True)
-        sizes.check(self.source, len(numbers), engine_slots(placement).shape[1])
+        try:
+            num_slots = engine_slots(placement).shape[1]
+        except ValueError as error:  # spare, dead or absent slots
+            raise ValueError(f"{self.source}: {error}: pass a file made by isoload place {size}") from None
+        sizes.check(self.source, len(numbers), num_slots)
         self.check_name(placement, model_config)
         return torch.from_numpy(engine_slots(self.of_layers(placement, numbers, parallel)))
 
