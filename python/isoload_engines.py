@@ -9,7 +9,9 @@ SCHEDULER = "sglang.srt.managers.scheduler"  # imported already in every process
 
 def asked(switch: str) -> bool:
     """Whether a variable turns isoload on, or names a placement to start from, which must not be passed over."""
-    return os.environ.get(switch, "") not in ("", "0") or bool(os.environ.get("ISOLOAD_PLACEMENT", "").strip())
+    return os.environ.get(switch, "") not in ("", "0") or bool(
+        os.environ.get("ISOLOAD_PLACEMENT", "").strip()
+    )
 
 
 def sglang() -> None:

@@ -1,13 +1,13 @@
-"""Real vLLM engines over two CPU processes that start from a placement file (ISOLOAD_PLACEMENT): a model with a dense
-first layer, synchronous EPLB and tensor parallel without isoload's own choices, asynchronous EPLB and data parallel with
-them. Hugging Face's model of the same checkpoint is the oracle."""
+"""Real vLLM engines over two CPU processes that start from a placement file (ISOLOAD_PLACEMENT), of a model with a
+dense first layer: tensor parallel with synchronous EPLB, where vLLM itself chooses replicas, and data parallel with
+asynchronous EPLB, where isoload does. Hugging Face's model of the same checkpoint is the oracle."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from itertools import pairwise
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -63,7 +63,9 @@ def oracle(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
     file = folder.parent / f"{folder.name}.json"
     isoload.write_placement(placement, file)
     rows = placement.slot_to_expert.tolist()
-    assert DEFAULT not in rows and len({tuple(row) for row in rows}) == len(rows), "each layer has a map of its own"
+    assert DEFAULT not in rows and len({tuple(row) for row in rows}) == len(rows), (
+        "each layer has a map of its own"
+    )
     return Oracle(folder, tokens, placement, file)
 
 
@@ -156,7 +158,9 @@ def test_asynchronous_and_data_parallel(oracle: Oracle, pair: list[EngineRun]) -
     assert "at load" in checked[0] and len(checked) > 3
 
 
-def placed(table: list[int], layers: tuple[int, ...] = MOE_LAYERS, ranks: int = RANKS, **named: Any) -> Placement:
+def placed(
+    table: list[int], layers: tuple[int, ...] = MOE_LAYERS, ranks: int = RANKS, **named: Any
+) -> Placement:
     """The same map in every layer."""
     rows = torch.tensor([table] * len(layers), dtype=torch.int32)
     return Placement(rows, isoload.Topology(ranks), max(table) + 1, layer_ids=layers, **named)
@@ -172,7 +176,8 @@ FAULTS: dict[str, tuple[Placement, list[str]]] = {
         ],
     ),
     "a layer is dense": (
-        placed(DEFAULT, (0, 1, 2, 3)), ["is of layers 0..3", "but the model's MoE layers are 1..3", "--first-moe-layer"],
+        placed(DEFAULT, (0, 1, 2, 3)),
+        ["is of layers 0..3", "but the model's MoE layers are 1..3", "--first-moe-layer"],
     ),
     "layers are not stated": (
         placed(DEFAULT, identity=Identity("order")), ["does not state which layers of the model its 3 rows are"],
@@ -188,8 +193,8 @@ FAULTS: dict[str, tuple[Placement, list[str]]] = {
     "more redundant experts": (
         placed([*DEFAULT, 4, 5]),
         [
-            "has 22 slots in each layer but the engine has 20 (16 experts and 4 redundant ones) on 2 expert-parallel ranks",
-            "pass --eplb-config '{\"num_redundant_experts\": 6}', or a file made by isoload place --ranks 2 "
+            "has 22 slots in each layer but the engine has 20 (16 experts and 4 redundant ones) on 2 expert-parallel "
+            "ranks: pass --eplb-config '{\"num_redundant_experts\": 6}', or a file made by isoload place --ranks 2 "
             "--slots-per-rank 10",
         ],
     ),
@@ -219,7 +224,9 @@ def model(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
 
     def make(path: Path, name: str = "tiny-moe", draft: bool = False, **parallel: Any) -> Any:
         start.START.start(Settings.read({"ISOLOAD_PLACEMENT": str(path)}))
-        of = SimpleNamespace(model=name, runner_type="draft" if draft else "generate", served_model_name=["served"])
+        of = SimpleNamespace(
+            model=name, runner_type="draft" if draft else "generate", served_model_name=["served"]
+        )
         config = SimpleNamespace(parallel_config=parallel_of(**parallel), model_config=of)
         return start.initialize_model(lambda *_, **__: made, config)
 
@@ -239,12 +246,12 @@ def test_a_file_that_does_not_fit_is_refused(model: Callable[..., Any], tmp_path
 
 
 @pytest.mark.parametrize("name", ["a layer is missing", *rest("an expert is missing", "another model")])
-def test_an_engine_that_does_not_fit_loads_no_weights(
-    oracle: Oracle, tmp_path: Path, name: str
-) -> None:
+def test_an_engine_that_does_not_fit_loads_no_weights(oracle: Oracle, tmp_path: Path, name: str) -> None:
     isoload.write_placement(FAULTS[name][0], tmp_path / "plan.json")
     options = OPTIONS | {"eplb_config": EPLB}
-    log = refused_vllm(oracle.folder, tmp_path / "run", {"ISOLOAD_PLACEMENT": str(tmp_path / "plan.json")}, **options)
+    log = refused_vllm(
+        oracle.folder, tmp_path / "run", {"ISOLOAD_PLACEMENT": str(tmp_path / "plan.json")}, **options
+    )
     for message in FAULTS[name][1]:
         assert message in log
     assert "Loading weights took" not in log
@@ -267,7 +274,12 @@ def test_files_of_every_format_fit(model: Callable[..., Any], oracle: Oracle, tm
 
 def parallel_of(**given: Any) -> SimpleNamespace:
     eplb = SimpleNamespace(num_redundant_experts=SLOTS * RANKS - EXPERTS)
-    usual = {"enable_eplb": True, "enable_elastic_ep": False, "pipeline_parallel_size": 1, "eplb_config": eplb}
+    usual = {
+        "enable_eplb": True,
+        "enable_elastic_ep": False,
+        "pipeline_parallel_size": 1,
+        "eplb_config": eplb,
+    }
     return SimpleNamespace(**usual | given)
 
 
@@ -287,7 +299,11 @@ def test_options_under_which_no_expert_moves_are_refused(
 
 def test_names_of_one_model_agree(model: Callable[..., Any], oracle: Oracle, tmp_path: Path) -> None:
     """With the organisation or the folder, in any case, without the ending; or the name under which it is served."""
-    for own, engine in (("qwen3-235b", "Qwen/Qwen3-235B-A22B-FP8"), ("Org/Tiny", "/models/tiny/"), ("served", "/m/x")):
+    for own, engine in (
+        ("qwen3-235b", "Qwen/Qwen3-235B-A22B-FP8"),
+        ("Org/Tiny", "/models/tiny/"),
+        ("served", "/m/x"),
+    ):
         identity = replace(oracle.placement.identity, model=own)
         isoload.write_placement(replace(oracle.placement, identity=identity), tmp_path / "plan.json")
         model(tmp_path / "plan.json", engine)
@@ -316,7 +332,12 @@ def test_stages_of_a_pipeline_take_their_layers(model: Callable[..., Any], tmp_p
     ],
 )
 def test_ranks_that_read_other_files_all_stop(
-    model: Callable[..., Any], oracle: Oracle, monkeypatch: pytest.MonkeyPatch, fault: str, other: int, message: str
+    model: Callable[..., Any],
+    oracle: Oracle,
+    monkeypatch: pytest.MonkeyPatch,
+    fault: str,
+    other: int,
+    message: str,
 ) -> None:
     """Before any weight moves, which would wait for a rank that is not there."""
 
@@ -337,7 +358,9 @@ def test_a_vllm_that_cannot_start_from_a_file_does_not_start(
 
     monkeypatch.delattr("vllm.distributed.eplb.eplb_state.rearrange_expert_weights_inplace")
     monkeypatch.setenv("ISOLOAD_PLACEMENT", str(oracle.file))
-    with pytest.raises(SystemExit, match="so its experts cannot start there: .*rearrange_expert_weights_inplace cannot"):
+    with pytest.raises(
+        SystemExit, match="so its experts cannot start there: .*rearrange_expert_weights_inplace cannot"
+    ):
         attach_or_leave()
 
 

@@ -244,7 +244,7 @@ def place(
             raise ValueError(f"against must have {first.num_experts} routed experts, got {rival.num_routed}")
         imbalances = judge.even_imbalance, judge.exact_imbalance
         rows.append(judged(against, rival, *(f(rival, first.batch_counts()) for f in imbalances)))
-    figures = {"calibrate": held_back, "provenance": placement.provenance, "placers": rows}
+    figures: dict[str, Any] = {"calibrate": held_back, "provenance": placement.provenance, "placers": rows}
     figures |= {"refused": refused} if refused else {}
     written = with_extra(placement, extra_layers)
     start_with = start_of(written, str(output), file_format)

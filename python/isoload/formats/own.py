@@ -77,8 +77,8 @@ def _check_version(content: dict[str, Any]) -> None:
         writer = provenance.get(WRITER) if isinstance(provenance, dict) else None
         by = f"isoload {shown(writer)[1:-1]} or newer" if isinstance(writer, str) else "a newer isoload"
         raise ValueError(
-            f"version {version} is read by {by}, this isoload {__version__} reads versions 1 and {VERSION}: install the "
-            "newer one, or make the file anew with this one"
+            f"version {version} is read by {by}, this isoload {__version__} reads versions 1 and {VERSION}: install "
+            "the newer one, or make the file anew with this one"
         )
     if type(version) is not int or version < 1:
         raise ValueError(f"version must be 1 or {VERSION}, got {shown(version)}")

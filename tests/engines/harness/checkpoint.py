@@ -10,9 +10,7 @@ WORDS = 512
 PROMPTS = [list(range(1, 20)), list(range(5, 12)), list(range(40, 100, 3))]
 
 
-def make_qwen3_moe(
-    folder: Path, head_dim: int = 16, num_dense: int = 0, tokens: int = 24
-) -> list[list[int]]:
+def make_qwen3_moe(folder: Path, head_dim: int = 16, num_dense: int = 0, tokens: int = 24) -> list[list[int]]:
     """Saves a float32 model of 3 MoE layers and 16 experts whose routing is skewed; its greedy tokens for PROMPTS.
 
     num_dense: dense layers before the MoE layers.

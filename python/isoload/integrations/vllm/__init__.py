@@ -103,8 +103,11 @@ def log_as_vllm() -> None:
         log.propagate = False  # handlers that the root gets later would write each line again
 
 
-FROM_FILE = PlugIn(
-    "vLLM", PLACEMENT, start.START.start, {}, hook_start, read_seams("vllm_start")
-)
+FROM_FILE = PlugIn("vLLM", PLACEMENT, start.START.start, {}, hook_start, read_seams("vllm_start"))
 PLUG_IN = PlugIn("vLLM", VLLM, MODELS.start, self_check.CHECKS, hook)
-attach = PLUG_IN.attach
+
+
+def attach(settings: Settings) -> list[str]:
+    """Hook what these settings ask for, and return what is not as expected, a line each."""
+    wrong = [] if settings.placement is None else FROM_FILE.attach(settings)
+    return wrong + PLUG_IN.attach(settings)

@@ -206,7 +206,9 @@ def check_sizes(state: Any, parallel: Any, num_ranks: int) -> None:
         ValueError: they differ in layers or slots.
     """
     model, redundant = state.model, parallel.eplb_config.num_redundant_experts
-    sizes = EngineSizes(len(model.moe_layers), model.num_logical_experts, redundant, num_ranks, REDUNDANT, False)
+    sizes = EngineSizes(
+        len(model.moe_layers), model.num_logical_experts, redundant, num_ranks, REDUNDANT, False
+    )
     sizes.check(f"vLLM's map of {state.model_name}", *state.physical_to_logical_map.shape)
 
 

@@ -35,11 +35,11 @@ class Start:
     """The placement file of this process; START is the only one."""
 
     def __init__(self) -> None:
-        self.path, self.depth, self.last = "", 0, -1
+        self.path, self.depth = "", 0  # depth: of calls of initialize_model within each other
 
     def start(self, settings: Settings) -> None:
         """Read the file that settings name, if any: a damaged file ends the process that begins, not its workers."""
-        self.path, self.depth, self.last = settings.placement or "", 0, -1
+        self.path, self.depth = settings.placement or "", 0
         if self.path:
             self.read()
 
@@ -59,7 +59,8 @@ class Start:
         """Raise ValueError for a ParallelConfig under which vLLM moves no experts, or without isoload."""
         if not parallel.enable_eplb:
             raise ValueError(
-                f"{self.source} needs vLLM's EPLB: pass --enable-eplb --enable-expert-parallel, or unset {PLACEMENT.name}"
+                f"{self.source} needs vLLM's EPLB: pass --enable-eplb --enable-expert-parallel, or unset "
+                f"{PLACEMENT.name}"
             )
         if parallel.enable_elastic_ep:
             raise ValueError(
@@ -79,25 +80,25 @@ class Start:
         """
         self.check_options(parallel)
         redundant, experts = parallel.eplb_config.num_redundant_experts, int(model.num_logical_experts)
-        slots = experts + redundant
-        placement, states_ranks = self.read()
-        size = f"--ranks {num_ranks} --slots-per-rank {slots // num_ranks}"
-        if placement.num_routed != experts:
-            raise ValueError(
-                f"{self.source} has {placement.num_routed} experts but the model has {experts}: pass a file of this model"
-            )
-        held = placement.topology.num_ranks
-        if states_ranks and held != num_ranks:
-            raise ValueError(
-                f"{self.source} has {held} ranks but the engine has {num_ranks} expert-parallel ranks: start {held}, or "
-                f"pass a file made by isoload place {size}"
-            )
         numbers = [int(runner.layer_id) for runner in model.moe_layers]
         sizes = EngineSizes(len(numbers), experts, redundant, num_ranks, REDUNDANT, True)
+        placement, states_ranks = self.read()
+        if placement.num_routed != experts:
+            raise ValueError(
+                f"{self.source} has {placement.num_routed} experts but the model has {experts}: pass a file of this "
+                "model"
+            )
+        size = f"isoload place --ranks {num_ranks} --slots-per-rank {(experts + redundant) // num_ranks}"
+        if states_ranks and placement.topology.num_ranks != num_ranks:
+            own = placement.topology.num_ranks
+            raise ValueError(
+                f"{self.source} has {own} ranks but the engine has {num_ranks} expert-parallel ranks: start {own}, or "
+                f"pass a file made by {size}"
+            )
         try:
             num_slots = engine_slots(placement).shape[1]
         except ValueError as error:  # spare, dead or absent slots
-            raise ValueError(f"{self.source}: {error}: pass a file made by isoload place {size}") from None
+            raise ValueError(f"{self.source}: {error}: pass a file made by {size}") from None
         sizes.check(self.source, len(numbers), num_slots)
         self.check_name(placement, model_config)
         return torch.from_numpy(engine_slots(self.of_layers(placement, numbers, parallel)))
@@ -120,19 +121,20 @@ class Start:
         """Return the placement of the layers with these numbers of the model's own, in this order."""
         try:
             if placement.identity.numbering == "order":
-                matching_rows(Identity("model"), numbers, "the model", placement.identity, placement.layer_ids, "it")
+                matching_rows(
+                    Identity("model"), numbers, "the model", placement.identity, placement.layer_ids, "it"
+                )
             if parallel.pipeline_parallel_size == 1:
                 placement = placement.for_model(sorted(numbers))
             rows = matching_rows(
                 Identity("model"), numbers, "the model", placement.identity, placement.layer_ids, "it"
             )
         except ValueError as error:
-            remedy = (
-                f"the model has {len(numbers)} MoE layers, {spans(numbers)}: pass a file of these layers (isoload convert "
-                f"{self.path} -o NEW --format isoload takes --first-moe-layer and --model, and adds layers that were not "
-                "recorded by --extra-layers)"
-            )
-            raise ValueError(f"{self.source}: {error}; {remedy}") from None
+            raise ValueError(
+                f"{self.source}: {error}; the model has {len(numbers)} MoE layers, {spans(numbers)}: pass a file of "
+                f"these layers (isoload convert {self.path} -o NEW --format isoload takes --first-moe-layer and "
+                "--model, and adds layers that were not recorded by --extra-layers)"
+            ) from None
         return placement.with_rows(rows, numbers, Identity("model"))
 
 
@@ -145,8 +147,8 @@ def plain(name: str) -> str:
 
 
 def initialize_model(original: Original, vllm_config: Any, **named: Any) -> Any:
-    """Around vLLM's function of this name, which makes a model that has no weights yet; composed models make their parts
-    by it, too."""
+    """Around vLLM's function of this name, which makes a model that has no weights yet. Composed models make their
+    parts by it, too."""
     from vllm.distributed.parallel_state import get_ep_group
     from vllm.model_executor.models.interfaces import get_mixture_of_experts_model
 
@@ -167,7 +169,6 @@ def initialize_model(original: Original, vllm_config: Any, **named: Any) -> Any:
                 f"{PLACEMENT.name}"
             )
         START.rows(experts, model_config, vllm_config.parallel_config, get_ep_group().world_size)
-        START.last = max(int(runner.layer_id) for runner in experts.moe_layers)
     return model
 
 
