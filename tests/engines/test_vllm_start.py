@@ -356,7 +356,7 @@ def test_a_vllm_that_cannot_start_from_a_file_does_not_start(
 ) -> None:
     from isoload.integrations.vllm import attach_or_leave
 
-    monkeypatch.delattr("vllm.distributed.eplb.eplb_state.rearrange_expert_weights_inplace")
+    monkeypatch.delattr("vllm.distributed.eplb.rebalance_execute.rearrange_expert_weights_inplace")
     monkeypatch.setenv("ISOLOAD_PLACEMENT", str(oracle.file))
     with pytest.raises(
         SystemExit, match="so its experts cannot start there: .*rearrange_expert_weights_inplace cannot"

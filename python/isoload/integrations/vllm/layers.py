@@ -274,8 +274,11 @@ def tokens_by_layer(state: Any, parallel: Any, loads: str) -> tuple[dict[int, Ra
 
 
 def is_draft(args: Sequence[Any], named: Mapping[str, Any]) -> bool:
-    """Whether EplbState.add_model(model, model_config, model_name=None) is given a draft: vLLM names these alone."""
-    return named.get("model_name", args[2] if len(args) > 2 else None) is not None
+    """Whether EplbState.add_model(model, model_config, model_name=None) is given a draft: vLLM names these alone, from
+    0.32 on; before that their configuration states it."""
+    config = named.get("model_config", args[1] if len(args) > 1 else None)
+    named_draft = named.get("model_name", args[2] if len(args) > 2 else None) is not None
+    return named_draft or getattr(config, "runner_type", None) == "draft"
 
 
 def served_name(args: Sequence[Any], named: Mapping[str, Any]) -> str:

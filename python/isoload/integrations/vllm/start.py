@@ -189,7 +189,7 @@ def move(state: Any, model_config: Any, parallel: Any) -> None:
     Raises:
         ValueError: on all ranks, where the file of one does not fit or is another file.
     """
-    from vllm.distributed.eplb import eplb_state
+    from vllm.distributed.eplb import eplb_state, rebalance_execute
     from vllm.distributed.parallel_state import get_ep_group
 
     group, rows, fault = get_ep_group(), torch.empty(0, 0), ""
@@ -203,7 +203,7 @@ def move(state: Any, model_config: Any, parallel: Any) -> None:
         raise ValueError(fault or faults[0])
     raise_unlike(f"the file of {START.source}", [f"checksum {of}" for _, of in known])
     changed = int((state.physical_to_logical_map.cpu() != rows).sum())
-    eplb_state.rearrange_expert_weights_inplace(
+    rebalance_execute.rearrange_expert_weights_inplace(
         state.physical_to_logical_map, rows, state.model.expert_weights, state.expert_buffer, group.device_group,
         state.communicator,
     )  # fmt: skip
