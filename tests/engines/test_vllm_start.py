@@ -267,7 +267,6 @@ def test_files_of_every_format_fit(model: Callable[..., Any], oracle: Oracle, tm
         isoload.write_placement(placement, path, name)
         if name == "sglang":
             assert isoload.read_placement(path, RANKS).num_layers == 4, "a row for the dense layer, too"
-        model(path)
         rows = start.START.rows(model(path), SimpleNamespace(model="tiny-moe"), parallel_of(), RANKS)
         assert torch.equal(rows.int(), placement.slot_to_expert), name
 

@@ -120,10 +120,6 @@ class Start:
     def of_layers(self, placement: Placement, numbers: Sequence[int], parallel: Any) -> Placement:
         """Return the placement of the layers with these numbers of the model's own, in this order."""
         try:
-            if placement.identity.numbering == "order":
-                matching_rows(
-                    Identity("model"), numbers, "the model", placement.identity, placement.layer_ids, "it"
-                )
             if parallel.pipeline_parallel_size == 1:
                 placement = placement.for_model(sorted(numbers))
             rows = matching_rows(
