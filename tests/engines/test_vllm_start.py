@@ -222,12 +222,16 @@ def model(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
     )
     monkeypatch.setattr("vllm.model_executor.models.interfaces.get_mixture_of_experts_model", lambda of: of)
 
-    def make(path: Path, name: str = "tiny-moe", draft: bool = False, **parallel: Any) -> Any:
+    def make(
+        path: Path, name: str = "tiny-moe", draft: bool = False, additional: Any = None, **parallel: Any
+    ) -> Any:
         start.START.start(Settings.read({"ISOLOAD_PLACEMENT": str(path)}))
         of = SimpleNamespace(
             model=name, runner_type="draft" if draft else "generate", served_model_name=["served"]
         )
-        config = SimpleNamespace(parallel_config=parallel_of(**parallel), model_config=of)
+        config = SimpleNamespace(
+            parallel_config=parallel_of(**parallel), model_config=of, additional_config=additional
+        )
         return start.initialize_model(lambda *_, **__: made, config)
 
     yield make
@@ -287,10 +291,18 @@ def parallel_of(**given: Any) -> SimpleNamespace:
     [
         ({"enable_eplb": False}, "needs vLLM's EPLB: pass --enable-eplb --enable-expert-parallel"),
         ({"enable_elastic_ep": True}, "must come without --enable-elastic-ep"),
+        (
+            {"eplb_config": SimpleNamespace(num_redundant_experts=4, initial_mapping_path="start.jsonl")},
+            "must come without initial_mapping_path in --eplb-config, which sets where experts start, too: leave",
+        ),
+        (
+            {"additional": {"eplb_config": {"expert_map_path": "map.json"}}},
+            "must come without expert_map_path in --additional-config, which sets where experts start, too: leave",
+        ),
     ],
 )
 def test_options_under_which_no_expert_moves_are_refused(
-    model: Callable[..., Any], oracle: Oracle, given: dict[str, bool], message: str
+    model: Callable[..., Any], oracle: Oracle, given: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         model(oracle.file, **given)

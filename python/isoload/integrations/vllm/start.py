@@ -29,6 +29,8 @@ from isoload.transport.agreement import checksum, raise_unlike
 
 log = logging.getLogger("isoload")
 Original = Callable[..., Any]
+# Keys by which vLLM's pull requests 41141 and 49572 and vllm-ascend take a file; no release of vLLM up to 0.33 has one.
+STARTS = ("initial_mapping_path", "initial_expert_map_path", "expert_map_path")
 
 
 class Start:
@@ -55,8 +57,21 @@ class Start:
         """The file's name in messages."""
         return f"{PLACEMENT.name}={self.path:.200}"
 
-    def check_options(self, parallel: Any) -> None:
-        """Raise ValueError for a ParallelConfig under which vLLM moves no experts, or without isoload."""
+    def check_options(self, parallel: Any, additional: Any = None) -> None:
+        """Raise ValueError for options under which vLLM moves no experts, or which set where experts start, too.
+
+        Args:
+            parallel: vLLM's ParallelConfig.
+            additional: what --additional-config holds.
+        """
+        eplb = additional.get("eplb_config") if isinstance(additional, dict) else None
+        for option, held in (("--eplb-config", vars(parallel.eplb_config)), ("--additional-config", eplb)):
+            for name in STARTS:
+                if isinstance(held, dict) and held.get(name):
+                    raise ValueError(
+                        f"{self.source} must come without {name} in {option}, which sets where experts start, too: "
+                        f"leave {name} out, or unset {PLACEMENT.name}"
+                    )
         if not parallel.enable_eplb:
             raise ValueError(
                 f"{self.source} needs vLLM's EPLB: pass --enable-eplb --enable-expert-parallel, or unset "
@@ -151,7 +166,7 @@ def initialize_model(original: Original, vllm_config: Any, **named: Any) -> Any:
     model_config = named.get("model_config") or vllm_config.model_config
     checks = not START.depth and getattr(model_config, "runner_type", "") != "draft"
     if checks:
-        START.check_options(vllm_config.parallel_config)
+        START.check_options(vllm_config.parallel_config, vllm_config.additional_config)
     START.depth += 1
     try:
         model = original(vllm_config, **named)
