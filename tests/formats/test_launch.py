@@ -71,6 +71,8 @@ def test_place_prints_it_and_json_has_it(tmp_path):
     done = CliRunner().invoke(app, [*words, "--force", "--json", "-"], env=PLAIN)
     start = json.loads(done.stdout)["start"]
     assert start == {"engine": "vLLM", "type": line.removeprefix("Start vLLM: ")}
+    words[words.index("-o") + 1] = "/dev/stdout"
+    assert "Start vLLM" not in CliRunner().invoke(app, words, env=PLAIN).output, "there is no file to name"
 
 
 def test_layers_that_are_not_stated_come_first():

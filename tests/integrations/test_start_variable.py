@@ -2,14 +2,14 @@
 
 import re
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
-import isoload.integrations.sglang as sglang
 import isoload.integrations.vllm as vllm
 import isoload_engines
 from isoload.integrations.settings import Settings
+from isoload.integrations.vllm.layers import is_draft
 
 
 @pytest.mark.parametrize(
@@ -45,10 +45,23 @@ def test_sglang_does_not_start_with_it(monkeypatch, switch):
     )
     with pytest.raises(SystemExit, match=re.escape(message)):
         isoload_engines.sglang()
-    assert sglang.attach is not None
 
 
 def test_off_reads_no_file():
     settings = Settings.read({"ISOLOAD_PLACEMENT": "gone.json", "ISOLOAD_MODE": "off"})
     assert settings.placement == "gone.json"
     vllm.start_from_file(settings)
+
+
+@pytest.mark.parametrize(
+    ("args", "named", "draft"),
+    [
+        ((None, SimpleNamespace(runner_type="generate")), {}, False),
+        ((None, SimpleNamespace(runner_type="draft")), {}, True),  # up to 0.31, which names no drafts
+        ((None,), {"model_config": SimpleNamespace(runner_type="draft")}, True),
+        ((None, SimpleNamespace(runner_type="generate"), "draft of it"), {}, True),
+        ((None, SimpleNamespace()), {"model_name": "draft of it"}, True),
+    ],
+)
+def test_drafts_are_known_in_every_version(args, named, draft):
+    assert is_draft(args, named) == draft

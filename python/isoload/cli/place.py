@@ -43,9 +43,11 @@ def placement_line(placement: Placement, path: str) -> str:
 
 
 def start_of(placement: Placement, path: str, file_format: str) -> dict[str, str] | None:
-    """Return the engine that starts from the file, and what to type; None where no engine can."""
+    """Return the engine that starts from the file, and what to type; None where no engine can, or there is no file."""
     from isoload.formats.launch import ENGINES, launch_line
 
+    if descriptor_of(path) is not None:
+        return None
     text = launch_line(placement, file_format, path, placement.topology.num_ranks)
     return {"engine": ENGINES[file_format], "type": text} if text else None
 
