@@ -65,9 +65,9 @@ class Start:
             additional: what --additional-config holds.
         """
         eplb = additional.get("eplb_config") if isinstance(additional, dict) else None
-        for option, held in (("--eplb-config", vars(parallel.eplb_config)), ("--additional-config", eplb)):
+        for option, keys in (("--eplb-config", vars(parallel.eplb_config)), ("--additional-config", eplb)):
             for name in STARTS:
-                if isinstance(held, dict) and held.get(name):
+                if isinstance(keys, dict) and keys.get(name):
                     raise ValueError(
                         f"{self.source} must come without {name} in {option}, which sets where experts start, too: "
                         f"leave {name} out, or unset {PLACEMENT.name}"
@@ -212,7 +212,7 @@ def move(state: Any, model_config: Any, parallel: Any) -> None:
     dist.all_gather_object(known, (fault, checksum(rows.tolist())), group=group.cpu_group)
     if faults := [f"rank {rank}: {text}" for rank, (text, _) in enumerate(known) if text]:
         raise ValueError(fault or faults[0])
-    raise_unlike(f"the file of {START.source}", [f"checksum {of}" for _, of in known])
+    raise_unlike(f"the file of {START.source}", [f"checksum {number}" for _, number in known])
     changed = int((state.physical_to_logical_map.cpu() != rows).sum())
     rebalance_execute.rearrange_expert_weights_inplace(
         state.physical_to_logical_map, rows, state.model.expert_weights, state.expert_buffer, group.device_group,
