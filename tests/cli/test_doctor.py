@@ -10,7 +10,7 @@ from isoload import kernels
 from isoload.cli import doctor, engines
 from isoload.cli.app import app
 from isoload.cost import CostModel
-from isoload.integrations.settings import SGLANG
+from isoload.integrations.settings import PLACEMENT, SGLANG, VLLM
 from isoload.transport import deep_ep, symmetric
 
 NAMES = [
@@ -193,6 +193,27 @@ def test_an_engine_and_what_would_attach(monkeypatch, environ, probe, on, said):
     found = ask(monkeypatch, probe, **environ)
     assert found[0] == on and found[1].startswith("numpy ") and found[1].endswith(said), found
     assert found[2] == (environ.get("ISOLOAD_SGLANG") == "1")
+
+
+@pytest.mark.parametrize(
+    ("environ", "said"),
+    [
+        ({}, "attaches with ISOLOAD_VLLM=1"),
+        (
+            {"ISOLOAD_PLACEMENT": "p.json"},
+            "all well; starts from p.json; chooses replicas with ISOLOAD_VLLM=1",
+        ),
+        (
+            {"ISOLOAD_PLACEMENT": "p.json", "ISOLOAD_VLLM": "1"},
+            "policy exact, placer eplb; starts from p.json",
+        ),
+    ],
+)
+def test_an_engine_that_starts_from_a_file_is_asked_for(monkeypatch, environ, said):
+    engine = engines.Engine("Engine", "numpy", "", "all well", VLLM, "", "PLUGINS", PLACEMENT)
+    monkeypatch.setattr(engines, "is_here", lambda module: True)
+    on, detail, asked = engines.look(engine, {"PATH": "", **environ})
+    assert detail.endswith(said) and on == asked == ("ISOLOAD_PLACEMENT" in environ)
 
 
 def test_an_engine_that_is_switched_off_is_not_asked_for(monkeypatch):

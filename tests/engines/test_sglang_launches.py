@@ -7,12 +7,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from model_configs import make_configs
 from sglang.srt.server_args import ServerArgs, prepare_server_args
 
 import isoload
 from isoload.advise.candidates import NOW, Candidate, grid
 from isoload.advise.launch import flags
+from isoload.formats import launch_line
 from support.documents import launch_words, launches
 
 ROOT = Path(__file__).parents[2]
@@ -87,3 +89,11 @@ def test_printed_flags_start(candidate: Candidate, nodes: str, model: str, model
     assert args.moe_a2a_backend == "deepep" and args.init_expert_location == "placement.json"
     assert args.ep_num_redundant_experts == topology.num_ranks * candidate.more
     assert args.tp_size == args.ep_size == topology.num_ranks and args.nnodes == topology.num_nodes
+
+
+def test_what_place_prints_starts(models: dict[str, Path]) -> None:
+    """As printed, without an option for the dispatch: SGLang takes one that suits a start from a file."""
+    placement = isoload.place(torch.ones(2, 128), isoload.Topology(8), 18)
+    args = resolve(launch_words(launch_line(placement, "sglang", "placement.json", 8)), models["Qwen3"])
+    assert args.init_expert_location == "placement.json" and args.ep_num_redundant_experts == 16
+    assert args.tp_size == args.ep_size == 8

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from model_configs import make_configs
 from vllm.config import ParallelConfig, parallel
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -14,6 +15,7 @@ from vllm_cpu import Standing
 import isoload
 from isoload.advise.candidates import NOW, Candidate, grid
 from isoload.advise.launch import VLLM_BACKENDS, flags
+from isoload.formats import launch_line
 from support.documents import launch_words, launches
 
 ROOT = Path(__file__).parents[2]
@@ -74,3 +76,12 @@ def test_printed_flags_start(
 
 def test_all_pages_were_read() -> None:
     assert len(DOCUMENTED) >= 4
+
+
+def test_what_place_prints_starts(models: dict[str, Path]) -> None:
+    rows = torch.arange(144).remainder(128).expand(2, -1)
+    placement = isoload.Placement(rows, isoload.Topology(8), 128, layer_ids=(0, 1))
+    variable, *words = launch_words(launch_line(placement, "isoload", "placement.json", 8))
+    made = configure(words[words.index("MODEL") + 1 :], models["Qwen3"])
+    assert variable == "ISOLOAD_PLACEMENT=placement.json" and made.tensor_parallel_size == 8
+    assert made.enable_eplb and made.enable_expert_parallel and made.eplb_config.num_redundant_experts == 16

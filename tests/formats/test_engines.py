@@ -200,7 +200,8 @@ def test_convert(tmp_path):
     p, q = tmp_path / "p.json", tmp_path / "q"
     done = run(tmp_path / "own", "-o", p, "--format", "sglang")
     assert "".join(done.stdout.split()) == "".join(
-        f"{p}: 2 layers, 6 experts, 3 slots on each of 4 ranks, format sglang".split()
+        f"{p}: 2 layers, 6 experts, 3 slots on each of 4 ranks, format sglang Start SGLang: --tp 4 --ep-size 4 "
+        f"--ep-num-redundant-experts 6 --init-expert-location {p}".split()
     )
     (tmp_path / "config.json").write_text('{"num_hidden_layers": 4, "interleave_moe_layer_step": 2}')
     back = run(p, "-o", q, "--format", "vllm", "--ranks", 4, "--model", tmp_path / "config.json")

@@ -78,7 +78,10 @@ ROWS = [[0, 1, -1], [0, 1]]
 REFUSED = {
     "keys must have home_slot, got ['format', ": without("home_slot"),
     "keys must be format, home_slot, ": with_value("physical_to_logical_map", []),
-    "version must be 1 or 2, got 3": with_value("version", 3),
+    "version 3 is read by isoload 0.1.0 or newer, this isoload 0.1.0 reads versions 1 and 2: install the": (
+        with_value("version", 3)
+    ),
+    "version must be 1 or 2, got '2'": with_value("version", "2"),
     "num_experts must be an integer, got 8.0": with_value("num_experts", 8.0),
     "spare_slots must be an integer, got True": with_value("spare_slots", True),
     "provenance must be an object, got []": with_value("provenance", []),

@@ -14,6 +14,7 @@ from isoload.integrations.settings import (
     LOADS,
     MODE,
     PHASES,
+    PLACEMENT,
     PLACER,
     POLICY,
     RECORD,
@@ -30,7 +31,9 @@ from isoload.integrations.settings import (
 )
 
 ROOT = Path(__file__).parents[2]
-COMMON = (MODE, STRICT, POLICY, LOADS, PLACER, REPORT, RECORD, RECORD_EVERY, SWITCH, CHECK, STALLED)
+COMMON = (
+    MODE, STRICT, PLACEMENT, POLICY, LOADS, PLACER, REPORT, RECORD, RECORD_EVERY, SWITCH, CHECK, STALLED,
+)  # fmt: skip
 
 
 def test_defaults() -> None:

@@ -6,13 +6,13 @@ the one before it, which must not.
 
 from __future__ import annotations
 
-import ast
 import re
 from pathlib import Path
 
 import pytest
 
 from isoload.integrations.seams import Seam, read_seams
+from support.wheels import holds
 
 ROOT = Path(__file__).parents[2]
 WHEELS = ROOT / "build" / "sglang"
@@ -22,52 +22,12 @@ ATTACHED = {
     "0.5.14": {WATERFILL},  # in its older home
     "0.5.16": {WATERFILL},
     "0.5.17": {WATERFILL, EPLB},
-    "0.5.22": {WATERFILL, EPLB},
+    "0.5.20": {WATERFILL, EPLB},
+    "0.5.21": {WATERFILL, EPLB, SHADOW},
+    "0.5.22": {WATERFILL, EPLB, SHADOW},
     "0.5.23": {WATERFILL, EPLB, "dynamic", "lp", SHADOW},
     "newest": {WATERFILL, EPLB, "dynamic", "lp", SHADOW},
 }
-
-
-def definition(root: Path, target: str) -> ast.ClassDef | ast.FunctionDef | None:
-    """What a dotted path defines below a folder; names that a module imports do not count."""
-    parts = target.split(".")
-    for length in range(len(parts) - 1, 0, -1):
-        module = root.joinpath(*parts[:length])
-        path = module / "__init__.py" if module.is_dir() else module.with_suffix(".py")
-        if path.exists():
-            node: ast.AST | None = ast.parse(path.read_text())
-            for name in parts[length:]:
-                named = (child for child in getattr(node, "body", ()) if getattr(child, "name", None) == name)
-                node = next(named, None)
-            assert node is None or isinstance(node, ast.ClassDef | ast.FunctionDef)
-            return node
-    return None
-
-
-def parameters(found: ast.ClassDef | ast.FunctionDef) -> str:
-    """As :func:`isoload.integrations.seams.bare_signature` writes them, without spaces."""
-    if isinstance(found, ast.ClassDef):
-        found = next(child for child in found.body if getattr(child, "name", None) == "__init__")
-        found.args.args.pop(0)
-    given = found.args
-    for one in [*given.posonlyargs, *given.args, *given.kwonlyargs]:
-        one.annotation = None
-    return f"({ast.unparse(given)})".replace(" ", "")
-
-
-def holds(root: Path, seam: Seam) -> bool:
-    found = [definition(root, target) for target in (seam.target, seam.older) if target]
-    if not (there := [one for one in found if one is not None]):
-        return False
-    if seam.kind == "fields":
-        body = there[0].body
-        names = {
-            child.target.id
-            for child in body
-            if isinstance(child, ast.AnnAssign) and isinstance(child.target, ast.Name)
-        }
-        return names | {getattr(child, "name", "") for child in body} >= set(seam.signatures)
-    return parameters(there[0]) in [wanted.replace(" ", "") for wanted in seam.signatures]
 
 
 def attached(root: Path) -> set[str]:

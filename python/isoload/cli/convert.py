@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from isoload.cli.options import ExtraLayers, FirstMoeLayer, Force, FormatName, ModelLayers, Range
-from isoload.cli.place import placement_line
+from isoload.cli.place import placement_line, say_start, start_of
 from isoload.cli.tables import say
 
 
@@ -39,4 +39,6 @@ def convert(
     write_placement(found, output, file_format)
     if str(output) != "-":
         line = f"{placement_line(found, str(output))}, format {file_format}"
-        say(Console(highlight=False), ("", [line]))
+        console = Console(highlight=False)
+        say(console, ("", [line]))
+        say_start(start_of(found, str(output), file_format), console)

@@ -178,29 +178,54 @@ def print_doctor(items: Sequence[Item], console: Console) -> None:
         console.print(line, soft_wrap=True)
 
 
+def print_file(items: Sequence[Item], console: Console) -> None:
+    """Print a line per fact; what starts an engine is never broken, so that it can be copied."""
+    for item in items:
+        line = f"{item.name}: {item.detail}"
+        if item.name.startswith("Start "):
+            console.print(Text(printable(line)), soft_wrap=True)
+        else:
+            say(console, ("", [line]))
+
+
 def file_items(paths: Sequence[Path]) -> list[Item]:
     """What placement files and records are about."""
-    from isoload.cli.given import AS_FOUND, load_traces, placement_facts, record_facts
-    from isoload.formats import UnknownRanks, read_placement
-    from isoload.topology import Topology
+    from isoload.cli.given import AS_FOUND, load_traces, record_facts
 
     one = paths[0]
     if len(paths) > 1 or one.is_dir() or not holds_text(one):
         facts = [record_facts(trace) for trace in load_traces(paths, AS_FOUND)]
     else:
         try:
-            placement = read_placement(one)
-            ranks = f"{placement.topology.num_ranks} on nodes of {placement.topology.ranks_per_node}"
-            facts = [{**placement_facts(placement), "ranks": ranks}]
-        except UnknownRanks:  # the engine alone knows them
-            known = placement_facts(read_placement(one, Topology(1)))
-            slots = known.pop("slots").partition(" ")[0]
-            facts = [{**known, "slots": f"{slots} in a layer", "ranks": "not stated by this format"}]
+            facts = [placement_file_facts(one)]
         except ValueError as error:
             if "is no placement file" not in str(error) and "is not JSON" not in str(error):
                 raise
             facts = [record_facts(trace) for trace in load_traces(paths, AS_FOUND)]
     return [Item(label, True, text) for record in facts for label, text in record.items()]
+
+
+def placement_file_facts(path: Path) -> dict[str, str]:
+    """Return what a placement file is about, and what starts an engine from it, by label."""
+    from isoload.cli.given import placement_facts
+    from isoload.formats import UnknownRanks, format_of, launch_line, read_placement
+    from isoload.formats.launch import ENGINES
+    from isoload.topology import Topology
+
+    num_ranks: int | None = None
+    try:
+        placement = read_placement(path)
+        num_ranks = placement.topology.num_ranks
+        ranks = f"{num_ranks} on nodes of {placement.topology.ranks_per_node}"
+        facts = {**placement_facts(placement), "ranks": ranks}
+    except UnknownRanks:  # the engine alone knows them
+        placement = read_placement(path, Topology(1))
+        facts = placement_facts(placement)
+        slots = facts.pop("slots").partition(" ")[0]
+        facts |= {"slots": f"{slots} in a layer", "ranks": "not stated by this format"}
+    file_format = format_of(path)
+    line = launch_line(placement, file_format, str(path), num_ranks)
+    return facts | ({f"Start {ENGINES[file_format]}": line} if line else {})
 
 
 def holds_text(path: Path) -> bool:
@@ -234,8 +259,7 @@ def doctor(
     check_targets([cost, *(files or [])], force, json)
     if files:
         items = file_items(files)
-        lines = [f"{item.name}: {item.detail}" for item in items]
-        write_out(json, [asdict(item) for item in items], lambda console: say(console, ("", lines)))
+        write_out(json, [asdict(item) for item in items], lambda console: print_file(items, console))
         return
     items = report(given_cost(cost))
     write_out(json, [asdict(item) for item in items], lambda console: print_doctor(items, console))

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 
-from isoload.integrations.settings import MODE, PLACER, POLICY, SGLANG, VLLM, Variable
+from isoload.integrations.settings import MODE, PLACEMENT, PLACER, POLICY, SGLANG, VLLM, Variable
 
 SAID = "isoload: "  # engines print, too
 
@@ -26,6 +26,7 @@ class Engine:
     switch: Variable | None = None  # that turns the plug-in on; None: a program calls isoload
     group: str = ""  # of the entry points by which the engine finds it
     plugins: str = ""  # the engine's own variable that lists the plug-ins it loads
+    start: Variable | None = None  # that names a placement file which the engine starts from
 
 
 def _attaches(plug_in: str, first: str = "") -> str:
@@ -43,7 +44,7 @@ EXPERTS = "ep_implementation='isoload' after isoload.integrations.huggingface.re
 MEGATRON = "import isoload.integrations.megatron"
 ENGINES = (
     Engine("SGLang", "sglang", _attaches("sglang", SCHEDULER), HOOKS, SGLANG, "sglang.srt.plugins"),
-    Engine("vLLM", "vllm", _attaches("vllm"), HOOKS, VLLM, "vllm.general_plugins", "VLLM_PLUGINS"),
+    Engine("vLLM", "vllm", _attaches("vllm"), HOOKS, VLLM, "vllm.general_plugins", "VLLM_PLUGINS", PLACEMENT),
     Engine("transformers", "transformers", HUGGING_FACE, EXPERTS),
     Engine("Megatron-Core", "megatron.core", MEGATRON, "isoload.integrations.megatron.balance(model)"),
 )
@@ -53,7 +54,9 @@ def look(engine: Engine, environ: Mapping[str, str]) -> tuple[bool, str, bool]:
     """Whether isoload is, or can be, in this engine; what there is or why not; whether the environment asks for it."""
     from importlib import metadata  # here: it would take a seventh of the time of --help
 
-    asked = engine.switch is not None and environ.get(engine.switch.name, "").strip() not in ("", "0")
+    on = engine.switch is not None and environ.get(engine.switch.name, "").strip() not in ("", "0")
+    start = "" if engine.start is None else environ.get(engine.start.name, "").strip()
+    asked = on or bool(start)
     if not is_here(engine.module):
         return False, "not installed", asked
     name = metadata.packages_distributions().get(engine.module.split(".")[0], [engine.module])[0]
@@ -64,14 +67,21 @@ def look(engine: Engine, environ: Mapping[str, str]) -> tuple[bool, str, bool]:
         return True, f"{name} {found}: {engine.use}", asked
     if not asked:
         return False, f"{name} {found}: {engine.use}; attaches with {engine.switch.name}=1", asked
+    starts = f"; starts from {start}" if start else ""
     mode = environ.get(MODE.name, "").strip() or MODE.default
     if mode == "off":
         return False, f"{name} {found}: {engine.use}; {MODE.name}=off attaches to nothing", False
+    if not on:
+        return (
+            True,
+            f"{name} {found}: {engine.use}{starts}; chooses replicas with {engine.switch.name}=1",
+            asked,
+        )
     if mode == "shadow":
-        return True, f"{name} {found}: {engine.use}; counts in shadow mode, changes nothing", asked
+        return True, f"{name} {found}: {engine.use}; counts in shadow mode, changes nothing{starts}", asked
     chosen = [environ.get(variable.name, "").strip() or variable.default for variable in (POLICY, PLACER)]
     attaches = f"attaches, policy {chosen[0] or 'exact'}, placer {chosen[1]}"
-    return True, f"{name} {found}: {engine.use}; {attaches}", asked
+    return True, f"{name} {found}: {engine.use}; {attaches}{starts}", asked
 
 
 def is_here(module: str) -> bool:

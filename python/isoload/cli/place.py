@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from isoload.cli import options
 from isoload.cli.tables import NO_FREEDOM, Figure, Row, columns_of, page_table, say, write_out
-from isoload.files.writing import descriptor_of
+from isoload.files.writing import descriptor_of, printable
 
 if TYPE_CHECKING:
     from isoload.records.placement import Placement
@@ -39,6 +40,22 @@ def placement_line(placement: Placement, path: str) -> str:
     """What a file holds."""
     slots = f"{placement.slots_per_rank} slots on each of {placement.topology.num_ranks} ranks"
     return f"{path}: {placement.num_layers} layers, {placement.num_routed} experts, {slots}"
+
+
+def start_of(placement: Placement, path: str, file_format: str) -> dict[str, str] | None:
+    """Return the engine that starts from the file, and what to type; None where no engine can, or there is no file."""
+    from isoload.formats.launch import ENGINES, launch_line
+
+    if descriptor_of(path) is not None:
+        return None
+    text = launch_line(placement, file_format, path, placement.topology.num_ranks)
+    return {"engine": ENGINES[file_format], "type": text} if text else None
+
+
+def say_start(start: dict[str, str] | None, console: Console) -> None:
+    """Print what to type, in one line however long, so that it can be copied."""
+    if start is not None:
+        console.print(Text(printable(f"Start {start['engine']}: {start['type']}")), soft_wrap=True)
 
 
 def memory_budget(
@@ -229,8 +246,11 @@ def place(
             raise ValueError(f"against must have {first.num_experts} routed experts, got {rival.num_routed}")
         imbalances = judge.even_imbalance, judge.exact_imbalance
         rows.append(judged(against, rival, *(f(rival, first.batch_counts()) for f in imbalances)))
-    figures = {"calibrate": held_back, "provenance": placement.provenance, "placers": rows}
+    figures: dict[str, Any] = {"calibrate": held_back, "provenance": placement.provenance, "placers": rows}
     figures |= {"refused": refused} if refused else {}
+    written = with_extra(placement, extra_layers)
+    start_with = start_of(written, str(output), file_format)
+    figures["start"] = start_with
     line = f"{placement_line(placement, str(output))}, placer {best.label}"
     columns = columns_of(FIGURES, [shown_row(row) for row in rows])
     batches = "Seen batches" if held_back == "all" else "Unseen batches"
@@ -241,12 +261,13 @@ def place(
         say(console, ("", [line, *source_line(loaded)]), columns, ("", units), ("yellow", reasons))
         if not any(placement.has_freedom):
             say(console, ("yellow", [NO_FREEDOM.format(more=placement.slots_per_rank + 1)]))
+        say_start(start_with, console)
 
     text = ""
     if html:  # before anything is written: it may fail
         from isoload.cli.pages import place_page
 
         text = place_page(first, placement, rows, line, page_table(columns), units, figures)
-    write_placement(with_extra(placement, extra_layers), output, file_format)
+    write_placement(written, output, file_format)
     console = Console(highlight=False, stderr=descriptor_of(str(output)) == 1)
     write_out(json, figures, show, console, html, lambda: text)

@@ -11,6 +11,7 @@ from isoload.files.reading import parse_json, read_text
 from isoload.files.writing import to_json_text, write_text
 from isoload.formats import engines, own, tensorrt_llm
 from isoload.formats.engines import UnknownRanks
+from isoload.formats.launch import launch_line
 from isoload.records.placement import Placement
 from isoload.topology import Topology, as_topology
 from isoload.trace.identity import Numbering
@@ -119,6 +120,12 @@ def read_placement(path: str | Path, topology: Topology | int | None = None) -> 
         raise ValueError(f"{path}: {error}") from None
 
 
+def format_of(path: str | Path) -> str:
+    """Return the name of a placement file's format, by what the file holds."""
+    form = recognise(read_text(Path(path)))[1]
+    return next(name for name, of in FORMATS.items() if of is form)
+
+
 def recognise(text: str) -> tuple[Any, Format]:
     """The content of a placement file, and its format."""
     content = tensorrt_llm.from_text(text) if tensorrt_llm.looks_like(text) else parse_json(text)
@@ -128,4 +135,13 @@ def recognise(text: str) -> tuple[Any, Format]:
     raise ValueError(f"is no placement file; formats are {', '.join(FORMATS)}")
 
 
-__all__ = ["FORMATS", "UnknownRanks", "check_format", "read_placement", "recognise", "write_placement"]
+__all__ = [
+    "FORMATS",
+    "UnknownRanks",
+    "check_format",
+    "format_of",
+    "launch_line",
+    "read_placement",
+    "recognise",
+    "write_placement",
+]

@@ -7,12 +7,14 @@ from typing import Any
 
 import torch
 
+from isoload import __version__
 from isoload.files.reading import check_keys, integer_rows, is_number, shown
 from isoload.records.placement import Placement
 from isoload.topology import Topology
 from isoload.trace.identity import Identity, identity_from_json, identity_to_json
 
 NAME, VERSION = "isoload-placement", 2
+WRITER = "isoload"  # key of provenance: the version of isoload that wrote the file
 KEYS = {"format", "version", *(field.name for field in fields(Placement) if field.init)}
 TOPOLOGY = {field.name for field in fields(Topology)}
 
@@ -29,7 +31,7 @@ def to_json(placement: Placement) -> dict[str, Any]:
         "spare_slots": placement.spare_slots,
         "layer_ids": list(placement.layer_ids),
         "identity": identity_to_json(placement.identity),
-        "provenance": placement.provenance,
+        "provenance": placement.provenance | {WRITER: __version__},
         "slot_to_expert": slots.tolist(),
         "home_slot": home.tolist(),
         "replica_weight": None if weight is None else weight.tolist(),
@@ -37,12 +39,11 @@ def to_json(placement: Placement) -> dict[str, Any]:
 
 
 def from_json(content: dict[str, Any], topology: Topology | None) -> Placement:
-    check_keys(content, KEYS - {"identity"} if content.get("version") == 1 else KEYS)
+    _check_version(content)
+    check_keys(content, KEYS - {"identity"} if content["version"] == 1 else KEYS)
     own = _topology(content["topology"])
     if topology is not None and topology.num_ranks != own.num_ranks:
         raise ValueError(f"num_ranks must be {topology.num_ranks}, got {own.num_ranks}")
-    if content["version"] not in (1, VERSION):
-        raise ValueError(f"version must be 1 or {VERSION}, got {shown(content['version'])}")
     for key in ("num_experts", "num_shared", "spare_slots"):
         if type(content[key]) is not int:
             raise ValueError(f"{key} must be an integer, got {shown(content[key])}")
@@ -63,9 +64,24 @@ def from_json(content: dict[str, Any], topology: Topology | None) -> Placement:
         content["num_shared"],
         tuple(ids),
         _weight(content["replica_weight"]),
-        content["provenance"],
+        {key: value for key, value in content["provenance"].items() if key != WRITER},
         _identity(content),
     )
+
+
+def _check_version(content: dict[str, Any]) -> None:
+    """Raise ValueError for a file of another version, before its keys are compared with this one's."""
+    version = content.get("version")
+    if type(version) is int and version > VERSION:
+        provenance = content.get("provenance")
+        writer = provenance.get(WRITER) if isinstance(provenance, dict) else None
+        by = f"isoload {shown(writer)[1:-1]} or newer" if isinstance(writer, str) else "a newer isoload"
+        raise ValueError(
+            f"version {version} is read by {by}, this isoload {__version__} reads versions 1 and {VERSION}: install "
+            "the newer one, or make the file anew with this one"
+        )
+    if type(version) is not int or version < 1:
+        raise ValueError(f"version must be 1 or {VERSION}, got {shown(version)}")
 
 
 def _identity(content: dict[str, Any]) -> Identity:

@@ -30,6 +30,7 @@ STALLED = Variable("ISOLOAD_STALLED_SECONDS", "60")
 MODE = Variable("ISOLOAD_MODE", "on")
 RECORD, RECORD_EVERY = Variable("ISOLOAD_RECORD"), Variable("ISOLOAD_RECORD_EVERY", "64")
 SWITCH = Variable("ISOLOAD_SWITCH")  # a file
+PLACEMENT = Variable("ISOLOAD_PLACEMENT")  # a file
 MODES = ("on", "off", "shadow")
 ALL_LOADS = ("gathered", "own", "node", "last")
 PHASES = ("prefill", "decode")
@@ -49,6 +50,7 @@ class Settings:
     record          None = no files
     record_every    passes
     switch          None = none
+    placement       file that vLLM starts from; None = none
     """
 
     strict: bool
@@ -62,6 +64,7 @@ class Settings:
     record: str | None = None
     record_every: int = int(RECORD_EVERY.default)
     switch: str | None = None
+    placement: str | None = None
 
     @classmethod
     def read(cls, environ: Mapping[str, str] | None = None) -> Settings:
@@ -85,7 +88,7 @@ class Settings:
             raise ValueError(f"{RECORD_EVERY.name} must be a whole number of at least 1, got {every!r}")
         return cls(
             is_on(STRICT, given), policy, loads, placer, report, is_on(CHECK, given), stalled,
-            mode, record or None, int(every), switch or None,
+            mode, record or None, int(every), switch or None, _text(PLACEMENT, given) or None,
         )  # fmt: skip
 
     @property

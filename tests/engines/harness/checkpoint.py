@@ -10,13 +10,17 @@ WORDS = 512
 PROMPTS = [list(range(1, 20)), list(range(5, 12)), list(range(40, 100, 3))]
 
 
-def make_qwen3_moe(folder: Path, head_dim: int = 16) -> list[list[int]]:
-    """Saves a float32 model of 3 layers and 16 experts whose routing is skewed; its greedy tokens for PROMPTS."""
+def make_qwen3_moe(folder: Path, head_dim: int = 16, num_dense: int = 0, tokens: int = 24) -> list[list[int]]:
+    """Saves a float32 model of 3 MoE layers and 16 experts whose routing is skewed; its greedy tokens for PROMPTS.
+
+    num_dense: dense layers before the MoE layers.
+    """
     torch.manual_seed(0)
     config = Qwen3MoeConfig(
-        vocab_size=WORDS, hidden_size=64, intermediate_size=128, moe_intermediate_size=32, num_hidden_layers=3,
+        vocab_size=WORDS, hidden_size=64, intermediate_size=128, moe_intermediate_size=32,
+        num_hidden_layers=num_dense + 3,
         num_attention_heads=4, num_key_value_heads=2, head_dim=head_dim, num_experts=16, num_experts_per_tok=4,
-        decoder_sparse_step=1, mlp_only_layers=[], max_position_embeddings=512, dtype="float32",
+        decoder_sparse_step=1, mlp_only_layers=list(range(num_dense)), max_position_embeddings=512, dtype="float32",
         architectures=["Qwen3MoeForCausalLM"], eos_token_id=None,
     )  # fmt: skip
     model = Qwen3MoeForCausalLM(config).float().eval()
@@ -28,7 +32,7 @@ def make_qwen3_moe(folder: Path, head_dim: int = 16) -> list[list[int]]:
                 weight.normal_(0, 0.5)
                 weight[:4] *= 3
     model.save_pretrained(folder)
-    return [greedy(model, prompt) for prompt in PROMPTS]
+    return [greedy(model, prompt, tokens) for prompt in PROMPTS]
 
 
 def make_tokenizer(folder: Path) -> None:

@@ -18,6 +18,7 @@ from itertools import permutations
 from pathlib import Path
 from typing import Any
 
+import pytest
 from torch import Tensor, bincount, long, tensor
 
 from isoload.replay.rank_loads import Recorded
@@ -126,6 +127,13 @@ def run_vllm_pair(
         options["tensor_parallel_size"] = 1
         started.append(start("run_vllm.py", checkpoint, folder, f"tokens{rank}", given, options))
     return [finish(process, folder, f"tokens{rank}") for rank, process in enumerate(started)]
+
+
+def refused_vllm(checkpoint: Path, folder: Path, variables: dict[str, str], **options: Any) -> str:
+    """The log of an engine that must not start."""
+    with pytest.raises(AssertionError, match="no tokens, exit status"):
+        run_vllm(checkpoint, folder, variables, **options)
+    return (folder / "tokens.log").read_text()
 
 
 def vllm_environment(folder: Path, variables: dict[str, str]) -> dict[str, str]:

@@ -21,13 +21,16 @@ def main() -> None:
 
     model, out, *given = sys.argv[1:]
     options = {key: json.loads(value) for key, _, value in (pair.partition("=") for pair in given)}
+    tokens = options.pop("max_tokens", 24)
     engine = LLM(model=model, **(COMMON | options))
     try:
         rank, size = (
             int(os.environ.get(f"VLLM_DP_{name}", default)) for name, default in (("RANK", 0), ("SIZE", 1))
         )
         prompts = [{"prompt_token_ids": ids} for ids in PROMPTS[rank::size]]
-        greedy = SamplingParams(max_tokens=24 - 8 * rank, temperature=0, detokenize=False, ignore_eos=True)
+        greedy = SamplingParams(
+            max_tokens=tokens - 8 * rank, temperature=0, detokenize=False, ignore_eos=True
+        )
         results = engine.generate(prompts, greedy, use_tqdm=False)
         with open(out, "w") as file:
             json.dump([result.outputs[0].token_ids for result in results], file)

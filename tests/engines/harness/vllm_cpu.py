@@ -42,7 +42,17 @@ class Event:
 
 
 class Stream:
+    def __init__(self, **_: Any) -> None: ...
+
     def synchronize(self) -> None: ...
+
+
+class Untimed:
+    """An event of a device on which everything is done when it is called."""
+
+    def record(self, *_: Any) -> None: ...
+
+    def wait(self, *_: Any) -> None: ...
 
 
 def register() -> None:
@@ -51,13 +61,17 @@ def register() -> None:
     # EPLB is refused unless the platform is one of these.
     parallel.current_platform = Standing(parallel.current_platform, is_xpu=lambda: True)
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
-    from vllm.distributed.eplb import eplb_communicator, eplb_state
+    from vllm.distributed.eplb import async_worker, eplb_communicator, eplb_state, eplb_utils
     from vllm.model_executor.layers.fused_moe.experts import cpu_moe
     from vllm.model_executor.layers.fused_moe.router import base_router
     from vllm.v1.worker import cpu_model_runner
 
-    accelerator = Standing(torch.accelerator, current_stream=lambda *_: Stream())
-    eplb_communicator.torch = Standing(torch, accelerator=accelerator)
+    accelerator = Standing(
+        torch.accelerator, current_stream=lambda *_: Stream(), set_stream=lambda *_: None,
+        set_device_index=lambda *_: None, current_accelerator=lambda *_: None,
+    )  # fmt: skip
+    for module in (eplb_communicator, async_worker, eplb_utils):
+        module.torch = Standing(torch, accelerator=accelerator, Stream=Stream, Event=Untimed)
     eplb_state.torch = Standing(torch, Event=Event)
     CpuCommunicator.all_gatherv, CpuCommunicator.reduce_scatterv = all_gatherv, reduce_scatterv
     wrap(cpu_moe.CPUUnquantizedExperts, "apply", local_experts)
@@ -113,7 +127,13 @@ def load_model(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     if self.parallel_config.enable_eplb:
         self._moe_model = get_mixture_of_experts_model(self.model)
         self.eplb_state = EplbState(self.parallel_config, self.device)
+        self.eplb_state.device_index = 0  # of asynchronous EPLB's thread
         self.eplb_state.add_model(self._moe_model, self.model_config)
+        if calm := os.environ.get("ENGINE_CALM"):  # passes before the first rebalance
+            self.eplb_state.expert_rearrangement_step = (
+                self.eplb_state.expert_rearrangement_step_interval - int(calm)
+            )
+        self.eplb_state.start_async_loop()  # nothing where EPLB is synchronous
 
 
 def map_and_record(

@@ -10,8 +10,10 @@ self_check  a known batch through every hook
 
 from __future__ import annotations
 
+import os
+
 from isoload.integrations.seams import SHADOW, PlugIn, Seam
-from isoload.integrations.settings import SGLANG, Settings
+from isoload.integrations.settings import PLACEMENT, SGLANG, Settings
 from isoload.integrations.sglang import dispatch, placement, self_check
 from isoload.integrations.sglang.layers import LAYERS
 from isoload.integrations.sglang.waterfill import DeepEPWaterfillBalancer, WaterfillBalancer
@@ -46,4 +48,19 @@ def hook(seams: list[Seam], settings: Settings) -> None:
 
 
 PLUG_IN = PlugIn("SGLang", SGLANG, LAYERS.start, self_check.CHECKS, hook)
-attach, attach_or_leave = PLUG_IN.attach, PLUG_IN.attach_or_leave
+attach = PLUG_IN.attach
+
+
+def attach_or_leave() -> None:
+    """What SGLang's entry point calls.
+
+    Raises:
+        SystemExit: as PlugIn.attach_or_leave; or ISOLOAD_PLACEMENT is set, which SGLang has an option for.
+    """
+    if path := os.environ.get(PLACEMENT.name, "").strip():
+        raise SystemExit(
+            f"isoload: {PLACEMENT.name}={path:.200} starts vLLM; SGLang starts from --init-expert-location: pass "
+            f"--init-expert-location FILE.json, made by isoload convert {path:.200} -o FILE.json --format sglang, and "
+            f"unset {PLACEMENT.name}"
+        )
+    PLUG_IN.attach_or_leave()

@@ -4,6 +4,7 @@ docs/vllm.md describes it.
 layers      the Balancers of all models, made once and refreshed in place
 dispatch    hooks of the choice of replicas and of EPLB's state
 placement   the policy of rebalances
+start       the placement file that vLLM starts from
 self_check  a known batch through every hook
 """
 
@@ -16,9 +17,9 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from isoload.integrations.seams import PlugIn, Seam
-from isoload.integrations.settings import VLLM, Settings
-from isoload.integrations.vllm import dispatch, self_check
+from isoload.integrations.seams import PlugIn, Seam, read_seams
+from isoload.integrations.settings import PLACEMENT, VLLM, Settings
+from isoload.integrations.vllm import dispatch, self_check, start
 from isoload.integrations.vllm.layers import MODELS
 from isoload.integrations.vllm.placement import make_policy
 
@@ -29,11 +30,39 @@ HOOKS: dict[str, Callable[..., Any]] = {
     "eplb_map_to_physical_and_record": dispatch.map_and_record,
     "step": dispatch.step,
 }
+AT_START: dict[str, Callable[..., Any]] = {
+    "add_model": start.add_model,
+    "initialize_model": start.initialize_model,
+}
 
 
 def attach_or_leave() -> None:
     log_as_vllm()
-    PLUG_IN.attach_or_leave()
+    try:
+        start_from_file(Settings.read())
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"isoload: {error}") from None
+    PLUG_IN.attach_or_leave()  # after it: Balancers are made where the file has the experts
+
+
+def start_from_file(settings: Settings) -> None:
+    """Hook the start from ISOLOAD_PLACEMENT, if there is one, whether isoload chooses replicas or not.
+
+    Raises:
+        ValueError: the engine is not as isoload expects, and would start elsewhere in silence.
+    """
+    if settings.placement is None or settings.mode == "off":
+        return
+    if wrong := FROM_FILE.attach(settings):
+        raise ValueError(
+            f"{PLACEMENT.name}={settings.placement:.200}: vLLM is not as isoload expects, so its experts cannot start "
+            f"there: {'; '.join(wrong)}; unset {PLACEMENT.name}"
+        )
+
+
+def hook_start(seams: list[Seam], _: Settings) -> None:
+    for seam in seams:
+        wrap(seam.target, AT_START[seam.name])
 
 
 def hook(seams: list[Seam], settings: Settings) -> None:
@@ -74,5 +103,11 @@ def log_as_vllm() -> None:
         log.propagate = False  # handlers that the root gets later would write each line again
 
 
+FROM_FILE = PlugIn("vLLM", PLACEMENT, start.START.start, {}, hook_start, read_seams("vllm_start"))
 PLUG_IN = PlugIn("vLLM", VLLM, MODELS.start, self_check.CHECKS, hook)
-attach = PLUG_IN.attach
+
+
+def attach(settings: Settings) -> list[str]:
+    """Hook what these settings ask for, and return what is not as expected, a line each."""
+    wrong = [] if settings.placement is None else FROM_FILE.attach(settings)
+    return wrong + PLUG_IN.attach(settings)

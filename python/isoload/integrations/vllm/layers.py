@@ -15,6 +15,7 @@ from torch import Tensor
 
 from isoload.balancing.balancer import Balancer
 from isoload.balancing.counting import count
+from isoload.formats.launch import REDUNDANT
 from isoload.integrations.engine_layers import EXCHANGED, JOINED_BY_ALL, EngineLayer, EngineLayers
 from isoload.integrations.engine_record import EngineRecord
 from isoload.integrations.engine_tables import EngineSizes, check_placer, engine_topology
@@ -205,8 +206,9 @@ def check_sizes(state: Any, parallel: Any, num_ranks: int) -> None:
         ValueError: they differ in layers or slots.
     """
     model, redundant = state.model, parallel.eplb_config.num_redundant_experts
-    option = "--eplb-config '{\"num_redundant_experts\": {}}'"
-    sizes = EngineSizes(len(model.moe_layers), model.num_logical_experts, redundant, num_ranks, option, False)
+    sizes = EngineSizes(
+        len(model.moe_layers), model.num_logical_experts, redundant, num_ranks, REDUNDANT, False
+    )
     sizes.check(f"vLLM's map of {state.model_name}", *state.physical_to_logical_map.shape)
 
 
@@ -272,8 +274,11 @@ def tokens_by_layer(state: Any, parallel: Any, loads: str) -> tuple[dict[int, Ra
 
 
 def is_draft(args: Sequence[Any], named: Mapping[str, Any]) -> bool:
-    """Whether EplbState.add_model(model, model_config, model_name=None) is given a draft: vLLM names these alone."""
-    return named.get("model_name", args[2] if len(args) > 2 else None) is not None
+    """Whether EplbState.add_model(model, model_config, model_name=None) is given a draft: vLLM names these alone, from
+    0.32 on; before that their configuration states it."""
+    config = named.get("model_config", args[1] if len(args) > 1 else None)
+    named_draft = named.get("model_name", args[2] if len(args) > 2 else None) is not None
+    return named_draft or getattr(config, "runner_type", None) == "draft"
 
 
 def served_name(args: Sequence[Any], named: Mapping[str, Any]) -> str:
