@@ -5,8 +5,8 @@ Fairness ledger
   with 32 or 64 replicas. With --traces also DeepSeek-V3 and GLM-5.2: eplb of their first batch and of the middle one.
 - Chunks are those of `load_placement`: R rows at most, all reads before all writes. Time counts expert rows: the sum
   over chunks of what the busiest rank sends or receives, as links that work in both directions do it.
-- "own_rows" is the busiest rank's number of rows over all chunks: no order of the same moves takes less time. "least" is
-  the number of rows that must arrive on one rank: no choice of sources takes less either.
+- "own_rows" is the busiest rank's number of rows over all chunks: no order of the same moves takes less time. "least"
+  is the number of rows that must arrive on one rank: no choice of sources takes less either.
 - "in_flight" is the most rows that a rank sends or receives in one chunk of any layer.
 - "goal" is 1.3 of own rows in the mean of the layers; a row above it is marked LOSS. No row travels here.
 

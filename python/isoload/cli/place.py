@@ -25,6 +25,7 @@ UNITS = (
     "policy exact makes it. The file is made of all batches; files given with --before or --against may have seen the "
     "judged ones."
 )
+NEAR_LINE = "; a seen token sends about {after:.2f} rows to other nodes (with near=False {before:.2f})"
 FIGURES = (
     Figure("placer", "", "placer"),
     Figure("even", "imbalance", "even", ".3f"),
@@ -99,9 +100,9 @@ def judge_way(way: Way, trace: Trace, calibrate: str, topology: Topology) -> tup
     from isoload.placers import PLACERS
     from isoload.replay.judge import unseen_imbalances
 
-    return unseen_imbalances(
-        trace, calibrate, partial(way.place, topology=topology), PLACERS[way.name].needs_tokens
-    )
+    kind = PLACERS[way.name]
+    make = partial(way.place, topology=topology)
+    return unseen_imbalances(trace, calibrate, make, kind.needs_tokens, kind.uses_tokens)
 
 
 def place(
@@ -232,6 +233,8 @@ def place(
     figures = {"calibrate": held_back, "provenance": placement.provenance, "placers": rows}
     figures |= {"refused": refused} if refused else {}
     line = f"{placement_line(placement, str(output))}, placer {best.label}"
+    if note := placement.provenance.get("rows_to_other_nodes"):
+        line += NEAR_LINE.format(before=note[0], after=note[1])
     columns = columns_of(FIGURES, [shown_row(row) for row in rows])
     batches = "Seen batches" if held_back == "all" else "Unseen batches"
     units = [f"{batches} (calibrate {held_back}): {UNITS}"]

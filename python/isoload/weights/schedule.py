@@ -19,9 +19,9 @@ def plan_moves(current: Rows, wanted: Rows, rows_per_chunk: int) -> list[list[Mo
     After every chunk each expert still has a row. A row is written once, and only if it changes, but for cycles of
     rows longer than a chunk: each chunk that cuts one has one move more, which parks what it displaces.
 
-    The busiest rank of a chunk determines how long its exchange takes. A rank therefore sends at most rows_per_chunk / R
-    rows of a chunk (rounded up) and receives at most as many. Only a chunk that begins with a cycle of rows may exceed
-    that number, up to rows_per_chunk.
+    The busiest rank of a chunk determines how long its exchange takes. A rank therefore sends at most
+    rows_per_chunk / R rows of a chunk (rounded up) and receives at most as many. Only a chunk that begins with a cycle
+    of rows may exceed that number, up to rows_per_chunk.
 
     Args:
         current: what the rows hold; all copies of an expert are equal.
