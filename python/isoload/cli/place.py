@@ -25,7 +25,6 @@ UNITS = (
     "policy exact makes it. The file is made of all batches; files given with --before or --against may have seen the "
     "judged ones."
 )
-NEAR_LINE = "; a seen token sends about {after:.2f} rows to other nodes (with near=False {before:.2f})"
 FIGURES = (
     Figure("placer", "", "placer"),
     Figure("even", "imbalance", "even", ".3f"),
@@ -40,6 +39,13 @@ def placement_line(placement: Placement, path: str) -> str:
     """What a file holds."""
     slots = f"{placement.slots_per_rank} slots on each of {placement.topology.num_ranks} ranks"
     return f"{path}: {placement.num_layers} layers, {placement.num_routed} experts, {slots}"
+
+
+def near_line(before: float, after: float) -> str:
+    """Return what the placer's option near saves, from the rows of a token to other nodes without and with it."""
+    if after >= before:
+        return f"; near saves none of the {before:.2f} rows to other nodes: no exchange of slots keeps the load caps"
+    return f"; a seen token sends about {after:.2f} rows to other nodes (with near=False {before:.2f})"
 
 
 def memory_budget(
@@ -234,7 +240,7 @@ def place(
     figures |= {"refused": refused} if refused else {}
     line = f"{placement_line(placement, str(output))}, placer {best.label}"
     if note := placement.provenance.get("rows_to_other_nodes"):
-        line += NEAR_LINE.format(before=note[0], after=note[1])
+        line += near_line(*note)
     columns = columns_of(FIGURES, [shown_row(row) for row in rows])
     batches = "Seen batches" if held_back == "all" else "Unseen batches"
     units = [f"{batches} (calibrate {held_back}): {UNITS}"]
