@@ -15,7 +15,7 @@ LONGEST = (
     10_000  # changes that one search tries at most; with few slots there are more searches, and shorter ones
 )
 WALK = 500  # first changes of all searches but the first, which may raise rows and exceed the caps
-STRESS = 4.0  # times its distance from the mean load that a scenario gets in the cap of the exact split
+STRESS = 3.0  # times its distance from the mean load that a scenario gets in the cap of the exact split
 MAX_TOKENS = 20_000  # of all traces together; more tokens save hardly more rows
 
 
