@@ -224,6 +224,7 @@ ROWS: dict[str, tuple[Columns, Callable[[], list[Row]]]] = {
     "place_moves": (MOVES, lambda: read("bench_place", "moves")),
     "place_groups": (GROUPS, lambda: read("bench_place", "groups")),
     "place_recorder": (RECORDER, lambda: read("bench_place", "recorder")),
+    "place_near": (NEAR, lambda: read("bench_near", "unseen")),
     "place_grace": (
         GRACE,
         lambda: [r for r in read("bench_grace") if r["ranks"] == 4 and r["trace"] in GRACE_TRACES],
