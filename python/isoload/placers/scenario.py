@@ -77,7 +77,8 @@ class ScenarioPlacer(Placer):
             node, home = self._kept(scenarios, room)
             slots, rows = fewer_rows(scenarios, room, slots, node, home, self.moves)
             notes |= rows
-            objective = self.search_layers(scenarios, replace(room, before=slots), capacity, 0)[1]
+            judge = replace(self, groups=0, pinned=False, moves=None)  # whose rules the slots keep already
+            objective = judge.search_layers(scenarios, replace(room, before=slots), capacity, 0)[1]
         notes = {"seen_imbalance": round(float(objective.mean()), 4), **notes}
         if not self.pinned:
             return Placed(slots, notes=notes)
