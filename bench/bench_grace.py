@@ -14,8 +14,8 @@ Fairness ledger
 - With replicas: `grace` replicates the heaviest rank's hot experts (Equation 2); routed by weights alone (its WRR), by
   locality first (its TAR), and by isoload's `exact`. Fixed counts (its FR, Figure 1b) put the same number of experts on
   every rank, about as many replicas as `grace` makes: those with most copies, or with most partners. Last, isoload's
-  `scenario` under `exact`, with as many slots of a layer as `grace` has in the mean, rounded up to the same number on
-  every rank.
+  `scenario:split=exact` under `exact`, without and with `near`, with as many slots of a layer as `grace` has in the
+  mean, rounded up to the same number on every rank.
 - Rows: distinct token x destination rank, as de-duplicated dispatch sends them, to other ranks (rank_rows) and those of
   them between nodes (node_rows); distinct token x other node, the paper's unit, as dispatch by nodes sends them between
   nodes (node_dispatch_rows). "change" is against experts in order.
@@ -24,14 +24,15 @@ Fairness ledger
   than experts in order, replicas that do not lower the deviation of the controlled groups, locality that sends no fewer
   rows to other nodes than weights alone.
 
-Usage: python bench/bench_grace.py --traces FOLDER [--write]
+Usage: python bench/bench_grace.py --traces FOLDER [--only VARIANT] [--write]
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ from isoload.placers.scenarios import make_scenarios
 from isoload.replay.simulate import ReplaySettings, replay
 from isoload.trace import Trace, read_trace
 from lib import table
-from lib.harness import command, write_results
+from lib.harness import command, read_results, write_results
 
 FILES = (
     "dsv2lite_esft_intent",
@@ -64,10 +65,10 @@ Groups = list[list[int]]
 
 @dataclass(frozen=True)
 class Variant:
-    """A row: its name, the placements whose figures are averaged, and the policy."""
+    """A row: its name, how to make the placements whose figures are averaged, and the policy."""
 
     name: str
-    placements: tuple[isoload.Placement, ...]
+    make: Callable[[], list[isoload.Placement]]
     policy: str
 
 
@@ -134,28 +135,36 @@ def split(affinity: Any, experts: list[int], number: int, uniform: bool, least: 
 
 
 def variants(seen: Trace, topology: isoload.Topology) -> Iterator[Variant]:
+    @cache
     def placed(**options: Any) -> isoload.Placement:
         return isoload.place(seen, topology, placer="grace", **options)
 
+    def held() -> float:
+        """Slots of a rank that the placement of `grace` fills in the mean."""
+        return int((placed().slot_to_expert >= 0).sum()) / (seen.num_layers * topology.num_ranks)
+
+    def fixed(collaborative: bool) -> isoload.Placement:
+        copies = (held() * topology.num_ranks - seen.num_experts) / (topology.num_ranks - 1)
+        return placed(everywhere=max(1, round(copies)), collaborative=collaborative)
+
+    def level(near: bool) -> isoload.Placement:
+        return isoload.place(seen, topology, math.ceil(held()), "scenario", split="exact", near=near)
+
     per_rank = -(-seen.num_experts // topology.num_ranks)
     in_order = isoload.place(seen, topology, per_rank, "trivial")
-    yield Variant("in order", (in_order,), "none")
-    yield Variant("random", tuple(at_random(seen, topology, seed) for seed in range(3)), "none")
-    yield Variant("affinity, equal", (by_affinity(seen, topology, True),), "none")
-    yield Variant("affinity, any size", (by_affinity(seen, topology, False),), "none")
-    yield Variant("affinity, controlled", (placed(replicate=False),), "none")
-    yield Variant("affinity, as printed", (placed(replicate=False, printed=True),), "none")
-    replicated = placed()
-    yield Variant("+ replicas, weights", (replicated,), "grace:locality=False")
-    yield Variant("+ replicas, locality", (replicated,), "grace")
-    yield Variant("+ replicas, exact", (replicated,), "exact")
-    held = int((replicated.slot_to_expert >= 0).sum()) / (seen.num_layers * topology.num_ranks)
-    copies = (held * topology.num_ranks - seen.num_experts) / (topology.num_ranks - 1)
-    for name, collaborative in (("fixed count", False), ("collaborative", True)):
-        fixed = placed(everywhere=max(1, round(copies)), collaborative=collaborative)
-        yield Variant(f"{name}, weights", (fixed,), "grace:locality=False")
-    same = isoload.place(seen, topology, math.ceil(held), "scenario", split="exact")
-    yield Variant("scenario, exact", (same,), "exact")
+    yield Variant("in order", lambda: [in_order], "none")
+    yield Variant("random", lambda: [at_random(seen, topology, seed) for seed in range(3)], "none")
+    yield Variant("affinity, equal", lambda: [by_affinity(seen, topology, True)], "none")
+    yield Variant("affinity, any size", lambda: [by_affinity(seen, topology, False)], "none")
+    yield Variant("affinity, controlled", lambda: [placed(replicate=False)], "none")
+    yield Variant("affinity, as printed", lambda: [placed(replicate=False, printed=True)], "none")
+    yield Variant("+ replicas, weights", lambda: [placed()], "grace:locality=False")
+    yield Variant("+ replicas, locality", lambda: [placed()], "grace")
+    yield Variant("+ replicas, exact", lambda: [placed()], "exact")
+    yield Variant("fixed count, weights", lambda: [fixed(False)], "grace:locality=False")
+    yield Variant("collaborative, weights", lambda: [fixed(True)], "grace:locality=False")
+    yield Variant("scenario, exact", lambda: [level(False)], "exact")
+    yield Variant("near, exact", lambda: [level(True)], "exact")
 
 
 def figures(judged: Trace, placement: isoload.Placement, policy: str) -> dict[str, float]:
@@ -178,11 +187,14 @@ def figures(judged: Trace, placement: isoload.Placement, policy: str) -> dict[st
     }
 
 
-def bench(trace: Trace, nodes: int, per_node: int) -> Rows:
+def bench(trace: Trace, nodes: int, per_node: int, only: str | None = None) -> Rows:
     seen, judged = halves(trace)
     topology, rows = isoload.Topology(nodes * per_node, per_node), []
     for variant in variants(seen, topology):
-        found = [figures(judged, placement, variant.policy) for placement in variant.placements]
+        if only not in (None, variant.name) and variant.name != "in order":
+            continue
+        placements = variant.make()
+        found = [figures(judged, placement, variant.policy) for placement in placements]
         rows.append(
             {
                 "trace": trace.name,
@@ -190,14 +202,14 @@ def bench(trace: Trace, nodes: int, per_node: int) -> Rows:
                 "nodes": nodes,
                 "ranks": topology.num_ranks,
                 "variant": variant.name,
-                "slots": float(
-                    np.mean([(p.slot_to_expert >= 0).sum(1).float().mean() for p in variant.placements])
-                ),
+                "slots": float(np.mean([(p.slot_to_expert >= 0).sum(1).float().mean() for p in placements])),
                 **{name: float(np.mean([row[name] for row in found])) for name in FIGURES},
             }
         )
     for row in rows:
         row |= {f"{name}_change": row[name] / rows[0][name] - 1 for name in ROWS}
+    if only is not None:
+        return rows[1:]
     mark_losses({row["variant"]: row for row in rows})
     return rows
 
@@ -215,6 +227,7 @@ def mark_losses(rows: dict[str, dict[str, Any]]) -> None:
 def main() -> None:
     parser = command(__doc__)
     parser.add_argument("--traces", type=Path, required=True, help="folder of npz traces")
+    parser.add_argument("--only", metavar="VARIANT", help="a variant's rows alone, written beside the others")
     parser.add_argument("--write", action="store_true", help="bench/results/bench_grace.jsonl")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -226,13 +239,18 @@ def main() -> None:
             continue
         trace = read_trace(path)
         for nodes, per_node in SHAPES:
-            rows += bench(trace, nodes, per_node)
+            rows += bench(trace, nodes, per_node, arguments.only)
     if not rows:
         raise SystemExit(f"traces must be a folder with one of {', '.join(FILES)}")
     table.show_rows("", rows, "met")
     table.losses(rows)
     if arguments.write:
-        print(write_results("bench_grace", rows))
+        others = read_results("bench_grace") if arguments.only else []
+        kept = [row for row in others if row["variant"] != arguments.only]
+        keys = [(row["trace"], row["ranks"]) for row in kept or rows]
+        order = {key: place for place, key in enumerate(dict.fromkeys(keys))}
+        joined = sorted(kept + rows, key=lambda row: order[row["trace"], row["ranks"]])
+        print(write_results("bench_grace", joined))
 
 
 if __name__ == "__main__":

@@ -136,6 +136,27 @@ RECORDER: Columns = {
     "µs a layer": "{us_a_layer:.1f}",
     "load": "{load:.0f}",
 }
+NEAR_TRACES = {
+    "dsv2lite_esft_law": "DeepSeek-V2-Lite, law",
+    "dsv2lite_esft_intent": "DeepSeek-V2-Lite, intent",
+    "dsv2lite_esft_summary": "DeepSeek-V2-Lite, summary",
+    "gptoss20b_decode_mmlu": "gpt-oss-20b",
+    "olmoe_mmlu_small": "OLMoE",
+}
+NEAR: Columns = {
+    "placed on": lambda row: (
+        NEAR_TRACES[row["placed_on"].split(", ")[0]]
+        + (f", {row['placed_on'].split(', ')[1]} tokens" if "300" in row["placed_on"] else "")
+    ),
+    "judged on": lambda row: NEAR_TRACES.get(row["judged_on"], row["judged_on"]).split(", ")[-1],
+    "nodes x ranks, slots": lambda row: f"{row['nodes']} x {row['ranks'] // row['nodes']}, {row['slots']}",
+    "placer": lambda row: f"`{row['placer']}`" + (" LOSS" if row.get("met") is False else ""),
+    "rows to other nodes": lambda row: (
+        f"{row['rows']:.3f}" + (f" ({100 * row['rows_ratio'] - 100:+.0f} %)" if "rows_ratio" in row else "")
+    ),
+    "peak, exact": "{peak:.3f}",
+    "even": "{even:.3f}",
+}
 GRACE_TRACES = {
     "dsv2lite_esft_law": "DeepSeek-V2-Lite",
     "gptoss20b_decode_mmlu": "gpt-oss-20b",
@@ -203,6 +224,7 @@ ROWS: dict[str, tuple[Columns, Callable[[], list[Row]]]] = {
     "place_moves": (MOVES, lambda: read("bench_place", "moves")),
     "place_groups": (GROUPS, lambda: read("bench_place", "groups")),
     "place_recorder": (RECORDER, lambda: read("bench_place", "recorder")),
+    "place_near": (NEAR, lambda: read("bench_near", "unseen")),
     "place_grace": (
         GRACE,
         lambda: [r for r in read("bench_grace") if r["ranks"] == 4 and r["trace"] in GRACE_TRACES],

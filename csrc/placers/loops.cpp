@@ -7,6 +7,7 @@
 #include <thread>
 
 #include "placers/eplb.h"
+#include "placers/near.h"
 #include "placers/scenario.h"
 
 using namespace isoload::placers;
@@ -74,5 +75,26 @@ ISOLOAD_EXPORT const char* isoload_place_scenario(
                         rival ? rival + l * size : nullptr};
     const Limits limits{steps, moves, few_slots != 0, before ? before + l * size : nullptr};
     objective[l] = plan_layer(problem, starts, limits, slots + l * size);
+  });
+}
+
+// loads and stress [L, E, n] whole numbers, weight [n], tick and node [R], home [L, E], before [L, R, width]
+// or null, ids [L, tokens, top_k], token_weight [tokens], rows_node [R] in 0 .. nodes - 1; slots [L, R,
+// width] are changed
+// -> rows [L, 2] before and after.
+ISOLOAD_EXPORT const char* isoload_place_near(
+    const double* loads, const double* stress, const double* weight, const double* tick, const int32_t* node,
+    const int32_t* home, const int32_t* before, const int32_t* ids, const int32_t* token_weight,
+    const int32_t* rows_node, int layers, int experts, int n, int ranks, int width, int tokens, int top_k,
+    int nodes, int steps, int walk, int moves, int starts, int threads, int32_t* slots, int64_t* rows) {
+  return plan_layers(layers, threads, [=](int64_t l) {
+    const int64_t size = static_cast<int64_t>(ranks) * width, loaded = static_cast<int64_t>(experts) * n;
+    Problem problem{};
+    problem.experts = experts, problem.ranks = ranks, problem.width = width, problem.scenarios = n;
+    problem.load = loads + l * loaded, problem.weight = weight, problem.tick = tick;
+    problem.node = node, problem.home = home + l * experts;
+    const Choices choices{ids + l * tokens * top_k, token_weight, rows_node, tokens, top_k, nodes};
+    const NearLimits limits{steps, walk, moves, before ? before + l * size : nullptr};
+    place_near(problem, stress + l * loaded, choices, limits, starts, slots + l * size, rows + 2 * l);
   });
 }

@@ -52,17 +52,18 @@ def test_variants_of_grace_hold_every_expert_and_differ_in_size():
     seen, judged = grace.halves(trace)
     assert len(seen.topk_ids) == len(judged.topk_ids) == 300
     rows = {row["variant"]: row for row in grace.bench(trace, 2, 2)}
-    assert len(rows) == 12 and rows["affinity, equal"]["slots"] == rows["in order"]["slots"] == 16
+    assert len(rows) == 13 and rows["affinity, equal"]["slots"] == rows["in order"]["slots"] == 16
     sizes = {
         variant.name: sorted((p.arrays[0].reshape(4, -1) >= 0).sum(1).tolist())
         for variant in grace.variants(seen, isoload.Topology(4, 2))
-        for p in variant.placements
+        for p in variant.make()
     }
     assert sizes["affinity, equal"] == sizes["random"] == [4, 4, 4, 4]
     assert sum(sizes["affinity, any size"]) == 16 and sizes["affinity, any size"] != [4, 4, 4, 4]
     for name in ("affinity, equal", "affinity, any size", "affinity, controlled"):
         assert rows[name]["rank_rows"] < rows["random"]["rank_rows"]
     assert rows["scenario, exact"]["imbalance"] < rows["affinity, controlled"]["imbalance"]
+    assert rows["near, exact"]["node_dispatch_rows"] < rows["scenario, exact"]["node_dispatch_rows"]
 
 
 def test_sequences_are_not_cut_into_seen_and_unseen():

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 import isoload
 from isoload.cli.app import app
+from isoload.cli.place import near_line
 from isoload.placers import parse_placer
 from isoload.replay.judge import even_imbalance, exact_imbalance
 from isoload.trace import Identity, Trace, write_trace
@@ -407,3 +408,23 @@ def test_options_of_a_placer_are_read_in_their_types():
     assert parse_placer("craft:replicas=4") == ("craft", {"replicas": 4})
     with pytest.raises(ValueError, match="^option search must be of type bool, got 'yes'$"):
         parse_placer("scenario:search=yes")
+
+
+def test_with_nodes_and_per_token_choices_place_prints_the_rows_that_near_saves(tmp_path):
+    draw = np.random.default_rng(0)
+    group = draw.integers(4, size=(400, 1))
+    ids = (4 * group + np.argsort(draw.random((400, 4)), axis=1)[:, :2]).astype(np.int32)[:, None]
+    path, target = tmp_path / "tokens.npz", tmp_path / "p.json"
+    write_trace(Trace("tokens", 16, topk_ids=ids, tokens_per_batch=np.full(4, 100)), path)
+    asked = ["place", path, "-o", target, "--ranks", 8, "--slots-per-rank", 3, "--placer"]
+    result = run(*asked, "scenario", "--ranks-per-node", 2)
+    before, after = isoload.read_placement(target).provenance["rows_to_other_nodes"]
+    said = f"a seen token sends about {after:.2f} rows to other nodes (with near=False {before:.2f})"
+    assert after < before and said in " ".join(result.stdout.split()), result.output
+    for placer, nodes in (("scenario:near=False", 2), ("scenario", 8)):
+        plain = run(*asked, placer, "--ranks-per-node", nodes, "--force")
+        assert plain.exit_code == 0 and "other nodes" not in plain.stdout
+
+
+def test_place_says_that_no_exchange_keeps_the_caps():
+    assert near_line(0.5, 0.5).endswith("no exchange of slots keeps the load caps")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections import Counter
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ import torch
 from isoload.layer.moe import MoE
 from isoload.replay.simulate import DEFAULT_POLICIES
 from isoload.transport import CollectiveTransport, LocalTransport
+from isoload.weights.layout import layouts
+from isoload.weights.schedule import plan_moves
 from support.moved_layer import deal, homes_of, make_setup, pairs, run, same
 from support.processes import run_ranks
 from support.small_layer import (
@@ -220,3 +223,30 @@ def test_processes_move_and_train_like_one(ranks, kind):
         for expert, parts in own.items():
             assert all(torch.equal(a, b) for a, b in zip(parts, homes[expert], strict=True))
     check_training(setup, losses, homes)
+
+
+def bytes_on_rank(rank, ranks):
+    """Bytes that one process sends in a move between two placements with replicas."""
+    setup = make_setup(ranks)
+    _, before, after = list(pairs(ranks))[1]
+    transport = CollectiveTransport(setup.topology)
+    rows = before.slots_per_rank
+    layer = MoE(setup.gate, setup.dense, transport, before, weight_rows=rows)
+    layer.load_placement(after, optimizer="none")
+    return transport.group.traffic.bytes["placement"]
+
+
+def test_four_processes_send_what_the_schedule_says():
+    """Each process's meter against the schedule's rows."""
+    ranks = 4
+    sent = run_ranks(bytes_on_rank, ranks, ranks)
+    _, before, after = list(pairs(ranks))[1]
+    now = layouts(before.layer(0, "cpu"))
+    new = layouts(after.layer(0, "cpu"), now)
+    chunks = plan_moves([own.experts for own in now], [own.experts for own in new], ranks)
+    leaving = Counter(
+        source.rank for chunk in chunks for source, target in chunk if source.rank != target.rank
+    )
+    assert sent == [leaving[rank] * ROW_BYTES for rank in range(ranks)]
+    arriving = [set(own.experts) - set(old.experts) for own, old in zip(new, now, strict=True)]
+    assert sum(sent) == sum(map(len, arriving)) * ROW_BYTES

@@ -109,7 +109,7 @@ def made_by(placement: Placement, trace: Trace) -> tuple[str, int] | None:
     try:
         planner, default = make_placer(name, options), asdict(make_placer(name, {}))
         slots = 0 if planner.has_budget else placement.slots_per_rank
-        counts = trace if planner.needs_tokens else trace.batch_counts()
+        counts = trace if planner.uses_tokens else trace.batch_counts()
         again = place(counts, topology, slots or None, name, *others, **options)
         same = again.slot_to_expert.equal(placement.for_trace(trace).slot_to_expert)
     except (ValueError, TypeError, ImportError):

@@ -58,6 +58,13 @@ def say_start(start: dict[str, str] | None, console: Console) -> None:
         console.print(Text(printable(f"Start {start['engine']}: {start['type']}")), soft_wrap=True)
 
 
+def near_line(before: float, after: float) -> str:
+    """Return what the placer's option near saves, from the rows of a token to other nodes without and with it."""
+    if after >= before:
+        return f"; near saves none of the {before:.2f} rows to other nodes: no exchange of slots sends fewer under the load caps"
+    return f"; a seen token sends about {after:.2f} rows to other nodes (with near=False {before:.2f})"
+
+
 def memory_budget(
     memory: int, size: int, name: str, options: dict[str, Any], num_layers: int
 ) -> dict[str, int]:
@@ -116,9 +123,9 @@ def judge_way(way: Way, trace: Trace, calibrate: str, topology: Topology) -> tup
     from isoload.placers import PLACERS
     from isoload.replay.judge import unseen_imbalances
 
-    return unseen_imbalances(
-        trace, calibrate, partial(way.place, topology=topology), PLACERS[way.name].needs_tokens
-    )
+    kind = PLACERS[way.name]
+    make = partial(way.place, topology=topology)
+    return unseen_imbalances(trace, calibrate, make, kind.needs_tokens, kind.uses_tokens)
 
 
 def place(
@@ -252,6 +259,8 @@ def place(
     start_with = start_of(written, str(output), file_format)
     figures["start"] = start_with
     line = f"{placement_line(placement, str(output))}, placer {best.label}"
+    if note := placement.provenance.get("rows_to_other_nodes"):
+        line += near_line(*note)
     columns = columns_of(FIGURES, [shown_row(row) for row in rows])
     batches = "Seen batches" if held_back == "all" else "Unseen batches"
     units = [f"{batches} (calibrate {held_back}): {UNITS}"]

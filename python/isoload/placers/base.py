@@ -51,6 +51,7 @@ class Placer(ABC):
     name: ClassVar[str]
     takes_before: ClassVar[bool] = False  # whether it can start from a placement
     needs_tokens: ClassVar[bool] = False  # whether it needs traces with per-token choices
+    uses_tokens: ClassVar[bool] = False  # whether it makes use of per-token choices where a trace has them
     # Whether it chooses the number of slots itself, by a budget of replicas.
     has_budget: ClassVar[bool] = False
 

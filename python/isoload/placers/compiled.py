@@ -1,8 +1,8 @@
-"""The placers' inner loops: csrc/placers, two C functions of the compiled library, on NumPy arrays.
+"""The placers' inner loops: csrc/placers, three C functions of the compiled library, on NumPy arrays.
 
 The slots are the same for any number of threads; the interpreter goes on meanwhile.
 
-Raises (both): ValueError naming the argument and the rule; the library itself checks nothing.
+Raises (all): ValueError naming the argument and the rule; the library itself checks nothing.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from isoload.ops.load import LIBRARY
 from isoload.placers.base import Floats, Ints
 
 LANES = 4  # the loops sum scenarios in so many lanes
+MAX_NODES, MAX_TOP_K = 64, 64  # csrc/placers/rows.h
 
 
 def pack_slots(weight: Any, capacity: Any, dedup: bool, threads: int) -> Ints:
@@ -86,6 +87,78 @@ def search_slots(
     numbers = layers, experts, n, ranks, len(risks), width, exact, few_slots, steps, moves, threads
     _call(library, "scenario", *arrays, *numbers, slots, objective)
     return slots, objective
+
+
+def near_slots(
+    *,
+    slots: Any,
+    loads: Any,
+    stress: Any,
+    weight: Any,
+    tick: Any,
+    node: Any,
+    home: Any,
+    before: Any,
+    topk_ids: Any,
+    token_weight: Any,
+    rows_node: Any,
+    steps: int,
+    walk: int,
+    moves: int,
+    starts: int,
+    threads: int,
+    library: ctypes.CDLL = LIBRARY,
+) -> tuple[Ints, Any]:
+    """Slots [L, R, width] with fewer rows to other nodes, and the rows before and after [L, 2].
+
+    Args:
+        slots: [L, R, width] to start from.
+        loads, stress: [L, E, n] whole numbers, n a multiple of LANES; weight [n].
+        tick: [R] cost of a copy; node [R] and home [L, E] as in :func:`search_slots`.
+        before: [L, R, width] from which `moves` counts, or None.
+        topk_ids: [L, tokens, K] experts, -1 = none; token_weight [tokens].
+        rows_node: [R] node of each rank, 0..63.
+        steps, walk: changes tried from each start, and how many of the first may raise rows.
+        moves: slots that may differ from `before`; -1 = any.
+        starts: searches, the first without a walk; the best counts.
+    """
+    loads, stress, weight, tick = (np.require(x, np.float64, "C") for x in (loads, stress, weight, tick))
+    node, home, rows_node = (np.require(x, np.int32, "C") for x in (node, home, rows_node))
+    ids, token_weight = np.require(topk_ids, np.int32, "C"), np.require(token_weight, np.int32, "C")
+    old = None if before is None else np.require(before, np.int32, "C")
+    found: Ints = np.array(slots, dtype=np.int32, order="C")
+    fits = loads.ndim == 3 and loads.shape[2] % LANES == 0
+    _need(fits, f"loads must be [L, E, n], n a multiple of {LANES}")
+    (layers, experts, n), ranks = loads.shape, len(tick)
+    _need(
+        found.shape[:2] == (layers, ranks) and found.ndim == 3, "slots must be [L, R, width] for these loads"
+    )
+    width = found.shape[2]
+    _need_shape("stress", stress, *loads.shape)
+    _need_shape("weight", weight, n)
+    _need_shape("node", node, ranks)
+    _need_shape("home", home, layers, experts)
+    _need_shape("rows_node", rows_node, ranks)
+    _need(((rows_node >= 0) & (rows_node < MAX_NODES)).all(), f"rows_node must be in 0..{MAX_NODES - 1}")
+    full = np.full((layers, ranks), width, dtype=np.int32)
+    _need_valid("slots", found, full, experts, width)
+    _need_valid("before", old, full, experts, width)
+    copies = np.stack([(found == e).any((1, 2)) for e in range(experts)])
+    _need(copies.all(), f"slots must hold all {experts} experts")
+    fits = ids.ndim == 3 and len(ids) == layers and 1 <= ids.shape[2] <= MAX_TOP_K
+    _need(
+        fits, f"topk_ids must be [L, tokens, K] for the {layers} layers of the loads, K at most {MAX_TOP_K}"
+    )
+    within = ((ids >= -1) & (ids < experts)).all()
+    _need(
+        within, f"topk_ids must be in -1..{experts - 1}, the experts of the loads: are they of another model?"
+    )
+    _need_shape("token_weight", token_weight, ids.shape[1])
+    rows = np.zeros((layers, 2), dtype=np.int64)
+    arrays = loads, stress, weight, tick, node, home, old, ids, token_weight, rows_node
+    numbers = layers, experts, n, ranks, width, *ids.shape[1:], int(rows_node.max()) + 1
+    _call(library, "near", *arrays, *numbers, steps, walk, moves, starts, threads, found, rows)
+    return found, rows
 
 
 def _call(library: ctypes.CDLL, name: str, *arguments: Any) -> None:

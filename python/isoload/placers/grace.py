@@ -40,6 +40,7 @@ class GracePlacer(Placer):
     name = "grace"
     has_budget = True
     needs_tokens = True
+    uses_tokens = True
     ratio: float | None = None
     replicate: bool = True
     everywhere: int | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ from isoload.placers.base import Floats, Ints, Placed, Placer, Room, Slots, slot
 from isoload.placers.budget import allocate, assign, check_budget, make_grid
 from isoload.placers.compiled import LANES, num_threads, search_slots
 from isoload.placers.eplb import pack_into, pack_once
+from isoload.placers.near import applies, fewer_rows
 from isoload.placers.scenarios import WHOLE, Scenarios
 
 SPREADS = (0.0, 0.674, 1.5)  # deviations above its mean load by which an expert is replicated, a start each
@@ -40,6 +41,8 @@ class ScenarioPlacer(Placer):
         replicas: of a rank over all layers, in the layers where they save most time, in place of the same number of
             slots everywhere; or "gain" or "knee", see placer ``craft``. None: no budget.
         moves: with ``before``, most slots of a layer that may get another expert. None: any number.
+        near: search on for fewer rows to other nodes at the same load (:mod:`isoload.placers.near`), where traces have
+            per-token choices and ranks span 2 to 64 nodes. False, or search=False: leave that out.
         pinned: homes stay where they are, for layers of :class:`isoload.weights.shard.Shard`: with ``before`` its
             homes, else experts in order, E/R on a rank (rounded up; the last ranks hold fewer). Only the room left gets
             replicas, so that the result may be worse than ``eplb``'s, which moves homes too.
@@ -52,6 +55,7 @@ class ScenarioPlacer(Placer):
 
     name = "scenario"
     takes_before = True
+    uses_tokens = True
     split: str = "even"
     search: bool = True
     shrink: float | None = None
@@ -59,6 +63,7 @@ class ScenarioPlacer(Placer):
     replicas: int | str | None = None
     moves: int | None = None
     pinned: bool = False
+    near: bool = True
 
     @property
     def has_budget(self) -> bool:  # type: ignore[override]
@@ -68,6 +73,12 @@ class ScenarioPlacer(Placer):
         self._check(scenarios, room)
         capacity, notes = self._capacity(scenarios, room)
         slots, objective = self.search_layers(scenarios, room, capacity, STEPS if self.search else 0)
+        if self.near and self.search and applies(scenarios, room):
+            node, home = self._kept(scenarios, room)
+            slots, rows = fewer_rows(scenarios, room, slots, node, home, self.moves)
+            notes |= rows
+            judge = replace(self, groups=0, pinned=False, moves=None)  # whose rules the slots keep already
+            objective = judge.search_layers(scenarios, replace(room, before=slots), capacity, 0)[1]
         notes = {"seen_imbalance": round(float(objective.mean()), 4), **notes}
         if not self.pinned:
             return Placed(slots, notes=notes)
@@ -138,14 +149,13 @@ class ScenarioPlacer(Placer):
         mean = scenarios.mean(loads)
         deviation = np.sqrt(scenarios.mean((loads - mean) ** 2))
         spreads = SPREADS if self.search else SPREADS[1:2]
-        # A pinned home is an expert's copy that stays on its node, where every rank is a node of its own.
-        node = np.arange(room.num_ranks, dtype=np.int32) if self.pinned else room.node
+        node, home = self._kept(scenarios, room)
         slots, objective = search_slots(
             loads=np.pad(loads, ((0, len(weight) - len(loads)), (0, 0), (0, 0))).transpose(1, 2, 0),
             weight=weight,
             tick=room.tick,
             node=node,
-            home=pinned_homes(room, scenarios) if self.pinned else self._home(scenarios, room),
+            home=home,
             capacity=capacity,
             risks=np.stack([mean + z * deviation for z in spreads]),
             rival=rival,
@@ -159,6 +169,15 @@ class ScenarioPlacer(Placer):
         )
         ideal = (scenarios.weight @ whole) / (1 / room.tick).sum()
         return slots, objective / np.maximum(ideal, 1)
+
+    def _kept(self, scenarios: Scenarios, room: Room) -> tuple[Ints, Ints]:
+        """[R] nodes, and [L, E] the node that keeps a copy of each expert, -1 = none.
+
+        A pinned home is an expert's copy that stays on its node, where every rank is a node of its own.
+        """
+        if not self.pinned:
+            return room.node, self._home(scenarios, room)
+        return np.arange(room.num_ranks, dtype=np.int32), pinned_homes(room, scenarios)
 
     def _home(self, scenarios: Scenarios, room: Room) -> Ints:
         """[L, E] node that keeps a copy of each expert; -1 without groups.

@@ -74,7 +74,11 @@ def judge_unseen(
 
 
 def unseen_imbalances(
-    trace: Trace, calibrate: str, make: Callable[[Any], Placement], needs_tokens: bool = False
+    trace: Trace,
+    calibrate: str,
+    make: Callable[[Any], Placement],
+    needs_tokens: bool = False,
+    uses_tokens: bool = False,
 ) -> tuple[Floats, Floats]:
     """Return the imbalance [batches, L], even and exact, of batches that the placement has not seen.
 
@@ -83,25 +87,30 @@ def unseen_imbalances(
         calibrate: one of ``CALIBRATIONS``, the rule of the split.
         make: returns the placement of counts [batches, L, E], or with `needs_tokens` of the trace of these batches.
         needs_tokens: whether `make` needs the per-token choices of the batches.
+        uses_tokens: whether `make` uses them where they are those of the batches, and takes counts elsewhere.
 
     Raises:
         ValueError: the batches cannot be split so; per-token choices are needed that are not those of the batches.
     """
     counts, even, exact = trace.batch_counts(), [], []
     for fold in calibration_folds(len(counts), calibrate, trace.cluster):
-        seen = _with_tokens(trace, calibrate, fold) if needs_tokens else counts[list(fold.calibrate)]
+        seen: Any = counts[list(fold.calibrate)]
+        if needs_tokens or (uses_tokens and trace.has_tokens):
+            seen = _with_tokens(trace, calibrate, fold, None if needs_tokens else seen)
         placement, judged = make(seen), counts[list(fold.replay)]
         even.append(even_imbalance(placement, judged))
         exact.append(exact_imbalance(placement, judged))
     return np.concatenate(even), np.concatenate(exact)
 
 
-def _with_tokens(trace: Trace, calibrate: str, fold: Fold) -> Trace:
-    """Return the trace of a fold's first part."""
+def _with_tokens(trace: Trace, calibrate: str, fold: Fold, otherwise: Any) -> Any:
+    """Return the trace of a fold's first part, or `otherwise` where its tokens are not those of its batches."""
     if calibrate == "all" or not trace.has_tokens:
         return trace
     batches = make_batches(trace)
     if not np.array_equal(batches.counts, trace.batch_counts()):
+        if otherwise is not None:
+            return otherwise
         raise ValueError(
             f"calibrate must be all for trace {trace.name}, whose per-token choices are not those of its batches, "
             f"got {calibrate}"

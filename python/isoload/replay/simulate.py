@@ -124,6 +124,7 @@ def _replay(
     _check(settings, trace)
     placer, options = parse_placer(settings.placer)
     planner = make_placer(placer, options)
+    with_tokens = planner.needs_tokens or (planner.uses_tokens and trace.has_tokens)
     ahead = any(_policy(name, settings, 0).ahead for name in settings.policies)
     batches = make_batches(trace, settings.batch_tokens, settings.seed)
     others = settings.spare_slots, settings.shared_experts
@@ -145,9 +146,7 @@ def _replay(
     refused: dict[str, str] = {}
     total = sum(len(fold.replay) for fold in folds)
     for fold in folds:
-        seen: Any = (
-            batches.part(fold.calibrate) if planner.needs_tokens else batches.counts[list(fold.calibrate)]
-        )
+        seen: Any = batches.part(fold.calibrate) if with_tokens else batches.counts[list(fold.calibrate)]
         placement = given or place(seen, topology, slots_per_rank, placer, *others, **options)
         widest = max(widest, placement.slots_per_rank)
         plain = in_order(placement) if BASELINE in settings.policies else placement

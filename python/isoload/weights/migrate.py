@@ -13,7 +13,7 @@ from isoload.records.placement import Placement, check_same_shape
 from isoload.transport import Group, checksum
 from isoload.weights.layout import Layout, replica_moves
 from isoload.weights.moves import Address, move_rows
-from isoload.weights.schedule import plan_moves
+from isoload.weights.schedule import plan_moves, spread_moves
 from isoload.weights.shard import ShardWeights, check_homes_stay
 from isoload.weights.storage import RankWeights
 
@@ -87,7 +87,7 @@ def move_weights(
         moves = [
             m for m in replica_moves(after) if replica_at(after, m.target) != replica_at(before, m.target)
         ]
-        chunks = [moves[first : first + rows_per_chunk] for first in range(0, len(moves), rows_per_chunk)]
+        chunks = spread_moves(moves, rows_per_chunk, len(after))
     else:
         held = into = [rank.stored_rows() for rank in ranks]
         chunks = plan_moves([r.experts for r in before], [r.experts for r in after], rows_per_chunk)

@@ -5,7 +5,8 @@ Plain planning on the host: every rank computes the same schedule from the same 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 
 from isoload.weights.moves import Address, Move
 
@@ -13,10 +14,14 @@ Rows = Sequence[Sequence[int]]  # [R][rows of the rank] the expert in each weigh
 
 
 def plan_moves(current: Rows, wanted: Rows, rows_per_chunk: int) -> list[list[Move]]:
-    """The moves that bring every row to its wanted content, in chunks; in a chunk all reads come before the writes.
+    """Return the moves that bring every row to its wanted content, in chunks. All reads of a chunk come first.
 
     After every chunk each expert still has a row. A row is written once, and only if it changes, but for cycles of
     rows longer than a chunk: each chunk that cuts one has one move more, which parks what it displaces.
+
+    The busiest rank of a chunk determines how long its exchange takes. A rank therefore sends at most
+    rows_per_chunk / R rows of a chunk (rounded up) and receives at most as many. Only a chunk that begins with a cycle
+    of rows may exceed that number, up to rows_per_chunk.
 
     Args:
         current: what the rows hold; all copies of an expert are equal.
@@ -31,10 +36,40 @@ def plan_moves(current: Rows, wanted: Rows, rows_per_chunk: int) -> list[list[Mo
     return chunks
 
 
+def spread_moves(moves: Sequence[Move], rows_per_chunk: int, num_ranks: int) -> list[list[Move]]:
+    """Return moves of which none reads a row that another one writes in chunks, in which no rank is busy for long.
+
+    A rank sends at most rows_per_chunk / R rows of a chunk (rounded up) and receives at most as many.
+    """
+    most = -(-rows_per_chunk // num_ranks)
+    chunks = []
+    left = list(moves)
+    while left:
+        arriving: Counter[int] = Counter()
+        leaving: Counter[int] = Counter()
+        chunk: list[Move] = []
+        later: list[Move] = []
+        for move in left:
+            source, target = move.source.rank, move.target.rank
+            local = source == target
+            busy = not local and (arriving[target] >= most or leaving[source] >= most)
+            if busy or len(chunk) == rows_per_chunk:
+                later.append(move)
+                continue
+            chunk.append(move)
+            if not local:
+                arriving[target] += 1
+                leaving[source] += 1
+        chunks.append(chunk)
+        left = later
+    return chunks
+
+
 class _Schedule:
-    """The content of the rows as the moves go on, and the rows that lack theirs."""
+    """Content of the rows while the moves are planned, and the rows that lack their content."""
 
     def __init__(self, current: Rows, wanted: Rows) -> None:
+        self.num_ranks = len(wanted)
         self.content = _by_address(current)
         self.wanted = _by_address(wanted)
         self.holders: dict[int, set[Address]] = {}
@@ -44,28 +79,78 @@ class _Schedule:
         self.waiting: dict[int, list[Address]] = {}  # the pending rows of an expert, ascending
         for address, expert in self.pending.items():
             self.waiting.setdefault(expert, []).append(address)
+        self.pending_of_rank = Counter(address.rank for address in self.pending)
+        self.sent: Counter[int] = Counter()  # rows that each rank sends in all chunks so far
+        self.free: set[Address] = set()  # the pending rows that no row must read first
+        self._note_free(self.pending)
 
     def next_chunk(self, size: int) -> list[Move]:
-        """Chains from their ends, then whole cycles; a cycle that no chunk can hold is cut."""
+        """Return the moves of free rows, then whole cycles; a cycle that no chunk can hold is cut."""
         self.readable = {expert: sorted(rows) for expert, rows in self.holders.items()}
+        self.arriving: Counter[int] = Counter()  # rows of this chunk that each rank receives
+        self.leaving: Counter[int] = Counter()  # rows of this chunk that each rank sends
+        most = -(-size // self.num_ranks)
         chunk: list[Move] = []
         while self.pending and len(chunk) < size:
-            free = next((a for a in self.pending if self._next_of(a) is None), None)
-            if free is not None:
-                chunk.append(self._move(self.pending[free], free))
+            if self.free:
+                if (target := self._least_busy(most)) is None:
+                    break
+                chunk.append(self._move(self.pending[target], target))
                 continue
-            cycle, room = self._cycle(), size - len(chunk)
-            if len(cycle) <= room:
+            cycles = [cycle for cycle in self._cycles() if len(cycle) <= size - len(chunk)]
+            if cycles:
+                cycle = min(cycles, key=lambda rows: self._level(rows, rows))
+                if chunk and self._level(cycle, cycle) > most:
+                    break
                 chunk += self._rotate(cycle)
-            elif len(cycle) <= size or room < 2:
+            elif chunk:
                 break
             else:
-                parked = self.content[cycle[room - 1]]
-                chunk += self._rotate(cycle[:room], parked)
+                chunk = self._cut(size)
         return chunk
 
+    def _least_busy(self, most: int) -> Address | None:
+        """Return the free row whose rank and source are least busy in this chunk; None = all are busy.
+
+        Of equally busy ones, first the row of the rank that lacks most rows and before the longest chain of rows.
+        """
+        best: tuple[int, int, Address] | None = None
+        for target in self.free:
+            expert, busy = self.pending[target], self.arriving[target.rank]
+            source = self._source(expert, target)
+            if source.rank == target.rank:
+                busy = -1
+            elif busy < most:
+                busy = max(busy, self.leaving[source.rank])
+            if busy >= most:
+                continue
+            # The weight 3 was chosen on fresh placements of 256 experts (bench/bench_moves.py).
+            urgent = 3 * self.pending_of_rank[target.rank] + self._chain(target)
+            key = busy, -urgent, target
+            if best is None or key < best:
+                best = key
+        return None if best is None else best[2]
+
+    def _chain(self, target: Address) -> int:
+        """Return how many rows become free one after the other if this row is filled."""
+        length = 0
+        while (expert := self.pending.get(target)) is not None and length < len(self.pending):
+            if len(self.waiting[expert]) > 1 or len(self.holders[expert]) > 1:
+                break
+            (target,) = self.holders[expert]
+            length += 1
+        return length
+
+    def _source(self, expert: int, target: Address) -> Address:
+        """Return the row to read: on the target's rank, else of the rank that sends least."""
+
+        def busy(row: Address) -> tuple[bool, int, int, Address]:
+            return row.rank != target.rank, self.leaving[row.rank], self.sent[row.rank], row
+
+        return min(self.readable[expert], key=busy)
+
     def _next_of(self, address: Address) -> Address | None:
-        """The row that must read this one before it is overwritten; None = no row must.
+        """Return the row that must read this one before it is overwritten; None = no row must.
 
         One on the same rank, which need not fetch its content from afar then, or any if this is the last copy. A rank
         that holds an expert twice, as where one was parked, may lose either row. So no two rows have the same next row,
@@ -79,22 +164,55 @@ class _Schedule:
         last = len(self.holders[expert]) == 1
         return next(iter(here or (waiting if last else [])), None)
 
-    def _cycle(self) -> list[Address]:
-        """The cycle through the lowest pending row: each row's content goes to the row after it."""
-        cycle = [next(iter(self.pending))]
-        while (following := self._next_of(cycle[-1])) != cycle[0]:
-            assert following is not None
-            cycle.append(following)
-        return cycle
+    def _note_free(self, rows: Iterable[Address]) -> None:
+        """Update which of these rows are free."""
+        for address in rows:
+            if address in self.pending and self._next_of(address) is None:
+                self.free.add(address)
+            else:
+                self.free.discard(address)
 
-    def _rotate(self, cycle: list[Address], parked: int | None = None) -> list[Move]:
-        """Fills every row from the one before it; the first from the last, or with what is parked in it."""
+    def _cycles(self) -> list[list[Address]]:
+        """Return the cycles that the pending rows lie on: each row's content goes to the row after it."""
+        cycles, seen = [], set()
+        for first in self.pending:
+            if first in seen:
+                continue
+            cycle = [first]
+            while (following := self._next_of(cycle[-1])) != first:
+                assert following is not None
+                cycle.append(following)
+            seen.update(cycle)
+            cycles.append(cycle)
+        return cycles
+
+    def _level(self, targets: Sequence[Address], sources: Sequence[Address]) -> int:
+        """Return the busiest rank's rows of this chunk if rows are copied to these targets from these sources."""
+        arriving, leaving = self.arriving.copy(), self.leaving.copy()
+        arriving.update(address.rank for address in targets)
+        leaving.update(address.rank for address in sources)
+        return max((*arriving.values(), *leaving.values()))
+
+    def _cut(self, size: int) -> list[Move]:
+        """Rotate the part of a cycle that keeps the busiest rank least busy; it parks one expert in its first row."""
+        cycle = self._cycles()[0]
+        around = cycle + cycle[: size - 1]
+        parts = [around[first : first + size] for first in range(len(cycle))]
+        part = min(parts, key=lambda rows: self._level(rows, rows))
+        return self._rotate(part)
+
+    def _rotate(self, cycle: list[Address]) -> list[Move]:
+        """Fill every row from the one before it, and the first from the last."""
         contents = [self.content[a] for a in cycle]
-        first = contents[-1] if parked is None else parked
-        return [self._move(e, a) for e, a in zip([first, *contents[:-1]], cycle, strict=True)]
+        moved = [contents[-1], *contents[:-1]]
+        return [self._move(expert, address) for expert, address in zip(moved, cycle, strict=True)]
 
     def _move(self, expert: int, target: Address) -> Move:
-        source = min(self.readable[expert], key=lambda a: (a.rank != target.rank, a))
+        source = self._source(expert, target)
+        if source.rank != target.rank:
+            self.arriving[target.rank] += 1
+            self.leaving[source.rank] += 1
+            self.sent[source.rank] += 1
         if (old := self.content.get(target)) is not None:
             self.holders[old].discard(target)
         self.content[target] = expert
@@ -102,6 +220,9 @@ class _Schedule:
         if self.wanted[target] == expert:
             del self.pending[target]
             self.waiting[expert].remove(target)
+            self.pending_of_rank[target.rank] -= 1
+        changed = self.holders[expert] | (self.holders[old] if old is not None else set())
+        self._note_free((target, *changed))
         return Move(source, target)
 
 
