@@ -427,4 +427,4 @@ def test_with_nodes_and_per_token_choices_place_prints_the_rows_that_near_saves(
 
 
 def test_place_says_that_no_exchange_keeps_the_caps():
-    assert near_line(0.5, 0.5).endswith("no exchange of slots keeps the load caps")
+    assert near_line(0.5, 0.5).endswith("no exchange of slots sends fewer under the load caps")
