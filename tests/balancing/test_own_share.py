@@ -154,7 +154,7 @@ CASES = [
     *itertools.product([spare_placement], ["hedge", "llep", Later()]),
     *itertools.product([shared_placement], SHARED),
 ]
-AT_ONCE = {"exact", "hedge", "joint", "waterfill"}
+AT_ONCE = {"exact", "hedge", "joint", "llep", "waterfill"}
 
 
 @pytest.mark.parametrize(("place", "policy"), CASES)

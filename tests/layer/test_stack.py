@@ -24,7 +24,6 @@ from support.sweeps import first, rest
 
 LOCALS = pytest.mark.parametrize("local", ["planned", "held"])
 LAYERS = 3
-EXACTLY = "libra:split_by=exact"
 
 
 def transport_for(model: Model, local: str) -> LocalTransport:
@@ -103,7 +102,7 @@ PREDICTORS: dict[str, Any] = {
 
 @pytest.mark.few(4)
 @LOCALS
-@pytest.mark.parametrize("policy", ["hedge", "libra", *rest(EXACTLY)])
+@pytest.mark.parametrize("policy", ["hedge", "libra"])
 @pytest.mark.parametrize("name", PREDICTORS)
 def test_any_prediction(name: str, policy: str, local: str) -> None:
     model = Model(4)
@@ -112,11 +111,6 @@ def test_any_prediction(name: str, policy: str, local: str) -> None:
     LibraStack(layers, PREDICTORS[name](), local=local)
     assert_dense(model, layers, batches=2)
     assert all(filled_slots(layer) > 0 for layer in layers) or name in ("zeros", "negative")
-
-
-@LOCALS
-def test_a_split_by_another_policy(local: str) -> None:
-    test_any_prediction("random", EXACTLY, local)
 
 
 @LOCALS

@@ -62,8 +62,8 @@ def near_line(before: float, after: float) -> str:
     """Return what the placer's option near saves, from the rows of a token to other nodes without and with it."""
     if after >= before:
         return (
-            f"; near saves none of the {before:.2f} rows to other nodes: no exchange of slots sends fewer under the load "
-            "caps"
+            f"; near saves none of the {before:.2f} rows to other nodes: no exchange of slots sends fewer under the "
+            "load caps"
         )
     return f"; a seen token sends about {after:.2f} rows to other nodes (with near=False {before:.2f})"
 
