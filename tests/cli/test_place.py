@@ -428,3 +428,32 @@ def test_with_nodes_and_per_token_choices_place_prints_the_rows_that_near_saves(
 
 def test_place_says_that_no_exchange_keeps_the_caps():
     assert near_line(0.5, 0.5).endswith("no exchange of slots sends fewer under the load caps")
+
+
+def test_place_warns_that_other_choices_than_those_of_the_batches_were_not_judged(tmp_path):
+    """Counts of eight batches with the choices of some tokens alone, as engines that sample tokens record them."""
+    draw = np.random.default_rng(0)
+    ids = (4 * draw.integers(4, size=(400, 1)) + np.argsort(draw.random((400, 4)), axis=1)[:, :2])[:, None]
+    counts = draw.integers(1, 100, size=(8, 1, 16))
+    counts[..., 0] += counts.sum(-1) % 2
+    path, target = tmp_path / "part.npz", tmp_path / "p.json"
+    write_trace(Trace("part", 16, topk_ids=ids.astype(np.int32), counts=counts), path)
+    asked = [
+        "place",
+        path,
+        "-o",
+        target,
+        "--ranks",
+        8,
+        "--slots-per-rank",
+        3,
+        "--placer",
+        "scenario",
+        "--force",
+    ]
+    said = " ".join(run(*asked, "--ranks-per-node", 2).stdout.split())
+    assert "judged as made from counts alone, and the written one is made from the choices, too." in said, (
+        said
+    )
+    for more in (["--ranks-per-node", 8], ["--ranks-per-node", 2, "--calibrate", "all"]):
+        assert "counts alone" not in run(*asked, *more).stdout

@@ -58,6 +58,12 @@ def say_start(start: dict[str, str] | None, console: Console) -> None:
         console.print(Text(printable(f"Start {start['engine']}: {start['type']}")), soft_wrap=True)
 
 
+BY_COUNTS = (
+    "The trace's per-token choices are not those of its batches: placements are judged as made from counts alone, and "
+    "the written one is made from the choices, too."
+)
+
+
 def near_line(before: float, after: float) -> str:
     """Return what the placer's option near saves, from the rows of a token to other nodes without and with it."""
     if after >= before:
@@ -270,6 +276,8 @@ def place(
 
     def show(console: Console) -> None:
         reasons = [f"{label}: n/a: {reason}" for label, reason in refused.items()]
+        if note and held_back != "all" and not judge.tokens_are_batches(first):
+            reasons.append(BY_COUNTS)
         say(console, ("", [line, *source_line(loaded)]), columns, ("", units), ("yellow", reasons))
         if not any(placement.has_freedom):
             say(console, ("yellow", [NO_FREEDOM.format(more=placement.slots_per_rank + 1)]))

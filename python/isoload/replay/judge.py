@@ -107,15 +107,19 @@ def _with_tokens(trace: Trace, calibrate: str, fold: Fold, otherwise: Any) -> An
     """Return the trace of a fold's first part, or `otherwise` where its tokens are not those of its batches."""
     if calibrate == "all" or not trace.has_tokens:
         return trace
-    batches = make_batches(trace)
-    if not np.array_equal(batches.counts, trace.batch_counts()):
+    if not tokens_are_batches(trace):
         if otherwise is not None:
             return otherwise
         raise ValueError(
             f"calibrate must be all for trace {trace.name}, whose per-token choices are not those of its batches, "
             f"got {calibrate}"
         )
-    return batches.part(fold.calibrate)
+    return make_batches(trace).part(fold.calibrate)
+
+
+def tokens_are_batches(trace: Trace) -> bool:
+    """Return whether the per-token choices of a trace are those that its batches were counted from."""
+    return trace.has_tokens and np.array_equal(make_batches(trace).counts, trace.batch_counts())
 
 
 def changed_slots(before: Placement, after: Placement) -> float:
