@@ -320,6 +320,17 @@ def test_names_of_one_model_agree(model: Callable[..., Any], oracle: Oracle, tmp
         model(tmp_path / "plan.json", engine)
 
 
+def test_names_of_two_models_differ() -> None:
+    """A file of DeepSeek-V3 would fit DeepSeek-V3.2, which has as many layers and experts."""
+    for one, other in (
+        ("deepseek-v3", "deepseek-v3.2"),
+        ("glm-4", "glm-4.6"),
+        ("qwen3-30b", "qwen3-235b"),
+        ("", "x"),
+    ):
+        assert not start.same_model(one, other) and not start.same_model(other, one)
+
+
 def test_a_draft_keeps_vllms_map(model: Callable[..., Any], tmp_path: Path) -> None:
     """Whose layers no file is compared with."""
     isoload.write_placement(FAULTS["a layer is missing"][0], tmp_path / "plan.json")

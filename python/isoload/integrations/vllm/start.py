@@ -126,7 +126,7 @@ class Start:
         if not placement.identity.model:
             return
         own = plain(placement.identity.model)
-        if not any(a.startswith(b) or b.startswith(a) for a, b in ((own, plain(name)) for name in engine)):
+        if not any(same_model(own, plain(name)) for name in engine):
             raise ValueError(
                 f"{self.source} is of the model {placement.identity.model} but vLLM serves {engine[0]}: pass a file of "
                 f"this model, or where both are the same pass --served-model-name {placement.identity.model}"
@@ -155,6 +155,13 @@ START = Start()
 def plain(name: str) -> str:
     """A model's name without its organisation or folder, in lower case."""
     return name.rstrip("/").rpartition("/")[2].lower()
+
+
+def same_model(one: str, other: str) -> bool:
+    """Whether two plain names differ by parts at their end alone: deepseek-v3 and deepseek-v3-0324 are the same model,
+    deepseek-v3.2 is another."""
+    short, long = sorted((one, other), key=len)
+    return long == short or (long.startswith(short) and long[len(short)] in "-_")
 
 
 def initialize_model(original: Original, vllm_config: Any, **named: Any) -> Any:
