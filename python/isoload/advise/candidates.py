@@ -107,8 +107,10 @@ def targets(split: str, seen: Tensor, placement: Placement) -> list[Tensor]:
         return [exact_quota(*scaled(seen.unsqueeze(1), no_shared), layers.tables, topology).int()]
     sources = {"own": topology.num_ranks, "node": topology.num_nodes}.get(split, 0)
     recent = seen.unsqueeze(1).expand(-1, sources, -1)
-    at = layers.tables, layers.slot_to_expert, topology
-    return [offsets(recent, recent.sum(2), s, *at) for s in range(sources)]
+    if not sources:
+        return []
+    # Sources that have had the same counts have the same offset.
+    return [offsets(recent, recent.sum(2), 0, layers.tables, layers.slot_to_expert, topology)] * sources
 
 
 def _node(loads: Tensor, placement: Placement, renewed: list[Tensor]) -> Tensor:
