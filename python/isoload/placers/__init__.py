@@ -18,6 +18,7 @@ from isoload.placers.craft import CraftPlacer
 from isoload.placers.eplb import EplbPlacer
 from isoload.placers.grace import GracePlacer
 from isoload.placers.graph import GraphPlacer
+from isoload.placers.resize import resized
 from isoload.placers.scenario import ScenarioPlacer
 from isoload.placers.scenarios import Scenarios, make_scenarios
 from isoload.placers.trivial import TrivialPlacer
@@ -67,9 +68,10 @@ def place(
         placer: a name in ``isoload.PLACERS``.
         spare_slots: of every rank's S slots, how many stay empty; at most E.
         num_shared: shared experts, at most 64; every live rank holds each in a slot after its routed ones.
-        before: a placement of the same experts and slots, from which a placer that can (``scenario``) starts. Its
-            layers are found by a trace's layer_ids; counts alone are of all of them, in order. Ranks may have died
-            since, or come.
+        before: a placement of the same experts, from which a placer that can (``scenario``) starts. Its layers are
+            found by a trace's layer_ids; counts alone are of all of them, in order. Ranks may have died since, or come
+            back. With another number of ranks or slots rank r stays rank r, and the last ranks are those that left or
+            came. The placer then starts from slots in which the ranks that stay keep as many copies as they can.
         **options: the placer's own, e.g. ``dedup=False``.
 
     Raises:
@@ -79,7 +81,8 @@ def place(
     scenarios, traces = make_scenarios(counts)
     live = topology.live_ranks
     dense = _dense_slots(scenarios, topology, slots_per_rank, spare_slots, num_shared)
-    others = spare_slots + num_shared
+    others, ticks = spare_slots + num_shared, topology.ticks
+    tick = np.ones(len(live)) if ticks is None else ticks.numpy()[live] / NOMINAL_TICKS
     held: Slots | None = None
     home_rank: Ints | None = None
     if before is not None:
@@ -87,14 +90,23 @@ def place(
             raise ValueError(f"before must be None for placer {planner.name}, which starts anew")
         if traces:
             before = before.for_trace(traces[0], "before")
-        _check_before(before, scenarios, topology, dense, spare_slots, num_shared)
-        rows = before.arrays[0].reshape(before.num_layers, topology.num_ranks, -1)[:, :, :dense]
-        held = merged(rows)[:, live]  # of two slots of an expert on a rank only the first
-        home_rank = _home_ranks(before, live)
-    ticks = topology.ticks
+        _check_before(before, scenarios, spare_slots, num_shared)
+        own = before.slots_per_rank - spare_slots - num_shared  # for routed experts
+        rows = merged(before.arrays[0].reshape(before.num_layers, before.topology.num_ranks, -1)[:, :, :own])
+        if (before.topology.num_ranks, own) == (topology.num_ranks, dense):
+            held = rows[:, live]  # of two slots of an expert on a rank only the first
+        else:
+            held = resized(rows, live, dense, scenarios.mean(scenarios.loads), tick)
+        home_rank = _home_ranks(before, live, topology.num_ranks)
+        present = (
+            np.take_along_axis(held, home_rank[:, :, None], 1) == np.arange(scenarios.num_experts)[:, None]
+        ).any(2)
+        home_rank = np.where(present, home_rank, -1).astype(
+            np.int32
+        )  # a narrower rank may have left its own out
     room = Room(
         node=np.array(live, dtype=np.int32) // topology.ranks_per_node,
-        tick=np.ones(len(live)) if ticks is None else ticks.numpy()[live] / NOMINAL_TICKS,
+        tick=tick,
         slots_per_rank=None if planner.has_budget and slots_per_rank is None else dense,
         before=held,
         home_rank=home_rank,
@@ -186,14 +198,10 @@ def _dense_slots(
     return slots_per_rank - spare_slots - num_shared
 
 
-def _check_before(
-    before: Placement, scenarios: Scenarios, topology: Topology, dense: int, spare_slots: int, num_shared: int
-) -> None:
+def _check_before(before: Placement, scenarios: Scenarios, spare_slots: int, num_shared: int) -> None:
     wanted = {
-        "ranks": (before.topology.num_ranks, topology.num_ranks),
         "layers": (before.num_layers, scenarios.num_layers),
         "routed experts": (before.num_routed, scenarios.num_experts),
-        "slots per rank": (before.slots_per_rank, dense + spare_slots + num_shared),
         "spare slots": (before.spare_slots, spare_slots),
         "shared experts": (before.num_shared, num_shared),
     }
@@ -202,9 +210,9 @@ def _check_before(
             raise ValueError(f"before must have {needed} {name}, got {has}")
 
 
-def _home_ranks(before: Placement, live: list[int]) -> Ints:
-    """[L, E] position among the live ranks of every routed expert's home; -1 = not alive."""
-    position = np.full(before.topology.num_ranks, -1, dtype=np.int32)
+def _home_ranks(before: Placement, live: list[int], num_ranks: int) -> Ints:
+    """[L, E] position among the live ranks of every routed expert's home; -1 = not alive, or left."""
+    position = np.full(max(before.topology.num_ranks, num_ranks), -1, dtype=np.int32)
     position[live] = np.arange(len(live))
     found: Ints = position[before.arrays[1][:, : before.num_routed] // before.slots_per_rank]
     return found
@@ -223,7 +231,7 @@ def _home_slots(
     owner = np.full((len(slots), num_experts), live[0])
     owner[:, : home_rank.shape[1]] = np.array(live)[home_rank]
     if before is not None:
-        owner[:, home_rank.shape[1] :] = before.arrays[1][:, home_rank.shape[1] :] // size
+        owner[:, home_rank.shape[1] :] = before.arrays[1][:, home_rank.shape[1] :] // before.slots_per_rank
     if len(dead := np.setdiff1d(owner, live)):
         raise ValueError(
             f"before must have pinned homes on live ranks, a shared expert's is on rank {dead[0]}"

@@ -1,0 +1,105 @@
+"""Where experts lie after a group has got another number of ranks, or of slots on a rank, before anything moves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from isoload.placers.base import Floats, Ints, Slots
+
+
+def resized(rows: Slots, ranks: Sequence[int], width: int, loads: Floats, tick: Floats) -> Slots:
+    """Return [L, N, width] slots of the N ranks of the new group, from which a placer starts.
+
+    As many copies stay on their ranks as can, while every expert has a slot: first one copy of as many experts as
+    possible, then replicas. Experts that no rank holds any more go to the ranks with the least load, the heaviest
+    first. Slots that are left take replicas of the experts with the most load for each copy.
+
+    Args:
+        rows: [L, R, S] experts on the R ranks before, -1 = none, none twice on a rank.
+        ranks: [N] ranks of the new group that are alive, ascending. Those from R on are new and hold nothing.
+        width: slots of a rank; all of them are enough for one copy of each expert.
+        loads: [L, E] mean loads. tick: [N] cost of one copy on each rank.
+    """
+    stays = np.array([rank for rank in ranks if rank < rows.shape[1]], dtype=np.int64)
+    filled = np.full((len(rows), len(ranks), width), -1, dtype=np.int32)
+    for layer, load in enumerate(loads):
+        kept = _kept(rows[layer, stays], len(ranks) * width, width, len(load))
+        for rank, row in enumerate(kept):
+            stay = row[row >= 0]
+            filled[layer, rank, : len(stay)] = stay
+        _fill(filled[layer], load, tick)
+    return filled
+
+
+def _kept(held: Ints, room: int, width: int, experts: int) -> Ints:
+    """[R, S] copies that stay, -1 elsewhere; room: slots of all ranks of the new group."""
+    if held.shape[1] > width:
+        held = _narrowed(held, width, experts)
+    copies = np.bincount(held[held >= 0], minlength=experts).astype(np.int32)
+    short = int((copies == 0).sum()) - (room - int((held >= 0).sum()))
+    return _without_replicas(held, copies, max(short, 0))
+
+
+def _fill(slots: Ints, load: Floats, tick: Floats) -> None:
+    """Fill the empty slots [N, width] in place."""
+    copies = np.bincount(slots[slots >= 0], minlength=len(load))
+    lost = sorted(np.flatnonzero(copies == 0), key=lambda expert: -load[expert])
+    while (free := (slots < 0).any(1)).any():
+        each = load / np.maximum(copies, 1)
+        cost = np.where(slots >= 0, each[slots], 0.0).sum(1) * tick
+        rank = int(np.where(free, cost, np.inf).argmin())
+        if lost:
+            expert = int(lost.pop(0))
+        else:
+            each[slots[rank][slots[rank] >= 0]] = -1.0  # none twice on a rank
+            expert = int(each.argmax())
+            if each[expert] < 0:  # the rank holds all experts
+                return
+        slots[rank, np.flatnonzero(slots[rank] < 0)[0]] = expert
+        copies[expert] += 1
+
+
+def _narrowed(held: Ints, width: int, experts: int) -> Ints:
+    """[R, S] of which every rank keeps `width` experts at most: one copy of as many experts as possible first.
+
+    Augmenting paths between experts and ranks, the experts with the fewest copies first.
+    """
+    ranks_of = [np.flatnonzero((held == expert).any(1)) for expert in range(experts)]
+    chosen: list[list[int]] = [[] for _ in held]
+
+    def assign(expert: int, seen: set[int]) -> bool:
+        for rank in ranks_of[expert].tolist():
+            if rank in seen:
+                continue
+            seen.add(rank)
+            if len(chosen[rank]) < width:
+                chosen[rank].append(expert)
+                return True
+            for place, other in enumerate(chosen[rank]):
+                if assign(other, seen):
+                    chosen[rank][place] = expert
+                    return True
+        return False
+
+    for expert in sorted(range(experts), key=lambda number: len(ranks_of[number])):
+        assign(expert, set())
+    kept = np.full_like(held, -1)
+    for rank, row in enumerate(held):
+        first = set(chosen[rank])
+        others = [expert for expert in row if expert >= 0 and expert not in first][: width - len(first)]
+        stay = [*first, *others]
+        kept[rank] = np.where(np.isin(row, stay), row, -1)
+    return kept
+
+
+def _without_replicas(held: Ints, copies: Ints, number: int) -> Ints:
+    """[R, S] without `number` replicas, each of the expert with the most copies then, on the last rank that has it."""
+    held, copies = held.copy(), copies.copy()
+    for _ in range(number):
+        expert = int(copies.argmax())
+        place = np.flatnonzero(held.ravel() == expert)[-1]
+        held.ravel()[place] = -1
+        copies[expert] -= 1
+    return held
