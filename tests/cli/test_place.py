@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,10 +13,12 @@ import isoload
 from isoload.cli.app import app
 from isoload.cli.place import near_line
 from isoload.placers import parse_placer
-from isoload.replay.judge import even_imbalance, exact_imbalance
+from isoload.replay.judge import arrivals, even_imbalance, exact_imbalance
 from isoload.trace import Identity, Trace, write_trace
 from support.documents import PLAIN
 from support.sglang_recording import EXPERTS, MOE, Recording
+
+SHIPPED = Path(__file__).parents[2] / "examples" / "traces" / "gptoss20b_decode.npz"
 
 
 @pytest.fixture(scope="module")
@@ -457,3 +460,44 @@ def test_place_warns_that_other_choices_than_those_of_the_batches_were_not_judge
     )
     for more in (["--ranks-per-node", 8], ["--ranks-per-node", 2, "--calibrate", "all"]):
         assert "counts alone" not in run(*asked, *more).stdout
+
+
+def test_place_for_another_number_of_ranks_keeps_what_lies_there(tmp_path):
+    """Eight ranks become six, then eight with one lost: the line says what must be loaded, and where."""
+    old, new, lost = (tmp_path / f"{name}.json" for name in ("old", "new", "lost"))
+    assert (
+        run(
+            "place", SHIPPED, "-o", old, "--ranks", 8, "--slots-per-rank", 5, "--placer", "scenario"
+        ).exit_code
+        == 0
+    )
+    base = ["place", SHIPPED, "--placer", "scenario:moves=2", "--before", old, "--expert-bytes", 2**20]
+    done = run(*base, "-o", new, "--ranks", 6, "--json", tmp_path / "figures.json")
+    assert done.exit_code == 0, done.output
+    before, after = isoload.read_placement(old), isoload.read_placement(new)
+    assert (after.topology.num_ranks, after.slots_per_rank) == (6, 7)
+    wanted = arrivals(before, after)
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    assert figures["arrivals"] == wanted.sum(0).tolist()
+    busiest = wanted.sum(0).max()
+    said = (
+        f"; {wanted.sum(1).mean():.1f} experts of a layer arrive, on the busiest rank {busiest} of all layers"
+    )
+    assert said in " ".join(done.stdout.split())
+    done = run(
+        *base[:-4], "--before", old, "-o", lost, "--ranks", 8, "--lost-rank", 3, "--placer", "scenario"
+    )
+    assert done.exit_code == 0, done.output
+    slots = isoload.read_placement(lost).slot_to_expert.view(24, 8, 5)
+    assert (slots[:, 3] == -1).all() and all(set(row.flatten().tolist()) >= set(range(32)) for row in slots)
+    wrong = run(*base, "-o", tmp_path / "no.json", "--ranks", 8, "--lost-rank", 8)
+    assert wrong.exit_code == 2 and wrong.stderr == "error: --lost-rank must be in 0..7, got 8\n"
+
+
+def test_an_engines_file_of_another_group_states_its_ranks_by_an_option(tmp_path):
+    old, new = tmp_path / "old.json", tmp_path / "new.json"
+    base = ["place", SHIPPED, "--slots-per-rank", 6, "--placer", "scenario"]
+    assert run(*base, "-o", old, "--ranks", 8, "--format", "sglang").exit_code == 0
+    more = [*base[:2], "--placer", "scenario:moves=0", "-o", new, "--before", old, "--ranks", 6, "--force"]
+    assert run(*more, "--before-ranks", 8).exit_code == 0
+    assert isoload.read_placement(new).slots_per_rank == 8

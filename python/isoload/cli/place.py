@@ -74,6 +74,44 @@ def near_line(before: float, after: float) -> str:
     return f"; a seen token sends about {after:.2f} rows to other nodes (with near=False {before:.2f})"
 
 
+def without_lost(ranks: int, lost: list[int] | None) -> tuple[bool, ...] | None:
+    """Return which ranks are alive; None = all."""
+    if not lost:
+        return None
+    for rank in lost:
+        if not 0 <= rank < ranks:
+            raise ValueError(f"lost_rank must be in 0..{ranks - 1}, got {rank}")
+    return tuple(rank not in lost for rank in range(ranks))
+
+
+def read_before(path: str, ranks: int) -> Placement:
+    """Return the placement of a file, whose own number of ranks counts where it states one."""
+    from isoload.formats import UnknownRanks, read_placement
+
+    try:
+        return read_placement(path)
+    except UnknownRanks:
+        return read_placement(path, ranks)
+
+
+def slots_of_before(start: Placement, topology: Topology) -> int:
+    """Return the default slots per rank: those of the placement, or as many in all on another number of ranks."""
+    if start.topology.num_ranks == topology.num_ranks:
+        return start.slots_per_rank
+    added = start.spare_slots + start.num_shared
+    return -(-start.topology.num_ranks * (start.slots_per_rank - added) // topology.num_ranks) + added
+
+
+def arrival_line(start: Placement, placement: Placement, expert_bytes: int) -> str:
+    """Return how many experts ranks must load that they do not hold."""
+    from isoload.replay.judge import arrivals
+
+    count = arrivals(start, placement)  # [L, R]
+    busiest = int(count.sum(0).max())
+    size = f", {busiest * expert_bytes / 2**30:.2f} GiB" if expert_bytes else ""
+    return f"; {count.sum(1).mean():.1f} experts of a layer arrive, on the busiest rank {busiest} of all layers{size}"
+
+
 def memory_budget(
     memory: int, size: int, name: str, options: dict[str, Any], num_layers: int
 ) -> dict[str, int]:
@@ -160,7 +198,23 @@ def place(
     ] = None,
     plugin: options.Plugins = None,
     file_format: options.FormatName = "isoload",
-    before: Annotated[str | None, typer.Option(metavar="FILE", help="A placement to start from.")] = None,
+    before: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE", help="A placement to start from, of as many ranks or of another number."
+        ),
+    ] = None,
+    before_ranks: Annotated[
+        int | None,
+        options.Range(1),
+        typer.Option(help="R of the file of --before, where it does not state R. Default: --ranks."),
+    ] = None,
+    lost_rank: Annotated[
+        list[int] | None,
+        typer.Option(
+            metavar="RANK", help="A rank that is lost and gets no expert; may be given several times."
+        ),
+    ] = None,
     against: Annotated[str | None, typer.Option(metavar="FILE", help="A placement to compare with.")] = None,
     calibrate: Annotated[
         str | None,
@@ -207,12 +261,15 @@ def place(
     loaded = load_traces(traces, reading)
     first = loaded[0]
     held_back = calibrate or strictest(first.num_batches, first.cluster)
-    topology = Topology(ranks, ranks_per_node)
+    topology = Topology(ranks, ranks_per_node, alive=without_lost(ranks, lost_rank))
     start, rival = (
-        None if path is None else reading.stated(read_placement(path, topology)).for_trace(first, option)
-        for option, path in (("before", before), ("against", against))
+        None if read is None else reading.stated(read).for_trace(first, option)
+        for option, read in (
+            ("before", read_before(before, before_ranks or ranks) if before else None),
+            ("against", read_placement(against, topology) if against else None),
+        )
     )
-    slots = slots_per_rank or (0 if start is None else start.slots_per_rank)
+    slots = slots_per_rank or (0 if start is None else slots_of_before(start, topology))
     # Only scenario starts from a placement or keeps to a budget of replicas.
     either = BOTH if start is None and not replica_memory else BOTH[-1:]
     tried = []
@@ -270,6 +327,9 @@ def place(
     line = f"{placement_line(placement, str(output))}, placer {best.label}"
     if note := placement.provenance.get("rows_to_other_nodes"):
         line += near_line(*note)
+    if start is not None:
+        line += arrival_line(start, placement, expert_bytes)
+        figures["arrivals"] = judge.arrivals(start, placement).sum(0).tolist()
     columns = columns_of(FIGURES, [shown_row(row) for row in rows])
     batches = "Seen batches" if held_back == "all" else "Unseen batches"
     units = [f"{batches} (calibrate {held_back}): {UNITS}"]

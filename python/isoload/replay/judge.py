@@ -128,6 +128,19 @@ def changed_slots(before: Placement, after: Placement) -> float:
     return float(((old != new) & (new >= 0)).mean())
 
 
+def arrivals(before: Placement, after: Placement) -> Ints:
+    """Return [L, R] experts that each rank of `after` must load: it holds them, and did not before.
+
+    Rank r is the same in both; ranks of `after` beyond those of `before` are new.
+    """
+    old, new = (p.arrays[0].reshape(p.num_layers, p.topology.num_ranks, -1) for p in (before, after))
+    count = np.zeros(new.shape[:2], dtype=np.int64)
+    for layer, rank in np.ndindex(*count.shape):
+        held = old[layer, rank] if rank < old.shape[1] else ()
+        count[layer, rank] = len(np.setdiff1d(new[layer, rank][new[layer, rank] >= 0], held))
+    return count
+
+
 def count_replicas(placement: Placement) -> int:
     """Slots of all layers beyond one for each routed expert."""
     return int(_routed(placement).sum()) - placement.num_layers * placement.num_routed
