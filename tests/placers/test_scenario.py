@@ -176,6 +176,39 @@ def test_more_moves_are_worth_more():
     assert reached == sorted(reached, reverse=True) and reached[-1] < 0.8 * reached[0]
 
 
+@pytest.mark.parametrize("split", ["even", "exact"])
+def test_layers_whose_gain_is_too_small_keep_their_slots(split):
+    """Steady traffic moves nothing where the placement is level; of two layers that drift, the one that gains moves."""
+    rng, topology = np.random.default_rng(5), isoload.Topology(8)
+    shares = rng.dirichlet(np.full(64, 0.5), 4)
+    options = {"split": split, "least_gain": 0.02}
+    before = isoload.place(rng.multinomial(200_000, shares)[None], topology, 10, "scenario", split=split)
+    steady = rng.multinomial(200_000, shares)[None]
+    same = isoload.place(steady, topology, 10, "scenario", before=before, **options)
+    assert changed(before, same).sum() == 0 and same.provenance["layers_kept"] == 4
+    plain = isoload.place(steady, topology, 10, "scenario", before=before, split=split)
+    assert (changed(before, plain).sum() > 0) == (split == "even")  # the exact split is level already
+    drifted = steady.copy()
+    drifted[0, 2] = drifted[0, 2][rng.permutation(64)]
+    after = isoload.place(drifted, topology, 10, "scenario", before=before, **options)
+    assert (changed(before, after) > 0).tolist() == [False, False, True, False]
+    assert after.provenance["layers_kept"] == 3
+    anew = isoload.place(steady, topology, 10, "scenario", split=split)
+    assert isoload.place(steady, topology, 10, "scenario", **options).slot_to_expert.equal(
+        anew.slot_to_expert
+    )
+
+
+def test_experts_of_a_lost_rank_get_a_slot_whatever_the_gain():
+    counts = skewed(np.random.default_rng(9), 3, 2, 12)
+    before = isoload.place(counts, isoload.Topology(4), 4, "scenario")
+    without = isoload.Topology(4, alive=[True, False, True, True])
+    after = isoload.place(counts, without, 4, "scenario", before=before, least_gain=1e9)
+    assert all(set(row.tolist()) >= set(range(12)) for row in after.slot_to_expert)
+    with pytest.raises(ValueError, match=r"^least_gain must be a number from 0 on, got -0\.1$"):
+        isoload.place(counts, without, 4, "scenario", before=before, least_gain=-0.1)
+
+
 def test_when_a_rank_dies_lost_experts_come_first_and_when_it_returns_it_is_filled():
     rng = np.random.default_rng(9)
     counts = skewed(rng, 3, 2, 12)

@@ -41,6 +41,8 @@ class ScenarioPlacer(Placer):
         replicas: of a rank over all layers, in the layers where they save most time, in place of the same number of
             slots everywhere; or "gain" or "knee", see placer ``craft``. None: no budget.
         moves: with ``before``, most slots of a layer that may get another expert. None: any number.
+        least_gain: with ``before``, a layer keeps its slots unless its mean imbalance on the scenarios falls by at least
+            so much (0.02 = two percent of the mean load). Without ``before`` it has no effect.
         near: search on for fewer rows to other nodes at the same load (:mod:`isoload.placers.near`), where traces have
             per-token choices and ranks span 2 to 64 nodes. False, or search=False: leave that out.
         pinned: homes stay where they are, for layers of :class:`isoload.weights.shard.Shard`: with ``before`` its
@@ -64,6 +66,7 @@ class ScenarioPlacer(Placer):
     moves: int | None = None
     pinned: bool = False
     near: bool = True
+    least_gain: float = 0.0
 
     @property
     def has_budget(self) -> bool:  # type: ignore[override]
@@ -77,13 +80,23 @@ class ScenarioPlacer(Placer):
             node, home = self._kept(scenarios, room)
             slots, rows = fewer_rows(scenarios, room, slots, node, home, self.moves)
             notes |= rows
-            judge = replace(self, groups=0, pinned=False, moves=None)  # whose rules the slots keep already
-            objective = judge.search_layers(scenarios, replace(room, before=slots), capacity, 0)[1]
+            objective = self._judged(scenarios, room, slots, capacity)[1]
+        if self.least_gain and room.before is not None:
+            start, level = self._judged(scenarios, room, room.before, capacity)
+            stay = level - objective < self.least_gain  # [L]
+            slots = np.where(stay[:, None, None], start, slots)
+            objective = np.where(stay, level, objective)
+            notes |= {"layers_kept": int(stay.sum())}
         notes = {"seen_imbalance": round(float(objective.mean()), 4), **notes}
         if not self.pinned:
             return Placed(slots, notes=notes)
         homes = pinned_homes(room, scenarios)
         return Placed(homes_first(slots, homes), notes=notes, home_rank=homes)
+
+    def _judged(self, scenarios: Scenarios, room: Room, slots: Slots, capacity: Ints) -> tuple[Slots, Floats]:
+        """The slots with a copy of each expert, and what they reach: slots that keep the rules are not changed."""
+        judge = replace(self, groups=0, pinned=False, moves=None)
+        return judge.search_layers(scenarios, replace(room, before=slots), capacity, 0)
 
     def _capacity(self, scenarios: Scenarios, room: Room) -> tuple[Ints, dict[str, Any]]:
         """[L, R] slots of every rank, and notes on how they were chosen."""
@@ -117,6 +130,8 @@ class ScenarioPlacer(Placer):
             raise ValueError(f"moves must be at least 0, got {self.moves}")
         if self.moves is not None and room.before is None:
             raise ValueError(f"moves must come with before, got {self.moves} without")
+        if not 0 <= self.least_gain < float("inf"):
+            raise ValueError(f"least_gain must be a number from 0 on, got {self.least_gain}")
         if self.pinned and self.groups:
             raise ValueError(f"groups must be 0 with pinned, whose homes stay, got {self.groups}")
         if self.pinned and self.replicas is not None and scenarios.num_experts % room.num_ranks:
