@@ -170,7 +170,7 @@ def _read(path: Path, dtype: str | None, stated: dict[str, int]) -> Model:
         return value
 
     layers = number("num_hidden_layers")
-    kept = {
+    sizes = {
         name: stated[name] if name in stated else number(*keys, option=OPTIONS.get(name, ""))
         for name, keys in KEYS.items()
     }
@@ -178,7 +178,7 @@ def _read(path: Path, dtype: str | None, stated: dict[str, int]) -> Model:
         per_layer = number("kv_lora_rank") + number("qk_rope_head_dim", default=0)
     else:
         heads = number("num_attention_heads")
-        size = number("head_dim", default=kept["hidden"] // max(heads, 1))
+        size = number("head_dim", default=sizes["hidden"] // max(heads, 1))
         per_layer = 2 * number("num_key_value_heads", default=heads) * size
     quantised = config.get("quantization_config") or {}
     method = str(quantised.get("quant_method", "bfloat16"))
@@ -190,7 +190,7 @@ def _read(path: Path, dtype: str | None, stated: dict[str, int]) -> Model:
         raise ValueError(f"{path}: {error}: pass {OPTIONS['layers']} N") from None
     return Model(
         _name(path),
-        **kept,
+        **sizes,
         layers=moe_layers,
         dtype=dtype or PUBLISHED.get(method, method),
         kv_bytes=2 * layers * per_layer,

@@ -123,7 +123,7 @@ def read_placement(path: str | Path, topology: Topology | int | None = None) -> 
 def format_of(path: str | Path) -> str:
     """Return the name of a placement file's format, by what the file holds."""
     form = recognise(read_text(Path(path)))[1]
-    return next(name for name, of in FORMATS.items() if of is form)
+    return next(name for name, kind in FORMATS.items() if kind is form)
 
 
 def recognise(text: str) -> tuple[Any, Format]:

@@ -75,13 +75,13 @@ class BalanceLog:
     def _record(self, *_: Any) -> None:
         self._passes += 1
         for index, layer in enumerate(self.layers):
-            made = layer.last_plan
-            if made is None or made is self._seen[index] or made.peak is None or made.quota is None:
+            plan = layer.last_plan
+            if plan is None or plan is self._seen[index] or plan.peak is None or plan.quota is None:
                 continue
-            self._seen[index] = made
-            copies = made.quota.sum(-1, dtype=torch.float64)
-            mean = copies / made.topology.copies_per_cost
-            self._values.append((index, (made.peak / mean).detach()))  # nan without copies
+            self._seen[index] = plan
+            copies = plan.quota.sum(-1, dtype=torch.float64)
+            mean = copies / plan.topology.copies_per_cost
+            self._values.append((index, (plan.peak / mean).detach()))  # nan without copies
 
     def _imbalance(self) -> dict[str, float]:
         if not self._values:

@@ -83,7 +83,7 @@ def place(
     dense = _dense_slots(scenarios, topology, slots_per_rank, spare_slots, num_shared)
     others, ticks = spare_slots + num_shared, topology.ticks
     tick = np.ones(len(live)) if ticks is None else ticks.numpy()[live] / NOMINAL_TICKS
-    held: Slots | None = None
+    start: Slots | None = None
     home_rank: Ints | None = None
     if before is not None:
         if not planner.takes_before:
@@ -94,12 +94,12 @@ def place(
         own = before.slots_per_rank - spare_slots - num_shared  # for routed experts
         rows = merged(before.arrays[0].reshape(before.num_layers, before.topology.num_ranks, -1)[:, :, :own])
         if (before.topology.num_ranks, own) == (topology.num_ranks, dense):
-            held = rows[:, live]  # of two slots of an expert on a rank only the first
+            start = rows[:, live]  # of two slots of an expert on a rank only the first
         else:
-            held = resized(rows, live, dense, scenarios.mean(scenarios.loads), tick)
+            start = resized(rows, live, dense, scenarios.mean(scenarios.loads), tick)
         home_rank = _home_ranks(before, live, topology.num_ranks)
         present = (
-            np.take_along_axis(held, home_rank[:, :, None], 1) == np.arange(scenarios.num_experts)[:, None]
+            np.take_along_axis(start, home_rank[:, :, None], 1) == np.arange(scenarios.num_experts)[:, None]
         ).any(2)
         home_rank = np.where(present, home_rank, -1).astype(
             np.int32
@@ -108,7 +108,7 @@ def place(
         node=np.array(live, dtype=np.int32) // topology.ranks_per_node,
         tick=tick,
         slots_per_rank=None if planner.has_budget and slots_per_rank is None else dense,
-        before=held,
+        before=start,
         home_rank=home_rank,
     )
     identity = None if before is None else before.identity

@@ -25,21 +25,21 @@ def resized(rows: Slots, ranks: Sequence[int], width: int, loads: Floats, tick: 
     stays = np.array([rank for rank in ranks if rank < rows.shape[1]], dtype=np.int64)
     filled = np.full((len(rows), len(ranks), width), -1, dtype=np.int32)
     for layer, load in enumerate(loads):
-        kept = _kept(rows[layer, stays], len(ranks) * width, width, len(load))
-        for rank, row in enumerate(kept):
+        staying = _kept(rows[layer, stays], len(ranks) * width, width, len(load))
+        for rank, row in enumerate(staying):
             stay = row[row >= 0]
             filled[layer, rank, : len(stay)] = stay
         _fill(filled[layer], load, tick)
     return filled
 
 
-def _kept(held: Ints, room: int, width: int, experts: int) -> Ints:
+def _kept(slots: Ints, room: int, width: int, experts: int) -> Ints:
     """[R, S] copies that stay, -1 elsewhere; room: slots of all ranks of the new group."""
-    if held.shape[1] > width:
-        held = _narrowed(held, width, experts)
-    copies = np.bincount(held[held >= 0], minlength=experts).astype(np.int32)
-    short = int((copies == 0).sum()) - (room - int((held >= 0).sum()))
-    return _without_replicas(held, copies, max(short, 0))
+    if slots.shape[1] > width:
+        slots = _narrowed(slots, width, experts)
+    copies = np.bincount(slots[slots >= 0], minlength=experts).astype(np.int32)
+    short = int((copies == 0).sum()) - (room - int((slots >= 0).sum()))
+    return _without_replicas(slots, copies, max(short, 0))
 
 
 def _fill(slots: Ints, load: Floats, tick: Floats) -> None:
@@ -61,13 +61,13 @@ def _fill(slots: Ints, load: Floats, tick: Floats) -> None:
         copies[expert] += 1
 
 
-def _narrowed(held: Ints, width: int, experts: int) -> Ints:
+def _narrowed(slots: Ints, width: int, experts: int) -> Ints:
     """[R, S] of which every rank keeps `width` experts at most: one copy of as many experts as possible first.
 
     Augmenting paths between experts and ranks, the experts with the fewest copies first.
     """
-    ranks_of = [np.flatnonzero((held == expert).any(1)) for expert in range(experts)]
-    chosen: list[list[int]] = [[] for _ in held]
+    ranks_of = [np.flatnonzero((slots == expert).any(1)) for expert in range(experts)]
+    chosen: list[list[int]] = [[] for _ in slots]
 
     def assign(expert: int, seen: set[int]) -> bool:
         for rank in ranks_of[expert].tolist():
@@ -85,21 +85,21 @@ def _narrowed(held: Ints, width: int, experts: int) -> Ints:
 
     for expert in sorted(range(experts), key=lambda number: len(ranks_of[number])):
         assign(expert, set())
-    kept = np.full_like(held, -1)
-    for rank, row in enumerate(held):
+    staying = np.full_like(slots, -1)
+    for rank, row in enumerate(slots):
         first = set(chosen[rank])
         others = [expert for expert in row if expert >= 0 and expert not in first][: width - len(first)]
         stay = [*first, *others]
-        kept[rank] = np.where(np.isin(row, stay), row, -1)
-    return kept
+        staying[rank] = np.where(np.isin(row, stay), row, -1)
+    return staying
 
 
-def _without_replicas(held: Ints, copies: Ints, number: int) -> Ints:
+def _without_replicas(slots: Ints, copies: Ints, number: int) -> Ints:
     """[R, S] without `number` replicas, each of the expert with the most copies then, on the last rank that has it."""
-    held, copies = held.copy(), copies.copy()
+    slots, copies = slots.copy(), copies.copy()
     for _ in range(number):
         expert = int(copies.argmax())
-        place = np.flatnonzero(held.ravel() == expert)[-1]
-        held.ravel()[place] = -1
+        place = np.flatnonzero(slots.ravel() == expert)[-1]
+        slots.ravel()[place] = -1
         copies[expert] -= 1
-    return held
+    return slots

@@ -29,6 +29,6 @@ class HedgePolicy(FillPolicy):
     refill_above: float | None = None
 
     def fill(self, demand: Demand, placed: PlacedLayers) -> PlacedLayers:
-        made = self.fill_levels(demand, placed, within=self.within)
-        made = fill_spare(ops.top_up, demand, placed, self.slots, made.slot_to_expert, within=self.within)
-        return self.filled(demand, placed, made)
+        filled = self.fill_levels(demand, placed, within=self.within)
+        filled = fill_spare(ops.top_up, demand, placed, self.slots, filled.slot_to_expert, within=self.within)
+        return self.filled(demand, placed, filled)

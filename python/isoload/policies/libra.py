@@ -61,16 +61,16 @@ class LibraPolicy(BorrowPolicy):
         filled = borrow_local(demand, placed, slots, local)
         if slots > local:
             begun = placed.fill(filled) if local else placed
-            kept = held_experts(begun) * demand.loads
-            stay = kept.sum(-1, dtype=torch.int32)
+            local_loads = held_experts(begun) * demand.loads
+            stay = local_loads.sum(-1, dtype=torch.int32)
             fixed = stay if demand.at_home is None else demand.at_home + stay
-            rest = Demand(demand.loads - kept, at_home=fixed)
-            filled = fill_spare(ops.plan_fill, rest, begun, slots - local).slot_to_expert
+            remote = Demand(demand.loads - local_loads, at_home=fixed)
+            filled = fill_spare(ops.plan_fill, remote, begun, slots - local).slot_to_expert
         return placed.fill(filled, telemetry=count_borrowed(filled, placed))
 
     def split(self, demand: Demand, placed: PlacedLayers) -> Plan:
-        made = split_above_local(ExactPolicy(self.tolerance), demand, placed)
-        return replace(made, policy=self, telemetry=placed.telemetry)
+        plan = split_above_local(ExactPolicy(self.tolerance), demand, placed)
+        return replace(plan, policy=self, telemetry=placed.telemetry)
 
 
 def borrow_local(demand: Demand, placed: PlacedLayers, slots: int, local: int) -> Tensor:

@@ -43,7 +43,7 @@ class LlepPolicy(FillPolicy):
         check_rules(self.capacity, self.min_chunk, self.threshold, self.measure)
 
     def fill(self, demand: Demand, placed: PlacedLayers) -> PlacedLayers:
-        made = self.fill_levels(
+        filled = self.fill_levels(
             demand,
             placed,
             capacity_factor=self.capacity,
@@ -52,7 +52,7 @@ class LlepPolicy(FillPolicy):
             min_chunk=self.min_chunk,
             within=self.within,
         )
-        return self.filled(demand, placed, made)
+        return self.filled(demand, placed, filled)
 
 
 def check_rules(capacity: float, min_chunk: int, threshold: float, measure: str) -> None:

@@ -49,7 +49,7 @@ class SpillCostPolicy(FillPolicy):
             break_even(self.expert_bytes, bandwidth, self.token_us)
             for bandwidth in placed.topology.bandwidths or DEFAULT_BANDWIDTHS
         )
-        made = self.fill_levels(
+        filled = self.fill_levels(
             demand,
             placed,
             min_chunk=self.min_chunk,
@@ -57,4 +57,4 @@ class SpillCostPolicy(FillPolicy):
             export_costs=(near, far),
             within=self.within,
         )
-        return self.filled(demand, placed, made)
+        return self.filled(demand, placed, filled)

@@ -136,8 +136,8 @@ def arrivals(before: Placement, after: Placement) -> Ints:
     old, new = (p.arrays[0].reshape(p.num_layers, p.topology.num_ranks, -1) for p in (before, after))
     count = np.zeros(new.shape[:2], dtype=np.int64)
     for layer, rank in np.ndindex(*count.shape):
-        held = old[layer, rank] if rank < old.shape[1] else ()
-        count[layer, rank] = len(np.setdiff1d(new[layer, rank][new[layer, rank] >= 0], held))
+        present = old[layer, rank] if rank < old.shape[1] else ()
+        count[layer, rank] = len(np.setdiff1d(new[layer, rank][new[layer, rank] >= 0], present))
     return count
 
 

@@ -117,55 +117,55 @@ def load(path: str | Path) -> Times:
             message names the file and the key.
     """
     try:
-        found = parse_json(read_text(Path(path), MOST_BYTES))
+        content = parse_json(read_text(Path(path), MOST_BYTES))
     except (OSError, ValueError) as error:
         raise ValueError(f"times file {path} cannot be read: {error}") from None
-    if not isinstance(found, dict) or found.get("format") != FORMAT:
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError(f"{path} is not a times file: {NEW}")
-    if found.get("version") != VERSION:
+    if content.get("version") != VERSION:
         raise ValueError(
             f"times file {path} has version {shown(found.get('version'))}, and this isoload reads version {VERSION}: "
             f"{NEW}"
         )
-    if found.get("unit") != UNIT:
+    if content.get("unit") != UNIT:
         raise ValueError(f"times file {path} must be in {UNIT}, got {shown(found.get('unit'))}: {NEW}")
     try:
-        return _times(found, str(path))
+        return _times(content, str(path))
     except (TypeError, KeyError, ValueError) as error:
         raise ValueError(f"times file {path}: {error}") from None
 
 
-def _times(found: dict[str, Any], path: str) -> Times:
-    check_keys(found, KEYS, "keys")
-    check_keys(found["experts"], CONSTANTS, "constants of experts")
-    device = str(found["device"])
-    ranks, nodes = _whole(found, "ranks"), _whole(found, "nodes")
-    experts = ExpertTime(gpu=device, source=path, **found["experts"])
+def _times(content: dict[str, Any], path: str) -> Times:
+    check_keys(content, KEYS, "keys")
+    check_keys(content["experts"], CONSTANTS, "constants of experts")
+    device = str(content["device"])
+    ranks, nodes = _whole(content, "ranks"), _whole(content, "nodes")
+    experts = ExpertTime(gpu=device, source=path, **content["experts"])
     steps: dict[str, AllToAllTime | None] = dict.fromkeys(STEPS)
-    if (exchange := found["exchange"]) is not None:
+    if (exchange := content["exchange"]) is not None:
         check_keys(exchange, {*STEPS, "kernel"}, "keys of exchange")
         for name in STEPS:
             a, s, q, tokens_to, error = (_number(f"exchange.{name}", value) for value in exchange[name])
             curve = Curve(a, s, q)
             at = device, str(exchange["kernel"]), name, ranks, nodes, curve, curve, tokens_to, error
             steps[name] = AllToAllTime(*at, source=path)
-    plan_us = {name: _number(f"plan_us.{name}", value) for name, value in found["plan_us"].items()}
+    plan_us = {name: _number(f"plan_us.{name}", value) for name, value in content["plan_us"].items()}
     if unknown := [name for name in plan_us if name not in PLANS]:
         raise ValueError(f"plan_us must have keys of {', '.join(PLANS)}, got {shown(unknown[0])}")
-    speeds = tuple(_number("speeds", value) for value in found["speeds"])
+    speeds = tuple(_number("speeds", value) for value in content["speeds"])
     if len(speeds) != ranks or not all(speeds):
         raise ValueError(f"speeds must be {ranks} positive numbers, one for each rank, got {len(speeds)}")
-    move = found["move_us"]
+    move = content["move_us"]
     move_us = None if move is None else _number("move_us", move)
-    software = {str(key): str(value) for key, value in found["software"].items()}
+    software = {str(key): str(value) for key, value in content["software"].items()}
     both = steps["dispatch"], steps["combine"]
     return Times(
-        device, software, ranks, nodes, experts, *both, move_us, plan_us, speeds, found["points"], path
+        device, software, ranks, nodes, experts, *both, move_us, plan_us, speeds, content["points"], path
     )
 
 
-def _whole(found: dict[str, Any], key: str) -> int:
-    value = found[key]
+def _whole(content: dict[str, Any], key: str) -> int:
+    value = content[key]
     if type(value) is not int or value < 1:
         raise ValueError(f"{key} must be a whole number from 1 on, got {shown(value)}")
     return value

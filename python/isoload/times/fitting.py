@@ -46,8 +46,8 @@ def fit_kernel(
         return a, b, c, rho if with_rows else 0.0, 1 + p
 
     def errors(x: Floats) -> Floats:
-        found: Floats = np.log(kernel_us(*constants(x), active, padded, rows) / us)
-        return found
+        logs: Floats = np.log(kernel_us(*constants(x), active, padded, rows) / us)
+        return logs
 
     best: Any = None
     for rho in (1e-3, 6e-3):
@@ -63,11 +63,11 @@ def fit_curve(tokens: Floats, us: Floats) -> tuple[list[float], Floats]:
     """Return a, s, q of a Curve and the relative error of every point."""
 
     def errors(x: Floats) -> Floats:
-        found: Floats = np.log(Curve(*np.exp(x))(tokens) / us)
-        return found
+        result: Floats = np.log(Curve(*np.exp(x))(tokens) / us)
+        return result
 
     start = np.log([us.min(), us[-1] / tokens[-1], 1.5])
     # A power beyond these makes a curve that points do not tell from one at the bound.
     bounds = ([-np.inf, -np.inf, np.log(0.3)], [np.inf, np.inf, np.log(6.0)])
-    found = least_squares(errors, start, loss="soft_l1", f_scale=SOFT, bounds=bounds)
-    return list(np.exp(found.x)), np.expm1(errors(found.x))
+    result = least_squares(errors, start, loss="soft_l1", f_scale=SOFT, bounds=bounds)
+    return list(np.exp(result.x)), np.expm1(errors(result.x))
