@@ -124,11 +124,11 @@ def load(path: str | Path) -> Times:
         raise ValueError(f"{path} is not a times file: {NEW}")
     if content.get("version") != VERSION:
         raise ValueError(
-            f"times file {path} has version {shown(found.get('version'))}, and this isoload reads version {VERSION}: "
+            f"times file {path} has version {shown(content.get('version'))}, and this isoload reads version {VERSION}: "
             f"{NEW}"
         )
     if content.get("unit") != UNIT:
-        raise ValueError(f"times file {path} must be in {UNIT}, got {shown(found.get('unit'))}: {NEW}")
+        raise ValueError(f"times file {path} must be in {UNIT}, got {shown(content.get('unit'))}: {NEW}")
     try:
         return _times(content, str(path))
     except (TypeError, KeyError, ValueError) as error:
