@@ -41,8 +41,8 @@ class ScenarioPlacer(Placer):
         replicas: of a rank over all layers, in the layers where they save most time, in place of the same number of
             slots everywhere; or "gain" or "knee", see placer ``craft``. None: no budget.
         moves: with ``before``, most slots of a layer that may get another expert. None: any number.
-        least_gain: with ``before``, a layer keeps its slots unless its mean imbalance on the scenarios falls by at least
-            so much (0.02 = two percent of the mean load). Without ``before`` it has no effect.
+        least_gain: with ``before``, a layer keeps its slots unless its mean imbalance on the scenarios falls by so much
+            or more (0.02 = two percent of the mean load). Without ``before`` it has no effect.
         near: search on for fewer rows to other nodes at the same load (:mod:`isoload.placers.near`), where traces have
             per-token choices and ranks span 2 to 64 nodes. False, or search=False: leave that out.
         pinned: homes stay where they are, for layers of :class:`isoload.weights.shard.Shard`: with ``before`` its
