@@ -133,7 +133,7 @@ class FillLevel {
   }
 
   // Moves copies of a slot, after the rest at `at` gave its place to `last`. Whether some are left to be
-  // offered.
+  // offered. A barrier must follow: lane 0 writes.
   ISOLOAD_HD bool offer(int from, int at, int last) {
     const int giver = ws_.rank[from], e = in_.slot_to_expert[from], owner = ws_.owner[e];
     const int first = in_.per_node < in_.R ? owner / in_.per_node * in_.per_node : 0;
@@ -167,7 +167,6 @@ class FillLevel {
         if (ws_.free[giver] > 0) ws_.room[giver] = level_ - left;
       }
     }
-    group_.sync();
     return pays && copies < here;
   }
 

@@ -48,7 +48,7 @@ class Oracle(NamedTuple):
 
 @pytest.fixture(scope="module")
 def oracle(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
-    folder = tmp_path_factory.mktemp("tiny-moe")
+    folder = tmp_path_factory.mktemp("tiny-moe", numbered=False)
     tokens = make_qwen3_moe(folder, head_dim=32, num_dense=1, tokens=TOKENS)
     model = Qwen3MoeForCausalLM.from_pretrained(folder)
     counts = torch.zeros(len(MOE_LAYERS), EXPERTS, dtype=torch.int64)

@@ -292,8 +292,8 @@ MUTANTS = {
     ),
     "static forgets the node": Mutant(
         "python/isoload/policies/static.py",
-        "here if here.size else near",
-        "here if here.size else replicas",
+        "slots[first : first + topology.ranks_per_node] = near",
+        "slots[first] = near",
         "planning",
     ),
     "a layer's random stream is every layer's": Mutant(
