@@ -138,6 +138,12 @@ def test_a_gpu_or_times_are_needed() -> None:
         )
 
 
+def test_a_kernel_beside_times_is_refused() -> None:
+    ask = ["--skew", "zipf:1", "--ranks", 1, "--tokens-per-rank", 16, *TINY]
+    done = run("advise", *ask, "--times", "mine.json", "--kernel", "sglang_fused_moe_triton")
+    assert done.exit_code == 2 and "kernel must be left out with times" in done.stderr
+
+
 @pytest.mark.parametrize("size", [(3, 3), (5, 5), (6, 6), (12, 6), (1, 1)])
 def test_advice_at_sizes_that_nobody_measured(size: tuple[int, int]) -> None:
     ranks, per_node = size

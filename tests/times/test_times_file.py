@@ -76,6 +76,11 @@ def test_a_group_of_another_size_is_extrapolated_on_one_node_and_refused_on_more
         ({"ranks": 0}, "ranks must be a whole number from 1 on, got 0"),
         ({"move_us": -1}, "move_us must be a number from 0 on, got -1"),
         ({"plan_us": {"exakt": 1.0}}, "plan_us must have keys of exact, own, last, node, got 'exakt'"),
+        ({"plan_us": {"exact": 1.0}}, "plan_us must have exact and own, got no own"),
+        (
+            {"exchange": {"kernel": "x", "dispatch": [0, 2, 1, 9, 0], "combine": [1, 2, 1, 9, 0]}},
+            "exchange.dispatch must have a positive call and power, got 0 and 1",
+        ),
         ({"speeds": [1.0]}, "speeds must be 4 positive numbers, one for each rank, got 1"),
         ({"exchange": {"kernel": "x", "dispatch": [1, 2, 3, 4, 5]}}, "keys of exchange must have combine"),
         ({"exchange": {"kernel": "x", "dispatch": [1, 2], "combine": [1, 2]}}, "not enough values"),

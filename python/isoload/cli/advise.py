@@ -324,6 +324,8 @@ def advise(
             "gpu or times must be given, and not both: --gpu h100 for the shipped times of a GPU, or --times FILE for "
             "those that isoload measure wrote of yours"
         )
+    if times is not None and kernel is not None:
+        raise ValueError(f"kernel must be left out with times, whose file has one kernel, got {kernel}")
     device = load(times) if times is not None else str(gpu)
     tokens = tokens_by_phase(phase, tokens_per_rank, prefill_tokens, decode_tokens)
     if (prefill_share is None) == (len(tokens) > 1):

@@ -146,12 +146,16 @@ def _times(content: dict[str, Any], path: str) -> Times:
         check_keys(exchange, {*STEPS, "kernel"}, "keys of exchange")
         for name in STEPS:
             a, s, q, tokens_to, error = (_number(f"exchange.{name}", value) for value in exchange[name])
+            if not (a > 0 and q > 0):
+                raise ValueError(f"exchange.{name} must have a positive call and power, got {a:g} and {q:g}")
             curve = Curve(a, s, q)
             at = device, str(exchange["kernel"]), name, ranks, nodes, curve, curve, tokens_to, error
             steps[name] = AllToAllTime(*at, source=path)
     plan_us = {name: _number(f"plan_us.{name}", value) for name, value in content["plan_us"].items()}
     if unknown := [name for name in plan_us if name not in PLANS]:
         raise ValueError(f"plan_us must have keys of {', '.join(PLANS)}, got {shown(unknown[0])}")
+    if lacking := [name for name in ("exact", "own") if name not in plan_us]:  # a plan would cost nothing
+        raise ValueError(f"plan_us must have exact and own, got no {lacking[0]}")
     speeds = tuple(_number("speeds", value) for value in content["speeds"])
     if len(speeds) != ranks or not all(speeds):
         raise ValueError(f"speeds must be {ranks} positive numbers, one for each rank, got {len(speeds)}")
