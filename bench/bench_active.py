@@ -20,7 +20,7 @@ import torch
 
 import isoload
 from isoload import ops
-from isoload.trace import read_trace
+from isoload.traces import read_trace
 from lib import table
 from lib.harness import command, measure, write_results
 

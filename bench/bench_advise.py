@@ -25,7 +25,7 @@ import torch
 import isoload
 from isoload.advise import MODELS, Question, advise, judge_by
 from isoload.advise.constants import layer_time
-from isoload.trace import Trace, read_trace
+from isoload.traces import Trace, read_trace
 from lib import table
 from lib.harness import command, write_results
 from lib.streams import SHIPPED

@@ -19,7 +19,7 @@ from torch import Tensor
 
 import isoload
 from isoload import ops, predict
-from isoload.records.placed_layers import PlacedLayers
+from isoload.placement.placed_layers import PlacedLayers
 from lib.harness import begin, measure, write_results
 
 RANKS, EXPERTS, SPARE, COPIES = 8, 256, 8, 4096

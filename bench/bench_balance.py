@@ -27,8 +27,8 @@ from typing import Any
 
 import numpy as np
 
-from isoload.replay.simulate import ReplaySettings, replay
-from isoload.trace import Trace, read_trace
+from isoload.analysis.simulate import ReplaySettings, replay
+from isoload.traces import Trace, read_trace
 from lib import table
 from lib.harness import command, machine, write_results
 from lib.result_tables import by

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from isoload.cost import DEFAULT_BANDWIDTHS, CostModel
+from isoload.times.cost import DEFAULT_BANDWIDTHS, CostModel
 from lib.harness import RESULTS, command, machine, measure
 
 SIZES = (1, 8, 64, 128, 512, 2048)

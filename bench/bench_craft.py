@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 
 import isoload
-from isoload.cost import DEEPSEEK_V3_FP8
-from isoload.replay.judge import even_imbalance
-from isoload.trace import read_trace
+from isoload.analysis.judge import even_imbalance
+from isoload.times.cost import DEEPSEEK_V3_FP8
+from isoload.traces import read_trace
 from lib import table
 from lib.harness import command, write_results
 

@@ -101,7 +101,7 @@ class Bench:
         hosts, theres = self.layers[: job.layers], self.there[: job.layers]
         got, wrong = compare(job, hosts, theres)
         fields = [getattr(theres[0], name) for name in job.reads]
-        read = [f.data if isinstance(f, isoload.replica_tables.ReplicaTables) else f for f in fields]
+        read = [f.data if isinstance(f, isoload.ops.tables.ReplicaTables) else f for f in fields]
         num_bytes = sum(t.nbytes for t in (*read, *got))
         calls = [job.on(x) for x in theres]
         times = self.time_calls(calls[0], calls) if job.captured else self.time(calls)

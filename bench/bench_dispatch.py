@@ -49,7 +49,7 @@ import isoload
 from isoload.transport import CollectiveTransport, LocalTransport, Transport
 from isoload.transport.deep_ep import DeepEPTransport, installed
 from isoload.weights.backends import BACKENDS
-from isoload.weights.borrow import NUM_BUFFERS
+from isoload.weights.borrowing import NUM_BUFFERS
 from lib import table
 from lib.clocks import Timer, timed, timed_on_cuda
 from lib.dispatch_routing import SHIPPED, Routing, even, read_folder, sources
@@ -105,7 +105,7 @@ def bench_setting(
     setting: Setting,
     on: Machine,
     names: Sequence[str],
-    traces: Sequence[isoload.trace.Trace],
+    traces: Sequence[isoload.traces.Trace],
     num_batches: int,
     rounds: int,
 ) -> Iterator[Row]:

@@ -25,7 +25,7 @@ import torch
 
 from isoload import ops
 from isoload.policies.published.llep_published import llep_published
-from isoload.trace import read_trace
+from isoload.traces import read_trace
 from lib import table
 from lib.harness import command, measure, write_results
 from lib.spill_bound import level_bound, slots_bound

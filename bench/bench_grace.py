@@ -40,10 +40,10 @@ import numpy as np
 import torch
 
 import isoload
+from isoload.analysis.simulate import ReplaySettings, replay
 from isoload.placers.grace import bounded, clusters, co_activation, ragged
 from isoload.placers.scenarios import make_scenarios
-from isoload.replay.simulate import ReplaySettings, replay
-from isoload.trace import Trace, read_trace
+from isoload.traces import Trace, read_trace
 from lib import table
 from lib.harness import command, read_results, write_results
 

@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from isoload import kernels
-from isoload.experts.compute import activate
-from isoload.experts.weights import Activation, ClampedGLU, SwiGLU
 from isoload.ops import group_copies
-from isoload.permutation import spread_rows, sum_rows, sum_rows_backward
-from isoload.results import Grouping
+from isoload.ops.counting import spread_rows, sum_rows, sum_rows_backward
+from isoload.ops.results import Grouping
+from isoload.weights.compute import activate
+from isoload.weights.experts import Activation, ClampedGLU, SwiGLU
 from lib import table
 from lib.harness import RESULTS, ResultFile, begin, command
 

@@ -39,12 +39,12 @@ import torch
 from torch import Tensor
 
 import isoload
+from isoload.analysis.batches import make_batches
+from isoload.analysis.simulate import DEFAULT_POLICIES
 from isoload.cli.processes import run_ranks
-from isoload.experts.compute import run_experts
-from isoload.experts.weights import ExpertWeights, SwiGLU
-from isoload.replay.batches import make_batches
-from isoload.replay.simulate import DEFAULT_POLICIES
 from isoload.transport import CollectiveTransport, LocalTransport, Transport
+from isoload.weights.compute import run_experts
+from isoload.weights.experts import ExpertWeights, SwiGLU
 from lib import table
 from lib.clocks import medians, peak_bytes, timed
 from lib.harness import begin, command, write_results

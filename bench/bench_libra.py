@@ -36,14 +36,14 @@ from torch import Tensor
 
 import isoload
 from isoload import predict
+from isoload.analysis.batches import SourceBatch
+from isoload.analysis.metrics import count_routed
+from isoload.analysis.prediction import Forecast
 from isoload.balancing import planning
 from isoload.policies import Policy, make_policy, parse_policy
-from isoload.policies.shared_base import rank_copies
-from isoload.replay.batches import SourceBatch
-from isoload.replay.metrics import count_routed
-from isoload.replay.prediction import Forecast
-from isoload.trace import read_trace
-from isoload.trace.record import Ints
+from isoload.policies.shared import rank_copies
+from isoload.traces import read_trace
+from isoload.traces.record import Ints
 from lib import table
 from lib.harness import command, machine, read_results, write_results
 from lib.published_ahead import HarmoenyPolicy, LinaPolicy
@@ -100,7 +100,7 @@ def place(stream: Stream, slots: int, placer: str) -> isoload.Placement:
     return isoload.place(counts, isoload.Topology(stream.ranks), size, placer, spare_slots=spare)
 
 
-def routed_slots(plan: isoload.records.plan.Plan, loads: Tensor, batch: SourceBatch) -> Tensor:
+def routed_slots(plan: isoload.policies.plan.Plan, loads: Tensor, batch: SourceBatch) -> Tensor:
     """[L, T, K]."""
     layers, ranks = range(len(loads)), range(batch.num_ranks)
     return torch.stack(
@@ -108,7 +108,7 @@ def routed_slots(plan: isoload.records.plan.Plan, loads: Tensor, batch: SourceBa
     )
 
 
-def copies_of(plan: isoload.records.plan.Plan, loads: Tensor, batch: SourceBatch) -> Tensor:
+def copies_of(plan: isoload.policies.plan.Plan, loads: Tensor, batch: SourceBatch) -> Tensor:
     """[L, R, R] copies from source to rank; a sampled plan's are counted from routed slots."""
     if plan.quota is not None:
         return rank_copies(loads, plan)
@@ -120,7 +120,7 @@ def copies_of(plan: isoload.records.plan.Plan, loads: Tensor, batch: SourceBatch
     )
 
 
-def figures(plan: isoload.records.plan.Plan, loads: Tensor, batch: SourceBatch) -> Row:
+def figures(plan: isoload.policies.plan.Plan, loads: Tensor, batch: SourceBatch) -> Row:
     """Of every layer of one batch."""
     copies = copies_of(plan, loads, batch)
     peak, total = copies.sum(-2).amax(-1), copies.sum((-2, -1))
@@ -139,7 +139,7 @@ def imbalance(stream: Stream, most: int) -> list[Row]:
     spared, resident = ({n: place(stream, n, placer) for n in SPARE} for placer in ("trivial", "eplb"))
 
     def add(
-        key: tuple[str, int, str], plan: isoload.records.plan.Plan, loads: Tensor, batch: SourceBatch
+        key: tuple[str, int, str], plan: isoload.policies.plan.Plan, loads: Tensor, batch: SourceBatch
     ) -> None:
         cells.setdefault(key, []).append(figures(plan, loads, batch))
 
@@ -227,7 +227,7 @@ def accuracy(stream: Stream, most: int) -> list[Row]:
     return right_about(stream.name, "all", *parts(stream))
 
 
-def right_about(name: str, fitted: str, seen: isoload.trace.Trace, fresh: isoload.trace.Trace) -> list[Row]:
+def right_about(name: str, fitted: str, seen: isoload.traces.Trace, fresh: isoload.traces.Trace) -> list[Row]:
     made = {"linear": predict.fit(seen), "path": predict.tabulate(seen)}
     return [
         {
@@ -247,7 +247,7 @@ def other_tasks(folder: Path) -> list[Row]:
         return []
     read = {task: read_trace(path) for task, path in paths.items()}
     ids = {task: trace.topk_ids for task, trace in read.items()}
-    bare = isoload.trace.Trace("tokens", read["law"].num_experts, topk_ids=ids["law"])
+    bare = isoload.traces.Trace("tokens", read["law"].num_experts, topk_ids=ids["law"])
     rows = []
     for task in TASKS:
         fresh = replace(bare, topk_ids=ids[task][len(ids[task]) // 2 :])

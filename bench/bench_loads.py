@@ -42,7 +42,7 @@ from isoload import ops
 from isoload.balancing.own_counts import offsets
 from isoload.balancing.own_counts.targets import exact_quota, scaled
 from isoload.policies.static import StaticPolicy
-from isoload.trace import read_trace
+from isoload.traces import read_trace
 from lib import table
 from lib.harness import command, write_results
 from lib.streams import SHIPPED, TASKS

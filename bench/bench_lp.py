@@ -27,7 +27,7 @@ from lib.harness import begin, command, measure, over_instances, write_results
 from lib.result_tables import LP
 from lib.rivals import time_rivals
 
-Solve = Callable[[torch.Tensor, isoload.replica_tables.ReplicaTables], Any]
+Solve = Callable[[torch.Tensor, isoload.ops.tables.ReplicaTables], Any]
 SOLVERS: dict[str, Solve] = {
     "lp32": ops.plan_lp,
     "lp64": lambda loads, tables: ops.plan_lp(loads, tables, dtype=torch.float64),
@@ -36,7 +36,7 @@ SOLVERS: dict[str, Solve] = {
 
 
 def time_solver(
-    solve: Solve, loads: torch.Tensor, tables: isoload.replica_tables.ReplicaTables
+    solve: Solve, loads: torch.Tensor, tables: isoload.ops.tables.ReplicaTables
 ) -> dict[str, float]:
     """Microseconds per layer: of a call of all layers, and over single instances."""
     batch = measure(lambda: solve(loads, tables), LAYERS)
@@ -56,7 +56,7 @@ def bench_rivals(placement: isoload.Placement, loads: torch.Tensor) -> tuple[dic
 
 
 def quality(
-    split: ops.LpSplit, optima: np.ndarray, loads: torch.Tensor, tables: isoload.replica_tables.ReplicaTables
+    split: ops.LpSplit, optima: np.ndarray, loads: torch.Tensor, tables: isoload.ops.tables.ReplicaTables
 ) -> Any:
     """Iterations, statuses, gap to the optimum, and what rounding adds to exact's peak."""
     quota = ops.round_split(split.split, loads, tables)

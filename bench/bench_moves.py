@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 import isoload
-from isoload.trace import read_trace
+from isoload.traces import read_trace
 from isoload.weights.layout import keep_rows
 from isoload.weights.moves import Move
 from isoload.weights.schedule import plan_moves

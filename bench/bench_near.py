@@ -29,9 +29,9 @@ import numpy as np
 import torch
 
 import isoload
+from isoload.analysis.judge import even_imbalance
 from isoload.placers import near
-from isoload.replay.judge import even_imbalance
-from isoload.trace import Trace, read_trace
+from isoload.traces import Trace, read_trace
 from lib import table
 from lib.harness import command, read_results, write_results
 
@@ -161,7 +161,7 @@ def bench_time() -> dict[str, Any]:
     return {
         "experts": experts,
         "tokens": tokens,
-        "changes": near.STEPS,
+        "changes": near.SWAP_STEPS,
         "scenario_cpu_s_a_layer": seconds[False],
         "near_cpu_s_a_layer": seconds[True],
         "two_cpus_58_layers_s": seconds[True] * 58 / 2,

@@ -33,8 +33,8 @@ import numpy as np
 import torch
 
 import isoload
-from isoload.replay.judge import even_imbalance, judge_unseen
-from isoload.replay.simulate import ReplaySettings, replay
+from isoload.analysis.judge import even_imbalance, judge_unseen
+from isoload.analysis.simulate import ReplaySettings, replay
 from lib import table
 from lib.flash_rival import flash_placement
 from lib.harness import command, read_results, write_results

@@ -56,7 +56,7 @@ def tile_imbalance(quota: torch.Tensor, ranks: int, quantum: int) -> float:
 def time_singles(
     solve: Callable[..., Any],
     loads: torch.Tensor,
-    tables: isoload.replica_tables.ReplicaTables,
+    tables: isoload.ops.tables.ReplicaTables,
     least: int = 20,
 ) -> list[float]:
     """[58] microseconds of the single instances, each among copies of itself."""

@@ -26,13 +26,13 @@ import torch
 
 import isoload
 from isoload.advise import Candidate, Model, Question, advise, judge_by
-from isoload.advise.advice import PLAN_US
 from isoload.advise.constants import layer_time
+from isoload.analysis.advice import PLAN_US
 from isoload.balancing.planning import plan
+from isoload.placement.placement import Placement
 from isoload.placers import place
-from isoload.records.placement import Placement
 from isoload.times import LayerTime
-from isoload.trace import Trace, read_trace
+from isoload.traces import Trace, read_trace
 from lib import published_steps as steps
 from lib.cross_tables import PUBLISHED, ends
 from lib.harness import begin, command, write_results

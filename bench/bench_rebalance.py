@@ -20,9 +20,9 @@ import numpy as np
 import torch
 
 import isoload
+from isoload.analysis.judge import even_imbalance, exact_imbalance
 from isoload.online import Rebalancer, Recorder
-from isoload.replay.judge import even_imbalance, exact_imbalance
-from isoload.trace import read_trace
+from isoload.traces import read_trace
 from lib import table
 from lib.harness import command, write_results
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from bench_balance import TRACES, load_trace
-from isoload.replay.simulate import ReplaySettings, replay
+from isoload.analysis.simulate import ReplaySettings, replay
 from lib import table
 from lib.harness import command, machine, write_results
 from lib.result_tables import by

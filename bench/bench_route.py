@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import isoload
-from isoload.replay.simulate import ReplaySettings, default_slots_per_rank, replay
+from isoload.analysis.simulate import ReplaySettings, default_slots_per_rank, replay
 from lib import table
 from lib.harness import command, machine, write_results
 from lib.result_tables import ROUTE

@@ -29,7 +29,7 @@ sys.path.insert(0, str(ROOT / "tests" / "engines" / "harness"))
 import torchvision_names  # noqa: E402, F401
 
 import isoload  # noqa: E402
-from isoload.integrations.engine_tables import replica_lists  # noqa: E402
+from isoload.engines.tables import replica_lists  # noqa: E402
 from lib.harness import command, measure, write_results  # noqa: E402
 from lib.streams import shipped_batches  # noqa: E402
 

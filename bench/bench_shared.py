@@ -23,7 +23,7 @@ from torch import Tensor
 
 import isoload
 from isoload import ops
-from isoload.policies.shared_base import rank_copies
+from isoload.policies.shared import rank_copies
 from lib import table
 from lib.harness import begin, command, measure, over_instances, write_results
 from lib.result_tables import SHARED_PLANNING

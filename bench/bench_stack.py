@@ -71,7 +71,7 @@ SEED = 0
 
 def forecasts(routing: Routing, right: float) -> list[list[Tensor]]:
     """[batch * layer][R] guesses [T, K]: a part of the true choices, the others drawn from the popularity before."""
-    seen = routing.seen.batch_counts() if isinstance(routing.seen, isoload.trace.Trace) else routing.seen
+    seen = routing.seen.batch_counts() if isinstance(routing.seen, isoload.traces.Trace) else routing.seen
     before = torch.from_numpy(seen.sum((0, 1))).double()
     draw, found = torch.Generator().manual_seed(SEED), []
     for batch in routing.batches:
@@ -142,7 +142,7 @@ def bench(
     per_node: int,
     device: torch.device,
     local: bool,
-    traces: Sequence[isoload.trace.Trace] = (),
+    traces: Sequence[isoload.traces.Trace] = (),
 ) -> Iterator[Row]:
     """A row per shape, number of tokens, routing and line, as they are found. All processes call it together."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32

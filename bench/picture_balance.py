@@ -23,10 +23,10 @@ import numpy.typing as npt
 import torch
 
 import isoload
+from isoload.analysis.batches import make_batches
+from isoload.analysis.simulate import default_slots_per_rank
 from isoload.policies import make_policy, parse_policy
-from isoload.replay.batches import make_batches
 from isoload.replay.calibration import calibration_folds
-from isoload.replay.simulate import default_slots_per_rank
 
 ROOT = Path(__file__).parent.parent
 TRACE = ROOT / "examples" / "traces" / "gptoss20b_decode.npz"
@@ -75,7 +75,7 @@ class Routed:
 
 
 def route_all(policy: str) -> Routed:
-    """Replays the trace under a policy; see isoload.replay.simulate, which does the same and counts other figures."""
+    """Replays the trace under a policy; see isoload.analysis.simulate, which does the same and counts other figures."""
     trace = isoload.read_trace(TRACE)
     batches = make_batches(trace)
     (fold,) = calibration_folds(len(batches.counts), "first-half")

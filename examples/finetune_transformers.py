@@ -27,7 +27,7 @@ import typer
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.distributed import DistributedConfig
 
-from isoload.integrations import huggingface
+from isoload.engines import huggingface
 
 LEARNING_RATE, FIRST = 1e-3, 2  # steps that are not timed
 ON_A_CPU = (

@@ -26,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from isoload import MoE
 from isoload.layer.routers import Routing
 from isoload.predict import Lookahead
-from isoload.trace import count_batches
+from isoload.traces import count_batches
 
 BORROW_STAGES = ("borrow", "borrow backward", "borrowed gradients")
 

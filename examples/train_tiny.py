@@ -45,7 +45,7 @@ import isoload
 from isoload.layer.routers import Gate, Router
 from isoload.policies import parse_policy
 from isoload.transport import Transport
-from isoload.weights.borrow import NUM_BUFFERS
+from isoload.weights.borrowing import NUM_BUFFERS
 from tiny_measure import (
     Meter,
     Run,

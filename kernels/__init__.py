@@ -1,6 +1,6 @@
 """isoload.kernels: Triton kernels for the token-parallel stages, each with a torch twin that computes the same.
 
-The twins are in isoload.permutation and isoload.experts.weights. They call :func:`fit`; only where it is true is
+The twins are in isoload.ops.counting and isoload.weights.experts. They call :func:`fit`; only where it is true is
 Triton imported, with the module of kernels that is needed.
 """
 

@@ -1,7 +1,7 @@
 """SwiGLU, gpt-oss's clamped GLU and a bias over ragged copies: forward and backward in one kernel each, float32 inside.
 
 Shapes: C places of which the first ends[-1] hold copies (a number on the device, so the host never waits), width I.
-The tail behind them is neither read nor written. The twins are SwiGLU and ClampedGLU in isoload.experts.weights and
+The tail behind them is neither read nor written. The twins are SwiGLU and ClampedGLU in isoload.weights.experts and
 _AddBias in isoload.experts.grouped_linear.
 """
 

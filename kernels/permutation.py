@@ -2,7 +2,7 @@
 
 Shapes: N rows of width H, K copies per row at most, C places. position [N, K] int64 is the place of each copy, C or
 more where there is none. Every place belongs to one copy at most, so no kernel needs atomics. The twins are in
-isoload.permutation; sums give their bits, for products and sums are rounded one by one, in the same order.
+isoload.ops.counting; sums give their bits, for products and sums are rounded one by one, in the same order.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ def sglang() -> None:
     """Entry point of the group ``sglang.srt.plugins``; SGLang calls it in all of its processes."""
     if not asked("ISOLOAD_SGLANG") or SCHEDULER not in sys.modules:
         return
-    from isoload.integrations.sglang import attach_or_leave
+    from isoload.engines.sglang import attach_or_leave
 
     attach_or_leave()
 
@@ -27,6 +27,6 @@ def vllm() -> None:
     """Entry point of the group ``vllm.general_plugins``; vLLM calls it in all of its processes."""
     if not asked("ISOLOAD_VLLM"):
         return
-    from isoload.integrations.vllm import attach_or_leave
+    from isoload.engines.vllm import attach_or_leave
 
     attach_or_leave()

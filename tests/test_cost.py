@@ -12,7 +12,7 @@ import torch
 
 import isoload
 from isoload import Topology
-from isoload.cost import (
+from isoload.times.cost import (
     CostModel,
     break_even,
     exchange_seconds,
@@ -101,7 +101,7 @@ def test_break_even(expert_bytes: float, bandwidth: float, token_us: float, toke
 
 
 def test_break_even_of_a_model_is_of_its_large_gemms() -> None:
-    assert isoload.cost.break_even is break_even
+    assert isoload.times.cost.break_even is break_even
     assert CostModel().break_even == (749, 5992)
     assert MODEL.large_token_us == 1.0 and MODEL.break_even == (1, 1)
     slow = CostModel(hidden=10, intermediate=4, token_us=((1, 9.0), (8, 0.01)), bandwidths=(0.5, 0.1))

@@ -50,7 +50,7 @@ def test_parts() -> None:
 def test_what_only_a_gpu_runs_is_run_by_file() -> None:
     """Alone, and before the ops' own tests: an error of CUDA would end all behind it in the same process."""
     marked = {p for p in (ROOT / "tests").rglob("test_*.py") if "mark.cuda" in p.read_text()}
-    assert marked - {Path(__file__)} == {ROOT / path for path in (*GPU_ONLY, "tests/experts/test_fp8.py")}
+    assert marked - {Path(__file__)} == {ROOT / path for path in (*GPU_ONLY, "tests/weights/test_fp8.py")}
     for path, (name, part, seconds) in GPU_ONLY.items():
         step = BY_NAME[name]
         assert path in step.command and (step.part, step.seconds) == (part, seconds)

@@ -15,8 +15,8 @@ ROOT = Path(__file__).parent.parent
 # Megatron's MoE layer calls its dispatcher's stages by name, transformers' Trainer its own methods, click a group's.
 CALLED = [
     "isoload.cli.errors.Group",
-    "isoload.integrations.megatron.dispatcher.BalancedTokenDispatcher",
-    "isoload.integrations.huggingface.BalancedTraining",
+    "isoload.engines.megatron.BalancedTokenDispatcher",
+    "isoload.engines.huggingface.BalancedTraining",
 ]
 
 

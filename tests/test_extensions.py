@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import isoload
-from isoload.integrations.settings import Settings
+from isoload.engines.settings import Settings
 from isoload.policies import POLICIES, Demand, PlacedLayers, chosen_plan
 from support.small_batches import EXPERTS, RANKS, K, draw_ids, make_placement, make_topology
 
@@ -94,7 +94,7 @@ class Highest(isoload.policies.Policy):
 
     name = "highest"
 
-    def split(self, demand: Demand, placed: PlacedLayers) -> isoload.records.plan.Plan:
+    def split(self, demand: Demand, placed: PlacedLayers) -> isoload.policies.plan.Plan:
         loads = demand.loads if demand.loads.dim() == 1 else demand.loads.sum(0, dtype=torch.int32)
         last = (placed.tables.field("offsets")[1:] - 1).long()
         quota = torch.zeros_like(placed.slot_to_expert)
@@ -117,7 +117,7 @@ def test_a_policy_in_one_file(highest: str) -> None:
     plan = balancer.last_plan
     assert plan is not None
     assert (
-        isoload.records.plan.plan_errors(plan, torch.stack([isoload.count(rows, EXPERTS) for rows in ids]))
+        isoload.policies.plan.plan_errors(plan, torch.stack([isoload.count(rows, EXPERTS) for rows in ids]))
         == []
     )
     assert torch.equal(isoload.count(torch.cat(slots), placement.num_slots), plan.quota)
@@ -149,8 +149,8 @@ import torch
 import toy_engine
 
 from isoload import Balancer, Placement, Topology
-from isoload.integrations.seams import PlugIn, Seam
-from isoload.integrations.settings import Variable
+from isoload.engines.seams import PlugIn, Seam
+from isoload.engines.settings import Variable
 
 SLOTS = torch.tensor([[0, 1, 2, 3, 0, 1, 4, 5]])
 SEAM = Seam("toy_engine.to_physical", "replace", ("(topk_ids)",), "1.0", "balances")

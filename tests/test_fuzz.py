@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from isoload.records.plan import Plan
+from isoload.policies.plan import Plan
 from support import fuzz
 from support.fuzz_cases import draw_case
 from support.fuzz_ranks import NAMED, draw_loss

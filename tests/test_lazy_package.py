@@ -32,10 +32,10 @@ def test_the_module_needs_no_torch_either(words: list[str]) -> None:
 def test_names_come_when_they_are_used() -> None:
     code = "import sys, isoload; assert 'torch' not in sys.modules and isoload.__version__\n"
     code += "assert set(isoload.__all__) <= set(dir(isoload))\n"
-    code += "print(isoload.Topology(2).num_ranks, isoload.records.plan.Plan.__name__)"
+    code += "print(isoload.Topology(2).num_ranks, isoload.policies.plan.Plan.__name__)"
     assert run(code) == "2 Plan\n"
     assert run("from isoload import *; print(place.__name__, count.__name__)") == "place count\n"
-    assert run("import isoload; print(isoload.trace.Trace.__name__)") == "Trace\n"
+    assert run("import isoload; print(isoload.traces.Trace.__name__)") == "Trace\n"
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import isoload
-from isoload.options import types_of
+from isoload.checks import types_of
 from isoload.placers import PLACERS, make_placer, parse_placer
 from isoload.policies import POLICIES, make_policy, parse_policy
 

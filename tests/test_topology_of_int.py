@@ -15,11 +15,12 @@ import torch
 import torch.distributed as dist
 
 import isoload
-from isoload import Topology, cost
+from isoload import Topology
 from isoload.advise import Question, find_model
 from isoload.advise.constants import layer_time, layer_times
+from isoload.analysis.timeline import timeline
 from isoload.layer import LibraStack
-from isoload.replay.timeline import timeline
+from isoload.times import cost
 from isoload.topology import as_topology
 from isoload.transport.deep_ep import DeepEPTransport
 from support import deep_ep_double

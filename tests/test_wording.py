@@ -15,7 +15,7 @@ import isoload
 from isoload import advise, times
 from isoload.advise.constants import layer_time
 from isoload.cli.app import app
-from isoload.integrations.settings import Settings
+from isoload.engines.settings import Settings
 from isoload.placers import parse_placer
 from isoload.policies import make_policy, parse_policy
 from isoload.trace.top_k import with_top_k
@@ -31,7 +31,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "an option's value": (lambda: parse_policy("lp_sampled:method=afine"), "affine"),
     "a placer": (lambda: isoload.place(np.ones((1, 4)), 2, placer="ebpl"), "eplb"),
     "a placer's option": (lambda: parse_placer("scenario:mvoes=3"), "moves"),
-    "a format": (lambda: isoload.formats.check_format("sg-lang", "p.json"), "sglang"),
+    "a format": (lambda: isoload.placement.files.check_format("sg-lang", "p.json"), "sglang"),
     "a model": (lambda: advise.find_model("deepseek-v33"), "deepseek-v3"),
     "a model's K": (lambda: with_top_k(isoload.read_trace(SHIPPED), "deepsek-v3"), "deepseek-v3"),
     "a GPU": (lambda: layer_time("h20", "sglang", "decode", advise.find_model("deepseek-v3"), 8), "h200"),

@@ -24,11 +24,11 @@ from torch import Tensor, nn
 
 import isoload
 from isoload.balancing.captured import CapturedBalancer, cuda_graph
-from isoload.experts.weights import ExpertWeights
-from isoload.records.placed_layers import PlacedLayers
+from isoload.placement.placed_layers import PlacedLayers
 from isoload.transport import CollectiveGroup, CollectiveTransport, Transport
 from isoload.transport.deep_ep import DeepEPTransport, installed
-from isoload.weights.borrow import Borrowed
+from isoload.weights.borrowing import Borrowed
+from isoload.weights.experts import ExpertWeights
 
 Figures = dict[str, Any]
 EXPERTS_PER_RANK, SPARE, TOP_K = 8, 2, 4

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 import isoload
-from isoload.replay.batches import make_batches
-from isoload.trace import Ints
+from isoload.analysis.batches import make_batches
+from isoload.traces import Ints
 from lib.dispatch_setting import Setting
 from workloads import make_workload
 
@@ -28,14 +28,14 @@ class Routing:
     """seen: a Trace, or counts [batches, 1, E], before the batches; batches: [batch][R] choices [T, K] int64."""
 
     name: str
-    seen: isoload.trace.Trace | Ints
+    seen: isoload.traces.Trace | Ints
     batches: list[list[Tensor]]
 
 
 Source = Callable[[], Routing]
 
 
-def sources(setting: Setting, num_batches: int, traces: Sequence[isoload.trace.Trace]) -> dict[str, Source]:
+def sources(setting: Setting, num_batches: int, traces: Sequence[isoload.traces.Trace]) -> dict[str, Source]:
     """By name, where a setting's skewed routing can come from: recorded where a trace fits the shape, and made."""
     shape = setting.shape
     fitting = [t for t in traces if (t.num_experts, t.top_k) == (shape.experts, shape.top_k)]
@@ -57,7 +57,7 @@ def even(setting: Setting, num_batches: int) -> Routing:
     return Routing("even", _trace("even", torch.cat(batches[0]), setting), batches)
 
 
-def recorded(setting: Setting, num_batches: int, trace: isoload.trace.Trace) -> Routing:
+def recorded(setting: Setting, num_batches: int, trace: isoload.traces.Trace) -> Routing:
     """The layer of median imbalance; placements see the first half of its batches, the rest are measured.
 
     Raises:
@@ -74,14 +74,14 @@ def recorded(setting: Setting, num_batches: int, trace: isoload.trace.Trace) -> 
     chosen = rest[:: -(-len(rest) // num_batches)]
     cut = [batches.source_batch(i, setting.ranks, "contiguous") for i in chosen]
     ids = [[batch.on_rank(0, rank).long() for rank in range(setting.ranks)] for batch in cut]
-    seen: isoload.trace.Trace | Ints = batches.counts[first]
+    seen: isoload.traces.Trace | Ints = batches.counts[first]
     if batches.trace.topk_ids is not None:  # placer grace wants to know which experts are chosen together
         before = batches.trace.topk_ids[: batches.tokens(first[-1]).stop, 0]
         seen = _trace(trace.name, torch.from_numpy(before), setting)
     return Routing(f"{trace.name}, layer {trace.layer_ids[layer]}", seen, ids)
 
 
-def read_folder(folder: Path) -> list[isoload.trace.Trace]:
+def read_folder(folder: Path) -> list[isoload.traces.Trace]:
     """The traces of a folder; what cannot be read, or has fewer than two batches, is named on stderr."""
     traces = []
     for path in sorted(folder.glob("*.npz")):
@@ -116,8 +116,8 @@ def _workload(setting: Setting, name: str, **options: Any) -> Any:
     )
 
 
-def _trace(name: str, ids: Tensor, setting: Setting) -> isoload.trace.Trace:
+def _trace(name: str, ids: Tensor, setting: Setting) -> isoload.traces.Trace:
     """A trace of one layer, from choices [T, K]."""
-    return isoload.trace.Trace(
+    return isoload.traces.Trace(
         name, setting.shape.experts, topk_ids=ids.unsqueeze(1).numpy().astype(np.int32)
     )

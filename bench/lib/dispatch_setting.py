@@ -137,7 +137,7 @@ def why_not(line: Line, setting: Setting) -> str | None:
     return None
 
 
-def make_placement(setting: Setting, room: str, seen: isoload.trace.Trace | Any) -> isoload.Placement:
+def make_placement(setting: Setting, room: str, seen: isoload.traces.Trace | Any) -> isoload.Placement:
     """Where the experts lie.
 
     plain: in order, one slot each. replicas: placer `eplb`, one slot more for every eight of a rank's, at least one.

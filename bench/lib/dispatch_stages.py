@@ -17,10 +17,10 @@ from torch import Tensor
 import isoload
 import isoload.balancing.balancer
 import isoload.layer.moe
-from isoload.experts.weights import ExpertWeights, SwiGLU
-from isoload.records.placed_layers import PlacedLayers
+from isoload.placement.placed_layers import PlacedLayers
 from isoload.transport import Received, Transport
-from isoload.weights.borrow import Borrowed
+from isoload.weights.borrowing import Borrowed
+from isoload.weights.experts import ExpertWeights, SwiGLU
 from lib.clocks import Timer
 from lib.dispatch_setting import Setting
 

@@ -25,7 +25,7 @@ class Layer:
     parts: Tensor  # [C, E]
     slot_to_expert: Tensor  # [P]
     loads: Tensor  # [R, E]
-    tables: isoload.replica_tables.ReplicaTables
+    tables: isoload.ops.tables.ReplicaTables
     quota: Tensor  # [P]
     row: Tensor  # [P]
     weights: Tensor  # [P]
@@ -39,7 +39,7 @@ class Layer:
     shared_ranks: Tensor  # [T, 1]
     split: Tensor  # [P]
     gathered: Tensor  # [R, E + 1] loads with those of a shared expert
-    shared_tables: isoload.replica_tables.ReplicaTables  # with a slot for it behind each rank's
+    shared_tables: isoload.ops.tables.ReplicaTables  # with a slot for it behind each rank's
     shared_ids: Tensor  # [T, K + 1]
     shared_numbers: Tensor  # [T, K + 1]
     shared_parts: Tensor  # [C, E + 1]

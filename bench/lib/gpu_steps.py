@@ -53,12 +53,12 @@ GPU_ONLY = {
     "tests/balancing/test_cuda_captured.py": ("captured", 1, 20),
     "tests/layer/test_cuda_layer.py": ("layer", 1, 45),
     "tests/layer/test_cuda_deep_ep.py": ("deep_ep", 1, 90),
-    "tests/experts/test_kernels_cuda.py": ("kernels_cuda", 2, 40),
+    "tests/weights/test_kernels_cuda.py": ("kernels_cuda", 2, 40),
     "tests/layer/test_cuda_forward.py": ("forward", 2, 25),
     "tests/layer/test_cuda_gradients.py": ("gradients", 2, 15),
     "tests/layer/test_cuda_symmetric.py": ("symmetric", 2, 35),
     "tests/layer/test_cuda_stack.py": ("stack", 3, 35),
-    "tests/integrations/test_cuda_engine.py": ("engine", 3, 15),
+    "tests/engines/test_cuda_engine.py": ("engine", 3, 15),
 }
 
 
@@ -96,7 +96,7 @@ def steps(python: str, logs: Path, xdist: bool = True) -> list[Step]:
 
     profile = ("ncu", "--clock-control", "none", "--profile-from-start", "off", "--set", "full", "-f")
     report = logs / "part2" / "ncu"
-    ops = ["tests/ops", "tests/experts/test_fp8.py", *(f"--ignore={path}" for path in GPU_ONLY)]
+    ops = ["tests/ops", "tests/weights/test_fp8.py", *(f"--ignore={path}" for path in GPU_ONLY)]
     two_layers = ("--shapes", "DeepSeek-V3", "gpt-oss-20b", "--batches", "1", "--rounds", "2")
     one_stack = ("--shapes", "Qwen3-235B", "--batches", "2", "--rounds", "1")
     imports = (python, "-c", IMPORTS)

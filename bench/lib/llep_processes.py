@@ -13,9 +13,9 @@ from torch import Tensor
 
 import isoload
 from isoload.cli.processes import run_ranks
-from isoload.experts.weights import ExpertWeights
 from isoload.transport import CollectiveTransport
-from isoload.weights.borrow import NUM_BUFFERS
+from isoload.weights.borrowing import NUM_BUFFERS
+from isoload.weights.experts import ExpertWeights
 from lib.clocks import CPU, medians, peak_bytes, timer_on
 from lib.llep_setting import TIMED, Setting
 from lib.llep_virtual import imports
@@ -95,7 +95,7 @@ class RankBench:
             "returned_weight_bytes": weight_bytes,
         }
 
-    def borrow(self, made: isoload.records.plan.Plan) -> float:
+    def borrow(self, made: isoload.policies.plan.Plan) -> float:
         """Bringing the weights alone, nothing beside it."""
         if not imports(made) or self.layer.borrowing is None:
             return 0.0

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 import isoload
-from isoload.cost import DEEPSEEK_V3_FP8
-from isoload.experts.weights import ExpertWeights
 from isoload.policies import Policy, make_policy
+from isoload.times.cost import DEEPSEEK_V3_FP8
+from isoload.weights.experts import ExpertWeights
 from workloads import make_workload
 
 SHARES, NUM_HOT = (0.3, 0.5, 0.8, 0.95), (1, 4, 16)

@@ -18,12 +18,12 @@ from torch import Tensor
 
 import isoload
 from isoload import ops
-from isoload.experts.compute import count_copies, run_experts
-from isoload.experts.weights import ExpertWeights, SwiGLU
 from isoload.ops import group_copies
-from isoload.permutation import gather_copies
+from isoload.ops.counting import gather_copies
 from isoload.value_checks import values_readable
-from isoload.weights.borrow import NUM_BUFFERS
+from isoload.weights.borrowing import NUM_BUFFERS
+from isoload.weights.compute import count_copies, run_experts
+from isoload.weights.experts import ExpertWeights, SwiGLU
 from lib.clocks import peak_bytes, timer_on
 from lib.llep_setting import TIMED, Setting
 
@@ -36,7 +36,7 @@ Sorted = tuple[ExpertWeights, Tensor, Tensor]  # weights, copies [C, H], ends [S
 class Routed:
     """One plan on one batch: slots [R*T, K] of all tokens, how many experts move, and what planning took."""
 
-    plan: isoload.records.plan.Plan
+    plan: isoload.policies.plan.Plan
     slots: Tensor
     moved: int
     plan_ms: float
@@ -119,7 +119,7 @@ def multiply(copies: list[Sorted]) -> None:
         F.grouped_mm(inner, weights.down.transpose(1, 2), offs=ends)
 
 
-def imports(plan: isoload.records.plan.Plan) -> int:
+def imports(plan: isoload.policies.plan.Plan) -> int:
     """Experts that a plan moves."""
     return int(plan.telemetry[0]) if plan.policy.borrows and plan.telemetry is not None else 0
 

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 import isoload
-from isoload.replay.judge import judge_unseen
-from isoload.trace import Trace, read_trace
+from isoload.analysis.judge import judge_unseen
+from isoload.traces import Trace, read_trace
 
 Rows = list[dict[str, Any]]
 

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from isoload import ops
+from isoload.placement.placed_layers import PlacedLayers
 from isoload.policies import Demand, Policy
 from isoload.policies.base import chosen_plan, even_split, sum_sources
 from isoload.policies.borrowing import BorrowPolicy, fill_spare
-from isoload.records.placed_layers import PlacedLayers
-from isoload.records.plan import Plan
+from isoload.policies.plan import Plan
 
 FULL = 2**62
 Grid = np.ndarray[tuple[int, ...], np.dtype[np.int64]]

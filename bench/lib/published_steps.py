@@ -18,9 +18,9 @@ import isoload
 from isoload.advise import MODELS, Candidate
 from isoload.advise.candidates import sent
 from isoload.advise.constants import layer_time
+from isoload.analysis.timeline import Floats, rows_between
 from isoload.balancing.planning import plan_layers, share
-from isoload.records.placement import Placement
-from isoload.replay.timeline import Floats, rows_between
+from isoload.placement.placement import Placement
 from isoload.times import LayerTime
 from lib import times_tables as tables
 

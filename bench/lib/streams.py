@@ -15,13 +15,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from isoload.analysis.batches import Batches, SourceBatch, make_batches
+from isoload.placement.placement import Placement
 from isoload.placers import place
-from isoload.records.placement import Placement
-from isoload.replay.batches import Batches, SourceBatch, make_batches
 from isoload.replay.calibration import Fold
 from isoload.topology import Topology
-from isoload.trace import Trace, read_trace
-from isoload.trace.record import Ints
+from isoload.traces import Trace, read_trace
+from isoload.traces.record import Ints
 from workloads import W0_TO_W7, Workload, make_workload
 
 TASKS = ("intent", "law", "summary")

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from isoload.trace import Ints
+from isoload.traces import Ints
 from workloads.dealing import apportion, deal
 
 MAX_COPIES = 2**31 - 1  # of a batch, as everywhere in isoload

@@ -7,7 +7,7 @@ from fractions import Fraction
 
 import numpy as np
 
-from isoload.trace import Ints
+from isoload.traces import Ints
 from workloads.base import Workload, at_least
 from workloads.dealing import deal, even_copies
 

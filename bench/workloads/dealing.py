@@ -7,7 +7,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from isoload.trace import Ints
+from isoload.traces import Ints
 
 TRADES = 10  # each leaves about half of what the order of dealing brought together
 
@@ -52,7 +52,7 @@ def deal(copies: Ints, num_tokens: int, top_k: int, stream: np.random.Generator)
     The copies are laid end to end and dealt like cards, one to each token, K times round: no expert has more
     than T copies, so none comes round to a token twice. Random pairs of tokens then exchange experts, which keeps
     both properties; without that, tokens would have the same few neighbours in common.
-    (:func:`isoload.replay.batches.draw_topk_ids` draws every token by itself: its counts are right on average only.)
+    (:func:`isoload.analysis.batches.draw_topk_ids` draws every token by itself: its counts are right on average only.)
 
     Args:
         copies: [E] int64, none above T, sum T * K.

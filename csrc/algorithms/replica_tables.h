@@ -14,7 +14,7 @@
 
 namespace isoload {
 
-// Views into one layer's buffer of ReplicaTables::size(E, P) int32. python/isoload/replica_tables.py names
+// Views into one layer's buffer of ReplicaTables::size(E, P) int32. python/isoload/ops/tables.py names
 // the same fields.
 template <class Int>
 struct BasicReplicaTables {

@@ -15,16 +15,16 @@ if TYPE_CHECKING:
     from isoload.balancing.counting import count
     from isoload.balancing.planning import plan, share
     from isoload.balancing.routing import route
-    from isoload.experts.weights import ExpertWeights
-    from isoload.formats import read_placement, write_placement
     from isoload.layer import LibraStack, MoE, balance, load, save
     from isoload.online import Rebalancer, Recorder
+    from isoload.placement.files import read_placement, write_placement
+    from isoload.placement.placement import Placement
     from isoload.placers import PLACERS, place
     from isoload.policies import POLICIES
-    from isoload.records.placement import Placement
     from isoload.topology import Topology
-    from isoload.trace import read_trace
+    from isoload.traces import read_trace
     from isoload.transport import CollectiveGroup, CollectiveTransport, LocalGroup, LocalTransport
+    from isoload.weights.experts import ExpertWeights
 
 __version__ = "0.1.0"
 
@@ -66,8 +66,8 @@ _HOMES = {  # where the names of __all__ are defined; the block above says the s
         "share",
     ),
     "balancing.routing": ("route",),
-    "experts.weights": ("ExpertWeights",),
-    "formats": (
+    "weights.experts": ("ExpertWeights",),
+    "placement.files": (
         "read_placement",
         "write_placement",
     ),
@@ -87,9 +87,9 @@ _HOMES = {  # where the names of __all__ are defined; the block above says the s
         "place",
     ),
     "policies": ("POLICIES",),
-    "records.placement": ("Placement",),
+    "placement.placement": ("Placement",),
     "topology": ("Topology",),
-    "trace": ("read_trace",),
+    "traces": ("read_trace",),
     "transport": (
         "CollectiveGroup",
         "CollectiveTransport",
@@ -103,7 +103,7 @@ def __getattr__(name: str) -> Any:
     """Import a public name or a module when it is first used, so that ``isoload --help`` needs no torch.
 
     The first public name brings all of them, because a program that has used one may name a module without importing
-    it, as ``isoload.records.plan.Plan``.
+    it, as ``isoload.policies.plan.Plan``.
     """
     if name in __all__:
         for module, names in _HOMES.items():

@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from isoload.placement.placed_layers import pick_layer
 from isoload.value_checks import values_readable
 
 TOO_MANY = 2**31  # copies of a batch
@@ -46,16 +47,6 @@ class SharedPlan:
         """One layer of a batch of layers."""
         by_rank, copies = pick_layer(self.by_rank, layer), pick_layer(self.copies, layer)
         return SharedPlan(self.rule, self.tokens.select(0, layer), by_rank, copies, self.in_quota)
-
-
-def pick_layer(tensor: Tensor | None, layer: int) -> Tensor | None:
-    """One layer of a tensor that may be missing."""
-    return None if tensor is None else tensor.select(0, layer)
-
-
-def shared_home(live_ranks: list[int], num_ranks: int) -> list[int]:
-    """[R] the rank that computes a source's shared copies unless a policy moves them: itself if it holds experts."""
-    return [r if r in live_ranks else live_ranks[r % len(live_ranks)] for r in range(num_ranks)]
 
 
 def keep_home(copies: Tensor, home: Tensor) -> Tensor:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from math import floor, log10
+from typing import Any
 
 
 def amount(number: int, noun: str, plural: str = "") -> str:
@@ -75,3 +77,14 @@ def not_one_of(name: str, choices: Iterable[object], got: object, more: str = ""
     """Return the message for an argument whose value is none of the choices; `more` follows their list."""
     listed = [str(choice) for choice in choices]
     return f"{name} must be one of {', '.join(listed)}{more}, got {got!r:.100}{nearest(got, listed)}"
+
+
+_repr = reprlib.Repr()
+_repr.maxstring = _repr.maxother = 100
+_repr.maxlevel = 3
+
+
+def shown(value: Any) -> str:
+    """repr of a value of a file, cut short: nested lists that share their parts print exponentially long."""
+    text = _repr.repr(value)
+    return text if len(text) <= 200 else f"{text[:197]}..."

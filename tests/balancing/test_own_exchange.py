@@ -301,7 +301,7 @@ def test_refuses_a_price_without_targets() -> None:
 def test_refuses_to_be_captured() -> None:
     (layer,) = balancers()
     with (
-        patch("isoload.balancing.own_counts.renewal.capturing", lambda _device: True),
+        patch("isoload.balancing.targets.capturing", lambda _device: True),
         pytest.raises(
             ValueError, match="exchange must be outside of a CUDA graph: it waits for the other ranks"
         ),

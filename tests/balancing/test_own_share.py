@@ -17,8 +17,8 @@ from isoload.policies import Policy
 from isoload.policies.exact import ExactPolicy
 from isoload.policies.hedge import HedgePolicy
 from isoload.policies.joint import JointPolicy
+from isoload.policies.plan import Plan
 from isoload.policies.waterfill import WaterfillPolicy
-from isoload.records.plan import Plan
 from support.small_batches import EXPERTS, RANKS, draw_ids, gather, make_placement, make_topology
 
 RANK = 3

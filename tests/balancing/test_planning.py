@@ -47,7 +47,7 @@ def test_route_realises_every_quota(policy, placement):
     for layer in range(LAYERS):
         plan = isoload.plan(loads, placement, layer=layer, policy=policy)
         assert plan.realisation == "quota" and plan.layer == layer
-        assert isoload.records.plan.plan_errors(plan, loads) == []
+        assert isoload.policies.plan.plan_errors(plan, loads) == []
         slots = torch.cat([isoload.route(ids[r], loads, plan, rank=r) for r in range(RANKS)])
         assert torch.equal(isoload.count(slots, placement.num_slots), plan.quota)
         held = plan.slot_to_expert[slots.clamp(min=0)]
@@ -123,7 +123,7 @@ def test_speeds_shift_load_to_faster_ranks(counts):
     placement = isoload.place(counts, topology, slots_per_rank=12)
     loads = counts[0].to(torch.int32)
     plan = isoload.plan(loads, placement, layer=0)
-    assert isoload.records.plan.plan_errors(plan, loads) == []
+    assert isoload.policies.plan.plan_errors(plan, loads) == []
     assert int(plan.peak) == int(plan.bound)
     copies = plan.quota.view(4, -1).sum(1)
     assert copies[3] > copies[0] > copies[2]
@@ -202,7 +202,7 @@ def test_plan_errors_finds_each_broken_promise(placement):
     plan = isoload.plan(loads, placement, layer=0)
 
     def broken(**fields):
-        return isoload.records.plan.plan_errors(dataclasses.replace(plan, **fields), loads)
+        return isoload.policies.plan.plan_errors(dataclasses.replace(plan, **fields), loads)
 
     more = plan.quota.clone()
     more[int(plan.quota.argmax())] += 1

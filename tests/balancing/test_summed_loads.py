@@ -40,7 +40,7 @@ def test_exact_active_needs_fewest_slots(placement):
     used = {}
     for policy in ("exact", "exact_active"):
         plan = isoload.plan(loads, placement, 0, policy)
-        assert isoload.records.plan.plan_errors(plan, loads) == []
+        assert isoload.policies.plan.plan_errors(plan, loads) == []
         used[policy] = (plan.quota.view(RANKS, -1) > 0).sum(1)
     assert int(used["exact_active"].max()) <= int(used["exact"].max())
     assert int(used["exact_active"].sum()) == int((loads.sum(0) > 0).sum())

@@ -18,10 +18,10 @@ from support.processes import run_ranks
 sys.path.append(str(Path(__file__).parents[2] / "bench"))
 import bench_dispatch
 import isoload
-from isoload.experts.compute import run_experts
-from isoload.experts.weights import ExpertWeights, SwiGLU
 from isoload.transport import LocalTransport
 from isoload.transport.deep_ep import transport as deep_ep_transport
+from isoload.weights.compute import run_experts
+from isoload.weights.experts import ExpertWeights, SwiGLU
 from lib import dispatch_routing
 from lib.dispatch_setting import LINES, SHAPES, Line, Setting, Shape, make_placement, policy_of
 from lib.dispatch_stages import STAGES, LayerBench, StageClock, check
@@ -181,10 +181,10 @@ def test_a_line_that_cannot_run_says_why() -> None:
     alone = replace(TINY, ranks=1)
     rows = list(bench_dispatch.bench_setting(alone, on, ["none", "llep"], [], 1, 1))
     assert rows[1]["not_run"] == "one rank has nothing to balance" and "not_run" not in rows[2]
-    short = isoload.trace.Trace("short", 16, topk_ids=np.tile(np.arange(4, dtype=np.int32), (300, 1, 1)))
+    short = isoload.traces.Trace("short", 16, topk_ids=np.tile(np.arange(4, dtype=np.int32), (300, 1, 1)))
     rows = list(bench_dispatch.bench_setting(TINY, on, ["none"], [short], 1, 1))
     assert rows[1]["not_run"] == "trace short must have at least 2 batches of 256 tokens, got 1"
-    counts = isoload.trace.Trace("counts", 16, 4, counts=np.full((2, 1, 16), 64))
+    counts = isoload.traces.Trace("counts", 16, 4, counts=np.full((2, 1, 16), 64))
     rows = list(bench_dispatch.bench_setting(TINY, on, ["grace"], [counts], 1, 1))
     assert "counts must be traces with per-token choices" in rows[1]["not_run"]
     assert "not_run" not in rows[2]
@@ -197,7 +197,7 @@ def test_recorded_routing_is_later_than_what_placements_see() -> None:
     layer = dispatch_routing.median_layer(trace.batch_counts(), 8)
     assert routing.name == f"gptoss20b_decode, layer {layer}" and trace.topk_ids is not None
     recorded = torch.from_numpy(trace.topk_ids[:, layer])
-    assert isinstance(routing.seen, isoload.trace.Trace) and routing.seen.topk_ids is not None
+    assert isinstance(routing.seen, isoload.traces.Trace) and routing.seen.topk_ids is not None
     assert np.array_equal(routing.seen.topk_ids[:, 0], recorded[: 3 * 1024])  # of 7 batches
     for ids, first in zip(routing.batches, (3 * 1024, 5 * 1024), strict=True):
         assert [len(rows) for rows in ids] == [128] * 8

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from isoload.replay.batches import make_batches
+from isoload.analysis.batches import make_batches
 from isoload.replay.calibration import Fold
-from isoload.trace import Trace, write_trace
+from isoload.traces import Trace, write_trace
 
 sys.path.append(str(Path(__file__).parents[2] / "bench"))
 import bench_libra

@@ -14,8 +14,8 @@ from support.processes import run_ranks
 sys.path.append(str(Path(__file__).parents[2] / "bench"))
 import bench_llep
 import isoload
-from isoload.experts.compute import run_experts
-from isoload.experts.weights import SwiGLU
+from isoload.weights.compute import run_experts
+from isoload.weights.experts import SwiGLU
 from lib import llep_tables
 from lib.llep_processes import RankBench
 from lib.llep_setting import POLICIES, SHAPES, Scale, Setting, Shape

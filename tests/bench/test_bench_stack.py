@@ -154,7 +154,7 @@ def test_recorded_routing_of_the_shape_is_a_setting_of_its_own(tmp_path: Path) -
     draw = np.random.default_rng(0)
     choices = draw.random((2048, 1, 16)).argsort(-1)[..., :4].astype(np.int32)
     traces = [
-        isoload.trace.Trace(name, 16, topk_ids=choices[:n]) for name, n in (("long", 2048), ("short", 256))
+        isoload.traces.Trace(name, 16, topk_ids=choices[:n]) for name, n in (("long", 2048), ("short", 256))
     ]
     with patch.dict(bench_stack.SHAPES, {"tiny": SHAPE}), patch.object(bench_stack, "LINES", LINES[2:3]):
         long, short, made_row = bench_stack.bench(ASKED, 2, 2, CPU, True, traces)

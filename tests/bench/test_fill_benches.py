@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from isoload.cost import read_cost
+from isoload.times.cost import read_cost
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import isoload
-from isoload.replay.judge import even_imbalance
-from isoload.trace import Trace
+from isoload.analysis.judge import even_imbalance
+from isoload.traces import Trace
 
 sys.path.append(str(Path(__file__).parents[2] / "bench"))
 import bench_grace as grace

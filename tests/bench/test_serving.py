@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import isoload
-from isoload.replay.judge import even_imbalance
+from isoload.analysis.judge import even_imbalance
 
 sys.path.append(str(Path(__file__).parents[2] / "bench"))
 sys.path.append(str(Path(__file__).parents[2] / "bench" / "serving"))

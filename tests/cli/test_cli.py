@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 
 import isoload
 from isoload.cli.app import app
-from isoload.cli.given import parse_layers
+from isoload.cli.arguments import parse_layers
 from isoload.policies import POLICIES
-from isoload.trace import Trace, write_trace
+from isoload.traces import Trace, write_trace
 from support.documents import PLAIN
 
 ROOT = Path(__file__).parents[2]
@@ -338,7 +338,7 @@ def test_bugs_keep_their_traceback(trace, monkeypatch):
     def broken(*_):
         raise RuntimeError("routed slots do not meet the quota")
 
-    monkeypatch.setattr("isoload.replay.simulate.replay", broken)
+    monkeypatch.setattr("isoload.analysis.simulate.replay", broken)
     assert isinstance(run("replay", trace).exception, RuntimeError)
 
 

@@ -7,6 +7,9 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from isoload.analysis.inspection import inspect_trace
+from isoload.analysis.metrics import PolicyFigures
+from isoload.analysis.simulate import Replay
 from isoload.cli import cost, demo
 from isoload.cli.doctor import Item, print_doctor
 from isoload.cli.inspect import inspect_figures, print_inspection
@@ -19,10 +22,7 @@ from isoload.cli.replay import (
     replay_warnings,
 )
 from isoload.cli.tables import WIDTH, Column, Figure, columns_of, percent, table
-from isoload.replay.inspection import inspect_trace
-from isoload.replay.metrics import PolicyFigures
-from isoload.replay.simulate import Replay
-from isoload.trace import Trace
+from isoload.traces import Trace
 
 # Every figure different, so that no two columns can be swapped unseen.
 DYNAMIC = PolicyFigures(

@@ -15,11 +15,11 @@ import pytest
 from typer.testing import CliRunner
 
 import isoload
+from isoload.analysis.judge import exact_imbalance
+from isoload.analysis.simulate import BASELINE, DEFAULT_POLICIES
 from isoload.cli import demo
 from isoload.cli.app import app
 from isoload.cli.demo import SHIPPED
-from isoload.replay.judge import exact_imbalance
-from isoload.replay.simulate import BASELINE, DEFAULT_POLICIES
 from support.sample_traces import token_trace
 
 ROOT = Path(__file__).parents[2]
@@ -52,7 +52,7 @@ def test_demo_reports_every_policy():
 def test_the_demo_counts_copies_and_compares_with_the_dense_layer(monkeypatch):
     """Copies are those of the plans, and no time is shown."""
     monkeypatch.setattr(
-        "isoload.replay.simulate.DEFAULT_POLICIES", (BASELINE, "exact")
+        "isoload.analysis.simulate.DEFAULT_POLICIES", (BASELINE, "exact")
     )  # forked ranks see it
     done = CliRunner().invoke(app, ["demo", "--ranks", "2"])
     assert done.exit_code == 0, done.output
@@ -73,15 +73,15 @@ def test_an_output_that_differs_from_the_dense_layers_is_a_bug(monkeypatch):
             return super().forward(*rows) + 0.1
 
     monkeypatch.setattr("isoload.layer.moe.MoE", Wrong)
-    monkeypatch.setattr("isoload.replay.simulate.DEFAULT_POLICIES", ("exact",))
+    monkeypatch.setattr("isoload.analysis.simulate.DEFAULT_POLICIES", ("exact",))
     with pytest.raises(RuntimeError, match="output of policy exact differs from the dense layer's: a bug"):
         run_demo(None, 2, 12)
 
 
 def test_demo_refuses_traces_without_tokens(tmp_path):
     trace = isoload.read_trace(SHIPPED)
-    counts_only = isoload.trace.Trace("counts", trace.num_experts, trace.top_k, counts=trace.counts)
-    isoload.trace.write_trace(counts_only, tmp_path / "counts.npz")
+    counts_only = isoload.traces.Trace("counts", trace.num_experts, trace.top_k, counts=trace.counts)
+    isoload.traces.write_trace(counts_only, tmp_path / "counts.npz")
     with pytest.raises(ValueError, match="trace must hold per-token choices, counts has counts only"):
         run_demo(tmp_path / "counts.npz", 2, 0)
 
@@ -107,7 +107,7 @@ def test_demo_bounds_its_processes_and_its_patience():
 
 
 def test_demo_needs_batches_to_place_by(tmp_path):
-    isoload.trace.write_trace(token_trace(), tmp_path / "one.npz")
+    isoload.traces.write_trace(token_trace(), tmp_path / "one.npz")
     with pytest.raises(
         ValueError, match=r"trace must have at least 2 batches \(one to place by\), tokens has one"
     ):
@@ -198,7 +198,7 @@ def test_the_demo_runs_from_a_wheels_files(tmp_path):
         shutil.copy(ops, build / "isoload")
     code = f"import sys; sys.path.insert(0, {str(build)!r}); sys.argv[1:] = ['demo', '--ranks', '2', '--json', '-']"
     code += f"; import isoload.cli.demo as d; assert d.SHIPPED.is_relative_to({str(build)!r}), d.SHIPPED"
-    code += "; import isoload.replay.simulate as s; s.DEFAULT_POLICIES = ('exact',)"
+    code += "; import isoload.analysis.simulate as s; s.DEFAULT_POLICIES = ('exact',)"
     code += "; from isoload.cli import main; main()"
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

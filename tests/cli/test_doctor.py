@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 from isoload import kernels
 from isoload.cli import doctor, engines
 from isoload.cli.app import app
-from isoload.cost import CostModel
-from isoload.integrations.settings import PLACEMENT, SGLANG, VLLM
+from isoload.engines.settings import PLACEMENT, SGLANG, VLLM
+from isoload.times.cost import CostModel
 from isoload.transport import deep_ep, symmetric
 
 NAMES = [
@@ -237,7 +237,7 @@ def test_exit_code_1_where_an_engine_that_is_asked_for_stays_without(monkeypatch
 
 @pytest.mark.slow
 def test_transformers_takes_isoload_here():
-    """The real one: what it says is what tests/integrations/test_huggingface.py does."""
+    """The real one: what it says is what tests/engines/test_huggingface.py does."""
     pytest.importorskip("transformers")
     found = item("transformers")
     assert found.on and "ep_implementation='isoload'" in found.detail

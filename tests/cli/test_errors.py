@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import isoload
 from isoload.cli.app import app
-from isoload.trace import Trace, write_trace
+from isoload.traces import Trace, write_trace
 from support.documents import PLAIN
 
 NAME, SHOWN = "run\x1b[31m\u202e", "run\\x1b[31m\\u202e"

@@ -14,7 +14,7 @@ import isoload
 from isoload.cli.app import app
 from isoload.placers import PLACERS
 from isoload.policies import POLICIES
-from isoload.trace import Trace, write_trace
+from isoload.traces import Trace, write_trace
 from support.documents import PLAIN
 
 SHIPPED = Path(__file__).parents[2] / "examples" / "traces" / "gptoss20b_decode.npz"

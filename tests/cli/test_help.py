@@ -12,16 +12,16 @@ from typer.models import ParameterInfo
 from typer.testing import CliRunner
 
 import isoload
+from isoload.analysis.batches import ASSIGNMENTS
+from isoload.analysis.prediction import PREDICTIONS
+from isoload.analysis.simulate import BASELINE, DEFAULT_POLICIES, SHARED_POLICIES
 from isoload.balancing.own_counts import Loads
 from isoload.cli import options
 from isoload.cli.app import app
-from isoload.formats import FORMATS
+from isoload.placement.files import FORMATS
 from isoload.placers import PLACERS
 from isoload.policies import POLICIES
-from isoload.replay.batches import ASSIGNMENTS
 from isoload.replay.calibration import CALIBRATIONS
-from isoload.replay.prediction import PREDICTIONS
-from isoload.replay.simulate import BASELINE, DEFAULT_POLICIES, SHARED_POLICIES
 from support.documents import PLAIN
 from support.sweeps import first
 

@@ -85,7 +85,7 @@ def test_a_page_holds_what_json_does(command: list[str], tmp_path: Path) -> None
 def test_without_the_extra_it_ends_before_any_work(
     command: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("isoload.report.charts.find_spec", lambda name: None)
+    monkeypatch.setattr("isoload.analysis.pages.find_spec", lambda name: None)
     words = ["nowhere.npz" if word == TRACE else word for word in command]  # no trace is read either
     assert (
         refused([*words, "--html", "page.html"])

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from isoload.advise import measuring
+from isoload.analysis import measuring
 from isoload.cli.app import app
 from isoload.times import load
 from support.documents import PLAIN

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import isoload
 from isoload.cli.app import app
 from isoload.cli.options import Range, check_ranges, ranges
-from isoload.trace import Trace, write_trace
+from isoload.traces import Trace, write_trace
 from support.documents import PLAIN
 
 COMMANDS = {command.callback.__name__: command.callback for command in app.registered_commands}
@@ -69,8 +69,8 @@ OPTIONS = [(name, flag) for name, command in COMMANDS.items() for flag in numeri
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A small trace, a file of shadow mode, a placement and models; isoload measure takes few samples."""
-    from isoload.advise import measuring
-    from isoload.replay.rank_loads import RankLoads
+    from isoload.analysis import measuring
+    from isoload.analysis.rank_loads import RankLoads
 
     made = tmp_path_factory.mktemp("options")
     draw = np.random.default_rng(1)

@@ -10,11 +10,11 @@ import torch
 from typer.testing import CliRunner
 
 import isoload
+from isoload.analysis.judge import arrivals, even_imbalance, exact_imbalance
 from isoload.cli.app import app
 from isoload.cli.place import near_line
 from isoload.placers import parse_placer
-from isoload.replay.judge import arrivals, even_imbalance, exact_imbalance
-from isoload.trace import Identity, Trace, write_trace
+from isoload.traces import Identity, Trace, write_trace
 from support.documents import PLAIN
 from support.sglang_recording import EXPERTS, MOE, Recording
 
@@ -136,7 +136,7 @@ def test_before_against_and_several_traces(trace, tmp_path):
         == 0
     )
     again = tmp_path / "again.npz"
-    isoload.trace.write_trace(replace(isoload.read_trace(trace), name="again"), again)
+    isoload.traces.write_trace(replace(isoload.read_trace(trace), name="again"), again)
     args = ["place", trace, again, "-o", second, "--ranks", 4, "--placer", "scenario:moves=1:split=exact"]
     result = run(*args, "--before", first, "--against", first, "--calibrate", "first-half", "--json", "-")
     rows = json.loads(result.stdout)["placers"]
@@ -215,7 +215,7 @@ def test_a_placement_is_replayed_by_layer_ids(trace, tmp_path):
     assert (
         error_of(*base, "--placer", "eplb") == f"placer must be not given with placement {target}, got eplb"
     )
-    swapped = isoload.trace.Trace("other", 8, 2, counts=np.ones((2, 1, 8), int), layer_ids=(4,))
+    swapped = isoload.traces.Trace("other", 8, 2, counts=np.ones((2, 1, 8), int), layer_ids=(4,))
     write_trace(swapped, tmp_path / "other.npz")
     missing = error_of("replay", tmp_path / "other.npz", "--placement", target)
     assert missing.startswith(

@@ -16,13 +16,13 @@ import torch
 from typer.testing import CliRunner
 
 import isoload
+from isoload.analysis.judge import exact_imbalance
 from isoload.cli.app import app
 from isoload.placers import PLACERS, Placer, register_placer
 from isoload.placers.eplb import EplbPlacer
 from isoload.policies import POLICIES
 from isoload.policies.base import _DEFAULTS
-from isoload.records.plan import plan_errors
-from isoload.replay.judge import exact_imbalance
+from isoload.policies.plan import plan_errors
 from support.documents import PLAIN, blocks
 from support.processes import run_program
 

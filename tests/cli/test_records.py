@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 import isoload
 from isoload.cli.app import app
-from isoload.trace import Identity, Trace, write_trace
+from isoload.traces import Identity, Trace, write_trace
 
 EXPERTS = 8
 

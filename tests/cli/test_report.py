@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 
 import isoload
 from isoload.advise.recorded import phases
+from isoload.analysis.rank_loads import read_recorded
 from isoload.cli.app import app
-from isoload.replay.rank_loads import read_recorded
 from isoload.wording import between
 from support.documents import PLAIN, printed
 from support.pages import missing, read_page
@@ -63,7 +63,7 @@ def test_with_a_gpu_it_is_advise_on_what_was_recorded(folder: Path, tmp_path: Pa
     assert np.array_equal(joined.counts, read_recorded(folder).trace.counts) and joined.cluster is not None
     decode = [i for i, phase in enumerate(joined.cluster) if phase == "decode"]
     alone = tmp_path / "decode.npz"
-    isoload.trace.write_trace(isoload.trace.Trace("decode", EXPERTS, K, joined.counts[decode]), alone)
+    isoload.traces.write_trace(isoload.traces.Trace("decode", EXPERTS, K, joined.counts[decode]), alone)
     asked = ["--ranks", str(RANKS), "--tokens-per-rank", "8", "--phase", "decode"]
     printed(["advise", str(alone), *MODEL, *asked, "--json", str(other)])
     advice = json.loads(other.read_text())

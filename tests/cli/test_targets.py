@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 import isoload
 from isoload.cli.app import app
 from isoload.cli.targets import check_targets
-from isoload.trace import Trace, write_trace
+from isoload.traces import Trace, write_trace
 from support.documents import PLAIN
 from support.sglang_recording import Recording
 from support.sweeps import rest
@@ -101,7 +101,7 @@ def test_a_placement_is_no_figures_and_figures_are_no_placement(folder):
     assert "of another kind" in refused(*PLACE, "-o", "figures.json", "--force")
 
 
-@pytest.mark.parametrize("format", list(isoload.formats.FORMATS))
+@pytest.mark.parametrize("format", list(isoload.placement.files.FORMATS))
 def test_force_replaces_a_placement_of_any_format(folder, format):
     there = "there.json"
     isoload.write_placement(isoload.read_placement("plan.json").with_moe_layers(0), there, format)

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from isoload.experts.weights import ClampedGLU, SwiGLU
 from isoload.kernels import activation as kernel
+from isoload.weights.experts import ClampedGLU, SwiGLU
 
 GLUS = {"swiglu": SwiGLU(), "clamped": ClampedGLU(), "clamped tightly": ClampedGLU(alpha=2, limit=1)}
 TOLERANCES = {torch.float32: 1e-6, torch.float16: 1e-3}

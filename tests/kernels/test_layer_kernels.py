@@ -11,10 +11,10 @@ from torch import Tensor
 
 import isoload
 from isoload import kernels
-from isoload.experts.compute import run_experts
-from isoload.experts.weights import ClampedGLU, ExpertWeights, SwiGLU
 from isoload.kernels import activation, permutation
 from isoload.transport import LocalTransport
+from isoload.weights.compute import run_experts
+from isoload.weights.experts import ClampedGLU, ExpertWeights, SwiGLU
 
 LAUNCHERS = [(permutation, name) for name in ("spread_rows", "sum_rows", "sum_rows_backward")]
 LAUNCHERS += [(activation, name) for name in ("activate", "activate_backward", "add_bias")]

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from isoload import permutation as twin
 from isoload.kernels import permutation as kernel
+from isoload.ops import counting as twin
 
 DTYPES = [torch.float32, torch.float16]
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3}

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 import isoload
-from isoload.experts.weights import ClampedGLU, SwiGLU
-from isoload.layer.block_experts import BlockExperts
+from isoload.layer.blocks import BlockExperts
 from isoload.layer.modules import fused_activation
+from isoload.weights.experts import ClampedGLU, SwiGLU
 from support.hugging_face import EXPERTS, MODELS, balanced, blocks, make_model
 from support.processes import run_ranks
 

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 import isoload
-from isoload.experts.weights import ExpertWeights
 from isoload.layer import clip_grad_norm_
+from isoload.weights.experts import ExpertWeights
 from isoload.weights.shard import Shard
 from support.processes import rank_outcomes, run_ranks
 

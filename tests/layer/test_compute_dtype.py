@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import isoload
-from isoload.experts.weights import ExpertWeights
+from isoload.weights.experts import ExpertWeights
 from support.hugging_face import make_model
 from support.processes import rank_outcomes, run_ranks
 from support.quantised_experts import random_quantised

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import isoload
-from isoload.experts.weights import ExpertWeights, compute_path
 from isoload.transport import CollectiveTransport, LocalTransport, Transport
+from isoload.weights.experts import ExpertWeights, compute_path
 from support.cuda_layer import make_skewed
 
 pytestmark = [

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 import isoload
-from isoload.experts.compute import run_experts
-from isoload.experts.weights import Activation, ClampedGLU, ExpertWeights, SwiGLU
 from isoload.transport import LocalTransport
+from isoload.weights.compute import run_experts
+from isoload.weights.experts import Activation, ClampedGLU, ExpertWeights, SwiGLU
 from support.borrowed_layer import LLEP
 from support.borrowed_layer import make_setup as make_borrowing_setup
 

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 import isoload
-from isoload.experts.compute import run_experts
-from isoload.experts.weights import ExpertWeights, SwiGLU, compute_path
 from isoload.layer.stack import LibraStack
 from isoload.transport import LocalTransport
+from isoload.weights.compute import run_experts
+from isoload.weights.experts import ExpertWeights, SwiGLU, compute_path
 from support.stacks import TOKENS, Model, close, run
 
 pytestmark = [

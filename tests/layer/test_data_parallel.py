@@ -13,9 +13,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import isoload
-from isoload.experts.weights import ExpertWeights
 from isoload.layer.moe import MoE
 from isoload.transport import CollectiveTransport, LocalTransport
+from isoload.weights.experts import ExpertWeights
 from isoload.weights.shard import Shard
 from support.processes import rank_outcomes, run_ranks
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import isoload
-from isoload.integrations.huggingface import BalancedExperts, Settings
+from isoload.engines.huggingface import BalancedExperts, Settings
 from isoload.layer.modules import BlockGate
 from isoload.layer.stack import norm_before
 from isoload.policies import make_policy

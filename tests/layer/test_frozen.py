@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import isoload
-from isoload.experts.weights import NAMES, ExpertWeights
 from isoload.transport import CollectiveTransport, LocalTransport
+from isoload.weights.experts import NAMES, ExpertWeights
 from support import borrowed_layer
 from support.hugging_face import MODELS, blocks, make_model
 from support.processes import rank_outcomes

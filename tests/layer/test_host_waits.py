@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import isoload
-from isoload.experts.weights import ExpertWeights
 from isoload.transport import LocalTransport, NodeDispatcher, Transport
+from isoload.weights.experts import ExpertWeights
 from support.fake_ranks import (
     CAPACITY,
     EXPERTS,

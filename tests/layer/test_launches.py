@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import isoload
-from isoload.experts.weights import ExpertWeights
+from isoload.weights.experts import ExpertWeights
 from support.fake_ranks import Everything, OneRank, kept_memos, one_rank
 from support.host_waits import HostWaits
 from support.launches import Launches, stand_ins

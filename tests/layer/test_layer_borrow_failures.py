@@ -10,7 +10,7 @@ import torch
 
 import isoload
 from isoload.transport import CollectiveTransport
-from isoload.weights.borrow import SparePool
+from isoload.weights.borrowing import SparePool
 from support.borrowed_layer import LLEP, Setup, make_setup
 from support.processes import die, rank_outcomes
 

@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.autograd import gradcheck
 
 import isoload
-from isoload.experts.compute import run_experts
-from isoload.experts.weights import ExpertWeights, SwiGLU
 from isoload.transport import LocalTransport
 from isoload.transport.agreement import error_code, loads_of
+from isoload.weights.compute import run_experts
+from isoload.weights.experts import ExpertWeights, SwiGLU
 from support.sweeps import first
 
 EXPERTS, TOP_K, HIDDEN, INNER, MAX_TOKENS = 6, 3, 8, 16, 13

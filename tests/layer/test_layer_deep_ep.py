@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 import isoload
 from isoload import Topology
-from isoload.experts.weights import ExpertWeights
 from isoload.layer import moe
 from isoload.transport import CollectiveGroup, CollectiveTransport
 from isoload.transport.deep_ep import DeepEPTransport
+from isoload.weights.experts import ExpertWeights
 from support.borrowed_layer import LLEP, STACKS, TOLERANCE, TOP_K, Setup, close, make_setup
 from support.deep_ep_transports import BUFFERS
 from support.processes import run_ranks

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import isoload
-from isoload.experts.weights import ClampedGLU
 from isoload.layer.moe import MoE
 from isoload.transport import CollectiveTransport
+from isoload.weights.experts import ClampedGLU
 from support.processes import rank_outcomes
 from support.small_layer import make_setup
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from isoload.balancing import balancer
-from isoload.experts.weights import SwiGLU
 from isoload.layer import moe
 from isoload.transport import CollectiveTransport
+from isoload.weights.experts import SwiGLU
 from support.processes import die, rank_outcomes
 from support.small_layer import make_setup
 from support.sweeps import rest

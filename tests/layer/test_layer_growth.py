@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import isoload
+from isoload.analysis.simulate import DEFAULT_POLICIES
 from isoload.policies import make_policy
-from isoload.replay.simulate import DEFAULT_POLICIES
 from isoload.transport import LocalTransport
 from support.live_tensors import live_tensors
 

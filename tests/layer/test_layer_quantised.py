@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import isoload
-from isoload.experts.weights import ExpertWeights
 from isoload.transport import CollectiveTransport
+from isoload.weights.experts import ExpertWeights
 from support.borrowed_layer import LLEP, Setup
 from support.borrowed_layer import make_setup as make_borrowed
 from support.deep_ep_double import EPBuffer

@@ -13,7 +13,7 @@ import torch._dynamo  # which a dispatch mode imports: once, not in every forked
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import isoload
-from isoload.replay.simulate import DEFAULT_POLICIES
+from isoload.analysis.simulate import DEFAULT_POLICIES
 from isoload.transport import CollectiveTransport
 from support.processes import run_ranks
 from support.small_layer import EXPERTS, make_setup

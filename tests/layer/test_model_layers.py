@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import isoload
-from isoload.trace import Identity, Trace
+from isoload.traces import Identity, Trace
 
 transformers = pytest.importorskip("transformers")
 EXPERTS, TOPOLOGY = 4, isoload.Topology(2)

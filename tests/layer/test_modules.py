@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 import isoload
-from isoload.experts.compute import run_experts
-from isoload.experts.weights import ClampedGLU, ExpertWeights, SwiGLU
 from isoload.layer.modules import BlockGate, block_experts
 from isoload.layer.moe import MoE
 from isoload.layer.routers import Gate, Router
 from isoload.transport import LocalTransport
+from isoload.weights.compute import run_experts
+from isoload.weights.experts import ClampedGLU, ExpertWeights, SwiGLU
 
 E, K, H, I = 8, 3, 16, 24  # noqa: E741
 TOKENS = [7, 0, 19, 6]  # per rank

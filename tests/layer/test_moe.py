@@ -8,9 +8,9 @@ from torch.utils.checkpoint import checkpoint
 
 import isoload
 from isoload.balancing.planning import plan_and_share
-from isoload.experts.weights import ClampedGLU, ExpertWeights
 from isoload.layer.moe import MoE
 from isoload.transport import CollectiveTransport, LocalTransport
+from isoload.weights.experts import ClampedGLU, ExpertWeights
 from support.processes import rank_outcomes, run_ranks
 from support.small_layer import (
     EXPERTS,
@@ -204,7 +204,7 @@ def test_buffers_hold_only_the_copies_present(monkeypatch):
         held.append((max_copies, [int((slots >= 0).sum())], slots.numel()))
         return run(rows, slots, weights, groups, activation, max_copies)
 
-    run = isoload.experts.compute.run_experts
+    run = isoload.weights.compute.run_experts
     monkeypatch.setattr("isoload.layer.moe.run_experts", noted)
     layer(setup.rows)
     assert all(claimed == present for claimed, present, _ in held)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import isoload
-from isoload.experts.weights import ClampedGLU, ExpertWeights
 from isoload.transport import CollectiveTransport
+from isoload.weights.experts import ClampedGLU, ExpertWeights
 from isoload.weights.shard import Shard
 from support.processes import rank_outcomes, run_ranks
 from support.quantised_experts import FP8, NAMES, open_quantised, random_quantised

@@ -11,11 +11,11 @@ from torch import Tensor
 
 import isoload
 from isoload import predict
-from isoload.cost import CostModel
-from isoload.experts.compute import run_experts
-from isoload.experts.weights import SwiGLU
 from isoload.layer.stack import LibraStack
+from isoload.times.cost import CostModel
 from isoload.transport import LocalTransport
+from isoload.weights.compute import run_experts
+from isoload.weights.experts import SwiGLU
 from support.fp8_experts import open_experts, random_experts
 from support.live_tensors import live_tensors
 from support.quantised_experts import random_quantised
@@ -56,7 +56,7 @@ def test_equals_the_dense_model(ranks: int, local: str) -> None:
     for layer in layers:
         assert filled_slots(layer) > 0 or ranks == 1
         plan, loads = layer.last_plan, layer.balancer.last_loads
-        assert isoload.records.plan.plan_errors(plan, loads) == []
+        assert isoload.policies.plan.plan_errors(plan, loads) == []
         assert local == "held" or plan.peak == plan.bound
 
 

@@ -265,7 +265,7 @@ def test_no_fetch_crosses_the_border_of_a_captured_graph(local: str, monkeypatch
     model, layers, stack = made(local)
     assert matches(model, layers, 0) and stack._fetched is not None
     with monkeypatch.context() as patch:
-        for module in ("isoload.layer.stack", "isoload.weights.borrow"):
+        for module in ("isoload.layer.stack", "isoload.weights.borrowing"):
             patch.setattr(f"{module}.capturing", lambda _device: True)
         assert matches(model, layers, 1) and stack._fetched is None
         assert [is_filled(layer) for layer in layers] == [False, True, True]

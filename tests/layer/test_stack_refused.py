@@ -11,8 +11,8 @@ from torch import nn
 
 import isoload
 from isoload import predict
-from isoload.cost import CostModel
 from isoload.layer.stack import LibraStack
+from isoload.times.cost import CostModel
 from isoload.transport import LocalTransport
 from support.hugging_face import make_model
 from support.stacks import EXPERTS, HIDDEN, INNER, Model, routing_trace
@@ -224,7 +224,7 @@ REFUSED: dict[str, Refused] = {
     ),
     "alpha": (lambda: layers(policy="libra", alpha=1.5), "alpha must be in 0..1, got 1.5"),
     "no choices": (
-        lambda: predict.fit(isoload.trace.Trace("counted", 4, counts=torch.ones(1, 2, 4).int().numpy())),
+        lambda: predict.fit(isoload.traces.Trace("counted", 4, counts=torch.ones(1, 2, 4).int().numpy())),
         "trace must have per-token choices to fit a predictor, counted has counts only",
     ),
     "dense model": (

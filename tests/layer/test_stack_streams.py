@@ -186,4 +186,4 @@ def test_in_that_order_results_are_the_dense_models(
     assert streams.wait_stream.called
     for layer in layers:
         assert layer.last_plan is not None and layer.balancer.last_loads is not None
-        assert isoload.records.plan.plan_errors(layer.last_plan, layer.balancer.last_loads) == []
+        assert isoload.policies.plan.plan_errors(layer.last_plan, layer.balancer.last_loads) == []

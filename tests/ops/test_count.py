@@ -9,7 +9,7 @@ import torch
 import isoload
 import reference
 from isoload import ops
-from isoload.results import PART_ROWS
+from isoload.ops.results import PART_ROWS
 
 
 @pytest.mark.parametrize("shape", [(), (17,), (3, 5, 2), (0, 2, 3)])

@@ -18,7 +18,7 @@ from torch import Tensor
 
 import isoload
 from isoload import ops
-from isoload.replica_tables import ReplicaTables
+from isoload.ops.tables import ReplicaTables
 from support import fills, level_cases, pourings
 from support.borrow_plans import SHAPES, draw_plan, draw_values
 from support.cases import Case, draw, instances

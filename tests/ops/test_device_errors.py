@@ -49,7 +49,7 @@ def joint_negative(d: str) -> None:
     assert made.peak.item() == made.bound.item() == -1
 
 
-def tables(d: str) -> isoload.replica_tables.ReplicaTables:
+def tables(d: str) -> isoload.ops.tables.ReplicaTables:
     return ops.replica_tables(SLOTS.to(d), 2, 4)
 
 

@@ -161,7 +161,7 @@ MUTANTS = {
         "teams",
     ),
     "node level left out of share": Mutant(
-        "python/isoload/ops/share.py",
+        "python/isoload/ops/routing.py",
         "tables.data, ranks_per_node, source,",
         "tables.data, tables.num_ranks, source,",
         "share",

@@ -8,7 +8,7 @@ from torch import Tensor
 
 import reference
 from isoload import ops
-from isoload.results import PackedRows, RowLayout, RowNumbers
+from isoload.ops.results import PackedRows, RowLayout, RowNumbers
 from support.refusals import GOOD
 
 SIZE = 3  # slots per rank

@@ -169,10 +169,8 @@ def test_layers_at_once_equal_one_by_one() -> None:
     assert all(torch.equal(*fields) for fields in zip(mine, checked, strict=True))
 
 
-def tables_of(
-    tables: isoload.replica_tables.ReplicaTables, layers: int
-) -> isoload.replica_tables.ReplicaTables:
-    return isoload.replica_tables.ReplicaTables(
+def tables_of(tables: isoload.ops.tables.ReplicaTables, layers: int) -> isoload.ops.tables.ReplicaTables:
+    return isoload.ops.tables.ReplicaTables(
         tables.data[:layers], tables.num_ranks, tables.num_experts, tables.num_slots
     )
 

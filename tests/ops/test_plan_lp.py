@@ -11,7 +11,7 @@ from torch import Tensor
 
 import reference
 from isoload import ops
-from isoload.replica_tables import ReplicaTables
+from isoload.ops.tables import ReplicaTables
 from support.cases import FAMILIES, Case, draw, eplb, families_up_to, instances
 from support.exact_splits import SLOTS, int32
 from support.oracles import lp_value

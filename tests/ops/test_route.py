@@ -12,7 +12,7 @@ from torch import Tensor
 
 import reference
 from isoload import ops
-from isoload.replica_tables import ReplicaTables
+from isoload.ops.tables import ReplicaTables
 from support.cases import draw, popularity
 
 RANKS_AND_FAMILIES = [

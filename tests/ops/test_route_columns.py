@@ -11,8 +11,8 @@ from torch import Tensor
 
 import reference
 from isoload import ops
-from isoload.replica_tables import ReplicaTables
-from isoload.results import PART_ROWS, SharedColumns
+from isoload.ops.results import PART_ROWS, SharedColumns
+from isoload.ops.tables import ReplicaTables
 from support.cases import draw
 
 CASES = [(1, "random", 1), (3, "eplb", 2), (8, "duplicates", 1), (16, "spare_slots", 3), (70, "eplb", 1)]

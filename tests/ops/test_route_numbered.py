@@ -9,8 +9,8 @@ from torch import Tensor
 
 import reference
 from isoload import ops
-from isoload.replica_tables import ReplicaTables
-from isoload.results import PART_ROWS
+from isoload.ops.results import PART_ROWS
+from isoload.ops.tables import ReplicaTables
 from support.cases import draw
 
 CASES = [

@@ -85,7 +85,7 @@ def test_replicas_go_where_they_help():
     placement = isoload.place(loads, isoload.Topology(8), placer="craft", replicas=1)
     counts = placement.provenance["replicas_by_layer"]
     assert counts[0] == max(counts) and counts[1] == 0 and sum(counts) <= 8
-    assert isoload.records.placement.placement_errors(placement) == []
+    assert isoload.placement.placement.placement_errors(placement) == []
     held = (placement.slot_to_expert.view(3, 8, -1) >= 0).sum((0, 2))
     assert held.max() - held.min() <= 1 and placement.slots_per_rank == 4 + -(-counts[0] // 8)
     curve = placement.provenance["worth_by_replicas_of_a_rank"]

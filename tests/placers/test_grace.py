@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import isoload
-from isoload.experts.weights import ExpertWeights
 from isoload.placers.base import Room
 from isoload.placers.grace import (
     bounded,
@@ -24,6 +23,7 @@ from isoload.placers.grace import (
     utilised,
 )
 from isoload.placers.scenarios import make_scenarios
+from isoload.weights.experts import ExpertWeights
 from reference.experts import run_experts
 
 pytest.importorskip("sklearn", reason="scikit-learn is not installed")
@@ -41,7 +41,7 @@ def make_trace(blocks, tokens=400, layers=2, seed=0, strays=0.05):
             block = blocks[draw.integers(len(blocks))]
             pool = deal if draw.random() < strays else deal[list(block)]
             ids[token, layer] = draw.choice(pool, TOP_K, replace=False)
-    return isoload.trace.Trace("made", EXPERTS, topk_ids=ids), deals
+    return isoload.traces.Trace("made", EXPERTS, topk_ids=ids), deals
 
 
 BLOCKS = [range(0, 4), range(4, 8), range(8, 12), range(12, 16)]

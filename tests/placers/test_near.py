@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 import isoload
+from isoload.analysis.simulate import ReplaySettings, replay
 from isoload.placers import compiled, near, scenario
 from isoload.placers.compiled import near_slots
 from isoload.placers.scenario import ScenarioPlacer
 from isoload.placers.scenarios import make_scenarios
-from isoload.replay.simulate import ReplaySettings, replay
-from isoload.trace import Trace
+from isoload.traces import Trace
 from reference.place_near import Rows, place_near
 from support.placing import level_of, room_of
 

@@ -177,7 +177,7 @@ def test_dedup_properties(data):
     layer = st.lists(hot | st.integers(0, 30), min_size=experts, max_size=experts)
     counts = np.array(data.draw(st.lists(layer, min_size=1, max_size=3), "counts"))
     placement = isoload.place(counts, isoload.Topology(ranks), size)
-    assert isoload.records.placement.placement_errors(placement) == []
+    assert isoload.placement.placement.placement_errors(placement) == []
     slots = placement.slot_to_expert.numpy()
     assert (slots >= 0).all() and repeats(slots, ranks) == 0
     count = copies(slots, experts)

@@ -99,7 +99,7 @@ def test_experts_that_do_not_divide_leave_some_ranks_one_more_replica(packed: bo
         copies = np.bincount(row, minlength=10)
         assert copies.min() == 1 and copies.max() == 2 and copies.sum() == 16
     assert (
-        isoload.records.placement.placement_errors(isoload.place(counts, isoload.Topology(4), 4, "graph"))
+        isoload.placement.placement.placement_errors(isoload.place(counts, isoload.Topology(4), 4, "graph"))
         == []
     )
 

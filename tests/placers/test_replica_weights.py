@@ -11,7 +11,7 @@ import torch
 
 import isoload
 from isoload.placers.weights import weights_by_load
-from isoload.trace import Trace
+from isoload.traces import Trace
 
 
 def by_hand(placement: isoload.Placement, counts: np.ndarray) -> list[Fraction]:

@@ -10,8 +10,8 @@ import torch
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 import isoload
+from isoload.placement.placement import Placement
 from isoload.placers.resize import resized
-from isoload.records.placement import Placement
 from isoload.topology import Topology
 
 

@@ -133,7 +133,7 @@ def test_layers_before_are_found_by_their_ids():
     counts = np.ceil(1e4 * skewed(np.random.default_rng(7), 4, 3, 16)).astype(np.int64)
     topology = isoload.Topology(4)
     traces = {
-        ids: isoload.trace.Trace("t", 16, counts=counts, layer_ids=ids) for ids in ((3, 4, 5), (50, 60, 70))
+        ids: isoload.traces.Trace("t", 16, counts=counts, layer_ids=ids) for ids in ((3, 4, 5), (50, 60, 70))
     }
     before = isoload.place(traces[3, 4, 5], topology, 5, "scenario")
     mixed = before.with_layers((5, 3, 4))
@@ -292,7 +292,7 @@ def test_traces_weigh_alike_and_hand_on_their_layers():
     rng = np.random.default_rng(4)
     few, many = (skewed(rng, n, 2, 6).astype(np.int64) for n in (2, 100))
     traces = [
-        isoload.trace.Trace(name, 6, counts=c, layer_ids=(3, 5))
+        isoload.traces.Trace(name, 6, counts=c, layer_ids=(3, 5))
         for name, c in (("few", few), ("many", 9 * many))
     ]
     scenarios, _ = make_scenarios(traces)
@@ -309,7 +309,7 @@ def test_traces_weigh_alike_and_hand_on_their_layers():
 def test_place_names_what_it_refuses_of_traces():
     def trace(name, **fields):
         fields = {"num_experts": 4, "counts": np.ones((1, 2, fields.get("num_experts", 4)), int), **fields}
-        return isoload.trace.Trace(name, **fields)
+        return isoload.traces.Trace(name, **fields)
 
     a, empty = trace("a"), trace("empty", counts=np.zeros((1, 2, 4), int))
     for traces, message in (

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import isoload
-from isoload.experts.weights import ExpertWeights
 from isoload.online import Rebalancer, Recorder
 from isoload.placers import scenario
 from isoload.placers.scenario import ScenarioPlacer
 from isoload.placers.scenarios import make_scenarios
+from isoload.weights.experts import ExpertWeights
 from reference.experts import run_experts
 from reference.place_scenario import place_scenario
 from support.placing import busiest, room_of

@@ -5,10 +5,10 @@ import pytest
 import torch
 
 import isoload
+from isoload.analysis.simulate import ReplaySettings, replay
 from isoload.policies import make_policy, parse_policy
 from isoload.policies.published.affine_scaling import plan_affine
-from isoload.replay.simulate import ReplaySettings, replay
-from isoload.trace import Trace
+from isoload.traces import Trace
 from support.cases import instances
 from support.oracles import lp_value
 
@@ -109,7 +109,7 @@ def test_rounded_and_drawn_plans(options):
     loads = torch.stack([torch.stack([isoload.count(row, 64) for row in layer]) for layer in ids])
     steps = options.get("iterations", 5)
     whole = isoload.plan(loads, placement, policy="lp_affine", **options)
-    assert isoload.records.plan.plan_errors(whole, loads) == []
+    assert isoload.policies.plan.plan_errors(whole, loads) == []
     assert whole.telemetry.tolist() == [[steps, 0, 0, 0]] * 2
     sampled = isoload.plan(loads, placement, policy="lp_sampled", method="affine", **options)
     assert sampled.quota is None

@@ -46,7 +46,7 @@ def predicted(loads: Tensor, seed: int) -> Tensor:
     return (loads - loads // 2) + (loads // 2)[:, others]
 
 
-def local_part(plan: isoload.records.plan.Plan, loads: Tensor) -> Tensor:
+def local_part(plan: isoload.policies.plan.Plan, loads: Tensor) -> Tensor:
     """[R, P] copies whose expert has a slot on their own rank, in the first such slot; slot by slot."""
     rows, size = (
         torch.zeros(RANKS, len(plan.slot_to_expert), dtype=torch.int32),
@@ -70,7 +70,7 @@ def test_libra_keeps_local_copies_and_its_plan_is_one(name: str, replicas: int) 
             isoload.plan(loads, placement, 0, policy),
             isoload.plan(loads, placement, 0, policy, filled=filled),
         ):
-            assert isoload.records.plan.plan_errors(plan, loads) == [] and plan.policy == policy
+            assert isoload.policies.plan.plan_errors(plan, loads) == [] and plan.policy == policy
             shares = isoload.share(loads, plan)
             assert torch.equal(shares.sum(0, dtype=torch.int32), plan.quota)
             local = local_part(plan, loads)
@@ -100,7 +100,7 @@ def test_hedge_splits_exactly_and_fills_all_slots(replicas: int) -> None:
         for forecast in (loads, predicted(loads, seed)):
             filled = planning.fill(forecast, placement, 0, "hedge")
             plan = isoload.plan(loads, placement, 0, "hedge", filled=filled)
-            assert isoload.records.plan.plan_errors(plan, loads) == []
+            assert isoload.policies.plan.plan_errors(plan, loads) == []
             assert plan.peak.item() == plan.bound.item()
             assert filled.telemetry[0] == RANKS * SPARE and plan.telemetry is filled.telemetry
             level = make_policy("llep", {"min_chunk": 1, "threshold": 0.0})
@@ -127,7 +127,7 @@ def test_shared_experts_stay_and_layers_equal_one_by_one(name: str) -> None:
     plans = isoload.balancing.planning.plan_layers(loads, placement, policy, **options)
     for layer in range(2):
         one = isoload.plan(loads[layer], placement, layer, policy, **options)
-        assert isoload.records.plan.plan_errors(one, loads[layer]) == []
+        assert isoload.policies.plan.plan_errors(one, loads[layer]) == []
         assert torch.equal(one.quota, plans[layer].quota) and torch.equal(one.peak, plans[layer].peak)
 
 
@@ -141,7 +141,7 @@ def test_dead_ranks_borrow_nothing(name: str) -> None:
     loads[-1] = 0
     policy, options = parse_policy(name)
     plan = isoload.plan(loads, placement, 0, policy, **options)
-    assert isoload.records.plan.plan_errors(plan, loads) == []
+    assert isoload.policies.plan.plan_errors(plan, loads) == []
     assert (plan.slot_to_expert.view(RANKS, -1)[-1] == -1).all()
     assert plan.quota.view(RANKS, -1)[-1].sum() == 0
 

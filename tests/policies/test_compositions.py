@@ -11,10 +11,10 @@ from torch import Tensor
 
 import isoload
 from isoload.balancing import planning
+from isoload.placement.placed_layers import MEMOS, own_layers, refreshing
 from isoload.policies import POLICIES, StaticPolicy, make_policy
 from isoload.policies.exact import ExactPolicy
 from isoload.policies.lp import LpPolicy
-from isoload.records.placed_layers import MEMOS, own_layers, refreshing
 
 RANKS, EXPERTS, K, TOKENS = 4, 16, 3, 23
 TOPOLOGY = isoload.Topology(RANKS, ranks_per_node=2)
@@ -44,11 +44,11 @@ def draw_ids(seed: int, num_shared: int = 0) -> list[Tensor]:
 
 def check(
     placement: isoload.Placement, ids: list[Tensor], policy: isoload.policies.Policy
-) -> isoload.records.plan.Plan:
+) -> isoload.policies.plan.Plan:
     """The plan keeps its promises, and all ranks' routes realise it."""
     loads = torch.stack([isoload.count(rows, placement.num_experts) for rows in ids])
     plan = isoload.plan(loads, placement, 0, policy)
-    assert isoload.records.plan.plan_errors(plan, loads) == []
+    assert isoload.policies.plan.plan_errors(plan, loads) == []
     slots = [isoload.route(rows, loads, plan, rank) for rank, rows in enumerate(ids)]
     for rows, routed in zip(ids, slots, strict=True):
         assert torch.equal(plan.slot_to_expert[routed], rows.int())
@@ -94,7 +94,9 @@ def test_a_policy_object_is_an_option() -> None:
     named = isoload.plan(loads, place(0, 1), 0, "waterfill", routed="lp")
     given = isoload.plan(loads, place(0, 1), 0, "waterfill", routed=LpPolicy(precision="float64"))
     assert (
-        isoload.records.plan.plan_errors(named, loads) == isoload.records.plan.plan_errors(given, loads) == []
+        isoload.policies.plan.plan_errors(named, loads)
+        == isoload.policies.plan.plan_errors(given, loads)
+        == []
     )
     loose = isoload.plan(loads, place(0, 1), 0, "waterfill", routed=ExactPolicy(tolerance=10.0))
     tight = isoload.plan(loads, place(0, 1), 0, "waterfill", routed="exact")
@@ -110,7 +112,7 @@ def test_a_fill_from_a_prediction_is_split_by_the_true_loads(policy: str) -> Non
     )
     filled = planning.fill(predicted.sum(0, dtype=torch.int32), placement, 0, policy, **RULES[policy])
     plan = isoload.plan(true, placement, 0, policy, filled=filled, **RULES[policy])
-    assert isoload.records.plan.plan_errors(plan, true) == []
+    assert isoload.policies.plan.plan_errors(plan, true) == []
     assert torch.equal(plan.slot_to_expert, filled.slot_to_expert)
     assert torch.equal(plan.peak, plan.bound)
     same = isoload.plan(true, placement, 0, policy, **RULES[policy])

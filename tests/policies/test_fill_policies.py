@@ -10,7 +10,7 @@ import torch
 
 import isoload
 from isoload.balancing import planning
-from isoload.records.plan import plan_errors
+from isoload.policies.plan import plan_errors
 
 RANKS, EXPERTS, SPARE = 8, 32, 2
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -10,9 +10,9 @@ from scipy.stats import chi2
 
 import isoload
 import reference
+from isoload.analysis.simulate import ReplaySettings, replay
 from isoload.policies import sample_seed
-from isoload.replay.simulate import ReplaySettings, replay
-from isoload.trace import read_trace
+from isoload.traces import read_trace
 from support.grace_cases import draw, tier
 
 SHIPPED = Path(__file__).parents[2] / "examples" / "traces" / "gptoss20b_decode.npz"

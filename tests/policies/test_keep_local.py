@@ -47,7 +47,7 @@ def test_local_copies_stay(policy: str) -> None:
             torch.from_numpy(case.loads),
         )
         plan = isoload.plan(loads, placement, 0, policy, keep_local=True)
-        assert isoload.records.plan.plan_errors(plan, loads) == [], case.name
+        assert isoload.policies.plan.plan_errors(plan, loads) == [], case.name
         shares, size = isoload.share(loads, plan), case.size
         assert torch.equal(shares.sum(0, dtype=torch.int32), plan.quota), case.name
         holds = case.holds(plan.slot_to_expert.numpy())

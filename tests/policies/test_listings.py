@@ -225,7 +225,7 @@ def test_libra_as_printed() -> None:
         ahead, batch = (torch.from_numpy(x.astype(np.int32)) for x in (forecast, loads))
         filled = planning.fill(ahead, placement, 0, "libra_published", **options)
         plan = isoload.plan(batch, placement, 0, "libra_published", filled=filled, **options)
-        assert isoload.records.plan.plan_errors(plan, batch) == [], seed
+        assert isoload.policies.plan.plan_errors(plan, batch) == [], seed
 
         home = [e // per_rank for e in range(experts)]
         held = expert_replication(forecast.tolist(), home, spare, int(alpha * spare))
@@ -258,7 +258,7 @@ def test_a_cuda_graph_is_refused(policy: str) -> None:
         isoload.plan(torch.ones(2, 4, dtype=torch.int32), in_order(2, 4, 1), 0, policy)
 
 
-def quota_of(plan: isoload.records.plan.Plan, ranks: int, experts: int) -> list[list[int]]:
+def quota_of(plan: isoload.policies.plan.Plan, ranks: int, experts: int) -> list[list[int]]:
     """[R, E] copies of every expert on every rank."""
     copies = torch.zeros(ranks, experts + 1, dtype=torch.int64)
     slots = plan.slot_to_expert.view(ranks, -1).long()

@@ -46,7 +46,7 @@ def test_plans_are_valid_and_never_above_plain_ep(policy: str, split_by: str) ->
         loads = skewed(seed)
         options = {} if split_by == "default" else {"split_by": split_by}
         plan = isoload.plan(loads, placement, 0, policy, **options)
-        assert isoload.records.plan.plan_errors(plan, loads) == [], seed
+        assert isoload.policies.plan.plan_errors(plan, loads) == [], seed
         assert int(plan.peak) <= busiest(loads), seed
         better += int(plan.peak) < busiest(loads)
         if split_by == "exact" or policy != "llep_published":
@@ -101,7 +101,7 @@ def test_shared_experts_stay_home_and_dead_ranks_help_nobody() -> None:
     loads = torch.zeros(4, 13, dtype=torch.int32)
     loads[:, 0], loads[:, 12] = 900, 10
     plan = isoload.plan(loads, placement, 0, "llep", threshold=1.0, min_chunk=1)
-    assert isoload.records.plan.plan_errors(plan, loads) == [] and plan.quota is not None
+    assert isoload.policies.plan.plan_errors(plan, loads) == [] and plan.quota is not None
     per_rank = plan.quota.view(4, -1).sum(1)
     assert int(per_rank[3]) == 0 and int(per_rank.max()) == -(-3640 // 3), per_rank
 
@@ -137,7 +137,9 @@ def test_published_segments_become_a_plan_where_they_fit() -> None:
     crowded = torch.tensor([90, 90, 90, 0, 0, 0], dtype=torch.int32)
     fits = place(2, 6, 2)
     assert (
-        isoload.records.plan.plan_errors(isoload.plan(crowded, fits, 0, "llep_published", **options), crowded)
+        isoload.policies.plan.plan_errors(
+            isoload.plan(crowded, fits, 0, "llep_published", **options), crowded
+        )
         == []
     )
     with pytest.raises(

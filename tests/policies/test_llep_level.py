@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import isoload
-from isoload.trace import read_trace
+from isoload.traces import read_trace
 from support.level_cases import LevelCase, check_fill, draw_loads, in_order
 from support.spill_bounds import least_cost_bound
 from support.sweeps import every
@@ -123,7 +123,7 @@ def test_nothing_is_borrowed_where_replicas_suffice(policy: str) -> None:
         loads = torch.from_numpy(rng.multinomial(100_000, drift / drift.sum())).int()
         exact = isoload.plan(loads, placed, 0, "exact")
         plan = isoload.plan(loads, placed, 0, policy, **options)
-        assert isoload.records.plan.plan_errors(plan, loads) == [] and plan.telemetry is not None
+        assert isoload.policies.plan.plan_errors(plan, loads) == [] and plan.telemetry is not None
         assert int(plan.peak) <= int(exact.peak), seed
         meets = int(exact.peak) <= -(-100_000 // ranks)
         met += meets
@@ -142,7 +142,7 @@ def test_within_the_node(policy: str) -> None:
         placed = isoload.Placement(torch.from_numpy(case.slots)[None], topology, 32, spare_slots=4)
         loads = torch.from_numpy(case.loads)
         plan = isoload.plan(loads, placed, 0, policy, within="node", **options)
-        assert isoload.records.plan.plan_errors(plan, loads) == [] and plan.telemetry is not None
+        assert isoload.policies.plan.plan_errors(plan, loads) == [] and plan.telemetry is not None
         assert int(plan.telemetry[3]) == 0
         bound = max(-(-int(node) // 4) for node in case.loads.reshape(2, -1).sum(1))
         assert int(plan.peak) >= bound

@@ -27,7 +27,7 @@ def test_rounded_within_one_copy_per_replica_of_the_optimum(precision):
         loads = torch.from_numpy(case.loads)
         placement = placement_of(case)
         plan = isoload.plan(loads, placement, 0, "lp", precision=precision)
-        assert isoload.records.plan.plan_errors(plan, loads) == []
+        assert isoload.policies.plan.plan_errors(plan, loads) == []
         best = lp_optimum(case.expert_loads(), case.slot_to_expert, case.num_ranks)
         assert int(plan.telemetry[1]) == 0, "converged"
         slack = best * (1e-4 if precision == "float32" else 1e-8)
@@ -69,7 +69,7 @@ def test_says_when_it_did_not_converge():
     placement, _, loads = make_batch()
     plan = isoload.plan(loads, placement, 0, "lp", tolerance=0.0)
     assert int(plan.telemetry[1]) in (1, 2), "the last bit cannot be had, and the status says so"
-    assert isoload.records.plan.plan_errors(plan, loads) == []
+    assert isoload.policies.plan.plan_errors(plan, loads) == []
 
 
 def plan_of_rank(rank):

@@ -8,8 +8,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import isoload
+from isoload.analysis.batches import make_batches
 from isoload.balancing.planning import plan_and_share, share_routed
-from isoload.replay.batches import make_batches
 from isoload.shared_experts import per_expert
 from support.oracles import lp_optimum
 
@@ -86,7 +86,7 @@ def test_every_copy_is_routed_once_and_as_planned(policy, name):
         pytest.skip("nor ranks that are down")
     for layer in range(2):
         plan = isoload.plan(loads, placement, layer, policy)
-        assert isoload.records.plan.plan_errors(plan, loads) == []
+        assert isoload.policies.plan.plan_errors(plan, loads) == []
         slots = route_all(ids, loads, plan)
         for rows, wanted in zip(slots, ids, strict=True):
             held = torch.where(rows < 0, -1, plan.slot_to_expert[rows.clamp(min=0)])
@@ -355,7 +355,7 @@ def test_waterfill_leaves_dead_ranks_alone(candidates, alive):
     ids = draw_ids(3, 4, 30, 1)
     loads = gather(ids, placement)
     plan = isoload.plan(loads, placement, 0, "waterfill", candidates=candidates)
-    assert isoload.records.plan.plan_errors(plan, loads) == []
+    assert isoload.policies.plan.plan_errors(plan, loads) == []
     slots = torch.cat(route_all(ids, loads, plan))
     per_rank = torch.bincount(slots[slots >= 0] // placement.slots_per_rank, minlength=4)
     assert not per_rank[~torch.tensor(alive)].any()

@@ -74,7 +74,7 @@ def loads(*hot_experts: tuple[int, int], experts: int = 32) -> torch.Tensor:
     return counts
 
 
-def imports(plan: isoload.records.plan.Plan, home_slot: list[int], size: int, spare: int) -> tuple[int, int]:
+def imports(plan: isoload.policies.plan.Plan, home_slot: list[int], size: int, spare: int) -> tuple[int, int]:
     """Experts in spare slots: borrowed inside their node, and from other nodes."""
     near = far = 0
     for p, expert in enumerate(plan.slot_to_expert.tolist()):
@@ -122,7 +122,7 @@ def test_exports_have_a_price() -> None:
 
 def test_default_import_costs_are_break_even_points() -> None:
     counts, placement = loads((0, 50_000), (9, 30_000)), placed(8, 4)
-    near, far = (isoload.cost.break_even(3 * 7168 * 2048, bandwidth, 0.147) for bandwidth in (400, 50))
+    near, far = (isoload.times.cost.break_even(3 * 7168 * 2048, bandwidth, 0.147) for bandwidth in (400, 50))
     fill = ops.plan_fill(
         counts,
         placement.slot_to_expert[0],

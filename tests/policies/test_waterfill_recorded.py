@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import isoload
-from isoload.trace import Trace, write_trace
+from isoload.traces import Trace, write_trace
 from reference import route_shared_sampled
 
 RANKS, EXPERTS, TOKENS = 4, 8, 300

@@ -3,7 +3,7 @@
 Same names, signatures and results on valid input; slow, and checked by their own assertions only.
 """
 
-from isoload.results import (
+from isoload.ops.results import (
     ActiveSplit,
     Counted,
     ExactSplit,

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from isoload.replica_tables import ReplicaTables
+from isoload.ops.tables import ReplicaTables
 from reference.count import count
 from reference.plan_own import plan_own
 from reference.route import route

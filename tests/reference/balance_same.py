@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isoload.replica_tables import ReplicaTables
-from isoload.results import ExactSplit
+from isoload.ops.results import ExactSplit
+from isoload.ops.tables import ReplicaTables
 from reference.count import count
 from reference.plan_exact import plan_exact
 from reference.route import route

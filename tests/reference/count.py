@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from isoload.results import PART_ROWS, Counted
+from isoload.ops.results import PART_ROWS, Counted
 
 
 def count(topk_ids: Tensor, num_experts: int, num_shared: int = 0) -> Counted:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from isoload.results import Grouping
+from isoload.ops.results import Grouping
 
 
 def group_copies(slots: Tensor, first: int, num_slots: int, num_places: int | None = None) -> Grouping:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from isoload.results import RowNumbers
+from isoload.ops.results import RowNumbers
 
 
 def number_rows(slots: Tensor, slots_per_rank: int, num_ranks: int) -> RowNumbers:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from isoload.results import PackedRows, RowLayout, RowNumbers
+from isoload.ops.results import PackedRows, RowLayout, RowNumbers
 
 
 def pack_rows(

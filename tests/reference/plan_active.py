@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from isoload.replica_tables import ReplicaTables
-from isoload.results import ActiveSplit
+from isoload.ops.results import ActiveSplit
+from isoload.ops.tables import ReplicaTables
 from reference.plan_exact import plan_exact
 from reference.replica_tables import replicas
 

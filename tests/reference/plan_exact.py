@@ -28,8 +28,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from isoload.replica_tables import ReplicaTables
-from isoload.results import ExactSplit
+from isoload.ops.results import ExactSplit
+from isoload.ops.tables import ReplicaTables
 from reference.replica_tables import replicas
 from reference.share import share
 from reference.start import ReplicatedExpert, local, packed, spread

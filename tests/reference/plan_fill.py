@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from isoload.results import SlotFill
+from isoload.ops.results import SlotFill
 from reference.spare_fill import fixed_copies, pick
 
 MILLION, LEVELS, FINE = 1_000_000, 6, 10_000

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isoload.replica_tables import ReplicaTables
-from isoload.results import JointSplit
+from isoload.ops.results import JointSplit
+from isoload.ops.tables import ReplicaTables
 from reference.plan_exact import plan_exact
 from reference.plan_waterfill import plan_waterfill
 from reference.share import share

@@ -25,8 +25,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from isoload.replica_tables import ReplicaTables
-from isoload.results import LpSplit
+from isoload.ops.results import LpSplit
+from isoload.ops.tables import ReplicaTables
 from reference.cholesky import Cholesky, Indices, Reals, add_by, ordered_sum
 from reference.replica_tables import replicas
 

@@ -7,8 +7,8 @@ from collections import deque
 import torch
 from torch import Tensor
 
-from isoload.replica_tables import ReplicaTables
-from isoload.results import ONE_OFFSET
+from isoload.ops.results import ONE_OFFSET
+from isoload.ops.tables import ReplicaTables
 from reference.replica_tables import replicas
 
 ONE = 2**32  # fixed point of a load

@@ -19,7 +19,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from isoload.results import WaterfillSplit
+from isoload.ops.results import WaterfillSplit
 
 MAX_COPIES = 2**31 - 1
 MOST = MAX_COPIES // 1024  # that a way or a place counts for in a start: of all ranks together less than 2^31

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from isoload.replica_tables import ReplicaTables
-from isoload.results import PART_ROWS, Counted, SharedColumns
+from isoload.ops.results import PART_ROWS, Counted, SharedColumns
+from isoload.ops.tables import ReplicaTables
 from reference.replica_tables import replicas
 from reference.route_shared import route_shared
 

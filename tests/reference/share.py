@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from isoload.replica_tables import ReplicaTables
+from isoload.ops.tables import ReplicaTables
 from reference.replica_tables import replicas
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from isoload.replica_tables import ReplicaTables
+from isoload.ops.tables import ReplicaTables
 from reference.replica_tables import replicas
 
 ONE = 2**32  # fixed point

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from isoload.results import SlotFill
+from isoload.ops.results import SlotFill
 
 
 class SpareFill:

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from isoload.results import SlotFill
+from isoload.ops.results import SlotFill
 from reference.spare_fill import SpareFill, fixed_copies, pick
 
 ONE = 2**16  # a copy, in fixed point

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 import isoload
-from isoload.experts.compute import run_experts
-from isoload.experts.weights import ExpertWeights, SwiGLU
 from isoload.transport import LocalTransport, Transport
+from isoload.weights.compute import run_experts
+from isoload.weights.experts import ExpertWeights, SwiGLU
 from support.made_routing import make_workload
 
 HIDDEN, INNER, TOP_K = 8, 8, 3

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from isoload import ops
-from isoload.replica_tables import ReplicaTables
+from isoload.ops.tables import ReplicaTables
 from support.sweeps import every
 
 MAX_COPIES = 2**31 - 1

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from isoload import ops
-from isoload.replica_tables import ReplicaTables
+from isoload.ops.tables import ReplicaTables
 from support.cases import Case, draw
 
 # By tokens of 8 choices each: kernels, and the memset of count from 1,025 tokens on. test_cuda_on_simt.py counts both.

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from isoload.experts.weights import ExpertWeights
+from isoload.weights.experts import ExpertWeights
 from support.fp8_experts import random_experts
 
 PREFIX = "model.layers.3.mlp.experts."

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import isoload
-from isoload.experts.weights import ExpertWeights
 from isoload.transport import CollectiveTransport, Transport
+from isoload.weights.experts import ExpertWeights
 from support.borrowed_layer import LLEP
 from support.borrowed_layer import make_setup as make_borrowing_setup
 from support.small_layer import STACKS, close

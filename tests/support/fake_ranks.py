@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import isoload
-from isoload.records.placed_layers import PlacedLayers
+from isoload.placement.placed_layers import PlacedLayers
 from isoload.transport import CollectiveGroup, Group, Transport
 from isoload.transport.row_dispatcher import RowDispatcher
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 import isoload
-from isoload.experts.weights import ExpertWeights
 from isoload.layer.stack import LibraStack
 from isoload.transport import Transport
+from isoload.weights.experts import ExpertWeights
 from support.fake_ranks import EXPERTS, HIDDEN, TOKENS, Everything, answer, gate, kept_memos
 from support.host_waits import HostWaits
 from support.stream_order import StreamOrder

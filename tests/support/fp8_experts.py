@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from isoload.experts.weights import ExpertWeights
+from isoload.weights.experts import ExpertWeights
 
 FP8 = torch.float8_e4m3fn
 LARGEST = 448.0  # of e4m3

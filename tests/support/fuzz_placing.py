@@ -9,7 +9,7 @@ import torch
 
 import isoload
 from isoload import ops
-from isoload.replay.judge import even_imbalance, exact_imbalance
+from isoload.analysis.judge import even_imbalance, exact_imbalance
 from support.fuzz_cases import FuzzCase
 from support.oracles import flow_optimum
 
@@ -54,7 +54,7 @@ def check_orders(case: FuzzCase) -> None:
         case.topology, speeds=None if rng.random() < 0.5 else (0.5, *[1.0] * (case.num_ranks - 1))
     )
     counts = rng.integers(1, 1000, (3, layers, experts))
-    trace = isoload.trace.Trace("fuzz", experts, counts=counts, layer_ids=ids)
+    trace = isoload.traces.Trace("fuzz", experts, counts=counts, layer_ids=ids)
     before = isoload.place(trace, topology, size, "scenario")
     mixed = before.with_layers([ids[i] for i in rng.permutation(layers)])
     part = trace.select_layers(rng.permutation(layers)[: rng.integers(1, layers + 1)].tolist())

@@ -7,7 +7,7 @@ import torch
 
 import isoload
 from isoload import POLICIES
-from isoload.records.plan import Plan
+from isoload.policies.plan import Plan
 from support.fuzz_cases import FuzzCase
 from support.oracles import flow_optimum
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from isoload.trace import read_trace
+from isoload.traces import read_trace
 from support.fuzz_cases import FuzzCase
 from support.recording_files import READERS, drawn, wanted
 

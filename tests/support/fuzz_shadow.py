@@ -12,9 +12,9 @@ import numpy as np
 
 import isoload
 from isoload.advise.recorded import phases
-from isoload.replay.rank_loads import RankLoads, read_recorded
-from isoload.trace import Trace, write_trace
-from isoload.trace.npz import read_npz
+from isoload.analysis.rank_loads import RankLoads, read_recorded
+from isoload.traces import Trace, write_trace
+from isoload.traces.npz import read_npz
 from support.fuzz_cases import FuzzCase, Rng
 
 VALUES: list[Any] = [

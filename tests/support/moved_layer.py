@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import torch
 
 import isoload
-from isoload.experts.weights import ExpertWeights
+from isoload.weights.experts import ExpertWeights
 from support.small_layer import (
     EXPERTS,
     HIDDEN,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from isoload.experts.weights import ExpertWeights
+from isoload.weights.experts import ExpertWeights
 from reference import quantised as reference
 
 NAMES = list(reference.BLOCKS)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import isoload
-from isoload.experts.weights import ExpertWeights
+from isoload.weights.experts import ExpertWeights
 from support.quantised_experts import NAMES, random_quantised
 from support.small_layer import TOKENS, make_gate
 

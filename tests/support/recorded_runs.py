@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 
 import isoload
-from isoload.replay.rank_loads import RankLoads
-from isoload.trace.record import Ints
+from isoload.analysis.rank_loads import RankLoads
+from isoload.traces.record import Ints
 
 
 def by_turns(placement: isoload.Placement, ids: Ints) -> Ints:

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import isoload
-from isoload.replay.rank_loads import RankLoads
-from isoload.trace import Identity, Trace, write_trace
+from isoload.analysis.rank_loads import RankLoads
+from isoload.traces import Identity, Trace, write_trace
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 RANKS, BATCHES, LAYERS, EXPERTS = 3, 4, 3, 6

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from isoload import ops
 from isoload.ops import library
-from isoload.replica_tables import ReplicaTables
+from isoload.ops.tables import ReplicaTables
 from support import refused_plans, refused_routes
 from support.exact_splits import int32
 from support.relaxed_layers import reals

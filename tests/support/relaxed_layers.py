@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from isoload import ops
-from isoload.replica_tables import ReplicaTables
+from isoload.ops.tables import ReplicaTables
 from support.cases import draw
 
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from isoload.trace import Trace
+from isoload.traces import Trace
 
 COUNTS, IDS = np.full((2, 3, 5), 4), np.tile(np.arange(2), (20, 3, 1))
 FIELDS = ("name", "num_experts", "top_k", "cluster", "layer_ids")

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from isoload import ops
-from isoload.replica_tables import ReplicaTables
-from isoload.results import RowLayout
+from isoload.ops.results import RowLayout
+from isoload.ops.tables import ReplicaTables
 from support import pourings
 from support.borrow_plans import SHAPES, draw_plan, draw_values
 from support.cases import draw

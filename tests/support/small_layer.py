@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import torch
 
 import isoload
-from isoload.experts.weights import ClampedGLU, ExpertWeights
+from isoload.weights.experts import ClampedGLU, ExpertWeights
 from reference.experts import run_experts
 
 HIDDEN, INNER, EXPERTS = 8, 6, 11

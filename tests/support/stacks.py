@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 import isoload
-from isoload.experts.compute import run_experts
-from isoload.experts.weights import ExpertWeights, SwiGLU
 from isoload.layer.routers import Gate, Router
 from isoload.transport import LocalTransport, Transport
+from isoload.weights.compute import run_experts
+from isoload.weights.experts import ExpertWeights, SwiGLU
 
 HIDDEN, INNER, EXPERTS, TOP_K = 8, 6, 12, 3
 TOKENS = (9, 0, 13, 4, 7, 1, 6, 11)  # per rank
@@ -105,8 +105,8 @@ def close(got: Tensor, want: Tensor, tolerance: float) -> bool:
     return not got.numel() or float((got.double() - want.double()).abs().max()) <= tolerance * scale
 
 
-def routing_trace(num_layers: int) -> isoload.trace.Trace:
+def routing_trace(num_layers: int) -> isoload.traces.Trace:
     """Choices of random tokens, for predictors that are fitted."""
     model, rows = Model(1, num_layers), Model(1, num_layers, tokens=(200,)).rows(99)[0]
     ids = [gate(rows)[0] for gate in model.gates]
-    return isoload.trace.Trace("made", EXPERTS, topk_ids=torch.stack(ids, 1).int().numpy())
+    return isoload.traces.Trace("made", EXPERTS, topk_ids=torch.stack(ids, 1).int().numpy())

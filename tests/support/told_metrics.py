@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from isoload.integrations.metrics import METRICS, Metrics
+from isoload.online.metrics import METRICS, Metrics
 
 
 class Told(Metrics):

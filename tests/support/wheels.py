@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from isoload.integrations.seams import Seam
+from isoload.engines.seams import Seam
 
 Definition = ast.ClassDef | ast.FunctionDef
 
@@ -55,7 +55,7 @@ def imported(inside: Sequence[ast.stmt], name: str, path: Path, module: Sequence
 
 
 def parameters(found: Definition) -> str:
-    """As :func:`isoload.integrations.seams.bare_signature` writes them, without spaces."""
+    """As :func:`isoload.engines.seams.bare_signature` writes them, without spaces."""
     if isinstance(found, ast.ClassDef):
         found = next(of for of in found.body if isinstance(of, ast.FunctionDef) and of.name == "__init__")
         found.args.args.pop(0)

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 import isoload
-from isoload.experts import compute
-from isoload.experts.weights import ExpertWeights
 from isoload.layer import moe
 from isoload.transport import CollectiveTransport, LocalTransport, Transport
+from isoload.weights import compute
+from isoload.weights.experts import ExpertWeights
 from support.processes import run_ranks
 
 RANKS, EXPERTS, TOP_K, TOKENS = 2, 6, 3, 7

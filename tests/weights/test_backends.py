@@ -20,7 +20,7 @@ from isoload.transport.peers import Peers
 from isoload.weights import backends
 from isoload.weights.backend import BorrowPlan
 from isoload.weights.backends import Pull, make_backend
-from isoload.weights.borrow import Borrowing
+from isoload.weights.borrowing import Borrowing
 from isoload.weights.moves import Address
 from support.processes import run_ranks
 from support.shared_memory import CPU, shared_memory

@@ -9,8 +9,8 @@ from collections import Counter
 import pytest
 import torch
 
+from isoload.analysis.simulate import DEFAULT_POLICIES
 from isoload.layer.moe import MoE
-from isoload.replay.simulate import DEFAULT_POLICIES
 from isoload.transport import CollectiveTransport, LocalTransport
 from isoload.weights.layout import layouts
 from isoload.weights.schedule import plan_moves

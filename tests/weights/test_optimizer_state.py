@@ -12,9 +12,9 @@ from torch.nn.utils import parametrize
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 import isoload
-from isoload.experts.weights import ExpertWeights
 from isoload.layer.moe import MoE
 from isoload.transport import CollectiveTransport, LocalTransport
+from isoload.weights.experts import ExpertWeights
 from isoload.weights.shard import Shard
 from support.moved_layer import deal, make_setup
 from support.processes import run_ranks

@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as Split
 
 import isoload
-from isoload.experts.weights import ExpertWeights
 from isoload.layer.moe import MoE
 from isoload.transport import CollectiveTransport, LocalTransport
+from isoload.weights.experts import ExpertWeights
 from isoload.weights.shard import Shard
 from support.moved_layer import deal, eplb, make_setup
 from support.processes import run_ranks

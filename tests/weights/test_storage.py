@@ -8,9 +8,9 @@ import pickle
 import pytest
 import torch
 
-from isoload.experts.weights import ExpertWeights
 from isoload.layer.moe import MoE
 from isoload.transport import LocalTransport
+from isoload.weights.experts import ExpertWeights
 from isoload.weights.layout import Layout
 from isoload.weights.storage import RankWeights
 from support.small_layer import STACKS, make_setup

@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from isoload import ops
-from isoload.advise.loads import Judged
+from isoload.analysis.loads import Judged
 from isoload.balancing.own_counts import offsets
 from isoload.balancing.own_counts.targets import exact_quota, scaled
 from isoload.balancing.planning import plan_layers, share_routed
+from isoload.placement.placement import Placement
 from isoload.placers import place
-from isoload.records.placement import Placement
 from isoload.topology import Topology
 
 MORE_SLOTS = (0, 1, 2, 4)  # of a rank, beyond one for each expert

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from isoload.advise.models import Model
+from isoload.analysis.models import Model
 from isoload.times import AllToAllTime, ExpertTime, LayerTime, Times, available
 from isoload.topology import Topology, as_topology
 from isoload.wording import not_one_of

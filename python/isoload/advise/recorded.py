@@ -9,14 +9,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from isoload.advise.advice import Question, Run, run_of
 from isoload.advise.candidates import Candidate
-from isoload.advise.loads import JUDGED
+from isoload.analysis.advice import Question, Run, run_of
+from isoload.analysis.judge import Floats, exact_imbalance, routed_imbalance
+from isoload.analysis.loads import JUDGED
+from isoload.analysis.rank_loads import Recorded
 from isoload.balancing.planning import plan_layers, share_routed
-from isoload.replay.judge import Floats, exact_imbalance, routed_imbalance
-from isoload.replay.rank_loads import Recorded
-from isoload.trace import Trace
-from isoload.trace.record import counts_of_slots
+from isoload.traces import Trace
+from isoload.traces.record import counts_of_slots
 
 SERVED, PLANNED = (Candidate("as served", 0, split) for split in ("none", "exact"))
 QUANTILES = {"half": 0.5, "nine_in_ten": 0.9, "worst": 1.0}  # of the layers, each a mean over passes

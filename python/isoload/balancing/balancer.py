@@ -20,11 +20,11 @@ from isoload.balancing.own_counts import Exchanged, Loads, exchange, make_own_co
 from isoload.balancing.planning import Gathered, plan_and_share
 from isoload.balancing.routing import route_counted, route_fixed, route_sent
 from isoload.ops import Counted
+from isoload.placement.placed_layers import PlacedLayers, own_layers, refreshing
+from isoload.placement.placement import Placement, check_same_shape, position
 from isoload.policies import Policy, Seeded, make_policy
 from isoload.policies.exact import ExactPolicy
-from isoload.records.placed_layers import PlacedLayers, own_layers, refreshing
-from isoload.records.placement import Placement, check_same_shape, position
-from isoload.records.plan import Plan
+from isoload.policies.plan import Plan
 from isoload.steps import first_step, in_backward, next_step
 from isoload.topology import Topology
 from isoload.transport import Call, Group, LocalGroup, checksum

@@ -21,7 +21,7 @@ from isoload.balancing.balancer import Balancer
 from isoload.balancing.counting import check_ids, check_one_each
 from isoload.balancing.own_counts.counts import described
 from isoload.policies import Policy
-from isoload.records.plan import Plan
+from isoload.policies.plan import Plan
 from isoload.steps import in_backward
 from isoload.transport import Call, error_code
 from isoload.transport.agreement import raise_unlike

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from isoload import ops
 from isoload.ops import Counted
-from isoload.records.placement import Placement
+from isoload.placement.placement import Placement
 from isoload.shared_experts import check_shared_columns
 from isoload.value_checks import check_whole
 

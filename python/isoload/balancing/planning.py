@@ -10,11 +10,11 @@ from torch import Tensor
 
 from isoload import ops
 from isoload.ops import Counted, Order
+from isoload.placement.placed_layers import PlacedLayers
+from isoload.placement.placement import Placement
 from isoload.policies import Demand, Policy, make_policy
 from isoload.policies.keeping import may_keep_local, split_above_local
-from isoload.records.placed_layers import PlacedLayers
-from isoload.records.placement import Placement
-from isoload.records.plan import Plan
+from isoload.policies.plan import Plan
 from isoload.shared_experts import SharedPlan, check_tokens, keep_home, per_expert, shared_copies, widened
 from isoload.value_checks import values_readable
 

@@ -8,9 +8,9 @@ from torch import Tensor
 from isoload import ops
 from isoload.balancing.planning import share_routed
 from isoload.ops import Counted, Order
+from isoload.placement.placed_layers import PlacedLayers
 from isoload.policies import Policy, Seeded, StaticPolicy, sample_seed
-from isoload.records.placed_layers import PlacedLayers
-from isoload.records.plan import Plan
+from isoload.policies.plan import Plan
 from isoload.shared_experts import check_shared_columns
 from isoload.value_checks import values_readable
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from isoload.checkpoints.deepseek_v3 import DeepSeekV3Layout
 from isoload.checkpoints.gpt_oss import GptOssLayout
-from isoload.checkpoints.tensors import FileTensors, StateTensors, Tensors
-from isoload.experts.weights import NAMES, Activation, ExpertWeights
+from isoload.weights.checkpoints import FileTensors, StateTensors, Tensors
+from isoload.weights.experts import NAMES, Activation, ExpertWeights
 
 Layout = DeepSeekV3Layout | GptOssLayout
 

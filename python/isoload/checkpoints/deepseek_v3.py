@@ -13,9 +13,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from isoload.checkpoints.tensors import Tensors
-from isoload.experts.quantised import FORMATS, FP8
-from isoload.experts.weights import Activation, SwiGLU
+from isoload.weights.checkpoints import Tensors
+from isoload.weights.experts import Activation, SwiGLU
+from isoload.weights.quantised import FORMATS, FP8
 
 PARTS = {
     "gate_up": ("gate_proj.weight", "up_proj.weight"),

@@ -13,9 +13,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from isoload.checkpoints.tensors import Tensors
-from isoload.experts.quantised import dequantise
-from isoload.experts.weights import Activation, ClampedGLU
+from isoload.weights.checkpoints import Tensors
+from isoload.weights.experts import Activation, ClampedGLU
+from isoload.weights.quantised import dequantise
 
 BLOCK = 32  # values that share a scale
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from isoload.advise import Advice, Judged, Model, Question
     from isoload.times import LayerTime, Times
     from isoload.topology import Topology
-    from isoload.trace import Trace
+    from isoload.traces import Trace
 
 GIB = 2.0**30
 
@@ -97,8 +97,8 @@ def answer(
     from isoload.advise import advise as search
     from isoload.advise import advise_server
     from isoload.advise.launch import flags
-    from isoload.cli.advise_text import print_advice, warnings
-    from isoload.cli.given import progress
+    from isoload.cli.advise_output import print_advice, warnings
+    from isoload.cli.arguments import progress
 
     with progress("candidates") as on_candidate:
         if len(asked) > 1 and weights is not None:
@@ -162,8 +162,8 @@ def _page(
     """Return the page's text. chosen: engine, GPU and kernel. first: sections ahead; figures: those of all sections."""
     from isoload.advise import judge_by
     from isoload.advise.constants import layer_times
+    from isoload.cli.advise_output import FIGURES, question_lines, rows_of, unit_notes, verdict_lines
     from isoload.cli.advise_page import PagePhase, PageText, advise_page
-    from isoload.cli.advise_text import FIGURES, question_lines, rows_of, unit_notes, verdict_lines
 
     engine, gpu, kernel = chosen
     both, parts, gaps = len(phases) > 1, {}, dict[str, None]()
@@ -313,7 +313,7 @@ def advise(
 ) -> None:
     """Whether balancing pays on your GPUs: milliseconds of a step, and the flags for the best way to run."""
     from isoload.advise import Question, find_model, guessed_trace, judge_by, step_weights
-    from isoload.cli.given import Reading, load_trace
+    from isoload.cli.arguments import Reading, load_trace
     from isoload.cli.targets import check_targets
     from isoload.times import load
     from isoload.topology import Topology

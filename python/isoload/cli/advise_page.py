@@ -5,23 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from isoload.analysis import pages
 from isoload.cli.pages import MEAN, ROWS, leaving, lines, over_mean, rank_heats, sending_heat
-from isoload.report import charts, code, figure, page, prose, section
+from isoload.report import code, figure, page, prose, section
 from isoload.wording import two_digits
 
 if TYPE_CHECKING:
     from isoload.advise import Advice, Judged, Question
-    from isoload.advise.advice import Run
-    from isoload.advise.details import Saving
+    from isoload.analysis.advice import Run
+    from isoload.analysis.details import Saving
     from isoload.times import LayerTime
 
-COLOURS = {"without isoload": charts.LINES[1], "isoload": charts.OWN}
+COLOURS = {"without isoload": pages.LINES[1], "isoload": pages.OWN}
 ENDS = ("var(--c5)", "var(--c3)")  # half and double
 
 
 def named_runs(advice: Advice, judged: Judged) -> dict[str, Run]:
     """What runs now, the best without isoload, isoload's best; each candidate once."""
-    from isoload.advise.advice import run
+    from isoload.analysis.advice import run
 
     found: dict[str, Run] = {}
     answers = {"now": advice.now, "without isoload": advice.theirs, "isoload": advice.ours}
@@ -62,8 +63,8 @@ def saving_section(
     of_phase: str,
 ) -> str:
     """What would change the answer: the tokens of a rank, and each constant."""
-    from isoload.advise.details import by_tokens
-    from isoload.cli.given import progress
+    from isoload.analysis.details import by_tokens
+    from isoload.cli.arguments import progress
 
     asked, other = advice.question, best if best != "now" else list(runs)[-1]
     pairs = [(runs["now"], runs[other])]
@@ -90,12 +91,12 @@ def _by_tokens(
     for row in rows:
         parts = [f"{two_digits(100 * part)} %" for part in row.share]
         values.append((row.tokens, *map(two_digits, row.ms), *parts, "no" if row.extrapolated else "yes"))
-    return figure(f"Kernels of {phase}", said, charts.by_tokens(drawn, extent, colour), header, values)
+    return figure(f"Kernels of {phase}", said, pages.by_tokens(drawn, extent, colour), header, values)
 
 
 def _sensitivity(before: Run, after: Run, asked: Question) -> str:
-    from isoload.advise.advice import saved_ms
-    from isoload.advise.details import sensitivity
+    from isoload.analysis.advice import saved_ms
+    from isoload.analysis.details import sensitivity
 
     found, middle = sensitivity(before, after, asked), sum(saved_ms(before, after, asked)) / 2
     ends = {of: {"half": sum(half) / 2, "double": sum(double) / 2} for of, (half, double) in found.items()}
@@ -103,15 +104,15 @@ def _sensitivity(before: Run, after: Run, asked: Question) -> str:
     turns = f"The sign turns with {', '.join(turning)}." if turning else "None of them turns its sign."
     values = [(of, *(two_digits(end) for pair in both for end in pair)) for of, both in found.items()]
     header = "constant", "halved: ms, from", "to", "doubled: ms, from", "to"
-    spec = charts.points(ends, "ms saved a step, middle of the range", ENDS, middle)
+    spec = pages.points(ends, "ms saved a step, middle of the range", ENDS, middle)
     said = f"What {after.candidate.label} saves over {before.candidate.label}. {turns}"
     return figure("Each constant halved and doubled", said, spec, header, values)
 
 
 def step_section(advice: Advice, judged: Judged, of_phase: str) -> str:
     """A few layers on their ranks, as they run now and as the best would."""
-    from isoload.advise.details import few_layers
-    from isoload.replay.timeline import Timeline
+    from isoload.analysis.details import few_layers
+    from isoload.analysis.timeline import Timeline
 
     header = "rank", "stage", "from ms", "to ms"
     shown = {"now": advice.now.candidate, "the best": advice.answers[0].candidate}
@@ -127,7 +128,7 @@ def step_section(advice: Advice, judged: Judged, of_phase: str) -> str:
         ]
         rows = [(rank, stage, f"{start:.3f}", f"{end:.3f}") for rank, stage, start, end in events]
         title = f"{name}: {shown[name].label}, {two_digits(1e3 * step.seconds)} ms"
-        spec = charts.gantt(events, stages, until)
+        spec = pages.gantt(events, stages, until)
         parts.append(figure(title, "Gaps are waiting for slower ranks.", spec, header, rows))
     said = "The first layers of one batch, rank by rank, at the high end of every range."
     return section(f"A step on its ranks{of_phase}", *parts, said=said)
@@ -146,7 +147,7 @@ class PageText(NamedTuple):
 class PagePhase(NamedTuple):
     """The advice on one phase, and what its charts are drawn from.
 
-    layers: the trace's numbers. times: constants by phase, see :func:`isoload.advise.details.by_tokens`. judge: batches
+    layers: the trace's numbers. times: constants by phase, see :func:`isoload.analysis.details.by_tokens`. judge: batches
     with so many tokens on a rank.
     """
 

@@ -27,9 +27,9 @@ def convert(
 
     SGLang and TensorRT-LLM number layers as the model does, vLLM and vllm-ascend number the MoE layers from 0.
     """
-    from isoload.cli.given import Reading, read_given, with_extra
+    from isoload.cli.arguments import Reading, read_given, with_extra
     from isoload.cli.targets import check_targets
-    from isoload.formats import check_format, write_placement
+    from isoload.placement.files import check_format, write_placement
     from isoload.topology import Topology
 
     check_targets([source], force, output=str(output))

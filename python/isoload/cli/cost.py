@@ -10,7 +10,7 @@ from rich.console import Console
 from isoload.cli.tables import MIB, Figure, Row, columns_of, say
 
 if TYPE_CHECKING:
-    from isoload.cost import CostModel
+    from isoload.times.cost import CostModel
 
 UNITS = (
     "µs: predicted, of the busiest rank, one layer. layer = compute + all-to-all + import: nothing hides anything. "
@@ -22,7 +22,7 @@ UNITS = (
 
 def given_cost(given: str | None) -> CostModel | None:
     """The constants of a file, the built-in ones, or none."""
-    from isoload.cost import CostModel, read_cost
+    from isoload.times.cost import CostModel, read_cost
 
     if given is None:
         return None

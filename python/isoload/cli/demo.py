@@ -13,7 +13,7 @@ from isoload.cli.tables import Figure, Row, columns_of, say, write_out
 
 if TYPE_CHECKING:
     from isoload.topology import Topology
-    from isoload.trace import Trace
+    from isoload.traces import Trace
 
 # A link in a checkout, files in a wheel.
 SHIPPED = Path(__file__).parents[1] / "traces" / "gptoss20b_decode.npz"
@@ -35,11 +35,11 @@ def run_demo(trace_path: Path | None, num_ranks: int, layer: int, stall_seconds:
     Raises:
         RankError: a rank failed, ended or stalled; naming it.
     """
+    from isoload.analysis.batches import make_batches
+    from isoload.analysis.simulate import DEFAULT_POLICIES
     from isoload.cli.processes import run_ranks
-    from isoload.replay.batches import make_batches
-    from isoload.replay.simulate import DEFAULT_POLICIES
     from isoload.topology import Topology
-    from isoload.trace import read_trace
+    from isoload.traces import read_trace
 
     if not 1 <= num_ranks <= MAX_RANKS:
         raise ValueError(f"ranks must be in 1..{MAX_RANKS} (processes), got {num_ranks}")
@@ -72,13 +72,13 @@ def _run_policy(
     import torch
     from torch import Tensor
 
-    from isoload.experts.compute import run_experts
-    from isoload.experts.weights import ExpertWeights, SwiGLU
+    from isoload.analysis.batches import make_batches
+    from isoload.analysis.simulate import BASELINE, in_order
     from isoload.layer.moe import MoE
     from isoload.placers import place
-    from isoload.replay.batches import make_batches
-    from isoload.replay.simulate import BASELINE, in_order
     from isoload.transport import CollectiveTransport
+    from isoload.weights.compute import run_experts
+    from isoload.weights.experts import ExpertWeights, SwiGLU
 
     batches = make_batches(trace)
     half = len(batches.counts) // 2

@@ -22,7 +22,7 @@ from isoload.cli.tables import say, write_out
 from isoload.files.writing import printable
 
 if TYPE_CHECKING:
-    from isoload.cost import CostModel
+    from isoload.times.cost import CostModel
     from isoload.transport import deep_ep
 
 
@@ -42,9 +42,9 @@ def report(cost: CostModel | None = None) -> list[Item]:
 
     from isoload import __version__
     from isoload.cli.engines import ENGINES, look
-    from isoload.cost import CostModel
     from isoload.ops.library import ON_CUDA
     from isoload.ops.load import LIBRARY
+    from isoload.times.cost import CostModel
 
     checks: dict[str, Callable[[], tuple[bool, str]]] = {
         "python": lambda: (True, f"{platform.python_version()} on {platform.machine()}"),
@@ -190,7 +190,7 @@ def print_file(items: Sequence[Item], console: Console) -> None:
 
 def file_items(paths: Sequence[Path]) -> list[Item]:
     """What placement files and records are about."""
-    from isoload.cli.given import AS_FOUND, load_traces, record_facts
+    from isoload.cli.arguments import AS_FOUND, load_traces, record_facts
 
     one = paths[0]
     if len(paths) > 1 or one.is_dir() or not holds_text(one):
@@ -207,9 +207,10 @@ def file_items(paths: Sequence[Path]) -> list[Item]:
 
 def placement_file_facts(path: Path) -> dict[str, str]:
     """Return what a placement file is about, and what starts an engine from it, by label."""
-    from isoload.cli.given import placement_facts
-    from isoload.formats import UnknownRanks, format_of, launch_line, read_placement
-    from isoload.formats.launch import ENGINES
+    from isoload.cli.arguments import placement_facts
+    from isoload.formats.launch import ENGINES, launch_line
+    from isoload.placement.engine_files import UnknownRanks
+    from isoload.placement.files import format_of, read_placement
     from isoload.topology import Topology
 
     num_ranks: int | None = None

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 
-from isoload.integrations.settings import MODE, PLACEMENT, PLACER, POLICY, SGLANG, VLLM, Variable
+from isoload.engines.settings import MODE, PLACEMENT, PLACER, POLICY, SGLANG, VLLM, Variable
 
 SAID = "isoload: "  # engines print, too
 
@@ -31,16 +31,16 @@ class Engine:
 
 def _attaches(plug_in: str, first: str = "") -> str:
     return f"""{first}
-from isoload.integrations.settings import Settings
-from isoload.integrations.{plug_in} import attach
+from isoload.engines.settings import Settings
+from isoload.engines.{plug_in} import attach
 for fault in attach(Settings.read()): print({SAID!r} + fault)
 """
 
 
 HOOKS = "its functions are as isoload expects and a known batch comes out right"
 SCHEDULER = "import sglang.srt.managers.scheduler"
-HUGGING_FACE = "from isoload.integrations import huggingface; huggingface.register()"
-EXPERTS = "ep_implementation='isoload' after isoload.integrations.huggingface.register()"
+HUGGING_FACE = "from isoload.engines import huggingface; huggingface.register()"
+EXPERTS = "ep_implementation='isoload' after isoload.engines.huggingface.register()"
 MEGATRON = "import isoload.integrations.megatron"
 ENGINES = (
     Engine("SGLang", "sglang", _attaches("sglang", SCHEDULER), HOOKS, SGLANG, "sglang.srt.plugins"),

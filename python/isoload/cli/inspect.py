@@ -27,8 +27,8 @@ from isoload.cli.options import (
 from isoload.cli.tables import Column, Figure, Row, columns_of, page_table, percent, say, write_out
 
 if TYPE_CHECKING:
-    from isoload.records.placement import Placement
-    from isoload.trace import Trace
+    from isoload.placement.placement import Placement
+    from isoload.traces import Trace
 
 
 def inspect_figures(ranks: Sequence[str]) -> list[Figure]:
@@ -59,7 +59,7 @@ def inspect_figures(ranks: Sequence[str]) -> list[Figure]:
 def print_inspection(
     trace: Trace, num_ranks: int, layers: Sequence[Row], console: Console, wide: bool = False
 ) -> None:
-    from isoload.cli.given import record_facts
+    from isoload.cli.arguments import record_facts
 
     numbers = list(layers[0]["on_ranks"])
     columns = columns_of(inspect_figures(numbers), layers, wide)
@@ -167,9 +167,9 @@ def inspect(
     With --placement the balance of each layer instead: experts in order, placed without replicas, and as in the file;
     and what so many replicas bring to each.
     """
-    from isoload.cli.given import Reading, given_placement, load_trace, record_facts
+    from isoload.analysis.inspection import inspect_placement, inspect_trace
+    from isoload.cli.arguments import Reading, given_placement, load_trace, record_facts
     from isoload.cli.targets import check_targets
-    from isoload.replay.inspection import inspect_placement, inspect_trace
 
     check_targets([*traces, placement], force, json, html=html)
     reading = Reading(stages, same_layers, allow_missing_ranks, first_moe_layer, model)

@@ -13,7 +13,7 @@ import typer
 from isoload.cli.options import Experts, ExpertsPerToken, Force, Range, RanksPerNode
 
 if TYPE_CHECKING:
-    from isoload.advise.measuring import Kernel
+    from isoload.analysis.measuring import Kernel
     from isoload.times import Times
 
 GIB = 2.0**30
@@ -37,7 +37,7 @@ def measure(
         str,
         typer.Option(
             metavar="isoload|MODULE:FUNCTION",
-            help="What computes the experts, with the arguments of isoload.advise.measuring.isoload_experts.",
+            help="What computes the experts, with the arguments of isoload.analysis.measuring.isoload_experts.",
         ),
     ] = "isoload",
     memory: Annotated[
@@ -52,8 +52,8 @@ def measure(
     ... It takes at most a few minutes.
     """
     from isoload.advise import find_model
-    from isoload.advise.measuring import isoload_experts, make_machine
-    from isoload.advise.measuring import measure as measure_all
+    from isoload.analysis.measuring import isoload_experts, make_machine
+    from isoload.analysis.measuring import measure as measure_all
     from isoload.cli.targets import check_targets
     from isoload.files.writing import write_json
 
@@ -119,7 +119,7 @@ def ranks() -> Iterator[int]:
 @contextmanager
 def _progress(rank: int) -> Iterator[Callable[[int, int], None]]:
     """A bar on rank 0."""
-    from isoload.cli.given import progress
+    from isoload.cli.arguments import progress
 
     if rank:
         yield lambda done, total: None

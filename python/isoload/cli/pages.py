@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from isoload.report import charts, figure, page, prose, section
+from isoload.analysis import pages as charts
+from isoload.report import figure, page, prose, section
 
 if TYPE_CHECKING:
-    from isoload.records.placement import Placement
-    from isoload.replay.metrics import Tally
-    from isoload.replay.simulate import Replay
-    from isoload.trace import Trace
+    from isoload.analysis.metrics import Tally
+    from isoload.analysis.simulate import Replay
+    from isoload.placement.placement import Placement
+    from isoload.traces import Trace
 
 MOST = 96  # columns of batches in a heat map
 MEAN = "Max/mean rank load, mean over batches; 1 is even."
@@ -64,7 +65,7 @@ def inspect_page(
     notes: Sequence[str], figures: Any,
 ) -> str:  # fmt: skip
     """costs: lines that say what the skew costs."""
-    from isoload.replay.inspection import ranks_in_order
+    from isoload.analysis.inspection import ranks_in_order
 
     layers, on = trace.layer_ids, [row["on_ranks"][str(num_ranks)] for row in found]
     series = {
@@ -91,7 +92,7 @@ def placement_page(
     notes: Sequence[str], figures: Any,
 ) -> str:  # fmt: skip
     """Of ``inspect --placement``."""
-    from isoload.replay.judge import even_loads
+    from isoload.analysis.judge import even_loads
 
     rows, layers = view["layers"], trace.layer_ids
     names = {"in order": "in_order", "placed": "placed", "replicated": "replicated", "exact": "exact"}
@@ -119,7 +120,7 @@ def placement_page(
 def place_page(
     trace: Trace, placement: Placement, rows: Rows, what: str, tables: str, notes: Sequence[str], figures: Any
 ) -> str:
-    from isoload.replay.judge import even_loads
+    from isoload.analysis.judge import even_loads
 
     values = {row["placer"]: {"even": row["even"], "exact": row["exact"]} for row in rows}
     said = f"{MEAN} even: replicas share alike; exact: the best split."

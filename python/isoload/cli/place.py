@@ -16,9 +16,9 @@ from isoload.cli.tables import NO_FREEDOM, Figure, Row, columns_of, page_table, 
 from isoload.files.writing import descriptor_of, printable
 
 if TYPE_CHECKING:
-    from isoload.records.placement import Placement
+    from isoload.placement.placement import Placement
     from isoload.topology import Topology
-    from isoload.trace import Trace
+    from isoload.traces import Trace
 
 BOTH = ("eplb", "scenario")  # the default placers; of equal ones the last
 UNITS = (
@@ -86,7 +86,8 @@ def without_lost(ranks: int, lost: list[int] | None) -> tuple[bool, ...] | None:
 
 def read_before(path: str, ranks: int) -> Placement:
     """Return the placement of a file, whose own number of ranks counts where it states one."""
-    from isoload.formats import UnknownRanks, read_placement
+    from isoload.placement.engine_files import UnknownRanks
+    from isoload.placement.files import read_placement
 
     try:
         return read_placement(path)
@@ -104,7 +105,7 @@ def slots_of_before(start: Placement, topology: Topology) -> int:
 
 def arrival_line(start: Placement, placement: Placement, expert_bytes: int) -> str:
     """Return how many experts ranks must load that they do not hold."""
-    from isoload.replay.judge import arrivals
+    from isoload.analysis.judge import arrivals
 
     count = arrivals(start, placement)  # [L, R]
     busiest = int(count.sum(0).max())
@@ -142,8 +143,8 @@ class Way:
 
     def place(self, counts: Any, topology: Topology) -> Placement:
         """Return the placement of counts or traces."""
+        from isoload.analysis.judge import without_replicas
         from isoload.placers import place
-        from isoload.replay.judge import without_replicas
 
         made = place(counts, topology, self.slots, self.name, **self.options)
         return without_replicas(made) if self.label == options.BASELINE else made
@@ -156,8 +157,8 @@ def shown_row(row: Row) -> Row:
 
 def free_slots(name: str, options: dict[str, Any], trace: Trace, topology: Topology) -> int | None:
     """Return the default slots per rank, or None for a placer that chooses their number."""
+    from isoload.analysis.simulate import default_slots_per_rank
     from isoload.placers import make_placer
-    from isoload.replay.simulate import default_slots_per_rank
 
     own = {key: value for key, value in options.items() if key != "before"}
     if make_placer(name, own).has_budget:
@@ -167,8 +168,8 @@ def free_slots(name: str, options: dict[str, Any], trace: Trace, topology: Topol
 
 def judge_way(way: Way, trace: Trace, calibrate: str, topology: Topology) -> tuple[Any, Any]:
     """Return the imbalance [batches, L], even and exact, of placements made without the batches they are judged on."""
+    from isoload.analysis.judge import unseen_imbalances
     from isoload.placers import PLACERS
-    from isoload.replay.judge import unseen_imbalances
 
     kind = PLACERS[way.name]
     make = partial(way.place, topology=topology)
@@ -245,12 +246,12 @@ def place(
     Experts are placed on all batches; the figures are of placements made without the batches they are judged on.
     Recordings weigh alike.
     """
-    from isoload.cli.given import Reading, load_traces, source_line, with_extra
+    from isoload.analysis import judge
+    from isoload.cli.arguments import Reading, load_traces, source_line, with_extra
     from isoload.cli.plugins import load_plugins
     from isoload.cli.targets import check_targets
-    from isoload.formats import check_format, read_placement, write_placement
+    from isoload.placement.files import check_format, read_placement, write_placement
     from isoload.placers import PLACERS, parse_placer
-    from isoload.replay import judge
     from isoload.replay.calibration import strictest
     from isoload.topology import Topology
 

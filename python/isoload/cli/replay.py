@@ -15,8 +15,8 @@ from isoload.cli.cost import constants, given_cost, print_cost
 from isoload.cli.tables import NO_FREEDOM, Column, Figure, Row, columns_of, page_table, say, write_out
 
 if TYPE_CHECKING:
-    from isoload.replay.metrics import PolicyFigures
-    from isoload.replay.simulate import Replay
+    from isoload.analysis.metrics import PolicyFigures
+    from isoload.analysis.simulate import Replay
 
 UNITS = (
     "imbalance: max/mean rank load, mean over batches and layers. bound: {best}'s here. row: token x rank. "
@@ -239,11 +239,11 @@ def replay(
     With --cost a second table predicts times and memory of a layer by constants, which are printed;
     policies that price imports use them where their options set no others.
     """
-    from isoload.cli.given import Reading, given_placement, load_trace, progress, source_line, unseen_part
+    from isoload.analysis import simulate
+    from isoload.cli.arguments import Reading, given_placement, load_trace, progress, source_line, unseen_part
     from isoload.cli.plugins import load_plugins
     from isoload.cli.targets import check_targets
     from isoload.policies import POLICIES
-    from isoload.replay import simulate
 
     load_plugins(plugin)
     check_targets([*traces, placement, cost], force, json, html=html)

@@ -15,7 +15,7 @@ from isoload.wording import amount, between
 
 if TYPE_CHECKING:
     from isoload.advise.recorded import Phase
-    from isoload.replay.rank_loads import Recorded
+    from isoload.analysis.rank_loads import Recorded
 
 FIGURES = (
     Figure("phase", "", "phase"),
@@ -108,10 +108,10 @@ def report(
 ) -> None:
     """What isoload would have made of the passes that an engine in shadow mode recorded."""
     from isoload.advise.recorded import phases
-    from isoload.cli.given import Reading
+    from isoload.analysis.rank_loads import read_recorded
+    from isoload.cli.arguments import Reading
     from isoload.cli.targets import check_targets
-    from isoload.replay.rank_loads import read_recorded
-    from isoload.trace import write_trace
+    from isoload.traces import write_trace
 
     check_targets([recorded], force, json, html=html)
     if trace is not None and not force and Path(trace).exists():
@@ -170,9 +170,9 @@ def modelled(
     """Return by phase the milliseconds of a step that isoload's choice saves, the advice on the chosen phases, and what
     has no constants."""
     from isoload.advise import Question, find_model, judge_by, step_weights
-    from isoload.advise.advice import saved_ms
     from isoload.advise.constants import layer_times
     from isoload.advise.recorded import served_runs, trace_of
+    from isoload.analysis.advice import saved_ms
     from isoload.cli.advise import phase_times
 
     described, topology = find_model(model, dtype), recorded.topology

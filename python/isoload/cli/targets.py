@@ -10,7 +10,7 @@ from typing import Any
 
 from isoload.files.reading import parse_json, read_text
 from isoload.files.writing import check_target, descriptor_of
-from isoload.formats import recognise
+from isoload.placement.files import recognise
 from isoload.report import check_drawing, is_page
 
 FIGURES = (  # keys of what --json writes, by which it is known again

@@ -1,6 +1,6 @@
 """Linear maps of sorted copies by their slots' weights: one grouped GEMM, or a loop where there is none.
 
-Shapes: C sorted copies, S slots; see isoload.permutation.
+Shapes: C sorted copies, S slots; see isoload.ops.counting.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from isoload import kernels
-from isoload.experts.quantised import quantised_linear
-from isoload.experts.weights import ROW_BYTES, BorrowedWeights, ExpertWeights, compute_path
-from isoload.results import Grouping
+from isoload.ops.results import Grouping
+from isoload.weights.experts import ROW_BYTES, BorrowedWeights, ExpertWeights, compute_path
+from isoload.weights.quantised import quantised_linear
 
 Linear = Callable[[Tensor, Tensor, Tensor | None, Grouping], Tensor]
 Projection = Callable[[Tensor, Grouping], Tensor]  # x [C, in] -> [C, out]

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import json
 import os
-import reprlib
 import stat
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
+
+from isoload.wording import shown
 
 MAX_TEXT = 2**28  # bytes: a placement of 100 layers with 65536 slots is smaller
 MAX_NOTES = 2**24  # of what only describes: a cost file, a trace's provenance, a checkpoint's index
@@ -23,16 +24,6 @@ MAX_LAYERS = 2**12  # above any model's; SGLang's files have a row for every lay
 MAX_NUMBER = 2.0**127  # of float32, which holds weights, speeds and bandwidths
 
 Rows = np.ndarray[Any, np.dtype[np.int64]]
-
-_repr = reprlib.Repr()
-_repr.maxstring = _repr.maxother = 100
-_repr.maxlevel = 3
-
-
-def shown(value: Any) -> str:
-    """repr of a value of a file, cut short: nested lists that share their parts print exponentially long."""
-    text = _repr.repr(value)
-    return text if len(text) <= 200 else f"{text[:197]}..."
 
 
 def open_regular(path: Path) -> BinaryIO:

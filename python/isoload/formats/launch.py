@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import shlex
 
-from isoload.formats.engines import engine_slots
-from isoload.records.placement import Placement
-from isoload.trace.identity import HOW
+from isoload.placement.engine_files import engine_slots
+from isoload.placement.placement import Placement
+from isoload.traces.identity import HOW
 
 REDUNDANT = "--eplb-config '{\"num_redundant_experts\": {}}'"
 """vLLM's option; {} stands for the number of redundant experts of a layer."""
@@ -27,7 +27,7 @@ def launch_line(placement: Placement, format: str, path: str, ranks: int | None 
 
     Args:
         placement: what the file holds.
-        format: of the file, one of ``isoload.formats.FORMATS``.
+        format: of the file, one of ``isoload.placement.files.FORMATS``.
         path: the file.
         ranks: of the expert-parallel group; None = the file does not state them, and the line has no number of ranks.
 

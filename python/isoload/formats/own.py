@@ -8,10 +8,11 @@ from typing import Any
 import torch
 
 from isoload import __version__
-from isoload.files.reading import check_keys, integer_rows, is_number, shown
-from isoload.records.placement import Placement
+from isoload.files.reading import check_keys, integer_rows, is_number
+from isoload.placement.placement import Placement
 from isoload.topology import Topology
-from isoload.trace.identity import Identity, identity_from_json, identity_to_json
+from isoload.traces.identity import Identity, identity_from_json, identity_to_json
+from isoload.wording import shown
 
 NAME, VERSION = "isoload-placement", 2
 WRITER = "isoload"  # key of provenance: the version of isoload that wrote the file

@@ -9,12 +9,13 @@ import json
 import re
 from typing import Any
 
-from isoload.files.reading import check_keys, shown
-from isoload.formats.engines import ASSIGNMENTS, assignments, engine_slots, made
-from isoload.records.placement import Placement
+from isoload.files.reading import check_keys
+from isoload.placement.engine_files import ASSIGNMENTS, assignments, engine_slots, made
+from isoload.placement.placement import Placement
 from isoload.topology import Topology
+from isoload.wording import shown
 
-KEYS = {"num_slots", ASSIGNMENTS, "layer_updates_per_iter"}
+TENSORRT_LLM_KEYS = {"num_slots", ASSIGNMENTS, "layer_updates_per_iter"}
 SCALAR = re.compile(r"(\w+): *(\d{1,9}) *")
 ROW = re.compile(r" +(\d{1,9}): *(\[[-\d, ]*\]) *")
 
@@ -73,6 +74,6 @@ def _add(found: dict[str, Any], key: str, value: Any, number: int) -> None:
 
 
 def read(content: Any, topology: Topology | None) -> Placement:
-    check_keys(content, KEYS)
+    check_keys(content, TENSORRT_LLM_KEYS)
     rows, layers = assignments(content)
     return made(rows, layers, "model", topology, ASSIGNMENTS, "TensorRT-LLM's file")

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from isoload.balancing.balancer import Balancer
-from isoload.integrations.engine_tables import placement_of
-from isoload.records.placement import Placement
+from isoload.engines.tables import placement_of
+from isoload.placement.placement import Placement
 from isoload.topology import Topology
 
 SLOTS = torch.tensor([[0, 1, 2, 3, 0, 1, 4, 5]])

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from isoload.balancing.planning import plan
-from isoload.integrations.metrics import Metrics
-from isoload.records.plan import Plan
+from isoload.online.metrics import Metrics
+from isoload.policies.plan import Plan
 
 log = logging.getLogger("isoload")
 COLUMNS = 5  # batches, sum of imbalance before, after, batches with peak == bound, batches that have a peak

@@ -8,7 +8,7 @@ import time
 import weakref
 from typing import NamedTuple
 
-from isoload.integrations.metrics import Metrics
+from isoload.online.metrics import Metrics
 
 log = logging.getLogger("isoload")
 

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from isoload.checkpoints import Checkpoint
-from isoload.experts.quantised import check_no_gradients, check_stay
-from isoload.experts.weights import Activation, ClampedGLU, ExpertWeights, SwiGLU, describe
-from isoload.records.placement import Placement
+from isoload.placement.placement import Placement
 from isoload.transport import DTYPES, CollectiveGroup, Group
+from isoload.weights.experts import Activation, ClampedGLU, ExpertWeights, SwiGLU, describe
+from isoload.weights.quantised import check_no_gradients, check_stay
 from isoload.weights.shard import Shard, check_shard
 from isoload.weights.storage import RankWeights
 
@@ -130,7 +130,7 @@ def _check_ddp(group: Group, ranks: Sequence[RankWeights]) -> None:
         raise ValueError(
             "expert Parameters must be ignored by DistributedDataParallel, which else gives every rank those of rank "
             "0: call isoload.layer.ignore_in_ddp(model) before DistributedDataParallel(model) (transformers' Trainer: "
-            "isoload.integrations.huggingface.BalancedTraining), got experts it was not called for; their weights are "
+            "isoload.engines.huggingface.BalancedTraining), got experts it was not called for; their weights are "
             "lost"
         )
     if (size := ddp.process_group.size()) != group.topology.num_ranks:

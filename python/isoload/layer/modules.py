@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from isoload.experts.weights import DTYPES, Activation, ClampedGLU, ExpertWeights, SwiGLU
 from isoload.layer.stored import StoredExperts
+from isoload.weights.experts import DTYPES, Activation, ClampedGLU, ExpertWeights, SwiGLU
 
 STACKS = {"gate_up": "gate_up_proj", "down": "down_proj"}
 BIASES = {"gate_up_bias": "gate_up_proj_bias", "down_bias": "down_proj_bias"}

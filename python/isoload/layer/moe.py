@@ -13,8 +13,6 @@ from isoload.balancing.balancer import Balancer
 from isoload.balancing.own_counts import Exchanged, Loads
 from isoload.balancing.planning import Gathered
 from isoload.checkpoints import Checkpoint
-from isoload.experts.compute import count_copies, run_experts, run_sorted
-from isoload.experts.weights import Activation, ExpertWeights, SwiGLU
 from isoload.layer.checks import (
     check_compute_dtype,
     check_halves,
@@ -27,13 +25,15 @@ from isoload.layer.compiled import Choose, handle_of, run_in_graph
 from isoload.layer.routers import Routing, given_choices
 from isoload.layer.stored import StoredExperts
 from isoload.ops import append_shared_expert
+from isoload.placement.placement import Placement, position
 from isoload.policies import Policy
-from isoload.records.placement import Placement, position
-from isoload.records.plan import Plan
+from isoload.policies.plan import Plan
 from isoload.transport import DTYPES, Call, Received, Transport
 from isoload.value_checks import values_readable
 from isoload.weights.autograd import BringAgain, join_rows, trained_stacks
-from isoload.weights.borrow import Borrowed
+from isoload.weights.borrowing import Borrowed
+from isoload.weights.compute import count_copies, run_experts, run_sorted
+from isoload.weights.experts import Activation, ExpertWeights, SwiGLU
 from isoload.weights.layout import count_rows, layouts, shard_layouts
 from isoload.weights.shard import Shard
 

@@ -11,7 +11,6 @@ from typing import Any
 
 from torch import nn
 
-from isoload.checkpoints.tensors import FileTensors
 from isoload.files.reading import open_regular
 from isoload.layer.whole import (
     all_processes,
@@ -22,6 +21,7 @@ from isoload.layer.whole import (
     written_aside,
 )
 from isoload.transport import Call
+from isoload.weights.checkpoints import FileTensors
 from isoload.weights.state import check_whole
 
 

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from isoload.balancing.planning import Gathered, fill
-from isoload.cost import CostModel
-from isoload.layer.block_experts import find_blocks, is_known, put_in, take_over
+from isoload.layer.blocks import find_blocks, is_known, put_in, take_over
 from isoload.layer.compiled import Choose
 from isoload.layer.feed import Feed
 from isoload.layer.modules import BlockGate
@@ -25,13 +24,14 @@ from isoload.layer.stack_checks import (
     make_predictor,
 )
 from isoload.layer.two_stage import Batch, Span, run_held, run_planned
+from isoload.placement.placed_layers import PlacedLayers
+from isoload.placement.placement import Placement
 from isoload.predict import LoadsPredictor, Lookahead, Predictor
-from isoload.records.placed_layers import PlacedLayers
-from isoload.records.placement import Placement
+from isoload.times.cost import CostModel
 from isoload.topology import Topology
 from isoload.transport import Call, Transport, checksum
 from isoload.value_checks import capturing, values_readable
-from isoload.weights.borrow import Borrowed
+from isoload.weights.borrowing import Borrowed
 
 AHEAD = "slots filled ahead"  # what ranks compare
 # Decoders' names of the norm before the block; the last is not it where there is AFTER, too

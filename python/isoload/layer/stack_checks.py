@@ -7,15 +7,15 @@ from math import inf
 
 from torch import nn
 
-from isoload.cost import CostModel, slots_in_time
-from isoload.experts.quantised import per_element
-from isoload.layer.block_experts import no_gate
+from isoload.layer.blocks import no_gate
 from isoload.layer.moe import MoE
 from isoload.layer.routers import Gate
 from isoload.layer.two_stage import runs_apart
 from isoload.policies.keeping import may_keep_local
 from isoload.predict import Last, Linear, Lookahead, Predictor
+from isoload.times.cost import CostModel, slots_in_time
 from isoload.transport.row_dispatcher import RowDispatcher
+from isoload.weights.quantised import per_element
 from isoload.wording import not_one_of
 
 LOCALS = ("planned", "held")

@@ -10,13 +10,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from isoload.balancing.balancer import Balancer
-from isoload.experts.weights import DTYPES, NAMES
 from isoload.layer.checks import Experts, check_wrappers, device_of
-from isoload.records.placement import Placement
+from isoload.placement.placement import Placement
 from isoload.transport import Call, CollectiveGroup, Group
 from isoload.weights.backend import Backend
 from isoload.weights.backends import make_backend
-from isoload.weights.borrow import Borrowing
+from isoload.weights.borrowing import Borrowing
+from isoload.weights.experts import DTYPES, NAMES
 from isoload.weights.layout import Layout, home_addresses, layouts, replica_moves
 from isoload.weights.migrate import FACTS, check_move, check_no_state, move_facts, move_state, move_weights
 from isoload.weights.moves import Address, Move, move_rows

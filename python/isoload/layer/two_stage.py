@@ -19,10 +19,10 @@ from torch import Tensor
 from isoload.balancing.planning import Gathered
 from isoload.balancing.routing import route
 from isoload.layer.moe import Chosen, MoE
-from isoload.records.placed_layers import PlacedLayers
+from isoload.placement.placed_layers import PlacedLayers
 from isoload.transport import Group, Received
 from isoload.transport.gathered_tokens import GatheredTokens, start_gather_tokens
-from isoload.weights.borrow import Borrowed
+from isoload.weights.borrowing import Borrowed
 
 # Fetches for the next layer, given what this one computes with.
 Ahead = Callable[[Borrowed | None], Borrowed | None]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from isoload.layer.moe import MoE
-from isoload.records.plan import Plan
+from isoload.policies.plan import Plan
 
 MOST = 2**16  # layers and passes between two readings; of more only the last ones are kept
 

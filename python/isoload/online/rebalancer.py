@@ -11,12 +11,12 @@ from typing import Any, Literal
 import numpy as np
 from torch.optim import Optimizer
 
+from isoload.analysis.judge import Ints, even_imbalance, exact_imbalance
 from isoload.balancing.balancer import Balancer
 from isoload.layer import MoE
 from isoload.online.recorder import Recorder
+from isoload.placement.placement import Placement
 from isoload.placers import make_placer, place
-from isoload.records.placement import Placement
-from isoload.replay.judge import Ints, even_imbalance, exact_imbalance
 from isoload.weights.shard import ShardWeights
 
 

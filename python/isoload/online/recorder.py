@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from isoload.balancing.counting import count
 from isoload.layer.modules import is_fused
-from isoload.trace import Identity, Trace, write_trace
+from isoload.traces import Identity, Trace, write_trace
 from isoload.transport import Call, Group
 from isoload.wording import amount
 

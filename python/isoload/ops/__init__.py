@@ -17,21 +17,13 @@ from isoload.ops.group_copies import group_copies
 from isoload.ops.number_rows import number_rows
 from isoload.ops.pack_rows import pack_rows
 from isoload.ops.plan_active import plan_active
-from isoload.ops.plan_exact import Objective, plan_exact
-from isoload.ops.plan_fill import plan_fill
 from isoload.ops.plan_joint import plan_joint
 from isoload.ops.plan_lp import plan_lp
 from isoload.ops.plan_own import plan_own
 from isoload.ops.plan_waterfill import Candidates, plan_waterfill
+from isoload.ops.planning import Objective, plan_exact
 from isoload.ops.replica_tables import replica_tables
-from isoload.ops.round_split import round_split
-from isoload.ops.route import route, route_sampled
-from isoload.ops.route_shared import route_shared
-from isoload.ops.route_shared_sampled import SharedRule, route_shared_sampled
-from isoload.ops.share import Order, share, share_by_rank
-from isoload.ops.share_alone import share_alone
-from isoload.ops.top_up import Within, top_up
-from isoload.results import (
+from isoload.ops.results import (
     ActiveSplit,
     Counted,
     ExactSplit,
@@ -41,6 +33,14 @@ from isoload.results import (
     SlotFill,
     WaterfillSplit,
 )
+from isoload.ops.round_split import round_split
+from isoload.ops.route import route, route_sampled
+from isoload.ops.route_shared import route_shared
+from isoload.ops.route_shared_sampled import SharedRule, route_shared_sampled
+from isoload.ops.routing import Order, share, share_by_rank
+from isoload.ops.share_alone import share_alone
+from isoload.ops.spare_slots import plan_fill
+from isoload.ops.top_up import Within, top_up
 
 __all__ = [
     "ActiveSplit",

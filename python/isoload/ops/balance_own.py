@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from isoload.ops.library import call, ints, like, op
-from isoload.replica_tables import ReplicaTables
+from isoload.ops.tables import ReplicaTables
 
 _balance_own = op("balance_own", lambda a: (like(a.topk_ids), ints(a.topk_ids, a.num_experts)))
 

@@ -7,9 +7,9 @@ from typing import Any
 from torch import Tensor
 
 from isoload.ops.library import call, ints, like, op
-from isoload.ops.plan_exact import Objective, fake_split, split_options
-from isoload.replica_tables import ReplicaTables
-from isoload.results import ExactSplit
+from isoload.ops.planning import Objective, fake_split, split_options
+from isoload.ops.results import ExactSplit
+from isoload.ops.tables import ReplicaTables
 
 
 def _fake(a: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:

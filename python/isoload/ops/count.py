@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from isoload.ops.library import call, ints, op
-from isoload.results import PART_ROWS, Counted
+from isoload.ops.results import PART_ROWS, Counted
 
 
 def _fake(a: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:

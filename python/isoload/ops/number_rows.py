@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from isoload.ops.library import call, ints, longs, op
-from isoload.results import RowNumbers
+from isoload.ops.results import RowNumbers
 
 
 def _fake(a: Any) -> tuple[Tensor, Tensor, Tensor]:

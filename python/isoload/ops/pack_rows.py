@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from isoload.ops.library import call, longs, op
-from isoload.results import PackedRows, RowLayout, RowNumbers
+from isoload.ops.results import PackedRows, RowLayout, RowNumbers
 
 
 def _fake(a: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from isoload.ops.library import call, op
-from isoload.ops.plan_exact import fake_split
-from isoload.replica_tables import ReplicaTables
-from isoload.results import ActiveSplit
+from isoload.ops.planning import fake_split
+from isoload.ops.results import ActiveSplit
+from isoload.ops.tables import ReplicaTables
 
 _plan_active = op("plan_active", lambda a: fake_split(a, a.loads))
 

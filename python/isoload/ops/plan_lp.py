@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from isoload.ops.library import call, ints, op
-from isoload.replica_tables import ReplicaTables
-from isoload.results import LpSplit
+from isoload.ops.results import LpSplit
+from isoload.ops.tables import ReplicaTables
 
 # By dtype: default tolerance, default most iterations.
 LIMITS = {torch.float32: (1e-4, 12), torch.float64: (1e-8, 20)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from isoload.ops.library import call, ints, op
-from isoload.replica_tables import ReplicaTables
+from isoload.ops.tables import ReplicaTables
 
 _plan_own = op("plan_own", lambda a: ints(a.counts, *a.tables.shape[:-1], a.num_slots))
 

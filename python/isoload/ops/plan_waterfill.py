@@ -7,7 +7,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from isoload.ops.library import call, like, longs, op
-from isoload.results import WaterfillSplit
+from isoload.ops.results import WaterfillSplit
 
 Candidates = Literal["all", "node", "visited"]
 CANDIDATES: tuple[Candidates, ...] = ("all", "node", "visited")  # in the order of csrc's enum

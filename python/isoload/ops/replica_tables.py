@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from isoload.ops.library import call, op
-from isoload.replica_tables import ReplicaTables
+from isoload.ops.tables import ReplicaTables
 
 _replica_tables = op("replica_tables", lambda a: None)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from isoload.ops.library import call, ints, op
-from isoload.replica_tables import ReplicaTables
+from isoload.ops.tables import ReplicaTables
 
 _round_split = op("round_split", lambda a: ints(a.split, *a.split.shape))
 

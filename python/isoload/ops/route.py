@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from isoload.ops.library import call, like, op
-from isoload.replica_tables import ReplicaTables
-from isoload.results import Counted, SharedColumns
+from isoload.ops.results import Counted, SharedColumns
+from isoload.ops.tables import ReplicaTables
 
 NO_COLUMNS = SharedColumns(0, 0, 0)
 

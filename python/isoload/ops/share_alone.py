@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from isoload.ops.library import call, like, op
-from isoload.replica_tables import ReplicaTables
+from isoload.ops.tables import ReplicaTables
 
 _share_alone = op("share_alone", lambda a: like(a.quota))
 

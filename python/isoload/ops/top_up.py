@@ -7,7 +7,7 @@ from typing import Literal
 from torch import Tensor
 
 from isoload.ops.library import call, ints, like, op
-from isoload.results import SlotFill
+from isoload.ops.results import SlotFill
 
 Within = Literal["all", "node"]
 

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from isoload.options import make, parse
+from isoload.checks import make, parse
+from isoload.placement.placement import Placement
 from isoload.placers.base import Ints, Placed, Placer, Room, Slots
 from isoload.placers.craft import CraftPlacer
 from isoload.placers.eplb import EplbPlacer
@@ -23,9 +24,8 @@ from isoload.placers.scenario import ScenarioPlacer
 from isoload.placers.scenarios import Scenarios, make_scenarios
 from isoload.placers.trivial import TrivialPlacer
 from isoload.placers.weights import merged, weights_by_load
-from isoload.records.placement import Placement
 from isoload.topology import NOMINAL_TICKS, Topology, as_topology
-from isoload.trace.identity import joined
+from isoload.traces.identity import joined
 
 MAX_SHARED = 64  # models have one or two
 MAX_SLOTS = 2**16  # of a layer: planners stay below a second
@@ -62,7 +62,7 @@ def place(
 
     Args:
         counts: [L, E] or [batches, L, E] copies per routed expert (array or tensor); or a
-            :class:`isoload.trace.Trace` or several, whose layer_ids the placement then has.
+            :class:`isoload.traces.Trace` or several, whose layer_ids the placement then has.
         topology: the ranks, or their number R; ranks that are not alive get no expert.
         slots_per_rank: S, shared and spare slots included. Default: one slot for each expert, and those.
         placer: a name in ``isoload.PLACERS``.

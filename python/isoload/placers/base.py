@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from isoload.options import check_options
+from isoload.checks import check_options
 from isoload.placers.scenarios import Scenarios
 
 Slots = np.ndarray[Any, np.dtype[np.int32]]

@@ -10,7 +10,7 @@ from isoload.placers.base import Floats, Ints, Room, Slots
 from isoload.placers.compiled import LANES, MAX_NODES, near_slots, num_threads
 from isoload.placers.scenarios import WHOLE, Scenarios
 
-STEPS = 30_000  # changes that all searches of a layer try together
+SWAP_STEPS = 30_000  # changes that all searches of a layer try together
 LONGEST = (
     10_000  # changes that one search tries at most; with few slots there are more searches, and shorter ones
 )
@@ -55,7 +55,7 @@ def fewer_rows(
         steps=steps,
         walk=min(WALK, steps // 4),
         moves=-1 if moves is None else moves,
-        starts=max(1, STEPS // steps),
+        starts=max(1, SWAP_STEPS // steps),
         threads=num_threads(),
     )
     of_token = rows.mean(0) / max(1, int(weight.sum())) / (int(rows_node.max()) + 1)

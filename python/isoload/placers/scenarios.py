@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from isoload.trace import Trace, same_layers
+from isoload.traces import Trace, same_layers
 
 Loads = np.ndarray[Any, np.dtype[np.float64]]
 Tokens = np.ndarray[Any, np.dtype[np.integer[Any]]]

@@ -1,5 +1,6 @@
 """Online policies: one file each, one protocol (base.py), one registry. published/: forms of others, to compare."""
 
+from isoload.placement.placed_layers import PlacedLayers
 from isoload.policies.base import (
     POLICIES,
     Demand,
@@ -33,7 +34,6 @@ from isoload.policies.shared_local import SharedLocalPolicy
 from isoload.policies.spill_cost import SpillCostPolicy
 from isoload.policies.static import StaticPolicy
 from isoload.policies.waterfill import WaterfillPolicy
-from isoload.records.placed_layers import PlacedLayers
 
 for _policy in (
     NonePolicy,

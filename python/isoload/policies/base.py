@@ -24,10 +24,10 @@ import torch
 from torch import Tensor
 
 from isoload import ops
+from isoload.checks import check_options, make, parse
 from isoload.ops import Order
-from isoload.options import check_options, make, parse
-from isoload.records.placed_layers import HostPlacement, PlacedLayers
-from isoload.records.plan import Plan, rank_cost
+from isoload.placement.placed_layers import HostPlacement, PlacedLayers
+from isoload.policies.plan import Plan, rank_cost
 
 GOLDEN = 0x9E3779B97F4A7C15  # spreads layer, step and rank over the 64-bit seeds of sampled routes
 Needs = Literal["sum", "per_source"]

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from isoload import ops
 from isoload.ops import Order
+from isoload.placement.placed_layers import HostPlacement, PlacedLayers
 from isoload.policies.base import Demand, Needs, Policy, chosen_plan, make_policy, solve
 from isoload.policies.exact import ExactPolicy
-from isoload.records.placed_layers import HostPlacement, PlacedLayers
-from isoload.records.plan import Plan
+from isoload.policies.plan import Plan
 
 EXACT = ExactPolicy()
 MILLION = 1_000_000

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from isoload.placement.placed_layers import PlacedLayers
 from isoload.policies.base import EVEN, Demand, Policy, exact_plan
-from isoload.records.placed_layers import PlacedLayers
-from isoload.records.plan import Plan
+from isoload.policies.plan import Plan
 
 
 @dataclass(frozen=True)

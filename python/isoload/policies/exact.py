@@ -9,9 +9,9 @@ from torch import Tensor
 
 from isoload import ops
 from isoload.ops import Objective
+from isoload.placement.placed_layers import PlacedLayers
 from isoload.policies.base import Demand, Needs, Policy, exact_plan
-from isoload.records.placed_layers import PlacedLayers
-from isoload.records.plan import Plan
+from isoload.policies.plan import Plan
 
 
 @dataclass(frozen=True)

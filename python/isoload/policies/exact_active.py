@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from isoload import ops
+from isoload.placement.placed_layers import PlacedLayers
 from isoload.policies.base import Demand, Policy, chosen_plan
-from isoload.records.placed_layers import PlacedLayers
-from isoload.records.plan import Plan
+from isoload.policies.plan import Plan
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from isoload import ops
 from isoload.ops import Within
+from isoload.placement.placed_layers import PlacedLayers
 from isoload.policies.base import Demand
 from isoload.policies.borrowing import FillPolicy, fill_spare
-from isoload.records.placed_layers import PlacedLayers
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from isoload.ops import Objective
+from isoload.placement.placed_layers import PlacedLayers
 from isoload.policies.base import Demand, exact_plan
 from isoload.policies.exact import ExactPolicy
-from isoload.policies.shared_base import SharedPolicy, add_exactly, live_bound, total_shared
-from isoload.records.placed_layers import PlacedLayers
-from isoload.records.plan import Plan
+from isoload.policies.plan import Plan
+from isoload.policies.shared import SharedPolicy, add_exactly, live_bound, total_shared
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from isoload.placement.placed_layers import PlacedLayers
 from isoload.policies.base import Demand, Policy, even_split
 from isoload.policies.borrowing import BorrowPolicy
-from isoload.records.placed_layers import PlacedLayers
-from isoload.records.plan import Plan
+from isoload.policies.plan import Plan
 
 
 def may_keep_local(policy: Policy) -> bool:

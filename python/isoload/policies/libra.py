@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from isoload import ops
+from isoload.placement.placed_layers import PlacedLayers
 from isoload.policies.base import Demand, Policy
 from isoload.policies.borrowing import EXACT, BorrowPolicy, fill_spare, routed_homes
 from isoload.policies.exact import ExactPolicy
 from isoload.policies.keeping import held_experts, split_above_local
-from isoload.records.placed_layers import PlacedLayers
-from isoload.records.plan import Plan
+from isoload.policies.plan import Plan
 
 MILLION = 1_000_000
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from isoload.ops import Within
+from isoload.placement.placed_layers import PlacedLayers
 from isoload.policies.base import Demand, Policy
 from isoload.policies.borrowing import FillPolicy
-from isoload.records.placed_layers import PlacedLayers
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from typing import ClassVar, Literal
 import torch
 
 from isoload import ops
+from isoload.placement.placed_layers import HostPlacement, PlacedLayers
 from isoload.policies.base import Demand, Policy, chosen_plan
-from isoload.records.placed_layers import HostPlacement, PlacedLayers
-from isoload.records.plan import Plan
+from isoload.policies.plan import Plan
 
 Precision = Literal["float32", "float64"]
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from isoload.policies.base import Demand
-from isoload.policies.shared_base import SharedPolicy, bound_with_shared
-from isoload.records.plan import Plan, rank_cost
+from isoload.policies.plan import Plan, rank_cost
+from isoload.policies.shared import SharedPolicy, bound_with_shared
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from isoload.cost import DEEPSEEK_V3_FP8, DEFAULT_BANDWIDTHS, break_even
 from isoload.ops import Within
+from isoload.placement.placed_layers import PlacedLayers
 from isoload.policies.base import Demand, Policy
 from isoload.policies.borrowing import FillPolicy
-from isoload.records.placed_layers import PlacedLayers
+from isoload.times.cost import DEEPSEEK_V3_FP8, DEFAULT_BANDWIDTHS, break_even
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class SpillCostPolicy(FillPolicy):
     """The cheapest of several levels of the largest load, where imports and exports have a price.
 
     A level costs its largest load, the imports of the busiest importer and the exports of the busiest exporter. An
-    import or export costs as many copies as could be computed in its time (:func:`isoload.cost.break_even`), by the
+    import or export costs as many copies as could be computed in its time (:func:`isoload.times.cost.break_even`), by the
     topology's bandwidths, or DEFAULT_BANDWIDTHS if it has none; no expert moves with fewer copies. Starts from the
     exact split over resident replicas; no rank's load passes the largest of that.
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from isoload.ops import Order
+from isoload.placement.placed_layers import PlacedLayers
+from isoload.placement.placement import IntArray, Placement
 from isoload.policies.base import Demand, Policy, check_seed, chosen_plan
-from isoload.records.placed_layers import PlacedLayers
-from isoload.records.placement import IntArray, Placement
-from isoload.records.plan import Plan
+from isoload.policies.plan import Plan
 
 
 @dataclass(frozen=True)

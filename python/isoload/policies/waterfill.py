@@ -8,17 +8,11 @@ from typing import Any
 import torch
 
 from isoload.ops import Candidates
+from isoload.placement.placed_layers import HostPlacement, PlacedLayers
 from isoload.policies.base import EVEN, Demand, exact_plan
 from isoload.policies.even import EvenPolicy
-from isoload.policies.shared_base import (
-    SharedPolicy,
-    add_exactly,
-    bound_with_shared,
-    live_bound,
-    total_shared,
-)
-from isoload.records.placed_layers import HostPlacement, PlacedLayers
-from isoload.records.plan import Plan
+from isoload.policies.plan import Plan
+from isoload.policies.shared import SharedPolicy, add_exactly, bound_with_shared, live_bound, total_shared
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ A predictor reads either the gathered loads of earlier layers or batches, which 
 or each rank's own tokens; then the counts of what it chose travel, beside this layer's loads (TokensPredictor).
 """
 
+from isoload.balancing.prediction import LoadsPredictor, Predictor, TokensPredictor
 from isoload.predict.accuracy import accuracy
-from isoload.predict.base import LoadsPredictor, Predictor, TokensPredictor
 from isoload.predict.last import Last
 from isoload.predict.linear import Linear, fit
 from isoload.predict.lookahead import Lookahead

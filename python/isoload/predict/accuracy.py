@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from isoload.predict.base import tokens_of
+from isoload.balancing.prediction import tokens_of
 from isoload.predict.linear import Linear
 from isoload.predict.path_table import PathTable
-from isoload.trace import Trace
+from isoload.traces import Trace
 
 
 def accuracy(predictor: Linear | PathTable, trace: Trace) -> list[float]:

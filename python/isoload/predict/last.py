@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from isoload.predict.base import LoadsPredictor, check_layer
+from isoload.balancing.prediction import LoadsPredictor, check_layer
 
 
 class Last(LoadsPredictor):

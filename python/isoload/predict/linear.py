@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from isoload.predict.base import LoadsPredictor, check_depth, check_layer, multi_hot, tokens_of
-from isoload.trace import Trace
+from isoload.balancing.prediction import LoadsPredictor, check_depth, check_layer, multi_hot, tokens_of
+from isoload.traces import Trace
 
 UNIT = 2**16  # a weight of 1
 MOST = 2**5 * UNIT  # below 2^31 copies times this every sum stays below 2^53: exact in float64, in any order

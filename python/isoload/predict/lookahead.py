@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from isoload.predict.base import Reads, TokensPredictor, check_layer
+from isoload.balancing.prediction import Reads, TokensPredictor, check_layer
 
 Gate = Callable[[Tensor], tuple[Tensor, Tensor]]
 

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from isoload.predict.base import TokensPredictor, check_depth, check_layer, tokens_of
-from isoload.trace import Trace
-from isoload.trace.record import Ints
+from isoload.balancing.prediction import TokensPredictor, check_depth, check_layer, tokens_of
+from isoload.traces import Trace
+from isoload.traces.record import Ints
 
 
 @dataclass(frozen=True, eq=False)

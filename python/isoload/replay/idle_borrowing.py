@@ -9,9 +9,9 @@ from typing import Any
 from torch import Tensor
 
 from isoload.balancing.planning import plan
+from isoload.placement.placement import Placement
 from isoload.policies import Policy
-from isoload.records.placement import Placement
-from isoload.records.plan import Plan
+from isoload.policies.plan import Plan
 
 STEPS = {"min_chunk": 1, "threshold": 100}  # of 1: how finely the value is sought at which a policy borrows
 

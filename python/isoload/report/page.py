@@ -6,8 +6,8 @@ import html
 from collections.abc import Sequence
 from typing import Any
 
+from isoload.analysis.pages import Spec, draw
 from isoload.files.writing import printable, to_json_text
-from isoload.report.charts import Spec, draw
 from isoload.report.style import STYLE
 
 MARK = '<meta name="generator" content="isoload">'  # by which a page is known again

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from isoload.files.reading import MAX_ARRAYS, open_regular, shown
+from isoload.files.reading import MAX_ARRAYS, open_regular
+from isoload.wording import shown
 
 MAX_BYTES_NAME = "ISOLOAD_MAX_TRACE_BYTES"  # of the environment: another limit
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from isoload.trace.identity import joined, matching_rows
-from isoload.trace.record import Ints, Trace
+from isoload.traces.identity import joined, matching_rows
+from isoload.traces.record import Ints, Trace
 
 
 def same_layers(first: Trace, other: Trace) -> Trace:

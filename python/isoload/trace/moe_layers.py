@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from isoload.files.reading import MAX_LAYERS, shown
+from isoload.files.reading import MAX_LAYERS
+from isoload.wording import shown
 
 KINDS = ("mlp_layer_types", "moe_layer_freq", "hybrid_override_pattern")  # an entry per layer
 LISTS = ("moe_layers", "moe_layers_enum")  # the numbers of the MoE layers

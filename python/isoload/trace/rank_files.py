@@ -7,7 +7,7 @@ from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from isoload.files.reading import shown
+from isoload.wording import shown
 
 ALLOW = "--allow-missing-ranks (allow_missing_ranks=True) reads the others"
 

@@ -3,7 +3,7 @@
 A rank's file has a tensor of copies per expert [E] for every iteration and layer, at the key ``<iteration>_<layer>``;
 layers have the model's own numbers. An iteration is the sum over ranks, but ranks that agree in all of it share a view
 (without attention data parallelism each routes the same tokens): they count once, as in
-:mod:`isoload.trace.sglang_dump`. Ranks of a pipeline stage have the stage's layers alone; the trace has those of all
+:mod:`isoload.traces.sglang`. Ranks of a pipeline stage have the stage's layers alone; the trace has those of all
 stages. Files of other names, such as rank0_raw.safetensors, are not read.
 """
 
@@ -17,13 +17,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from isoload.files.reading import MAX_EXPERTS, open_regular, parse_json, read_text, shown
+from isoload.files.reading import MAX_EXPERTS, open_regular, parse_json, read_text
 from isoload.trace.archives import check_bytes
-from isoload.trace.identity import Identity, spans
 from isoload.trace.rank_files import note_missing
-from isoload.trace.record import Ints
+from isoload.traces.identity import Identity, spans
+from isoload.traces.record import Ints
+from isoload.wording import shown
 
-META = "meta_info.json"
+META_FILE = "meta_info.json"
 FILE, KEY = re.compile(r"rank(\d{1,6})\.safetensors"), re.compile(r"(\d{1,9})_(\d{1,9})")
 
 
@@ -56,7 +57,7 @@ def read_tensorrt_llm(
         ValueError: naming the file, or the rank that is missing.
         ImportError: safetensors is missing (pip install "isoload[plan]").
     """
-    experts, top_k = _read_meta(folder / META)
+    experts, top_k = _read_meta(folder / META_FILE)
     files = {int(m[1]): path for path in folder.iterdir() if (m := FILE.fullmatch(path.name))}
     names = None if wanted is None else {path.name for path in wanted}
     named = {rank: path for rank, path in files.items() if names is None or path.name in names}
@@ -84,7 +85,7 @@ def read_tensorrt_llm(
         "identity": Identity("model"),
         "provenance": {
             "source": "TensorRT-LLM expert statistics",
-            "num_experts_from": META,
+            "num_experts_from": META_FILE,
             "ranks": ranks,
             "ranks_with_a_shared_view": sorted(set(named) - set(ranks)),
             "pipeline_stages": len(stages),

@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from isoload.files.reading import shown
-from isoload.trace import Trace
-from isoload.wording import nearest
+from isoload.traces import Trace
+from isoload.wording import nearest, shown
 
 # Part of a published model's name: routed experts E -> K.
 MODELS = {

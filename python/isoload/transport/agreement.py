@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from isoload.records.placement import Placement
+from isoload.placement.placement import Placement
 from isoload.wording import not_one_of
 
 STAGE_BYTES = 40  # of a stage's name, where ranks tell each other

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from isoload.ops import number_rows, pack_rows
-from isoload.results import PackedRows, RowLayout
+from isoload.ops.results import PackedRows, RowLayout
 from isoload.transport.agreement import DTYPES
 from isoload.transport.dispatcher import Received
 from isoload.transport.group import Group

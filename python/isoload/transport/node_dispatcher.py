@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from isoload.ops import number_rows
-from isoload.results import RowNumbers
+from isoload.ops.results import RowNumbers
 from isoload.transport.dispatcher import Received
 from isoload.transport.exchanges import Owned, PerRank
 from isoload.transport.group import Call, Group

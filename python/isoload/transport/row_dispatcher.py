@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from isoload.ops import number_rows, pack_rows
-from isoload.results import RowNumbers
+from isoload.ops.results import RowNumbers
 from isoload.transport.dispatcher import FACTS, Dispatcher, Received, dispatch_facts, refuse_gradients
 from isoload.transport.exchanges import Owned, PerRank
 from isoload.transport.group import Call, Group

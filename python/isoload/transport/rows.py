@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from isoload.permutation import spread_rows, sum_rows
-from isoload.results import RowLayout
+from isoload.ops.counting import spread_rows, sum_rows
+from isoload.ops.results import RowLayout
 from isoload.transport.exchanges import SendCounts
 from isoload.transport.group import Group
 

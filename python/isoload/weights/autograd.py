@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from isoload.experts.weights import BorrowedWeights, ExpertWeights
 from isoload.transport import Group
-from isoload.weights.borrow import Borrowed
+from isoload.weights.borrowing import Borrowed
+from isoload.weights.experts import BorrowedWeights, ExpertWeights
 from isoload.weights.moves import Move, Stacks, add_back
 from isoload.weights.storage import RankWeights
 

@@ -15,12 +15,7 @@ from isoload.transport.peers import Peers
 from isoload.value_checks import capturing
 from isoload.weights.backend import Backend, BorrowPlan
 from isoload.weights.deep_ep import DeepEPBorrow, check_deep_ep
-from isoload.weights.moves import (
-    Stacks,
-    Wait,
-    add_back,
-    start_moves,
-)
+from isoload.weights.moves import Stacks, Wait, add_back, start_moves
 from isoload.wording import not_one_of
 
 log = logging.getLogger("isoload")

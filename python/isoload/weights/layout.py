@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from isoload.records.placed_layers import PlacedLayers
+from isoload.placement.placed_layers import PlacedLayers
 from isoload.weights.moves import Address, Move
 
 

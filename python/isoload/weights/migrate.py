@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from isoload.records.placed_layers import PlacedLayers
-from isoload.records.placement import Placement, check_same_shape
+from isoload.placement.placed_layers import PlacedLayers
+from isoload.placement.placement import Placement, check_same_shape
 from isoload.transport import Group, checksum
 from isoload.weights.layout import Layout, replica_moves
 from isoload.weights.moves import Address, move_rows

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from isoload.experts.weights import NAMES, ExpertWeights
+from isoload.weights.experts import NAMES, ExpertWeights
 from isoload.weights.layout import Layout
 from isoload.weights.storage import RankWeights, new_stack, version_of
 

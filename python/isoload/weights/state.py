@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from isoload.experts.weights import DTYPES, NAMES
+from isoload.weights.experts import DTYPES, NAMES
 
 HOMES = "home_experts"  # [homes] int64, beside the stacks of a rank
 FULL = "experts."  # prefix of the stacks [E, ...] of a full state

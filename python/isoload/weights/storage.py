@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
 from isoload.checkpoints import Checkpoint
-from isoload.experts.quantised import check_stay
-from isoload.experts.weights import NAMES, ExpertWeights
 from isoload.transport import Group
+from isoload.weights.experts import NAMES, ExpertWeights
 from isoload.weights.layout import Layout
 from isoload.weights.moves import Move, move_rows
+from isoload.weights.quantised import check_stay
 from isoload.weights.state import HOMES, check_kind, rows_for
 
 

@@ -14,9 +14,9 @@ Shared experts stay home: their copies are there before a source splits the othe
 from typing import get_args
 
 from isoload.balancing.own_counts.counts import LastCounts, Loads, OwnCounts
-from isoload.balancing.own_counts.renewal import Exchanged, exchange
 from isoload.balancing.own_counts.targets import offsets
-from isoload.records.placement import Placement
+from isoload.balancing.targets import Exchanged, exchange
+from isoload.placement.placement import Placement
 from isoload.transport import Group
 
 __all__ = ["Exchanged", "Loads", "OwnCounts", "exchange", "make_own_counts", "offsets"]

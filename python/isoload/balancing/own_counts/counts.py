@@ -10,12 +10,12 @@ from torch import Tensor
 
 from isoload import ops
 from isoload.balancing.routing import fixed_copies
+from isoload.ops.results import RECENT_LOSS
+from isoload.ops.tables import ReplicaTables
+from isoload.placement.placed_layers import PlacedLayers
+from isoload.placement.placement import Placement
 from isoload.policies import Policy
 from isoload.policies.exact import ExactPolicy
-from isoload.records.placed_layers import PlacedLayers
-from isoload.records.placement import Placement
-from isoload.replica_tables import ReplicaTables
-from isoload.results import RECENT_LOSS
 from isoload.shared_experts import shared_copies, widened
 from isoload.steps import in_backward
 from isoload.transport import Call, Group
@@ -43,7 +43,7 @@ class OwnSplit(NamedTuple):
 
     @property
     def own_peak(self) -> Tensor:
-        """[n] int64 largest cost that each source causes on a rank, in units of isoload.records.plan.Plan.peak."""
+        """[n] int64 largest cost that each source causes on a rank, in units of isoload.policies.plan.Plan.peak."""
         ticks = self.placed.ticks
         return (self.copies if ticks is None else self.copies * ticks).amax(1)
 

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from isoload import ops
-from isoload.replica_tables import ReplicaTables
-from isoload.results import ONE_OFFSET, RECENT_LOSS
+from isoload.ops.results import ONE_OFFSET, RECENT_LOSS
+from isoload.ops.tables import ReplicaTables
 from isoload.topology import Topology
 
 MOST = 2**29  # copies of a layer over all ranks as the split of targets takes them; more are scaled down

@@ -10,16 +10,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import nn
 
-from isoload.integrations.megatron.dispatcher import BalancedTokenDispatcher
-from isoload.layer.block_experts import check_spare, spare_count
+from isoload.engines.megatron import BalancedTokenDispatcher
+from isoload.layer.blocks import check_spare, spare_count
+from isoload.placement.placement import Placement
 from isoload.placers import place
 from isoload.policies import Policy
-from isoload.records.placement import Placement
 from isoload.topology import Topology
 from isoload.transport import CollectiveTransport
+from megatron.core.transformer.moe.moe_layer import MoELayer
 
 
 def balance(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from isoload.records.placement import Placement
+from isoload.placement.placement import Placement
 from isoload.transport import Group
 from isoload.weights.moves import Address, Move, add_back, move_rows
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from isoload.results import LpSplit
+from isoload.ops.results import LpSplit
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
 BIG_M, STEP, SMALLEST_PIVOT = 1000.0, np.float32(0.999), np.float32(1e-12)

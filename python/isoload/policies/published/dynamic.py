@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
+from isoload.placement.placed_layers import PlacedLayers
 from isoload.policies.base import Demand, Seeded, sampled_plan
-from isoload.records.placed_layers import PlacedLayers
-from isoload.records.plan import Plan
+from isoload.policies.plan import Plan
 
 
 @dataclass(frozen=True)

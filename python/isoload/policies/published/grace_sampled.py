@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from isoload.placement.placed_layers import PlacedLayers
+from isoload.placement.placement import Placement
 from isoload.policies.base import Demand, Seeded, sampled_plan
 from isoload.policies.grace import wished_parts
-from isoload.records.placed_layers import PlacedLayers
-from isoload.records.placement import Placement
-from isoload.records.plan import Plan
+from isoload.policies.plan import Plan
 
 
 @dataclass(frozen=True)

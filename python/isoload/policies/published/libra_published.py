@@ -12,11 +12,11 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
+from isoload.placement.placed_layers import PlacedLayers
 from isoload.policies.base import Demand, chosen_plan
 from isoload.policies.borrowing import BorrowPolicy
+from isoload.policies.plan import Plan
 from isoload.policies.published.on_host import Ints, read_batch, write_batch
-from isoload.records.placed_layers import PlacedLayers
-from isoload.records.plan import Plan
 
 MILLION = 1_000_000
 FULL = 2**62  # the load of a rank that cannot take a copy

@@ -11,11 +11,11 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from isoload.placement.placed_layers import PlacedLayers
 from isoload.policies.base import Demand, Policy, sum_sources
 from isoload.policies.borrowing import BorrowPolicy
 from isoload.policies.llep import check_rules
 from isoload.policies.published.on_host import read_batch, write_batch
-from isoload.records.placed_layers import PlacedLayers
 
 Rule = Literal["code", "paper"]
 MILLION = 1_000_000

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from isoload import ops
+from isoload.placement.placed_layers import HostPlacement, PlacedLayers
 from isoload.policies.base import Demand, Policy, sum_sources
 from isoload.policies.lp import refuse_speeds, rounded_plan
+from isoload.policies.plan import Plan
 from isoload.policies.published.affine_scaling import plan_affine
-from isoload.records.placed_layers import HostPlacement, PlacedLayers
-from isoload.records.plan import Plan
 
 
 @dataclass(frozen=True)

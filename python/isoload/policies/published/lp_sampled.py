@@ -9,11 +9,11 @@ from typing import ClassVar, Literal
 import torch
 
 from isoload import ops
+from isoload.placement.placed_layers import PlacedLayers
 from isoload.policies.base import Demand, Seeded, sampled_plan
 from isoload.policies.lp import LpPolicy, telemetry
+from isoload.policies.plan import Plan
 from isoload.policies.published.lp_affine import LpAffinePolicy
-from isoload.records.placed_layers import PlacedLayers
-from isoload.records.plan import Plan
 
 Method = Literal["interior", "affine"]
 

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from isoload import ops
+from isoload.placement.placed_layers import HostPlacement
 from isoload.policies.base import Demand, Seeded, sample_seed
-from isoload.policies.shared_base import SharedPolicy, bound_with_shared, rank_copies
-from isoload.records.placed_layers import HostPlacement
-from isoload.records.plan import Plan
+from isoload.policies.plan import Plan
+from isoload.policies.shared import SharedPolicy, bound_with_shared, rank_copies
 from isoload.shared_experts import SharedPlan
-from isoload.trace import read_trace
+from isoload.traces import read_trace
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,324 @@
+"""Advice: what each candidate would take on the user's GPUs, by measured constants, on batches it has not seen."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from isoload.advise.candidates import NOW, Candidate, grid, placed, sent_batches
+from isoload.analysis.loads import Judged
+from isoload.analysis.models import Model
+from isoload.analysis.timeline import ENDS, Floats, rows_between, timeline
+from isoload.placement.placement import Placement
+from isoload.times import LayerTime
+from isoload.topology import Topology, as_topology
+from isoload.traces import Ints
+
+Span = tuple[float, float]
+NO_DIFFERENCE = 0.03  # of a step: less is within what any such model can say
+# Microseconds of a layer until its slots are there, measured on one H100 (docs/gpu.md; 16 to 64 ranks, 128 to 16,384
+# tokens of each): own counts in one op; count, plan and route behind each other. GATHER_US: of the loads ahead of
+# them, which takes several GPUs and was not measured.
+GATHER_US = (10.0, 25.0)
+SAME_PLAN = {"node": "exact", "last": "own"}  # whose measured time stands for another one's
+PLAN_US = {
+    "none": (0.0, 0.0),
+    "static": (0.0, 0.0),
+    "dynamic": (0.0, 0.0),
+    "own": (20.0, 40.0),
+    "last": (26.0, 67.0),
+    "node": (36.0, 92.0),
+    "exact": (36.0, 92.0),
+}
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked.
+
+    layer: constants of the GPU. topology: R ranks, or the number R. tokens: of a rank in a step.
+    step_ms: that was measured, by which percentages are;
+    None: of the modelled MoE layers alone, which is their upper end. dense_ms: in its place attention and the dense
+    part of a step, all layers, with which a whole one is modelled. memory: bytes of a rank for more slots; None: any.
+    rebalance_s, every: seconds that a rebalance takes, and the steps between two. context: tokens of a request.
+    gathers: whether the engine gathers all ranks' loads for this model, as "exact" needs. plan_us: by who chooses the
+    replicas, microseconds of a layer that were measured, the gather of loads included; None: PLAN_US.
+    """
+
+    model: Model
+    layer: LayerTime
+    topology: Topology
+    tokens: int
+    step_ms: float | None = None
+    memory: float | None = None
+    rebalance_s: float = 0.0
+    every: int = 0
+    context: int = 4096
+    gathers: bool = True
+    dense_ms: float | None = None
+    plan_us: Mapping[str, float] | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "topology", as_topology(self.topology))
+        if self.dense_ms is not None and not (0 < self.dense_ms < float("inf") and self.step_ms is None):
+            given = f"{self.dense_ms:g} and {self.step_ms}"
+            raise ValueError(f"dense_ms must be above 0, and in place of step_ms, got {given}")
+        if self.step_ms is not None and not self.step_ms > 0:
+            raise ValueError(f"step_ms must be above 0, got {self.step_ms:g}")
+        if self.tokens < 1:
+            raise ValueError(f"tokens_per_rank must be at least 1, got {self.tokens}")
+        if self.rebalance_s < 0 or (self.rebalance_s > 0 and self.every < 1):
+            raise ValueError(
+                f"rebalance_seconds must be at least 0 and come with every, got {self.rebalance_s:g} and {self.every}"
+            )
+
+
+class Run(NamedTuple):
+    """What a candidate makes of B judged batches.
+
+    copies     [B, L, R, S]  that each slot computes
+    rows       [B, L, R, R]  that each rank sends to each, itself included
+    node_rows  of all rows, the part to another node
+    """
+
+    candidate: Candidate
+    copies: Ints
+    rows: Floats
+    node_rows: float
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A candidate's figures; ranges are [from, to]. ms: of a step's MoE layers, planning and moving included.
+
+    saved_ms: against the candidate that runs now. imbalance: max / mean copies of a rank, over layers and batches.
+    slots_bytes: of a rank's additional slots. node_rows: of the rows that are sent, those to another node.
+    """
+
+    candidate: Candidate
+    ms_per_layer: float
+    ms: tuple[float, float]
+    saved_ms: tuple[float, float]
+    imbalance: float
+    slots_bytes: float
+    node_rows: float
+
+    def to_json(self) -> dict[str, Any]:
+        return {**vars(self), "candidate": self.candidate._asdict()}
+
+
+@dataclass(frozen=True)
+class Step:
+    """Milliseconds from the low to the high end of the all-to-all's range, a mean over batches.
+
+    stages: of a rank in the mean, in the order of :class:`isoload.analysis.timeline.Timeline`, then "waiting"; their sum
+    is the step's. halved_ms: of the step in two half batches, of which one computes while the other exchanges.
+    """
+
+    ms: Span
+    stages: dict[str, Span]
+    halved_ms: Span
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Answers, the one with the least time first; `now` is what they are compared with."""
+
+    question: Question
+    answers: tuple[Answer, ...]
+    now: Answer
+    extrapolated: bool  # whether the constants were measured on fewer or more tokens
+    drawn: bool
+    steps: tuple[Step, Step] | None = None  # whole ones: as it runs now, and of the best; with dense_ms
+
+    @property
+    def ours(self) -> Answer | None:
+        """The best in which isoload chooses the replicas; None where memory leaves no room for any."""
+        return next((answer for answer in self.answers if answer.candidate.ours), None)
+
+    @property
+    def theirs(self) -> Answer:
+        """The best without isoload."""
+        return next(answer for answer in self.answers if not answer.candidate.ours)
+
+    @property
+    def gain_ms(self) -> tuple[float, float]:
+        """What isoload saves beyond the best without it."""
+        return less(self.theirs.ms, self.ours.ms) if self.ours else (0.0, 0.0)
+
+    def share(self, saved_ms: tuple[float, float]) -> tuple[float, float]:
+        """As a part of the step as it runs now: the measured one, else the modelled one; without dense_ms of its MoE
+        layers alone, which is an upper end."""
+        modelled = self.steps[0].ms if self.steps else self.now.ms
+        step = self.question.step_ms
+        low, high = sorted(saved / (step or now) for saved, now in zip(saved_ms, modelled, strict=True))
+        return low, high
+
+    @property
+    def verdict(self) -> str:
+        """Whether isoload is worth it, in words."""
+        low, high = self.share(self.gain_ms)
+        if low + high <= 0:
+            return "not worth it"
+        return (
+            "no difference"
+            if high < NO_DIFFERENCE
+            else "worth it"
+            if low >= NO_DIFFERENCE
+            else "may be worth it"
+        )
+
+
+def advise(
+    question: Question,
+    judged: Judged,
+    on_candidate: Callable[[int, int], None] = lambda done, total: None,
+    placements: dict[tuple[str, int], Placement] | None = None,
+) -> Advice:
+    """Every candidate of the grid on the judged batches, by the middle of its range.
+
+    placements: by placer and additional slots, those that are made already; what is missing is added, once for each
+    number of slots.
+    """
+    model = question.model
+    per_slot = model.expert_bytes * model.layers
+    # A rank has a slot for each expert at most.
+    most = model.experts - -(-model.experts // question.topology.num_ranks)
+    most = most if question.memory is None else min(most, int(question.memory // per_slot))
+    in_order, placements = list[Answer](), {} if placements is None else placements
+    candidates = grid(most, question.gathers, question.topology.num_nodes)
+    for done, candidate in enumerate(candidates):
+        key = candidate.placer, candidate.more
+        if key not in placements:
+            placements[key] = placed(candidate, judged, question.topology)
+        in_order.append(_answer(run(candidate, judged, question, placements[key]), question, per_slot))
+        on_candidate(done + 1, len(candidates))
+    now = in_order[0]
+    assert now.candidate == NOW
+    answers = [replace(answer, saved_ms=less(now.ms, answer.ms)) for answer in in_order]
+    ranked = sorted(answers, key=lambda answer: sum(answer.ms))
+    guessed = bool(question.layer.experts.extrapolated([question.tokens * model.top_k]))
+    steps = None
+    if question.dense_ms is not None:
+        whole = [_whole(of.candidate, placements, question, judged) for of in (answers[0], ranked[0])]
+        steps = whole[0], whole[1]
+    return Advice(question, tuple(ranked), answers[0], guessed, judged.drawn, steps)
+
+
+def _whole(
+    candidate: Candidate, made: dict[tuple[str, int], Placement], question: Question, judged: Judged
+) -> Step:
+    """The mean of the judged batches: the MoE layers by their timeline, all as the mean of those that are known, with
+    attention and the dense part spread evenly between them."""
+    assert question.dense_ms is not None
+    batches = list(sent_batches(candidate, made[candidate.placer, candidate.more], judged))
+    plan_us, gather_us = planning_us(candidate.split, question)
+    layers, dense_s = question.model.layers, 1e-3 * question.dense_ms / question.model.layers
+    found: dict[str, Floats] = defaultdict(lambda: np.zeros(2))  # seconds at both ends
+    for sent in batches:
+        rows = rows_between(sent, question.tokens, question.topology.num_ranks)
+        of_batch = partial(timeline, question.layer, sent, question.tokens, question.topology, rows=rows)
+        for at, end in enumerate(ENDS):
+            gather_s, plan_s = 1e-6 * gather_us[at], 1e-6 * plan_us[at]
+            step = partial(of_batch, end=end, dense_s=dense_s, gather_s=gather_s, plan_s=plan_s)
+            whole = step()
+            found["whole"][at] += whole.seconds
+            found["halved"][at] += step(two_batch=True).seconds
+            for name, of in whole.stages().items():
+                found[name][at] += of["mean"]
+    to_ms, moving = 1e3 * layers / len(batches[0]) / len(batches), _moving_ms(candidate, question)
+    spans = {name: (to_ms * float(both[0]), to_ms * float(both[1])) for name, both in found.items()}
+    ms, halved = ((low + moving, high + moving) for low, high in (spans.pop("whole"), spans.pop("halved")))
+    return Step(ms, {**spans, "rebalance": (moving, moving)}, halved)
+
+
+def planning_us(split: str, question: Question) -> tuple[Span, Span]:
+    """Of a layer, from and to: the plan's kernels, and the gather of loads ahead of them where it is known apart."""
+    low, high = _plan_us(split, question)
+    gather = GATHER_US if split in ("exact", "node") and question.plan_us is None else (0.0, 0.0)
+    return (low - gather[0], high - gather[1]), gather
+
+
+def _plan_us(split: str, question: Question) -> Span:
+    if question.plan_us is None or PLAN_US[split] == (0.0, 0.0):
+        return PLAN_US[split]
+    measured = question.plan_us.get(split, question.plan_us.get(SAME_PLAN.get(split, ""), 0.0))
+    return measured, measured
+
+
+def _moving_ms(candidate: Candidate, question: Question) -> float:
+    """Of a step, its part of a rebalance."""
+    moves = question.every and candidate.placer != "trivial"
+    return 1e3 * question.rebalance_s / question.every if moves else 0.0
+
+
+def run(candidate: Candidate, judged: Judged, question: Question, placement: Placement | None = None) -> Run:
+    """A candidate on the judged batches; placement: made for it before."""
+    made = placement or placed(candidate, judged, question.topology)
+    return run_of(candidate, sent_batches(candidate, made, judged), question)
+
+
+def run_of(candidate: Candidate, batches: Iterable[NDArray[np.integer]], question: Question) -> Run:
+    """A candidate by what it sends: [L, R, P] copies of each rank to each slot, batch by batch."""
+    topology = question.topology
+    copies, rows, across = [], [], []
+    for moved in batches:
+        copies.append(moved.sum(1).reshape(len(moved), topology.num_ranks, -1))
+        rows.append(rows_between(moved, question.tokens, topology.num_ranks))
+        across.append(_to_other_nodes(rows_between(moved, question.tokens, topology.num_nodes), topology))
+    return Run(candidate, np.stack(copies), np.stack(rows), float(np.mean(across)))
+
+
+def layer_ms(found: Run, question: Question) -> Floats:
+    """[2] from and to what a layer takes on average, planning apart."""
+    tokens = np.full(found.copies.shape[:2], question.tokens)
+    seconds = question.layer.seconds(found.copies, found.rows.sum(2), tokens)
+    return np.asarray(seconds.mean((0, 1)) * 1e3)
+
+
+def step_ms(found: Run, question: Question, planning: float = 1.0) -> tuple[float, float]:
+    """What a step's MoE layers take; planning: times what is taken for it."""
+    moving = _moving_ms(found.candidate, question)
+    plan = [planning * us * 1e-3 for us in _plan_us(found.candidate.split, question)]
+    low, high = (
+        question.model.layers * (ms + us) + moving
+        for ms, us in zip(layer_ms(found, question), plan, strict=True)
+    )
+    return float(low), float(high)
+
+
+def _answer(found: Run, question: Question, per_slot: float) -> Answer:
+    loads = found.copies.sum(-1)
+    return Answer(
+        found.candidate,
+        float(layer_ms(found, question).mean()),
+        step_ms(found, question),
+        (0.0, 0.0),
+        float((loads.max(-1) / loads.mean(-1)).mean()),
+        found.candidate.more * per_slot,
+        found.node_rows,
+    )
+
+
+def _to_other_nodes(rows: Floats, topology: Topology) -> float:
+    """Of rows [L, R, nodes], the part to another node."""
+    own = np.arange(topology.num_ranks) // topology.ranks_per_node
+    other = own[:, None] != np.arange(topology.num_nodes)
+    return float(rows[:, other].sum() / rows.sum())
+
+
+def saved_ms(before: Run, after: Run, question: Question, planning: float = 1.0) -> Span:
+    """Milliseconds of a step that one run saves over another, from and to."""
+    return less(step_ms(before, question, planning), step_ms(after, question, planning))
+
+
+def less(before: Span, after: Span) -> Span:
+    """What is saved by one over the other; both ranges follow one all-to-all, so low goes with low."""
+    low, high = sorted(old - new for old, new in zip(before, after, strict=True))
+    return low, high

@@ -1,0 +1,169 @@
+"""What a placement is worth on counts: the ranks' imbalance, replicas sharing alike or split exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from isoload.analysis.batches import make_batches
+from isoload.balancing.planning import plan_layers
+from isoload.placement.placement import Placement
+from isoload.placers.weights import rank_loads
+from isoload.replay.calibration import Fold, calibration_folds
+from isoload.traces import Trace
+
+Floats = np.ndarray[Any, np.dtype[np.float64]]
+Ints = np.ndarray[Any, np.dtype[np.integer[Any]]]
+
+MAX_BATCH = 2**31  # copies of a layer in one batch that a plan may have
+
+
+def even_imbalance(placement: Placement, counts: Ints) -> Floats:
+    """[batches, L] max/mean load of the live ranks, each replica with an equal part of its expert's load.
+
+    Args:
+        placement: whose shared experts have no load. With speeds a load is a cost, see :class:`isoload.Topology`.
+        counts: [batches, L, E] copies. A batch without copies in a layer has imbalance 1.
+    """
+    return _over_mean(even_loads(placement, counts).max(-1), counts, placement)
+
+
+def even_loads(placement: Placement, counts: Ints) -> Floats:
+    """[batches, L, R] the loads of which :func:`even_imbalance` takes the largest."""
+    slots, ticks = placement.arrays[0], placement.topology.ticks
+    routed = np.where(slots < counts.shape[2], slots, -1)  # shared experts lie behind
+    load = rank_loads(counts, routed.reshape(len(slots), placement.topology.num_ranks, -1))
+    return load if ticks is None else np.asarray(load * ticks.numpy())
+
+
+def exact_imbalance(placement: Placement, counts: Ints) -> Floats:
+    """[batches, L] the same with the best split of whole copies, that of policy ``exact``."""
+    ranks, peaks = placement.topology.num_ranks, []
+    for batch in counts:
+        # A split of halves is one of the whole: counts that are too large for a batch are scaled down.
+        scale = -(-int(batch.sum(-1).max()) // (MAX_BATCH - 1)) or 1
+        loads = torch.zeros(batch.shape[0], ranks, placement.num_experts, dtype=torch.int32)
+        scaled = torch.from_numpy((batch // scale).astype(np.int32))
+        loads[:, placement.topology.live_ranks[0], : batch.shape[1]] = scaled
+        peaks.append(plan_layers(loads, placement, "exact").bound.numpy() * scale)
+    return _over_mean(np.array(peaks, dtype=np.float64), counts, placement)
+
+
+def routed_imbalance(placement: Placement, slot_copies: Ints) -> Floats:
+    """[batches, L] the same as an engine routed: slot_copies [batches, L, P] that each slot got."""
+    per_rank = slot_copies.reshape(*slot_copies.shape[:2], placement.topology.num_ranks, -1).sum(-1)
+    return _over_mean(per_rank.max(-1), slot_copies, placement)
+
+
+def _over_mean(peak: Floats, counts: Ints, placement: Placement) -> Floats:
+    total = counts.sum(-1)
+    mean = total / placement.topology.copies_per_cost
+    return np.where(total > 0, peak / np.maximum(mean, 1e-300), 1.0)
+
+
+def judge_unseen(
+    trace: Trace, calibrate: str, make: Callable[[Any], Placement], needs_tokens: bool = False
+) -> tuple[float, float]:
+    """Return the means of :func:`unseen_imbalances`, even and exact."""
+    even, exact = unseen_imbalances(trace, calibrate, make, needs_tokens)
+    return float(even.mean()), float(exact.mean())
+
+
+def unseen_imbalances(
+    trace: Trace,
+    calibrate: str,
+    make: Callable[[Any], Placement],
+    needs_tokens: bool = False,
+    uses_tokens: bool = False,
+) -> tuple[Floats, Floats]:
+    """Return the imbalance [batches, L], even and exact, of batches that the placement has not seen.
+
+    Args:
+        trace: its batches are split.
+        calibrate: one of ``CALIBRATIONS``, the rule of the split.
+        make: returns the placement of counts [batches, L, E], or with `needs_tokens` of the trace of these batches.
+        needs_tokens: whether `make` needs the per-token choices of the batches.
+        uses_tokens: whether `make` uses them where they are those of the batches, and takes counts elsewhere.
+
+    Raises:
+        ValueError: the batches cannot be split so; per-token choices are needed that are not those of the batches.
+    """
+    counts, even, exact = trace.batch_counts(), [], []
+    for fold in calibration_folds(len(counts), calibrate, trace.cluster):
+        seen: Any = counts[list(fold.calibrate)]
+        if needs_tokens or (uses_tokens and trace.has_tokens):
+            seen = _with_tokens(trace, calibrate, fold, None if needs_tokens else seen)
+        placement, judged = make(seen), counts[list(fold.replay)]
+        even.append(even_imbalance(placement, judged))
+        exact.append(exact_imbalance(placement, judged))
+    return np.concatenate(even), np.concatenate(exact)
+
+
+def _with_tokens(trace: Trace, calibrate: str, fold: Fold, otherwise: Any) -> Any:
+    """Return the trace of a fold's first part, or `otherwise` where its tokens are not those of its batches."""
+    if calibrate == "all" or not trace.has_tokens:
+        return trace
+    if not tokens_are_batches(trace):
+        if otherwise is not None:
+            return otherwise
+        raise ValueError(
+            f"calibrate must be all for trace {trace.name}, whose per-token choices are not those of its batches, "
+            f"got {calibrate}"
+        )
+    return make_batches(trace).part(fold.calibrate)
+
+
+def tokens_are_batches(trace: Trace) -> bool:
+    """Return whether the per-token choices of a trace are those that its batches were counted from."""
+    return trace.has_tokens and np.array_equal(make_batches(trace).counts, trace.batch_counts())
+
+
+def changed_slots(before: Placement, after: Placement) -> float:
+    """Part of the slots that hold another expert than before: what must be loaded."""
+    old, new = before.arrays[0], after.arrays[0]
+    return float(((old != new) & (new >= 0)).mean())
+
+
+def arrivals(before: Placement, after: Placement) -> Ints:
+    """Return [L, R] experts that each rank of `after` must load: it holds them, and did not before.
+
+    Rank r is the same in both; ranks of `after` beyond those of `before` are new.
+    """
+    old, new = (p.arrays[0].reshape(p.num_layers, p.topology.num_ranks, -1) for p in (before, after))
+    count = np.zeros(new.shape[:2], dtype=np.int64)
+    for layer, rank in np.ndindex(*count.shape):
+        present = old[layer, rank] if rank < old.shape[1] else ()
+        count[layer, rank] = len(np.setdiff1d(new[layer, rank][new[layer, rank] >= 0], present))
+    return count
+
+
+def count_replicas(placement: Placement) -> int:
+    """Slots of all layers beyond one for each routed expert."""
+    return int(_routed(placement).sum()) - placement.num_layers * placement.num_routed
+
+
+def most_replicas(placement: Placement) -> float:
+    """Slots of all layers, on the rank with most, beyond its even part of one for each routed expert."""
+    held = _routed(placement).sum((0, 2)).max()
+    return float(held - placement.num_layers * placement.num_routed / len(placement.topology.live_ranks))
+
+
+def without_replicas(placement: Placement) -> Placement:
+    """Return the placement with every routed expert in its home slot alone; the other replicas' slots are absent."""
+    slots, home = (array.copy() for array in placement.arrays)
+    expert = np.clip(slots, 0, None)
+    replica = (slots < placement.num_routed) & (
+        np.take_along_axis(home, expert, 1) != np.arange(slots.shape[1])
+    )
+    slots[replica] = -1
+    return replace(placement, slot_to_expert=torch.from_numpy(slots), replica_weight=None)
+
+
+def _routed(placement: Placement) -> Any:
+    """[L, R, S] whether a slot holds a routed expert."""
+    slots = placement.arrays[0].reshape(placement.num_layers, placement.topology.num_ranks, -1)
+    return (slots >= 0) & (slots < placement.num_routed)

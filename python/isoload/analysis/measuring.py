@@ -1,0 +1,435 @@
+"""Time a rank's experts, the group's exchanges and its plans on the machine at hand, and fit isoload.times to them.
+
+Every rank measures at the same time, as ranks run when they serve. Medians; of an exchange the slowest rank's.
+"""
+
+from __future__ import annotations
+
+import datetime
+import platform
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from isoload.analysis.models import Model
+from isoload.balancing.balancer import Balancer
+from isoload.balancing.own_counts import Loads
+from isoload.placers import place
+from isoload.times.exchanges import STEPS, AllToAllTime, Curve
+from isoload.times.experts import ExpertTime
+from isoload.times.file import Times
+from isoload.topology import Topology
+from isoload.transport import CollectiveTransport, LocalTransport, Transport
+from isoload.weights.compute import run_experts
+from isoload.weights.experts import ExpertWeights, SwiGLU
+
+Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+Progress = Callable[[int, int], None]
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
+COPIES = (1, 4, 16, 64, 256, 1024, 4096)  # of each slot that has some
+TOKENS = (1, 8, 64, 256, 1024, 4096)  # of a rank that take part in an exchange
+PLAN_TOKENS = 256  # of a rank while plans are timed
+SLOW_SECONDS = 1.0  # larger points of a series that came here are left out
+SAMPLE_SECONDS = 0.15  # for the samples of a point
+GPU_COPY_US = 0.05  # a copy of a large expert on a GPU, about which the fit's bounds are
+
+
+def isoload_experts(rows: Tensor, slots: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """Compute the experts as :class:`isoload.MoE` does: the default kernel, and what another one must compute.
+
+    Args:
+        rows: [N, H] the tokens that a rank received. slots: [N, K] int32 local slots, -1 = none. weights: [N, K]
+            float32.
+        gate_up: [S, 2I, H]. down: [S, H, I].
+
+    Returns:
+        [N, H] the weighted sum over each row's slots.
+    """
+    return run_experts(rows, slots, weights, [ExpertWeights(gate_up, down)], SwiGLU())
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What is measured, and on what.
+
+    slots: S of a rank whose weights are held while experts are timed. most_copies: of a rank in one point.
+    """
+
+    model: Model
+    device: torch.device
+    transport: Transport
+    kernel: Kernel
+    kernel_name: str
+    slots: int
+    most_copies: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return DTYPES[self.model.dtype]
+
+    @property
+    def topology(self) -> Topology:
+        return self.transport.group.topology
+
+
+class Point(NamedTuple):
+    """A measured call of the experts' kernel."""
+
+    loads: np.ndarray[Any, np.dtype[np.int64]]  # [S] copies of each slot
+    rows: int
+    us: float
+    held_out: bool
+
+
+def make_machine(
+    model: Model,
+    memory: float,
+    ranks_per_node: int = 0,
+    kernel: Kernel = isoload_experts,
+    kernel_name: str = "isoload",
+) -> Machine:
+    """Return what to measure on this process's device, over the default process group where there is one.
+
+    Args:
+        memory: bytes that weights and rows may take on a rank.
+        ranks_per_node: ranks that share a node; 0: all.
+
+    Raises:
+        ValueError: on all ranks alike: a dtype that no kernel here computes, too little memory, other devices on other
+            ranks.
+    """
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    topology = Topology(ranks, ranks_per_node)
+    transport = CollectiveTransport(topology) if ranks > 1 else LocalTransport(topology)
+    device = (
+        torch.device("cuda", torch.cuda.current_device())
+        if torch.cuda.is_available()
+        else torch.device("cpu")
+    )
+    with transport.group.agreeing("the choice of what to measure") as facts:
+        facts["device"] = device_name(device)
+        facts["model"], facts["kernel"] = model, kernel_name
+        if model.dtype not in DTYPES:
+            raise ValueError(
+                f"dtype must be one of {', '.join(DTYPES)}, which isoload measure can make weights of, "
+                f"got {model.dtype}"
+            )
+        facts["slots"] = slots = min(-(-model.experts // ranks), int(memory / 2 // model.expert_bytes))
+        if slots < 1:
+            raise ValueError(
+                f"memory must hold two experts of {model.name}, {2 * model.expert_bytes / 2**30:.2f} GiB, got "
+                f"{memory / 2**30:.2f} GiB"
+            )
+    row_bytes = (3 * model.hidden + 3 * model.intermediate) * DTYPES[model.dtype].itemsize
+    most = min(int(memory / 2 // row_bytes), 2**20)
+    return Machine(model, device, transport, kernel, kernel_name, slots, max(most, 1))
+
+
+def device_name(device: torch.device) -> str:
+    """Return the name of the device as people know it."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return platform.processor() or platform.machine()
+
+
+def measure(machine: Machine, on_point: Progress = lambda done, total: None) -> Times:
+    """Measure and fit everything; all ranks call it together and get the same result.
+
+    Raises:
+        ValueError: on all ranks alike: a kernel that fails or returns rows of another shape or without values.
+    """
+    group, ranks = machine.transport.group, machine.topology.num_ranks
+    designs = list(expert_designs(machine))
+    exchanges = [tokens for tokens in TOKENS if tokens * machine.model.top_k <= machine.most_copies] * (
+        ranks > 1
+    )
+    total, done = len(designs) + len(exchanges) + 3, 0
+
+    def step() -> None:
+        nonlocal done
+        done += 1
+        on_point(done, total)
+
+    points: list[Point] = []
+    with group.agreeing("the experts' times"):
+        points = list(time_experts(machine, designs, step))
+        experts = fit_experts(machine, points)
+    typical = float(np.median([point.us for point in points]))
+    all_us = group.gather_objects("the ranks' speeds", typical)
+    speeds = tuple(round(max(all_us) / us, 4) for us in all_us)
+    exchange_points = [[float(tokens), *time_exchange(machine, tokens, step)] for tokens in exchanges]
+    steps = fit_exchanges(machine, exchange_points)
+    move_us = time_move(machine) if ranks > 1 else None
+    step()
+    plan_us = dict(time_plans(machine, step))
+    software = {
+        "torch": torch.__version__,
+        "isoload": _version(),
+        "driver": _driver(machine.device),
+        "date": datetime.date.today().isoformat(),
+    }
+    raw = {
+        "experts": [[point.us, point.rows, float(point.held_out), *point.loads.tolist()] for point in points],
+        "exchange": exchange_points,
+    }
+    return Times(
+        device_name(machine.device),
+        software,
+        ranks,
+        machine.topology.num_nodes,
+        experts,
+        steps[0],
+        steps[1],
+        move_us,
+        plan_us,
+        speeds,
+        raw,
+    )
+
+
+def _version() -> str:
+    from isoload import __version__
+
+    return __version__
+
+
+def _driver(device: torch.device) -> str:
+    return f"CUDA {torch.version.cuda}" if device.type == "cuda" else platform.platform()
+
+
+def expert_designs(machine: Machine) -> Iterator[tuple[list[int], int, bool]]:
+    """Yield loads of the slots, local copies of each row, and whether the point is held out of the fit.
+
+    Even points have the same copies in some of the slots. Held-out ones have all slots, with shares that fall.
+    """
+    slots, most = machine.slots, machine.most_copies
+    few = sorted({1, max(slots // 4, 1), slots})
+    for per_row in sorted({1, min(machine.model.top_k, slots)}):
+        for active in few:
+            for copies in COPIES:
+                if active >= per_row and active * copies <= most:
+                    yield [copies] * active + [0] * (slots - active), per_row, False
+    for copies in COPIES[2:]:
+        for power in (0.5, 1.2):
+            shares = np.arange(1, slots + 1) ** -power
+            loads = np.floor(shares / shares.sum() * copies * slots).astype(int).tolist()
+            if slots > 1 and sum(loads) and copies * slots <= most:
+                yield loads, 1, True
+
+
+def time_experts(
+    machine: Machine, designs: Sequence[tuple[list[int], int, bool]], step: Callable[[], None]
+) -> Iterator[Point]:
+    """Time the kernel on each design; larger points of a series that has become slow are left out.
+
+    Raises:
+        ValueError: a kernel that fails, or returns anything but finite rows.
+    """
+    draw = torch.Generator(machine.device).manual_seed(0)
+    model = machine.model
+    shape = machine.slots, model.hidden, model.intermediate
+    weights = ExpertWeights.random(*shape, generator=draw, dtype=machine.dtype, device=machine.device)
+    slow: dict[tuple[int, int, bool], int] = {}
+    for loads, per_row, held_out in designs:
+        series = sum(copies > 0 for copies in loads), per_row, held_out
+        if sum(loads) >= slow.get(series, sum(loads) + 1):
+            step()
+            continue
+        ids = local_slots(loads, per_row).to(machine.device)
+        rows = torch.randn(len(ids), model.hidden, generator=draw, device=machine.device, dtype=machine.dtype)
+        gates = torch.full(ids.shape, 1 / per_row, device=machine.device)
+
+        def call(rows: Tensor = rows, ids: Tensor = ids, gates: Tensor = gates) -> Tensor:
+            return machine.kernel(rows, ids, gates, weights.gate_up, weights.down)
+
+        with torch.no_grad():
+            _check_rows(call(), rows, machine.kernel_name)
+            us = median_us(call, machine.device)
+        if us > SLOW_SECONDS * 1e6:
+            slow[series] = sum(loads)
+        step()
+        yield Point(np.array(loads), len(ids), us, held_out)
+
+
+def local_slots(loads: Sequence[int], per_row: int) -> Tensor:
+    """Return [N, K] int32 slots of N rows whose copies have these loads, -1 = none; no row has a slot twice."""
+    ids = torch.repeat_interleave(torch.arange(len(loads), dtype=torch.int32), torch.tensor(loads))
+    rows = max(-(-len(ids) // per_row), max(loads))
+    columns = -(-len(ids) // rows)
+    padded = torch.full((rows * columns,), -1, dtype=torch.int32)
+    padded[: len(ids)] = ids
+    return padded.view(columns, rows).t().contiguous()
+
+
+def _check_rows(result: object, rows: Tensor, kernel: str) -> None:
+    if not isinstance(result, Tensor) or result.shape != rows.shape:
+        got = list(result.shape) if isinstance(result, Tensor) else type(result).__name__
+        raise ValueError(
+            f"kernel {kernel} must return {list(rows.shape)}, a row for each row that it is given, got {got}"
+        )
+    if not bool(result.isfinite().all()):
+        raise ValueError(
+            f"kernel {kernel} must return finite values, got some that are infinite or not numbers"
+        )
+
+
+def median_us(call: Callable[[], object], device: torch.device, seconds: float = SAMPLE_SECONDS) -> float:
+    """Return the median of a call's microseconds, after two calls that are not counted.
+
+    On CPU it is the time of this thread, so that other processes on the core do not count.
+    """
+    call(), call()
+    wait, samples = _waiter(device), list[float]()
+    clock = time.perf_counter_ns if device.type == "cuda" else time.thread_time_ns
+    wait()
+    end = time.perf_counter() + seconds
+    while len(samples) < 3 or (time.perf_counter() < end and len(samples) < 1000):
+        start = clock()
+        call()
+        wait()
+        samples.append((clock() - start) / 1e3)
+    return float(np.median(samples))
+
+
+def _waiter(device: torch.device) -> Callable[[], None]:
+    if device.type == "cuda":
+        return lambda: torch.cuda.synchronize(device)
+    return lambda: None
+
+
+def fit_experts(machine: Machine, points: Sequence[Point]) -> ExpertTime:
+    """Fit the five constants to the even points, and compare them with the held-out ones."""
+    from isoload.times.fitting import fit_kernel
+
+    even = [point for point in points if not point.held_out]
+    copies = [int(point.loads.sum()) for point in even]
+    rows, us = (np.array([getattr(point, name) for point in even], np.float64) for name in ("rows", "us"))
+    slower = max(float(np.min(us / np.maximum(copies, 1))) / GPU_COPY_US, 1.0)
+    (a, b, c, rho, p), errors = fit_kernel([point.loads for point in even], rows, us, tile=1, slower=slower)
+    model = machine.model
+    experts = ExpertTime(
+        device_name(machine.device),
+        machine.kernel_name,
+        model.dtype,
+        model.hidden,
+        model.intermediate,
+        a,
+        b,
+        c,
+        rho,
+        p,
+        copies_from=min(copies),
+        copies_to=max(copies),
+        fit_error=float(np.abs(errors).mean()),
+        source="isoload measure",
+    )
+    skewed = [point for point in points if point.held_out]
+    if not skewed:
+        return experts
+    wrong = [abs(1e6 * float(experts.seconds(point.loads, point.rows)) / point.us - 1) for point in skewed]
+    return ExpertTime(**{**vars(experts), "held_out_error": float(np.median(wrong))})
+
+
+def time_exchange(machine: Machine, tokens: int, step: Callable[[], None]) -> tuple[float, float]:
+    """Return the microseconds of dispatch and of combine with so many tokens of each rank, evenly routed."""
+    model, ranks, device = machine.model, machine.topology.num_ranks, machine.device
+    per_rank = -(-model.experts // ranks)
+    draw = torch.Generator().manual_seed(dist.get_rank())
+    ids = torch.rand(tokens, model.experts, generator=draw).topk(model.top_k, dim=-1).indices.int().to(device)
+    gates = torch.full(ids.shape, 1 / model.top_k, device=device)
+    x = torch.randn(tokens, model.hidden, generator=draw).to(device, machine.dtype)
+    dispatcher, wait, samples = machine.transport.dispatcher, _waiter(device), list[tuple[int, int]]()
+    with torch.no_grad():
+        for _ in range(8 + 2):
+            dist.barrier()
+            start = time.perf_counter_ns()
+            received = dispatcher.dispatch([x], [ids], [gates], per_rank)
+            wait()
+            middle = time.perf_counter_ns()
+            dispatcher.combine([received[0].rows], received)
+            wait()
+            samples.append((middle - start, time.perf_counter_ns() - middle))
+    slowest = (
+        np.max(machine.transport.group.gather_objects("the exchanges' times", samples[2:]), axis=0) / 1e3
+    )
+    step()
+    dispatch, combine = np.median(slowest, axis=0).tolist()
+    return dispatch, combine
+
+
+def fit_exchanges(
+    machine: Machine, points: Sequence[Sequence[float]]
+) -> tuple[AllToAllTime | None, AllToAllTime | None]:
+    """Fit the curves of dispatch and combine; None where one rank has no exchange."""
+    from isoload.times.fitting import fit_curve
+
+    if not points:
+        return None, None
+    tokens, *steps = np.array(points).T
+    fitted = []
+    for name, us in zip(STEPS, steps, strict=True):
+        constants, errors = fit_curve(tokens, us)
+        curve, topology = Curve(*constants), machine.topology
+        at = (
+            device_name(machine.device),
+            "isoload",
+            name,
+            topology.num_ranks,
+            topology.num_nodes,
+            curve,
+            curve,
+        )
+        fitted.append(
+            AllToAllTime(*at, float(tokens.max()), float(np.abs(errors).mean()), source="isoload measure")
+        )
+    return fitted[0], fitted[1]
+
+
+def time_move(machine: Machine) -> float:
+    """Return the microseconds in which each rank sends the weights of one expert to the next rank."""
+    rank, ranks = dist.get_rank(), machine.topology.num_ranks
+    size = int(machine.model.expert_bytes)
+    own = torch.zeros(size, dtype=torch.uint8, device=machine.device)
+    other, wait, samples = torch.empty_like(own), _waiter(machine.device), list[int]()
+    for _ in range(5):
+        dist.barrier()
+        start = time.perf_counter_ns()
+        operations = [
+            dist.P2POp(dist.isend, own, (rank + 1) % ranks),
+            dist.P2POp(dist.irecv, other, (rank - 1) % ranks),
+        ]
+        for request in dist.batch_isend_irecv(operations):
+            request.wait()
+        wait()
+        samples.append(time.perf_counter_ns() - start)
+    slowest = np.max(machine.transport.group.gather_objects("the moves' times", samples[1:]), axis=0)
+    return float(np.median(slowest)) / 1e3
+
+
+def time_plans(machine: Machine, step: Callable[[], None]) -> Iterator[tuple[str, float]]:
+    """Yield who chooses the replicas, and a layer's microseconds until its slots are known, the gather included."""
+    model, ranks, device = machine.model, machine.topology.num_ranks, machine.device
+    counts = np.random.default_rng(0).zipf(1.5, (1, model.experts)).clip(max=1000)
+    placement = place(counts, machine.topology, min(-(-model.experts // ranks) + 1, model.experts))
+    draw = torch.Generator().manual_seed(dist.get_rank() if ranks > 1 else 0)
+    shape = PLAN_TOKENS, model.experts
+    ids = torch.rand(shape, generator=draw).topk(model.top_k, dim=-1).indices.int().to(device)
+    group = machine.transport.group
+    modes: dict[str, Loads] = {"exact": "gathered", "own": "own"}
+    for name, loads in modes.items():
+        balancer = Balancer(placement, group=group, loads=loads)
+        wait, samples = _waiter(device), list[int]()
+        for _ in range(13):
+            start = time.perf_counter_ns()
+            balancer(ids)
+            wait()
+            samples.append(time.perf_counter_ns() - start)
+        all_samples = group.gather_objects("the plans' times", samples[3:])
+        step()
+        yield name, float(np.median(np.max(all_samples, axis=0))) / 1e3

@@ -1,0 +1,268 @@
+"""RankLoads: what one rank routed by an engine's own choice of replicas, pass by pass; and all ranks' files joined.
+
+A rank writes ``rank00003-1764140000-4711-000000064.npz`` (rank, start and number of its process, first pass): a trace
+of its counts, and beside them the copies of each slot and the table of the slots.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from isoload.placement.placement import Placement
+from isoload.topology import Topology
+from isoload.trace.archives import check_bytes, max_bytes, read_arrays, read_members
+from isoload.traces import Trace
+from isoload.traces.identity import Identity
+from isoload.traces.npz import read_npz, write_trace
+from isoload.traces.record import Ints, counts_of_slots
+from isoload.traces.shadow import ONE_RUN, RECORDED_BY, check_about, dense_rows_dropped
+
+MAX_COPIES = 2**31  # of a slot in a batch: counts are int32
+TABLES = ("slot_copies", "slot_to_expert")
+
+
+@dataclass(frozen=True, eq=False)
+class RankLoads:
+    """B recorded passes of one rank, between which no expert moved.
+
+    slot_copies     [B, L, P] copies that this rank sent to each slot
+    slot_to_expert  [L, P] expert in each
+    passes          [B] numbers of the passes, the same on all ranks, ascending
+    phases          [B] "prefill" or "decode", as this rank had it
+    tokens          "own": the rank's alone; "same": of all ranks, which hold the same
+    started         seconds since 1970
+    """
+
+    slot_copies: Ints
+    slot_to_expert: Ints
+    passes: tuple[int, ...]
+    phases: tuple[str, ...]
+    num_experts: int
+    top_k: int
+    rank: int
+    topology: Topology
+    tokens: str
+    started: int
+    model: str = ""
+    identity: Identity = field(default_factory=Identity)
+
+    @property
+    def counts(self) -> Ints:
+        """[B, L, E] copies of experts."""
+        return counts_by_expert(self.slot_to_expert, self.slot_copies, self.num_experts)
+
+    def save(self, folder: str | Path) -> Path:
+        """Writes the file, which appears whole."""
+        about = {
+            "recorded by": RECORDED_BY,
+            "model": self.model,
+            "rank": self.rank,
+            "num_ranks": self.topology.num_ranks,
+            "ranks_per_node": self.topology.ranks_per_node,
+            "tokens": self.tokens,
+            "started": self.started,
+            "passes": list(self.passes),
+        }
+        name = f"rank{self.rank:05d}-{self.started}-{os.getpid()}-{self.passes[0]:09d}"
+        given: dict[str, Any] = {"counts": self.counts, "cluster": self.phases, "provenance": about}
+        given["identity"] = self.identity
+        path = Path(folder, f"{name}.npz")
+        tables = {"slot_copies": self.slot_copies, "slot_to_expert": self.slot_to_expert}
+        write_trace(Trace(name, self.num_experts, self.top_k, **given), path, **tables)
+        return path
+
+
+def counts_by_expert(slot_to_expert: Ints, slot_copies: Ints, num_experts: int) -> Ints:
+    """[B, L, E] copies of experts, from those of slots [B, L, P]."""
+    return np.stack([counts_of_slots(slot_to_expert, copies, num_experts) for copies in slot_copies])
+
+
+def read_rank_loads(path: Path) -> RankLoads:
+    """Read one rank's file.
+
+    Raises:
+        ValueError: another file, or a damaged one; naming the file.
+        OSError: a file that cannot be opened.
+    """
+    limit = max_bytes(None)
+    fields = read_npz(path, limit)
+    arrays, _ = read_arrays(path, TABLES, limit)
+    try:
+        trace = Trace(**fields)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    about, phases = trace.provenance, trace.cluster or ()
+    if about.get("recorded by") != RECORDED_BY:
+        raise ValueError(f"{path}: must be a file that shadow mode wrote (ISOLOAD_RECORD)")
+    check_about(path, trace)
+    try:
+        topology = Topology(about["num_ranks"], about["ranks_per_node"])
+        copies, table = _check_tables(trace, topology, *map(arrays.get, TABLES))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    return RankLoads(
+        copies, table, tuple(about["passes"]), phases, trace.num_experts, trace.top_k, about["rank"], topology,
+        about["tokens"], about["started"], about.get("model", ""), trace.identity,
+    )  # fmt: skip
+
+
+def _check_tables(
+    trace: Trace, topology: Topology, copies: Ints | None, table: Ints | None
+) -> tuple[Ints, Ints]:
+    """Return slot_copies [B, L, P] and slot_to_expert [L, P] if they agree with each other and with the counts."""
+    assert trace.counts is not None
+    batches = len(trace.counts)
+    if copies is None or table is None or copies.ndim != 3 or copies.shape != (batches, *table.shape):
+        raise ValueError("slot_copies must be [batches, L, P] and slot_to_expert [L, P]")
+    layers, slots = table.shape
+    if layers != trace.num_layers or not slots or slots % topology.num_ranks:
+        raise ValueError(
+            f"slot_to_expert must be [{trace.num_layers}, P], P a multiple of {topology.num_ranks} ranks, got "
+            f"{list(table.shape)}"
+        )
+    kinds = {copies.dtype.kind, table.dtype.kind}
+    if not kinds <= {"i", "u"} or table.min() < 0 or table.max() >= trace.num_experts or copies.min() < 0:
+        raise ValueError(f"slot_to_expert must be in 0..{trace.num_experts - 1}, slot_copies not negative")
+    if copies.max() >= MAX_COPIES:
+        raise ValueError(f"slot_copies must be below 2^31, got {copies.max()}")
+    table = table.astype(np.int64)
+    for of_slots, of_experts in zip(copies, trace.counts, strict=True):
+        if not np.array_equal(counts_of_slots(table, of_slots, trace.num_experts), of_experts):
+            raise ValueError("counts must be those of slot_copies")
+    return copies, table
+
+
+@dataclass(frozen=True, eq=False)
+class Recorded:
+    """The B passes that every rank of a run recorded.
+
+    trace       [B, L, E] counts of all ranks, by phase (``cluster``); layers that routed nothing are left out
+    sent        of every source rank [B, L, P] copies to each slot; one source where all ranks hold the same tokens
+    tables      where the experts lay, [L, P]
+    table_of    [B] which table
+    topology    of the engine
+    left_out    passes that not every rank recorded, and files of earlier runs
+    """
+
+    trace: Trace
+    sent: tuple[Ints, ...]
+    tables: tuple[Ints, ...]
+    table_of: Ints
+    topology: Topology
+    left_out: tuple[int, int]
+
+    @property
+    def phases(self) -> tuple[str, ...]:
+        assert self.trace.cluster is not None
+        return self.trace.cluster
+
+    @property
+    def same_tokens(self) -> bool:
+        """Whether all ranks hold the same tokens, so that no rank is the source of any."""
+        return len(self.sent) < self.topology.num_ranks
+
+    def slot_copies(self, batch: int) -> Ints:
+        """[L, P] of all ranks."""
+        return np.asarray(np.stack([of_rank[batch] for of_rank in self.sent]).sum(0, dtype=np.int64))
+
+    def placement(self, batch: int) -> Placement:
+        """Where the experts lay."""
+        table = torch.from_numpy(self.tables[self.table_of[batch]].astype(np.int32))
+        return Placement(
+            table,
+            self.topology,
+            self.trace.num_experts,
+            layer_ids=self.trace.layer_ids,
+            identity=self.trace.identity,
+        )
+
+
+def read_recorded(path: str | Path) -> Recorded:
+    """Joins a folder's files, by the numbers of their passes; or reads one file, of ranks that hold the same tokens.
+
+    Of several runs in the folder the last. A pass is of prefill if it is so on any rank.
+
+    Raises:
+        ValueError: naming the file, or the rank that is missing, or what differs between ranks.
+        OSError: a file that cannot be opened.
+    """
+    given = Path(path)
+    paths = sorted(given.glob("rank*-*.npz")) if given.is_dir() else [given]
+    if not paths:
+        raise ValueError(f"{given}: holds no file that shadow mode wrote (rank00000-*.npz)")
+    # All files are in memory at once.
+    check_bytes(given, sum(member.file_size for p in paths for member in read_members(p)), max_bytes(None))
+    files = [read_rank_loads(p) for p in paths]
+    last = max(of.started for of in files)
+    kept = [of for of in files if last - of.started <= ONE_RUN]
+    first = kept[0]
+    shapes = {(of.topology, of.tokens, of.num_experts, of.slot_to_expert.shape) for of in kept}
+    if len(shapes) > 1:
+        raise ValueError(f"{given}: files of one run must be of the same ranks, tokens, experts and slots")
+    sources = range(first.topology.num_ranks) if first.tokens == "own" else [kept[0].rank]
+    by_rank = [_by_pass(given, [of for of in kept if of.rank == rank]) for rank in sources]
+    if missing := [rank for rank, passes in zip(sources, by_rank, strict=True) if not passes]:
+        raise ValueError(f"{given}: must hold files of all {len(by_rank)} ranks, lacks those of {missing[0]}")
+    common = sorted(set.intersection(*map(set, by_rank)))
+    if not common:
+        raise ValueError(f"{given}: ranks must have recorded passes of the same numbers, got none")
+    left = len(set.union(*map(set, by_rank))) - len(common), len(files) - len(kept)
+    return _join(given, first, [[passes[number] for number in common] for passes in by_rank], left)
+
+
+def _by_pass(path: Path, files: Sequence[RankLoads]) -> dict[int, tuple[RankLoads, int]]:
+    found: dict[int, tuple[RankLoads, int]] = {}
+    for of in files:
+        for i, number in enumerate(of.passes):
+            if number in found:
+                raise ValueError(
+                    f"{path}: must hold each pass of a rank once, pass {number} of rank {of.rank} is there twice: two "
+                    f"engines, two pipeline stages, or a restart within {ONE_RUN} s"
+                )
+            found[number] = of, i
+    return found
+
+
+def _join(
+    path: Path, first: RankLoads, by_rank: list[list[tuple[RankLoads, int]]], left: tuple[int, int]
+) -> Recorded:
+    tables: dict[bytes, Ints] = {}
+    table_of, phases = [], []
+    for at in zip(*by_rank, strict=True):
+        known = {np.ascontiguousarray(of.slot_to_expert, dtype=np.int32).tobytes() for of, _ in at}
+        if len(known) > 1:
+            number = at[0][0].passes[at[0][1]]
+            raise ValueError(f"{path}: experts must lie alike on all ranks, in pass {number} they do not")
+        key = known.pop()
+        tables.setdefault(key, at[0][0].slot_to_expert)
+        table_of.append(list(tables).index(key))
+        phases.append("prefill" if any(of.phases[i] == "prefill" for of, i in at) else "decode")
+    sent = [np.stack([of.slot_copies[i] for of, i in passes]) for passes in by_rank]
+    routed = np.flatnonzero(np.any([of.any((0, 2)) for of in sent], axis=0))
+    if not len(routed):
+        raise ValueError(f"{path}: must hold a pass with copies, got none")
+    sent = [of[:, routed] for of in sent]
+    kept = [table[routed] for table in tables.values()]
+    counts = [
+        sum(counts_of_slots(kept[of], of_rank[b], first.num_experts) for of_rank in sent)
+        for b, of in enumerate(table_of)
+    ]
+    trace = Trace(
+        first.model or path.stem, first.num_experts, first.top_k, np.stack(counts), cluster=tuple(phases),
+        layer_ids=tuple(map(int, routed)), provenance={"recorded by": RECORDED_BY, "model": first.model},
+        identity=dense_rows_dropped(first.identity),
+    )  # fmt: skip
+    recorded = Recorded(trace, tuple(sent), tuple(kept), np.array(table_of), first.topology, left)
+    try:
+        for table in range(len(kept)):
+            recorded.placement(table_of.index(table))
+    except ValueError as error:  # a table without some expert
+        raise ValueError(f"{path}: {error}") from None
+    return recorded

@@ -1,0 +1,397 @@
+"""Replay: the real pipeline (count, place, plan, route) on a recorded trace, over virtual ranks.
+
+A replay places experts on one part of a trace, routes the rest through the same ops that a model would call,
+and counts every figure from the routed slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, fields, replace
+from time import perf_counter_ns
+from typing import Any, get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from isoload.analysis.batches import Batches, SourceBatch, make_batches
+from isoload.analysis.judge import without_replicas
+from isoload.analysis.layer_cost import CostTally
+from isoload.analysis.metrics import PolicyFigures, RoutedBatch, Tally, count_routed
+from isoload.analysis.prediction import Forecast, check_prediction
+from isoload.balancing.balancer import Balancer
+from isoload.balancing.own_counts import Loads
+from isoload.balancing.planning import fill, plan, plan_layers
+from isoload.balancing.routing import route
+from isoload.placement.placement import Placement
+from isoload.placers import make_placer, parse_placer, place
+from isoload.policies import POLICIES, Policy, make_policy, parse_policy
+from isoload.policies.plan import Plan
+from isoload.replay.calibration import Fold, calibration_folds, strictest
+from isoload.replay.idle_borrowing import IdleBorrowing
+from isoload.times.cost import CostModel
+from isoload.topology import Topology
+from isoload.traces import Trace
+from isoload.transport import LocalGroup
+from isoload.wording import not_one_of
+
+# The row that others are compared with: experts in order, E/R slots per rank, as a model runs before anything is done.
+BASELINE = "in order, no replicas"
+DEFAULT_POLICIES = (BASELINE, "static", "even", "dynamic", "exact")
+SHARED_POLICIES = (BASELINE, "shared_local", "waterfill_sampled", "exact", "waterfill", "joint")
+
+
+@dataclass(frozen=True)
+class ReplaySettings:
+    """How a trace is replayed."""
+
+    num_ranks: int = 8
+    ranks_per_node: int = 0  # divides R; 0 = all of them
+    # S, spare slots included; 0 = :func:`default_slots_per_rank`, or what a placer with a budget chooses
+    slots_per_rank: int = 0
+    spare_slots: int = 0  # of each rank's S slots, how many stay empty
+    shared_experts: int = 0  # that every token gets besides the trace's routed ones
+    placer: str = "eplb"  # a name in ``isoload.PLACERS``, with options as ``name:option=value``
+    calibrate: str | None = None  # see :func:`calibration_folds`; None = the strictest that the batches allow
+    batch_tokens: int | None = None  # None = see :func:`make_batches`
+    max_batches: int = 0  # of every calibration's batches, how many are replayed, the first ones; 0 = all
+    assign: str = "contiguous"  # how sequences go to source ranks, see :func:`source_ranks` of replay.batches
+    seed: int = 0  # of drawn batches and of every policy that draws
+    predict: str = "last"  # what policies that fill spare slots ahead know, see :class:`Forecast`
+    cost: CostModel | None = None  # by which times are predicted; policies that price imports take it, too
+    policies: tuple[str, ...] = (
+        DEFAULT_POLICIES  # BASELINE, or in ``isoload.POLICIES``, with options as the placer
+    )
+    loads: Loads = "gathered"  # what ``exact`` plans by, see :class:`isoload.Balancer`
+    exchange_every: int = 16  # batches after which its ranks exchange, where loads are not gathered
+    skip_refused: bool = False  # leave policies out that cannot take the placement, see Replay.refused
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What a replay found."""
+
+    trace: str
+    settings: dict[str, Any]  # as they took effect
+    tokens: int  # replayed ones, as batches; copies, where K is not known
+    layers: int
+    batches: int
+    policies: tuple[PolicyFigures, ...]
+    costs: tuple[dict[str, Any], ...] = ()  # a row per policy if the settings have a cost model
+    notes: tuple[str, ...] = ()  # sentences about policies that borrowed nothing
+    # What each policy's row sums up.
+    tallies: tuple[Tally, ...] = field(default=(), repr=False, compare=False)
+    refused: dict[str, str] = field(default_factory=dict)  # by policy why it is left out
+
+
+def replay(
+    trace: Trace,
+    settings: ReplaySettings,
+    on_batch: Callable[[int, int], None] | None = None,
+    placement: Placement | None = None,
+) -> Replay:
+    """Replays a trace under every policy of the settings, on one CPU thread.
+
+    Args:
+        trace: with tokens, which are cut into batches, or with counts only, from which tokens are drawn.
+        settings: see :class:`ReplaySettings`.
+        on_batch: called with (batches done, batches in all) after every batch.
+        placement: on which all batches are replayed, layers by their ids; its ranks, slots and shared experts must be
+            those of the settings, whose placer and calibration then mean nothing. Default: one is made.
+
+    Raises:
+        RuntimeError: the routed slots do not meet the plan (a bug in isoload).
+    """
+    threads = torch.get_num_threads()
+    # Plans are small: threads would only make their times those of the machine's other work.
+    torch.set_num_threads(1)
+    try:
+        return _replay(trace, settings, on_batch or (lambda done, total: None), placement)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _replay(
+    trace: Trace,
+    settings: ReplaySettings,
+    on_batch: Callable[[int, int], None],
+    given: Placement | None,
+) -> Replay:
+    model = settings.cost
+    bandwidths = model.bandwidths if model else None
+    topology = Topology(settings.num_ranks, settings.ranks_per_node, bandwidths=bandwidths)
+    _check(settings, trace)
+    placer, options = parse_placer(settings.placer)
+    planner = make_placer(placer, options)
+    with_tokens = planner.needs_tokens or (planner.uses_tokens and trace.has_tokens)
+    ahead = any(_policy(name, settings, 0).ahead for name in settings.policies)
+    batches = make_batches(trace, settings.batch_tokens, settings.seed)
+    others = settings.spare_slots, settings.shared_experts
+    if given is None:
+        calibrate = settings.calibrate or strictest(len(batches.counts), batches.clusters)
+        settings = replace(settings, calibrate=calibrate)
+        whole = calibration_folds(len(batches.counts), calibrate, batches.clusters)
+        default = default_slots_per_rank(trace.num_experts, settings.num_ranks, sum(others))
+        slots_per_rank = settings.slots_per_rank or (None if planner.has_budget else default)
+    else:
+        whole = [Fold((), tuple(range(len(batches.counts))))]
+        given = fitting(given, trace, settings)
+        topology, slots_per_rank = given.topology, None
+    folds = [Fold(fold.calibrate, fold.replay[: settings.max_batches or None]) for fold in whole]
+    tallies = [Tally(name, topology, trace.top_k > 0) for name in settings.policies]
+    costs = [CostTally(model) for _ in settings.policies] if model else []
+    idle = [IdleBorrowing(name) for name in settings.policies]
+    tokens = done = widest = 0
+    refused: dict[str, str] = {}
+    total = sum(len(fold.replay) for fold in folds)
+    for fold in folds:
+        seen: Any = batches.part(fold.calibrate) if with_tokens else batches.counts[list(fold.calibrate)]
+        placement = given or place(seen, topology, slots_per_rank, placer, *others, **options)
+        widest = max(widest, placement.slots_per_rank)
+        plain = in_order(placement) if BASELINE in settings.policies else placement
+        placements = placement, plain
+        refused |= _warm_up(placements, settings)
+        kept = [i for i, tally in enumerate(tallies) if tally.policy not in refused]
+        tallies, idle = [tallies[i] for i in kept], [idle[i] for i in kept]
+        costs = [costs[i] for i in kept] if costs else []
+        settings = replace(settings, policies=tuple(tally.policy for tally in tallies))
+        by_loads = {
+            name: LayersByLoads(
+                placement, _policy(name, settings, 0), settings.loads, settings.exchange_every
+            )
+            for name in settings.policies
+            if settings.loads != "gathered" and _parsed(name)[0] == "exact"
+        }
+        forecast = Forecast(settings.predict, trace, batches, fold, settings.seed) if ahead else None
+        for index in fold.replay:
+            batch = batches.source_batch(index, settings.num_ranks, settings.assign)
+            batch = batch.with_shared(trace.num_experts, settings.shared_experts)
+            _replay_batch(batch, index, placements, settings, forecast, by_loads, tallies, costs, idle)
+            tokens, done = tokens + batch.num_tokens, done + 1
+            on_batch(done, total)
+    figures = tuple(tally.figures() for tally in tallies)
+    resolved = _resolved(settings, trace, batches, folds, widest)
+    resolved["layers_with_freedom"] = sum(placement.has_freedom)
+    if given is not None:
+        resolved |= {"placer": None, "calibrate": None, "placement": given.provenance}
+        if topology.speeds is not None:
+            resolved["speeds"] = list(topology.speeds)
+    predicted = tuple(tally.figures() for tally in costs)
+    for row in predicted:
+        row["layer_us_change"] = row["layer_us_mean"] / predicted[0]["layer_us_mean"] - 1
+    notes = tuple(note for each in idle if (note := each.note()))
+    made = figures, predicted, notes, tuple(tallies), refused
+    return Replay(trace.name, resolved, tokens, trace.num_layers, total, *made)
+
+
+def fitting(placement: Placement, trace: Trace, settings: ReplaySettings) -> Placement:
+    """The placement of the trace's layers, if it has them and what the settings say."""
+    topology = placement.topology
+    pairs = {
+        "num_ranks": (settings.num_ranks, topology.num_ranks),
+        "ranks_per_node": (settings.ranks_per_node or topology.ranks_per_node, topology.ranks_per_node),
+        "slots_per_rank": (settings.slots_per_rank or placement.slots_per_rank, placement.slots_per_rank),
+        "spare_slots": (settings.spare_slots, placement.spare_slots),
+        "shared_experts": (settings.shared_experts, placement.num_shared),
+        "num_experts": (trace.num_experts, placement.num_routed),
+    }
+    for name, (wanted, has) in pairs.items():
+        if wanted != has:
+            raise ValueError(f"{name} must be the placement's {has}, got {wanted}")
+    if topology.alive is not None and not all(topology.alive):
+        raise ValueError("placement must have all ranks alive: every rank is a source of tokens")
+    return placement.for_trace(trace)
+
+
+def default_slots_per_rank(num_experts: int, num_ranks: int, others: int = 0) -> int:
+    """S: E/R rounded up, one more for every eight of these but at least one, and the others (spare, shared)."""
+    dense = -(-num_experts // num_ranks)
+    return dense + max(1, dense // 8) + others
+
+
+def _replay_batch(
+    batch: SourceBatch,
+    index: int,
+    placements: tuple[Placement, Placement],
+    settings: ReplaySettings,
+    forecast: Forecast | None,
+    by_loads: dict[str, LayersByLoads],
+    tallies: list[Tally],
+    costs: list[CostTally],
+    idle: list[IdleBorrowing],
+) -> None:
+    placement = placements[0]  # then the baseline's
+    ranks, loads = range(batch.num_ranks), batch.loads(placement.num_experts)
+    best = "joint" if placement.num_shared else "exact"
+    bound = plan_layers(loads, placement, best).bound.numpy()
+    ahead = loads if forecast is None else forecast.of(batch, index, loads, placement.num_shared)
+    for position, tally in enumerate(tallies):
+        plans: list[Plan] = []
+        placement = placements[tally.policy == BASELINE]
+        if by_own := by_loads.get(tally.policy):
+            slots = by_own.route(batch, tally)
+        else:
+            policy = _policy(tally.policy, settings, index)
+            plans = _timed_plans(loads, ahead, placement, policy, tally)
+            idle[position].add(plans, loads, placement, policy)
+            routes = [
+                torch.cat([route(batch.on_rank(layer, rank), loads[layer], made, rank) for rank in ranks])
+                for layer, made in enumerate(plans)
+            ]
+            slots = torch.stack(routes)
+        size, shared = placement.slots_per_rank, placement.num_shared
+        routed = count_routed(slots.numpy(), batch.sources(), placement.topology, size, shared)
+        if tally.policy == BASELINE:  # has no replicas, so that nothing is planned
+            tally.layer_ns[-len(loads) :], tally.batched_ns[-1] = [0] * len(loads), 0.0
+        _check_realised(plans, routed, tally.policy)
+        tally.add(routed, bound)
+        if costs:
+            costs[position].add(plans, routed, placement)
+
+
+def _timed_plans(
+    loads: Tensor, ahead: Tensor, placement: Placement, policy: Policy, tally: Tally
+) -> list[Plan]:
+    """Every layer's plan, made one by one; this, and one call for all layers, is timed. A fill ahead is not."""
+    filled = fill(ahead, placement, None, policy) if policy.ahead else None
+    start = perf_counter_ns()
+    plan(loads, placement, None, policy, filled=filled)
+    tally.batched_ns.append((perf_counter_ns() - start) / len(loads))
+    plans = []
+    for layer, layer_loads in enumerate(loads):
+        own = None if filled is None else filled[layer]
+        start = perf_counter_ns()
+        made = plan(layer_loads, placement, layer, policy, filled=own)
+        tally.layer_ns.append(perf_counter_ns() - start)
+        plans.append(made)
+    return plans
+
+
+def _check_realised(plans: list[Plan], routed: RoutedBatch, policy: str) -> None:
+    for layer, made in enumerate(plans):
+        if made.quota is None:
+            continue
+        copies = routed.slot_copies[layer]
+        if made.realisation == "sample":  # quotas are of the routed experts alone
+            copies = np.where(made.slot_to_expert.numpy() < made.placed.host.num_routed, copies, 0)
+        if not np.array_equal(made.quota.numpy(), copies):
+            raise RuntimeError(f"routed slots do not meet the quota of policy {policy} in layer {layer}")
+
+
+def _check(settings: ReplaySettings, trace: Trace) -> None:
+    policies, loads = settings.policies, settings.loads
+    if settings.max_batches < 0:
+        raise ValueError(f"max_batches must be at least 0, got {settings.max_batches}")
+    if not trace.top_k and (settings.cost or settings.shared_experts):
+        raise ValueError("top_k must be known where cost or shared_experts count tokens, got none")
+    names, listed = [_parsed(policy)[0] for policy in policies], ", ".join(policies)
+    if not policies or len(set(policies)) < len(policies):
+        raise ValueError(f"policies must be distinct and at least one, got {listed or 'none at all'}")
+    if loads not in get_args(Loads):
+        raise ValueError(not_one_of("loads", get_args(Loads), loads))
+    if settings.exchange_every < 1:
+        raise ValueError(f"exchange_every must be at least 1, got {settings.exchange_every}")
+    if loads != "gathered" and "exact" not in names:
+        raise ValueError(f"policies must have exact for loads={loads!r}, got {listed}: others plan by all")
+    if loads != "gathered" and settings.cost:
+        raise ValueError(f"cost must be none for loads={loads!r}: it is reckoned from plans of all ranks")
+    check_prediction(settings.predict)
+
+
+class LayersByLoads:
+    """Policy ``exact`` where not all ranks' loads are gathered: a Balancer for each layer, over virtual ranks; all
+    exchange after every so many batches, as an engine would."""
+
+    def __init__(self, placement: Placement, policy: Policy, loads: Loads, exchange_every: int) -> None:
+        group = LocalGroup(placement.topology)
+        layers = range(placement.num_layers)
+        self.layers = [Balancer(placement, i, policy, group, loads=loads) for i in layers]
+        self.exchange_every, self.batches = exchange_every, 0
+
+    def route(self, batch: SourceBatch, tally: Tally) -> Tensor:
+        """[L, T, K] slots of the next batch; adds what planning took, for one source of one layer."""
+        slots, spent = [], []
+        for i, layer in enumerate(self.layers):
+            counted = layer.gather([batch.on_rank(i, rank) for rank in range(batch.num_ranks)])
+            start = perf_counter_ns()
+            planned = layer.plan(counted)
+            spent.append((perf_counter_ns() - start) // batch.num_ranks)
+            slots.append(torch.cat(layer.route(planned)))
+        tally.layer_ns += spent
+        tally.batched_ns.append(sum(spent) / len(spent))
+        self.batches += 1
+        if self.batches % self.exchange_every == 0:
+            self.layers[0].exchange(*self.layers[1:])
+        return torch.stack(slots)
+
+
+def _parsed(policy: str) -> tuple[str, dict[str, Any]]:
+    return ("none", {}) if policy == BASELINE else parse_policy(policy)
+
+
+def in_order(placement: Placement) -> Placement:
+    """Return the baseline of a placement: the same experts in order on the same ranks, without replicas."""
+    ones = np.ones((placement.num_layers, placement.num_routed))
+    trivial = place(ones, placement.topology, placer="trivial", num_shared=placement.num_shared)
+    return without_replicas(trivial)  # where R does not divide E
+
+
+def _policy(policy: str, settings: ReplaySettings, step: int) -> Policy:
+    """A policy that draws gets the seed, and one that draws anew for every batch its number; one that prices imports
+    the cost model's constants. Its own options come first."""
+    name, options = _parsed(policy)
+    known = {field.name for field in fields(POLICIES[name])}
+    given: dict[str, Any] = {"seed": settings.seed, "step": step}
+    if settings.cost:
+        given |= {"expert_bytes": settings.cost.expert_bytes, "token_us": settings.cost.large_token_us}
+    given = {key: value for key, value in given.items() if key in known}
+    return make_policy(name, {**given, **options})
+
+
+def _warm_up(placements: tuple[Placement, Placement], settings: ReplaySettings) -> dict[str, str]:
+    """Plan every layer once, so that what is derived once per placement is not timed.
+
+    Returns:
+        by policy why it cannot take the placement, if the settings skip such policies.
+    """
+    refused = {}
+    for policy in settings.policies:
+        placement = placements[policy == BASELINE]
+        shape = placement.num_layers, settings.num_ranks, placement.num_experts
+        loads = torch.zeros(shape, dtype=torch.int32)
+        try:
+            _timed_plans(
+                loads, loads, placement, _policy(policy, settings, 0), Tally(policy, placement.topology)
+            )
+        except ValueError as error:
+            if not settings.skip_refused:
+                raise
+            refused[policy] = str(error)
+    return refused
+
+
+def _resolved(
+    settings: ReplaySettings, trace: Trace, batches: Batches, folds: list[Fold], slots_per_rank: int
+) -> dict[str, Any]:
+    """The settings as they took effect, and what else is needed to read the figures."""
+    given = asdict(settings)
+    del given["skip_refused"]
+    if not any(_policy(name, settings, 0).ahead for name in settings.policies):
+        del given["predict"]  # nothing was predicted
+    if settings.loads == "gathered":
+        del given["loads"], given["exchange_every"]  # as ever: nothing was exchanged
+    else:  # those that a batch comes after
+        given["exchanges"] = sum((len(fold.replay) - 1) // settings.exchange_every for fold in folds)
+    return {
+        **given,
+        "ranks_per_node": settings.ranks_per_node or settings.num_ranks,
+        "slots_per_rank": slots_per_rank,
+        "policies": list(settings.policies),
+        "model": trace.provenance.get("model"),
+        "num_experts": trace.num_experts,
+        "top_k": trace.top_k,
+        "layer_ids": list(trace.layer_ids),
+        "drawn": batches.drawn,
+        "calibration_batches": sorted({len(fold.calibrate) for fold in folds}),
+    }

@@ -1,0 +1,244 @@
+"""A step of a model as events on every rank's streams: who computes, exchanges or waits, and when.
+
+Modelled: what kernels and exchanges take comes from :mod:`isoload.times`, the rest from the caller. Here is only who
+waits for whom. A collective (gather, dispatch) begins when all ranks have arrived. A combine begins on a rank when
+the experts of every rank that has tokens of it are done. A stream runs one thing after the other, as issued. No link
+of a node has a stream of its own: exchanges over nodes were measured at their ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from isoload.times import LayerTime
+from isoload.times.shipped import numbers
+from isoload.topology import NOMINAL_TICKS, Topology, as_topology
+from isoload.wording import not_one_of
+
+Floats = NDArray[np.float64]
+ENDS = ("low", "high")
+EVENT = np.dtype(
+    [("rank", "i4"), ("stream", "i1"), ("layer", "i4"), ("stage", "i1"), ("start", "f8"), ("end", "f8")]
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Timeline:
+    """What the ranks do in a step.
+
+    events: [N] of rank, stream (of STREAMS), layer, stage (of STAGES), start and end in seconds from the step's
+        begin, by rank and start. A stage that takes no time has none. With two half batches a stage has two.
+    rows: [L, R, R] distinct tokens that the dispatch carries from source to rank, those to itself included.
+    """
+
+    events: NDArray[Any]
+    rows: Floats
+
+    STREAMS: ClassVar[tuple[str, ...]] = ("compute", "exchange", "weights")
+    STAGES: ClassVar[tuple[str, ...]] = ("dense", "gather", "plan", "move", "dispatch", "experts", "combine")
+
+    @property
+    def seconds(self) -> float:
+        """Until the last rank's last event has ended."""
+        return float(self.events["end"].max(initial=0.0))
+
+    def stages(self) -> dict[str, dict[str, float]]:
+        """Seconds by stage, and "waiting", in which a rank does nothing: of the rank that waits least ("slowest"), and
+        the mean of all ("mean")."""
+        spent = np.zeros((self.rows.shape[-1], len(self.STAGES)))
+        took = self.events["end"] - self.events["start"]
+        np.add.at(spent, (self.events["rank"], self.events["stage"]), took)
+        waiting = self._waiting()
+        slowest = int(waiting.argmin())
+        columns = dict(zip((*self.STAGES, "waiting"), (*spent.T, waiting), strict=True))
+        return {
+            name: {"slowest": float(of_rank[slowest]), "mean": float(of_rank.mean())}
+            for name, of_rank in columns.items()
+        }
+
+    def _waiting(self) -> Floats:
+        """[R] seconds in which no stream of a rank has anything to do."""
+        ranks = self.rows.shape[-1]
+        found = np.full(ranks, self.seconds)
+        cuts = np.searchsorted(self.events["rank"], np.arange(ranks + 1))
+        for rank in range(ranks):
+            of_rank = self.events[cuts[rank] : cuts[rank + 1]]
+            ended = np.maximum.accumulate(of_rank["end"])
+            before = np.concatenate([[0.0], ended[:-1]])  # the end of all that began before
+            found[rank] -= (ended - np.maximum(of_rank["start"], before)).clip(min=0).sum()
+        return found
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain lists, an event as a list of its fields."""
+        return {
+            "streams": list(self.STREAMS),
+            "stages": list(self.STAGES),
+            "seconds": self.seconds,
+            "fields": list(EVENT.names or ()),
+            "events": [list(event) for event in self.events.tolist()],
+        }
+
+
+def timeline(
+    layer: LayerTime,
+    sent: ArrayLike,
+    tokens: int,
+    topology: Topology | int,
+    *,
+    end: str = "high",
+    rows: ArrayLike | None = None,
+    dense_s: ArrayLike = 0.0,
+    gather_s: ArrayLike = 0.0,
+    plan_s: ArrayLike = 0.0,
+    moves_s: ArrayLike = 0.0,
+    beside: bool = False,
+    two_batch: bool = False,
+) -> Timeline:
+    """The step of one batch.
+
+    Args:
+        layer: what experts, dispatch and combine take.
+        sent: [L, R, P] copies that each source rank sends to each slot.
+        tokens: of a source rank.
+        topology: of R ranks, or the number R; with speeds, a slow rank's experts take longer.
+        end: of the all-to-all's range: "low", as if rows were even; "high", as if all ranks had as many as the busiest.
+        rows: [L, R, R] distinct tokens from source to rank, where routing is known. Default: :func:`rows_between`.
+        dense_s: seconds of attention and all else of a layer before its router's choice is used; as all seconds here of
+            every layer and rank, or what broadcasts to [L, R].
+        gather_s: of the gather of loads; 0: none, and no waiting for it.
+        plan_s: of a rank from its loads to its slots.
+        moves_s: in which a rank's weights of a layer arrive, as :func:`isoload.times.cost.import_seconds` gives them. They
+            delay its experts.
+        beside: weights travel from the plan of the layer before on (of the first layer from the step's begin on), as
+            with a fill ahead; else after the layer's own plan and before its dispatch.
+        two_batch: two halves of the batch, every slot's copies cut in two; one computes while the other exchanges, in
+            the order of SGLang's two-batch overlap in prefill. Neither slows the other. A half takes half of dense_s
+            and all of gather_s and plan_s; weights move once.
+
+    Raises:
+        ValueError: naming the argument, the rule and the value.
+    """
+    if end not in ENDS:
+        raise ValueError(not_one_of("end", ENDS, end))
+    if tokens < 1:
+        raise ValueError(f"tokens must be at least 1, got {tokens}")
+    topology = as_topology(topology)
+    copies, ranks = numbers("sent", sent), topology.num_ranks
+    if copies.ndim != 3 or copies.shape[1] != ranks or copies.shape[2] % ranks:
+        raise ValueError(f"sent must be [layers, {ranks} ranks, slots of all], got {list(copies.shape)}")
+    for step in (layer.dispatch, layer.combine):
+        if step and step.ranks != ranks:
+            raise ValueError(
+                f"layer must be of the topology's {ranks} ranks, got {step.step} of {step.ranks}"
+            )
+    known = numbers("rows", rows_between(copies, tokens, ranks) if rows is None else rows)
+    if known.shape != (len(copies), ranks, ranks):
+        raise ValueError(f"rows must be {[len(copies), ranks, ranks]}, got {list(known.shape)}")
+    halves = 1 + two_batch
+    per_slot = copies.sum(1).reshape(len(copies), ranks, copies.shape[2] // ranks) / halves
+    experts, *exchanges = layer.parts(per_slot, known.sum(1) / halves, tokens / halves)
+    if topology.ticks is not None:
+        experts *= topology.ticks.numpy() / NOMINAL_TICKS
+    took = {
+        "dense": _spread("dense_s", dense_s, experts.shape) / halves,
+        "gather": _spread("gather_s", gather_s, experts.shape),
+        "plan": _spread("plan_s", plan_s, experts.shape),
+        "move": _spread("moves_s", moves_s, experts.shape),
+        "experts": experts,
+    }
+    for name, ends in zip(("dispatch", "combine"), exchanges, strict=True):
+        took[name] = np.broadcast_to(ends[:, ENDS.index(end), None], experts.shape)
+    return Timeline(_scheduled(took, known > 0, halves, beside), known)
+
+
+def rows_between(sent: NDArray[np.number[Any]], tokens: int, groups: int) -> Floats:
+    """[L, R, groups] rows that each source sends to each group of ranks (a rank, or a node).
+
+    A token reaches a group by any of its copies. Which tokens an expert's copies are of is not known from counts: each
+    slot's are taken to be any `tokens` of the source with equal chance, and slots apart from each other. A token's
+    experts are distinct, so this counts a few rows too few.
+
+    Args:
+        sent: [L, R, P] copies that each source sends to each slot.
+        tokens: of a source.
+        groups: of equal size, over which the P slots lie in order.
+    """
+    found = np.empty((*sent.shape[:2], groups))
+    for layer, of_layer in enumerate(sent):  # one by one: of 256 ranks all slots are large
+        # Of a token, that no copy of it goes to the slot.
+        missed = np.log1p(-np.minimum(of_layer / tokens, 1 - 1e-12))
+        found[layer] = -tokens * np.expm1(missed.reshape(len(of_layer), groups, -1).sum(-1))
+    return found
+
+
+def _spread(name: str, given: ArrayLike, shape: tuple[int, ...]) -> Floats:
+    found = numbers(name, given)
+    try:
+        return np.broadcast_to(found, shape)
+    except ValueError:
+        raise ValueError(f"{name} must broadcast to {list(shape)}, got {list(found.shape)}") from None
+
+
+def _scheduled(took: dict[str, Floats], visits: NDArray[np.bool_], halves: int, beside: bool) -> NDArray[Any]:
+    """Events of stages that take [L, R] seconds; visits: [L, R, R] whether tokens of source go to rank."""
+    layers, ranks = took["experts"].shape
+    streams, everyone = _Streams(took), np.ones((ranks, ranks), dtype=np.bool_)
+    done = [np.zeros(ranks)] * halves  # of each half, when its layer before has ended
+    fetch = np.zeros(ranks)  # from when on this layer's weights may travel beside what computes
+    for layer in range(layers):
+        partners = visits[layer] | np.eye(ranks, dtype=np.bool_)
+        arrived, moved = [], fetch
+        if beside:
+            moved = streams.run("weights", layer, "move", fetch)
+        for half in range(halves):
+            ready = streams.run("compute", layer, "dense", done[half])
+            if took["gather"][layer].any():
+                ready = streams.run("exchange", layer, "gather", ready, everyone)
+            ready = streams.run("compute", layer, "plan", ready)
+            if half == 0:
+                fetch = ready
+                if not beside:
+                    moved = ready = streams.run("weights", layer, "move", ready)
+            arrived.append(streams.run("exchange", layer, "dispatch", ready, everyone))
+        for half in range(halves):
+            ready = streams.run("compute", layer, "experts", np.maximum(arrived[half], moved))
+            done[half] = streams.run("exchange", layer, "combine", ready, partners)
+    return streams.events()
+
+
+class _Streams:
+    """When each stream of each rank is free, and what has run on it."""
+
+    def __init__(self, took: dict[str, Floats]) -> None:
+        self._took, self._ranks = took, took["experts"].shape[1]
+        self._free = dict.fromkeys(Timeline.STREAMS, np.zeros(self._ranks))
+        self._ran: list[tuple[int, int, int, Floats, Floats]] = []
+
+    def run(
+        self, stream: str, layer: int, stage: str, ready: Floats, waits: NDArray[np.bool_] | None = None
+    ) -> Floats:
+        """[R] when it has ended on each rank, begun when its stream is free and it is ready.
+
+        waits: [R, R] the ranks that each rank waits for, until they have arrived likewise.
+        """
+        start = np.maximum(ready, self._free[stream])
+        if waits is not None:
+            start = np.where(waits, start, 0.0).max(1)
+        ended: Floats = start + self._took[stage][layer]
+        self._free[stream] = ended
+        codes = Timeline.STREAMS.index(stream), layer, Timeline.STAGES.index(stage)
+        self._ran.append((*codes, start, ended))
+        return ended
+
+    def events(self) -> NDArray[Any]:
+        found = np.empty((len(self._ran), self._ranks), dtype=EVENT)
+        found["rank"] = np.arange(self._ranks)
+        for row, ran in zip(found, self._ran, strict=True):
+            for name, value in zip(("stream", "layer", "stage", "start", "end"), ran, strict=True):
+                row[name] = value
+        events = found[found["end"] > found["start"]]
+        return np.asarray(events[np.lexsort((events["start"], events["rank"]))])

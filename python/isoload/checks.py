@@ -1,0 +1,116 @@
+"""Options of policies and placers: fields of a frozen dataclass, in text ``name:option=value:option=value``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from math import isfinite
+from numbers import Integral, Real
+from types import NoneType
+from typing import Any, TypeVar, get_args, get_type_hints
+
+from isoload.wording import nearest, not_one_of, shown
+
+Made = TypeVar("Made")
+_TYPES: dict[type, dict[str, tuple[Any, ...]]] = {}  # by class, as read once
+
+
+def make(kind: str, classes: Mapping[str, type[Made]], name: str, options: Mapping[str, Any]) -> Made:
+    """The policy or placer (kind) of a name, with options.
+
+    Raises:
+        ValueError: an unknown name or option, or a value that its option cannot be.
+    """
+    return _find(kind, classes, name, options)(**options)
+
+
+def parse(kind: str, classes: Mapping[str, type[Made]], text: str) -> tuple[str, dict[str, Any]]:
+    """Name and options of what is written ``name:option=value:option=value``; raises ValueError as :func:`make`."""
+    name, *pairs = text.split(":")
+    given: dict[str, str] = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals:
+            raise ValueError(f"{kind} must be written name:option=value, got {text!r}")
+        if key in given:
+            raise ValueError(f"option {key} must be given once, got {text!r}")
+        given[key] = value
+    types = types_of(_find(kind, classes, name, given))
+    options = {key: _read(key, value, types[key]) for key, value in given.items()}
+    make(kind, classes, name, options)
+    return name, options
+
+
+def check_options(made: Any) -> None:
+    """Raises ValueError for an option whose value is not of its type, before any batch meets it."""
+    for name, types in types_of(type(made)).items():
+        value = getattr(made, name)
+        if not any(_is(value, kind) for kind in types):
+            raise ValueError(f"{name} must be {_listed(types)}, got {value!r}{_nearest(value, types)}")
+        if isinstance(value, float) and not isfinite(value):
+            raise ValueError(f"{name} must be finite, got {value}")
+
+
+def types_of(made: type) -> dict[str, tuple[Any, ...]]:
+    """By option the types that it may have, or their values, where it is one of some."""
+    if made not in _TYPES:
+        hints = get_type_hints(made)
+        _TYPES[made] = {f.name: get_args(hints[f.name]) or (hints[f.name],) for f in fields(made)}
+    return _TYPES[made]
+
+
+def _find(kind: str, classes: Mapping[str, type[Made]], name: str, options: Mapping[str, Any]) -> type[Made]:
+    if name not in classes:
+        raise ValueError(not_one_of(kind, classes, name))
+    known = types_of(classes[name])
+    if unknown := [key for key in options if key not in known]:
+        if use := getattr(classes[name], "removed", {}).get(unknown[0]):
+            raise ValueError(f"option {unknown[0]} of {kind} {name} was removed: {use}")
+        raise ValueError(not_one_of("option", known or ["(none)"], unknown[0], f" for {kind} {name}"))
+    return classes[name]
+
+
+def _read(name: str, text: str, types: tuple[Any, ...]) -> Any:
+    """The value in the first of these types that it can be."""
+    words = {"True": True, "False": False, "None": None}
+    if text in types or (text in words and type(words[text]) in types):
+        return words.get(text, text)
+    for kind in (int, float, str):
+        try:
+            if kind in types:
+                return kind(text)
+        except ValueError:
+            continue
+    raise ValueError(f"option {name} must be {_listed(types)}, got {text!r}{_nearest(text, types)}")
+
+
+def _is(value: Any, kind: Any) -> bool:
+    if not isinstance(kind, type):
+        return bool(value == kind)  # one of a Literal's values
+    if kind in (int, float):
+        return isinstance(value, Integral if kind is int else Real) and not isinstance(value, bool)
+    return isinstance(value, kind)
+
+
+def _nearest(value: Any, types: tuple[Any, ...]) -> str:
+    return nearest(value, [kind for kind in types if not isinstance(kind, type)])
+
+
+def _listed(types: tuple[Any, ...]) -> str:
+    if not isinstance(types[0], type):
+        return f"one of {', '.join(map(str, types))}"
+    return f"of type {', '.join('None' if kind is NoneType else kind.__name__ for kind in types)}"
+
+
+def parse_layers(text: str, num_layers: int) -> list[int]:
+    """Positions of layers from a list of numbers and ranges: "0-3,7" -> [0, 1, 2, 3, 7]."""
+    ends = [part.split("-") for part in text.replace(" ", "").split(",")]
+    if not all(len(pair) <= 2 and all(map(str.isdecimal, pair)) for pair in ends):
+        raise ValueError(f"layers must be numbers and ranges such as 0-3,7, got {shown(text)}")
+    # Before a range is laid out, and before int() refuses too many digits.
+    if any(len(end) > 9 or int(end) >= num_layers for pair in ends for end in pair):
+        raise ValueError(f"layers must be some of 0..{num_layers - 1}, got {shown(text)}")
+    layers = {layer: None for pair in ends for layer in range(int(pair[0]), int(pair[-1]) + 1)}
+    if not layers or len(layers) < sum(int(pair[-1]) + 1 - int(pair[0]) for pair in ends):
+        raise ValueError(f"layers must be distinct and at least one, got {shown(text)}")
+    return list(layers)

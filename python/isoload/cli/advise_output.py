@@ -1,0 +1,210 @@
+"""What ``isoload advise`` and ``isoload report`` print: the tables, the verdict in sentences, and what they rest on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.text import Text
+
+from isoload.cli.tables import Column, Figure, Row, columns_of, say
+from isoload.files.writing import printable
+from isoload.wording import between, saving, two_digits
+
+if TYPE_CHECKING:
+    from isoload.advise import Advice
+    from isoload.analysis.advice import Span, Step
+
+GIB = 2.0**30
+SHOWN_ROWS = 6  # of the table, in addition to what runs now
+FIGURES = (
+    Figure("label", "", "placement, replicas by"),
+    Figure("layer", "ms", "a layer", wide=True),
+    Figure("prefill", "ms a step", "prefill"),
+    Figure("decode", "ms a step", "decode"),
+    Figure("mean", "ms a step", "mean"),
+    Figure("step", "ms", "a step"),
+    Figure("saved", "ms", "saved"),
+    Figure("imbalance", "", "max/mean", ".3f"),
+    Figure("gib", "slots", "GiB"),
+    Figure("requests", "slots", "requests"),
+    Figure("node_rows", "rows", "to nodes", "%"),
+)
+MODELLED = (
+    "Times are modelled from measured kernels, as the mean over {batches} batches that no placement has seen, and have "
+    "two significant digits. A step is its MoE layers alone, with planning. Where a time is a range, the low end takes "
+    "the all-to-all at the time of even rows, and the high end at that of the busiest rank's rows."
+)
+SHIPPED_PLANS = (
+    "Planning takes {low:g} to {high:g} µs a layer: its kernels on an H100, and 10 to 25 µs for a gather of "
+    "loads."
+)
+REQUESTS = (
+    '"requests" counts requests of {context} tokens whose KV cache would take as much memory as the slots.'
+)
+WHOLE = (
+    "Percentages are of a modelled whole step: the MoE layers and {dense:g} ms for attention and the dense part "
+    "(--dense-ms), one after the other, without scheduling and sampling. --step-ms takes a measured step instead. "
+    'Stages are those of a rank in the mean; "waiting" is waiting for slower ranks. "in two halves" is a step in '
+    "which one half of the batch computes while the other half exchanges, as in SGLang's two-batch overlap of prefill; "
+    "the model lets neither slow the other."
+)
+UPPER = (
+    "Percentages are of the MoE layers alone, without attention and the engine's own work, so they are an upper "
+    "limit."
+)
+MEASURED = "--step-ms takes a step that you have measured."
+
+
+def step_columns(now: Step, best: Step) -> list[Column]:
+    """Return the columns of a whole step: a row for each stage that takes any time."""
+    shown = [name for name in now.stages if any((*now.stages[name], *best.stages[name]))]
+
+    def cells(step: Step) -> list[str]:
+        return [*(between(*step.stages[name]) for name in shown), between(*step.ms), between(*step.halved_ms)]
+
+    group, stages = "ms, a rank in the mean", Column("", "stage", [*shown, "a whole step", "in two halves"])
+    return [stages, Column(group, "now", cells(now)), Column(group, "best", cells(best))]
+
+
+def rows_of(advice: Advice, phases: Mapping[str, Advice]) -> list[Row]:
+    """Return a row for each candidate of the table, with the figures that --json writes.
+
+    phases: by phase the advice on it; one phase, or both of a server, whose candidates have the order of `advice`.
+    """
+    asked = advice.question
+    both = len(phases) > 1
+    shown = [
+        *advice.answers[:SHOWN_ROWS],
+        *([] if advice.now in advice.answers[:SHOWN_ROWS] else [advice.now]),
+    ]
+    of_phases = {
+        name: {answer.candidate: between(*answer.ms) for answer in part.answers}
+        for name, part in phases.items()
+    }
+    rows = []
+    for answer in shown:
+        size = answer.slots_bytes
+        requests = f"{size / asked.context / asked.model.kv_bytes:.0f}" if size else "-"
+        cells = {name: of_phases[name][answer.candidate] if both else None for name in ("prefill", "decode")}
+        rows.append(
+            {
+                **answer.to_json(),
+                **cells,
+                "label": answer.candidate.label,
+                "layer": None if both else two_digits(answer.ms_per_layer, 3),
+                "mean": between(*answer.ms) if both else None,
+                "step": None if both else between(*answer.ms),
+                "saved": "now" if answer is advice.now else between(*answer.saved_ms),
+                "gib": f"{size / GIB:.1f}" if size else "-",
+                "requests": None if both else requests,
+                "imbalance": None if both else answer.imbalance,
+                "node_rows": answer.node_rows if asked.topology.num_nodes > 1 else None,
+            }
+        )
+    return rows
+
+
+def verdict_lines(advice: Advice, phases: Mapping[str, Advice]) -> list[str]:
+    """Return two sentences: what can be saved without isoload, and what isoload adds."""
+    ours, theirs, asked, both = advice.ours, advice.theirs, advice.question, len(phases) > 1
+    whole = "a modelled step" if advice.steps else "the MoE layers, at most"
+    whole = "a step" if advice.question.step_ms else whole
+    step = "a mean step" if both else "a step"
+
+    def sentence(saved: Span, more: str = "") -> str:
+        small, large = sorted(100 * abs(end) for end in advice.share(saved))
+        percent = f" ({between(small, large)} % of {whole})" if saved[0] * saved[1] >= 0 else ""
+        return f"{saving(*saved, 'ms', more)} {step}{percent}"
+
+    first = f"Without isoload: {theirs.candidate.label} {sentence(theirs.saved_ms)}."
+    if theirs is advice.now:
+        first = "Without isoload: no candidate takes less time than experts in order do."
+    if ours is None:
+        reason = (
+            "Every rank holds all experts"
+            if asked.topology.num_ranks == 1
+            else "There is no memory for more slots"
+        )
+        return [first, f"{reason}, so that isoload has no choice."]
+    second = f"isoload: {advice.verdict}. {ours.candidate.label} {sentence(advice.gain_ms, 'another')}"
+    if both:
+        gains = [f"{saving(*part.gain_ms, 'ms')} a step of {name}" for name, part in phases.items()]
+        second += f": it {' and '.join(gains)}"
+    return [first, f"{second}."]
+
+
+def question_lines(advice: Advice, phases: Mapping[str, Advice], weights: Mapping[str, float]) -> list[str]:
+    """Return what the advice is about: the model, the ranks and tokens, the GPU and its kernels."""
+    model, topology = advice.question.model, advice.question.topology
+    shape = (
+        f"{model.name}, {model.layers} layers of {model.experts} experts, top-{model.top_k}, {model.dtype}"
+    )
+    nodes = topology.num_nodes
+    ranks = topology.num_ranks
+    where = f"{ranks} rank{'s' * (ranks > 1)} on {nodes} node{'s' * (nodes > 1)}"
+    if len(phases) == 1:
+        where += f", {advice.question.tokens} tokens a rank"
+    parts = [
+        f"{name}: {part.question.tokens} tokens a rank in {100 * weights[name]:.3g} % of the steps"
+        for name, part in phases.items()
+        if len(phases) > 1
+    ]
+    kernels = dict.fromkeys(part.question.layer.experts.kernel for part in phases.values())
+    return [shape, where, *parts, f"{advice.question.layer.experts.gpu}, {' and '.join(kernels)}"]
+
+
+def unit_notes(advice: Advice, batches: int, both: bool) -> list[str]:
+    """Return what the figures are: how they were modelled, and what percentages are of."""
+    from isoload.analysis.advice import PLAN_US
+
+    asked, low, high = advice.question, PLAN_US["own"][0], PLAN_US["exact"][1]
+    planning = SHIPPED_PLANS.format(low=low, high=high)
+    if asked.plan_us is not None:
+        measured = ", ".join(f"{us:.3g} µs for {name}" for name, us in asked.plan_us.items())
+        planning = f"Planning takes, as measured for a layer: {measured}."
+    notes = [f"{MODELLED.format(batches=batches)} {planning}"]
+    if both:
+        return [*notes, UPPER]
+    notes.append(REQUESTS.format(context=asked.context))
+    if not asked.step_ms:
+        notes.append(WHOLE.format(dense=asked.dense_ms) if advice.steps else f"{UPPER} {MEASURED}")
+    return notes
+
+
+def warnings(advice: Advice, notes: list[str], guessed: bool = False) -> list[str]:
+    """Return what the figures rest on that was not measured for them, a sentence each."""
+    sentences = [f"{note[0].upper()}{note[1:]}." for note in notes]
+    if guessed:
+        sentences.append("No trace was given: how experts are loaded is a guess, and so are all figures.")
+    elif advice.drawn:
+        sentences.append("Tokens were drawn from the counts of whole batches: bursts are understated.")
+    if advice.extrapolated:
+        sentences.append("So many copies a rank were not measured on this GPU: times are extrapolated.")
+    if advice.question.rebalance_s == 0 and advice.answers[0].candidate.placer != "trivial":
+        sentences.append("These times contain no rebalance: --rebalance-seconds and --every add it.")
+    return sentences
+
+
+def print_advice(
+    advice: Advice,
+    phases: Mapping[str, Advice],
+    weights: Mapping[str, float],
+    batches: int,
+    launch: list[str],
+    warned: list[str],
+    console: Console,
+    wide: bool = False,
+) -> None:
+    """Print the table, the verdict, what to type, and what the figures are."""
+    columns = columns_of(FIGURES, rows_of(advice, phases), wide)
+    lines = question_lines(advice, phases, weights)
+    say(console, ("bold", lines), columns, ("green", verdict_lines(advice, phases)))
+    if advice.steps:
+        say(console, step_columns(*advice.steps))
+    if launch:
+        say(console, ("", [f"To run {advice.answers[0].candidate.label}:"]))
+        for line in launch:  # to be copied: never broken
+            console.print(Text(f"  {printable(line)}"), soft_wrap=True)
+    say(console, ("dim", unit_notes(advice, batches, len(phases) > 1)), ("yellow", warned))

@@ -1,0 +1,253 @@
+"""Traces and placement files given to commands: their layers, whose ranks they are of, which batches are unseen."""
+
+from __future__ import annotations
+
+import shlex
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+from isoload.analysis.models import find_moe_layers
+from isoload.analysis.simulate import ReplaySettings
+from isoload.checks import parse_layers
+from isoload.files.writing import printable
+from isoload.placement.engine_files import UnknownRanks
+from isoload.placement.files import read_placement
+from isoload.placement.placement import Placement
+from isoload.placers import make_placer, place
+from isoload.replay.calibration import strictest
+from isoload.topology import Topology
+from isoload.trace.top_k import with_top_k
+from isoload.traces import READ_AS, Trace, check_layers, joined_trace, read_recordings
+from isoload.traces.identity import spans
+from isoload.wording import shown
+
+Record = TypeVar("Record", Trace, Placement)
+
+
+def read_given(path: str, topology: Topology | None) -> Placement:
+    """The placement of a file; the topology is for engines' files, which do not say it."""
+    try:
+        found = read_placement(path)
+    except UnknownRanks as error:
+        if topology is None:
+            raise ValueError(str(error).replace("topology must be given", "--ranks must be given")) from None
+        return read_placement(path, topology)
+    if topology is not None and topology.num_ranks != found.topology.num_ranks:
+        raise ValueError(
+            f"ranks must be {found.topology.num_ranks} with placement {path}, got {topology.num_ranks}"
+        )
+    return found
+
+
+def given_placement(context: typer.Context, path: str) -> Placement:
+    """The placement of a file, which no option of the command may contradict."""
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    given = {name: context.params[name] for name, of in sources.items() if of and of.name == "COMMANDLINE"}
+    ranks = given.get("ranks")
+    found = read_given(path, None if ranks is None else Topology(ranks, given.get("ranks_per_node", 0)))
+    has = {
+        "ranks_per_node": found.topology.ranks_per_node,
+        "slots_per_rank": found.slots_per_rank,
+        "spare_slots": found.spare_slots,
+        "shared_experts": found.num_shared,
+        "placer": "not given",
+    }
+    for name, value in has.items():
+        if name in given and given[name] != value:
+            raise ValueError(f"{name} must be {value} with placement {path}, got {given[name]}")
+    return found
+
+
+def unseen_part(
+    placement: Placement, path: str, trace: Trace, settings: ReplaySettings
+) -> tuple[ReplaySettings, Placement | None, str]:
+    """Return the settings of a replay of a file, the placement if the file itself is replayed, and a line about both.
+
+    The file itself is replayed on all batches, unless ``calibrate`` asks for unseen ones: then the file's placer makes
+    placements without the batches that each is replayed on.
+    """
+    remade = made_by(placement, trace)
+    strict = strictest(trace.num_batches, trace.cluster)
+    known = placement.provenance.get("traces")
+    names = known if isinstance(known, list) else []
+    if remade is None:
+        if settings.calibrate not in (None, "all"):
+            raise ValueError(
+                f"calibrate must be all with placement {path}, which no placer makes of this trace alone, "
+                f"got {settings.calibrate}"
+            )
+        source = ", ".join(map(shown, names)) or "loads that it does not name"
+        seen = "seen: " if trace.name in names else ""
+        return settings, placement, f"{seen}{path}, placed on {source}"
+    if settings.calibrate in (None, "all"):
+        unseen = "" if strict == "all" else f"; --calibrate {strict} judges its placer on unseen batches"
+        return settings, placement, f"seen: {path}, placed on these batches{unseen}"
+    placer, slots = remade
+    note = f", as {path} was on all"
+    return replace(settings, placer=placer, slots_per_rank=slots), None, note
+
+
+def made_by(placement: Placement, trace: Trace) -> tuple[str, int] | None:
+    """Return the placer, with options, that makes this placement of all batches of the trace, and its slots per rank.
+
+    The slots are 0 where the placer chooses them. None: no placer is known to make the placement.
+    """
+    name, options = placement.provenance.get("placer"), placement.provenance.get("options")
+    topology = placement.topology
+    if not isinstance(name, str) or not isinstance(options, dict) or topology.alive or topology.speeds:
+        return None
+    others = placement.spare_slots, placement.num_shared
+    try:
+        planner, default = make_placer(name, options), asdict(make_placer(name, {}))
+        slots = 0 if planner.has_budget else placement.slots_per_rank
+        counts = trace if planner.uses_tokens else trace.batch_counts()
+        again = place(counts, topology, slots or None, name, *others, **options)
+        same = again.slot_to_expert.equal(placement.for_trace(trace).slot_to_expert)
+    except (ValueError, TypeError, ImportError):
+        return None  # made of another trace, by another version, by a placer that is not installed
+    given = [f"{key}={value}" for key, value in options.items() if value != default[key]]
+    return (":".join([name, *given]), slots) if same else None
+
+
+class Reading(NamedTuple):
+    """How the files of a command are read, see :func:`isoload.read_trace`, and what the user states of their model."""
+
+    stages: bool = False
+    same_layers: bool = False
+    allow_missing_ranks: bool = False
+    first_moe_layer: int | None = None
+    model: str | None = None
+
+    def shell_words(self, paths: Sequence[Path], trace: Trace, model: str) -> str:
+        """Return files and options with which `isoload place` reads them and writes a file for SGLang."""
+        names = ("stages", "same_layers", "allow_missing_ranks")
+        options = [f"--{name.replace('_', '-')}" for name in names if getattr(self, name)]
+        if trace.identity.numbering != "model":
+            options += ["--model", model]
+        return shlex.join([*map(str, paths), *options])
+
+    def stated(self, record: Record) -> Record:
+        """Return a trace or placement with the statement."""
+        if self.first_moe_layer is not None and self.model is not None:
+            raise ValueError(
+                f"first_moe_layer must come without model, got {self.first_moe_layer} and {self.model}"
+            )
+        if self.model is None:
+            return record.with_moe_layers(self.first_moe_layer)
+        name, moe_layers = find_moe_layers(self.model)
+        return record.with_moe_layers(moe_layers=moe_layers, model=name)
+
+
+AS_FOUND = Reading()
+
+
+def load_traces(paths: Sequence[Path], reading: Reading, any_layers: bool = False) -> list[Trace]:
+    """Return the trace of each recording; warnings go to stderr, a line each. any_layers: however many they have."""
+    console = Console(stderr=True, highlight=False)
+    shown_paths = str(paths[0]) if len(paths) == 1 else f"{len(paths)} files"
+    how = {name: getattr(reading, name) for name in ("stages", "same_layers", "allow_missing_ranks")}
+    with (
+        warnings.catch_warnings(record=True) as caught,
+        console.status(f"reading {escape(printable(shown_paths))}"),
+    ):
+        warnings.simplefilter("always", UserWarning)
+        traces = read_recordings(list(paths), **how)
+    for warning in caught:
+        console.print(Text(printable(f"warning: {warning.message}"), style="yellow"), soft_wrap=True)
+    for trace in traces:
+        if not any_layers:
+            check_layers(trace, "--layers names the layers of a model with so many")
+    return [reading.stated(trace) for trace in traces]
+
+
+def load_trace(
+    paths: Sequence[Path],
+    layers: str | None = None,
+    top_k: str | None = None,
+    reading: Reading = AS_FOUND,
+) -> Trace:
+    """Return one trace of all recordings, of some layers, with K where it is known."""
+    trace = with_top_k(joined_trace(load_traces(paths, reading, layers is not None)), top_k)
+    return trace if layers is None else trace.select_layers(parse_layers(layers, trace.num_layers))
+
+
+def with_extra(placement: Placement, extra_layers: str | None) -> Placement:
+    """Return the placement with the layers of --extra-layers, if any."""
+    if extra_layers is None:
+        return placement
+    numbers = [
+        int(part) if part.strip().isdecimal() and len(part) < 9 else -1 for part in extra_layers.split(",")
+    ]
+    if min(numbers) < 0:
+        raise ValueError(f"extra_layers must be layer numbers such as 61,62, got {shown(extra_layers)}")
+    return placement.with_extra_layers(numbers)
+
+
+def record_facts(trace: Trace) -> dict[str, str]:
+    """Return what a record is about, by label: its layers and their numbering, ranks, stages, what was dropped."""
+    notes = trace.provenance
+    model = trace.identity.model or notes.get("model")
+    facts = {
+        "layers": trace.identity.describe(trace.layer_ids),
+        "batches": f"{trace.num_batches}, {trace.num_experts} experts, "
+        + (f"top-{trace.top_k}" if trace.top_k else "top-k not recorded"),
+        "model": shown(model).strip("'") if model else "not recorded",
+    }
+    if READ_AS in notes:
+        facts["read as"] = str(notes[READ_AS])
+    ranks = notes.get("ranks")
+    if isinstance(ranks, list) and ranks and all(type(rank) is int for rank in ranks):
+        facts["ranks"] = f"{spans(ranks)}, each with a file of its own"
+    counted = {
+        "runs": "runs of the engine in one file",
+        "pipeline_stages": "pipeline stages",
+        "incomplete_passes_dropped": "passes that not all ranks recorded",
+        "empty_steps_dropped": "steps without copies",
+        "empty_iterations_dropped": "iterations without copies",
+        "torn_lines_dropped": "torn lines",
+    }
+    for key, what in counted.items():
+        number = notes.get(key)
+        if type(number) is int and number > (1 if key in ("runs", "pipeline_stages") else 0):
+            facts["dropped" if key.endswith("dropped") else "holds"] = f"{number} {what}"
+    return facts
+
+
+def placement_facts(placement: Placement) -> dict[str, str]:
+    """Return what a placement file is about, by label."""
+    made_by = placement.provenance.get("placer") or placement.provenance.get("format")
+    return {
+        "layers": placement.identity.describe(placement.layer_ids),
+        "experts": f"{placement.num_routed} routed, {placement.num_shared} shared",
+        "slots": f"{placement.slots_per_rank} per rank, {placement.spare_slots} of them spare",
+        "model": placement.identity.model or "not recorded",
+        "made by": shown(made_by).strip("'") if made_by else "not recorded",
+    }
+
+
+def source_line(traces: Sequence[Trace]) -> list[str]:
+    """Return a line that states how several files were read; none for a single file."""
+    readings = [str(trace.provenance[READ_AS]) for trace in traces if READ_AS in trace.provenance]
+    if len(traces) > 1:
+        readings = [f"{len(traces)} recordings", *dict.fromkeys(readings)]
+    return [f"read as {': '.join(readings)}"] if readings else []
+
+
+@contextmanager
+def progress(what: str) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar on stderr, gone when done and absent where stderr is not a terminal."""
+    console = Console(stderr=True)
+    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -1,0 +1,207 @@
+"""The dispatcher: Megatron's protocol over a Balancer and a Dispatcher."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from isoload.balancing.balancer import Balancer
+from isoload.integrations.megatron.lending import Lend, Loans, loans
+from isoload.ops import group_copies
+from isoload.ops.counting import gather_copies, weighted_sum
+from isoload.ops.results import Grouping
+from isoload.placement.placement import Placement
+from isoload.transport import Call, CollectiveTransport, Received
+from isoload.value_checks import values_readable
+
+# What the dispatcher does not do, and the value of the option that says so.
+REFUSED: dict[str, Any] = {
+    "moe_expert_capacity_factor": None,
+    "moe_router_padding_for_quantization": False,
+    "moe_shared_expert_overlap": False,
+    "moe_apply_probs_on_input": False,
+    "gradient_accumulation_fusion": False,  # it would drop what returns from borrowed copies
+    "moe_latent_size": None,
+    "fp8": None,
+    "fp4": None,
+    "cuda_graph_impl": "none",
+}
+
+
+class BalancedTokenDispatcher(MoETokenDispatcher):  # type: ignore[misc]  # Megatron has no types
+    """What :func:`isoload.integrations.megatron.balance` puts into a layer.
+
+    The plan is read on the host, once per forward, because borrowed weights travel by its list; rows add a second wait.
+    ``balancer.last_plan`` is the last batch's.
+    """
+
+    def __init__(
+        self, layer: MoELayer, placement: Placement, transport: CollectiveTransport, **options: Any
+    ) -> None:
+        group, stock = transport.group, layer.token_dispatcher
+        with group.agreeing("construction"):
+            check_layer(layer)
+            check_placement(placement, layer, group.ranks[0])
+        groups = SimpleNamespace(ep=stock.ep_group, expt_tp=stock.tp_group, tp_ep=stock.tp_ep_group)
+        super().__init__(layer.config, groups)
+        self.group, self.dispatcher = group, transport.dispatcher
+        self.balancer = Balancer(placement, 0, group=group, **options)
+        self.own = {expert: row for row, expert in enumerate(layer.local_expert_indices)}
+        self.experts: list[nn.Module] = list(layer.experts.local_experts)
+        self.top_k = layer.config.moe_router_topk
+
+    def dispatch_preprocess(
+        self, tokens: Tensor, routing_map: Tensor, probs: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """[S, B, H] tokens, [T, E] choices and probabilities -> [T, H], [T, K] float32; keeps the choices."""
+        self._shape = tokens.shape
+        self._ids = routing_map.new_full((len(routing_map), 1), -1, dtype=torch.int64)
+        self._call = Call(self.group, device=tokens.device, later=self.dispatcher.carry_failure)
+        with self._call:
+            self._ids = chosen_experts(routing_map, self.top_k)
+        weights = probs.gather(1, self._ids.clamp(min=0)).float()
+        return tokens.reshape(-1, tokens.shape[-1]), weights.masked_fill(self._ids < 0, 0)
+
+    def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """Balances the batch, brings the weights it borrows, and sends the rows: [N, H], [N, K]."""
+        balancer = self.balancer
+        slots = balancer.route(balancer.balance([self._ids], None, self._call))
+        per_rank = balancer.placement.slots_per_rank
+        (received,) = self.dispatcher.dispatch([hidden_states], slots, [probs], per_rank, self._call)
+        loan = loans(balancer.placement, self._slots(), self.group.ranks[0])
+        rows, borrowed = received.rows, []
+        if loan.moves:
+            like = self._weights(next(iter(self.own)))
+            lent = [weight for expert in loan.lent for weight in self._weights(expert)]
+            rows, *borrowed = Lend.apply(self.group, loan.moves, len(loan.places), like, rows, *lent)
+        received = Received(rows, received.slots, received.weights, received.handle)
+        local, own, lent_to = self._local(received.slots, loan), len(self.own), len(loan.places)
+        here, away = int(((local >= 0) & (local < own)).sum()), int((local >= own).sum())
+        if here + away != (came := int((received.slots >= 0).sum())):
+            raise RuntimeError(f"all {came} copies must come to experts of this rank, {here + away} did")
+        groups = [(0, own, here), (own, lent_to, away)]
+        # One place at least, as run_experts has it: no product of zero rows.
+        places = [min(max(number, 1), local.numel()) for *_, number in groups]
+        homes, others = (
+            group_copies(local, first, size, number)
+            for (first, size, _), number in zip(groups, places, strict=True)
+        )
+        # For combine: what dispatch brought, the borrowed experts' stacks [n, ...] in the order of an expert's
+        # Parameters, and where the copies of the own and of the borrowed experts are.
+        self._received, self._borrowed, self._homes, self._away = received, borrowed, homes, others
+        return rows, received.weights
+
+    def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[C, H] copies of the own experts, [experts] how many each has, and [C] ones: weights come with the sum."""
+        ends = self._homes.ends.long()
+        copies = gather_copies(hidden_states, self._homes)[: int(ends[-1])]
+        return copies, ends.diff(prepend=ends.new_zeros(1)).cpu(), copies.new_ones(len(copies))
+
+    def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
+        """[C, H] results of the own experts -> [N, H] weighted sums, with those of the borrowed ones."""
+        received, away = self._received, self._away
+        parts = [(padded(hidden_states, self._homes), self._homes)]
+        if self._borrowed:
+            ends = away.ends.tolist()
+            copies = gather_copies(received.rows, away)[: ends[-1] if ends else 0]
+            parts.append((padded(self._run_borrowed(copies, ends), away), away))
+        return weighted_sum(parts, received.weights, hidden_states.dtype)
+
+    def token_combine(self, hidden_states: Tensor) -> Tensor:
+        """[N, H] -> [T, H]."""
+        (combined,) = self.dispatcher.combine([hidden_states], [self._received])
+        return combined
+
+    def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
+        """[T, H] -> [S, B, H]."""
+        return hidden_states.view(self._shape)
+
+    def _weights(self, expert: int) -> list[Tensor]:
+        return list(self.experts[self.own[expert]].parameters())
+
+    def _slots(self) -> list[int]:
+        """[P] the expert in every slot that may have copies; -1 = none."""
+        made = self.balancer.last_plan
+        if made is None:
+            return self.balancer.placement.arrays[0][0].tolist()  # type: ignore[no-any-return]
+        slots = made.slot_to_expert
+        if made.quota is not None and made.realisation == "quota":
+            slots = torch.where(made.quota > 0, slots, -1)
+        return slots.tolist()  # type: ignore[no-any-return]
+
+    def _local(self, slots: Tensor, loan: Loans) -> Tensor:
+        """Local slots [N, K] as experts: the own ones, then the borrowed ones; -1 stays."""
+        placement = self.balancer.placement
+        size = placement.slots_per_rank
+        table = [-1] * size
+        for expert, row in self.own.items():
+            table[int(placement.arrays[1][0][expert]) % size] = row
+        for slot, row in loan.places.items():
+            table[slot] = len(self.own) + row
+        at = torch.tensor(table, device=slots.device)
+        return torch.where(slots < 0, -1, at[slots.clamp(min=0)])
+
+    def _run_borrowed(self, copies: Tensor, ends: Sequence[int]) -> Tensor:
+        """[C, H] copies by borrowed expert -> their results: an own expert's module with the borrowed weights."""
+        module, first, results = self.experts[0], 0, []
+        names = [name for name, _ in module.named_parameters()]
+        for i, end in enumerate(ends):
+            rows = copies[first:end]
+            weights = {name: stack[i] for name, stack in zip(names, self._borrowed, strict=True)}
+            results.append(functional_call(module, weights, (rows, rows.new_ones(len(rows))))[0])
+            first = end
+        return torch.cat([*results, copies[first:]])
+
+
+def chosen_experts(routing_map: Tensor, top_k: int) -> Tensor:
+    """[T, K] int64 the experts of a map [T, E] bool, ascending; -1 behind those of a token with fewer than K."""
+    experts = routing_map.shape[1]
+    ids = torch.arange(experts, device=routing_map.device)
+    ordered = torch.where(routing_map, ids, experts).sort(1).values
+    if values_readable(ordered) and (ordered[:, top_k:] < experts).any():
+        raise ValueError(f"routing_map must choose at most moe_router_topk={top_k} experts per token")
+    ordered = ordered[:, :top_k]
+    return ordered.masked_fill(ordered == experts, -1)
+
+
+def check_layer(layer: MoELayer) -> None:
+    """Raises ValueError for a layer whose tokens cannot be dispatched here."""
+    if not isinstance(layer.experts, SequentialMLP):
+        raise ValueError(f"experts must be a SequentialMLP, got a {type(layer.experts).__name__}")
+    for name, value in REFUSED.items():
+        if (given := getattr(layer.config, name, "no such option")) != value:
+            raise ValueError(f"{name} must be {value}, got {given!r}")
+    if (made := getattr(layer.config, "transformer_impl", "local")) == "inference_optimized":
+        raise ValueError(
+            f"transformer_impl must not replace token dispatchers as its inference runs, got {made!r}"
+        )
+    if (size := layer.experts.tp_group.size()) != 1:
+        raise ValueError(f"expert_tensor_parallel_size must be 1, got {size}")
+
+
+def check_placement(placement: Placement, layer: MoELayer, rank: int) -> None:
+    """Raises ValueError for a placement that is not of this layer's experts."""
+    if placement.num_experts != layer.config.num_moe_experts or placement.num_shared:
+        raise ValueError(
+            f"placement must be of num_moe_experts={layer.config.num_moe_experts} and no shared experts, "
+            f"got {placement.num_experts} and {placement.num_shared}"
+        )
+    home = placement.home_experts(0, rank)
+    if home != list(layer.local_expert_indices):
+        raise ValueError(
+            f"placement must have Megatron's experts {list(layer.local_expert_indices)} at home on rank {rank}, "
+            f"got {home}"
+        )
+
+
+def padded(copies: Tensor, grouping: Grouping) -> Tensor:
+    """[C, H]: copies, and zeros in the places of a grouping that has more of them."""
+    return torch.cat([copies, copies.new_zeros(len(grouping.copy) - len(copies), copies.shape[1])])

@@ -1,0 +1,208 @@
+"""EngineRecord: shadow mode. The engine chooses; what it chose is counted on the device, and off the hot path written
+to files and said in the log, beside what isoload's plan of the same copies would have given."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from isoload.analysis.judge import Floats, exact_imbalance, routed_imbalance
+from isoload.analysis.rank_loads import RankLoads
+from isoload.balancing.counting import count, without_padding
+from isoload.engines.settings import Settings
+from isoload.online import Recorder
+from isoload.online.metrics import Metrics
+from isoload.placement.placement import Placement
+from isoload.topology import Topology
+from isoload.traces.identity import Identity, Numbering
+
+log = logging.getLogger("isoload")
+Bools = NDArray[np.bool_]
+NUMBERING: dict[str, Numbering] = {"SGLang": "hidden", "vLLM": "moe"}  # of the rows of the engine's tables
+KEPT = 64  # passes in memory: as many as a file has at most
+OWN = "this rank's copies alone: isoload report joins all ranks"
+
+
+class EngineRecord:
+    """The layers of one model on one rank.
+
+    Nothing is exchanged between ranks. Of so many passes one is kept, by its number, so that the files of all ranks
+    have the same ones. All ranks must run the same number of passes, as where every pass holds an all-to-all.
+
+    Args:
+        settings: mode shadow.
+        engine, model: their names.
+        rank: this process's of the topology's.
+        tables: [L, P] on the host, the routed expert in each slot.
+        num_experts: E, routed.
+        tokens: "own", or "same" where all ranks hold the same: then the first rank alone writes.
+        device: where the engine routes.
+        decode_tokens: most tokens that this process routes in a pass of decode, where the engine does not say
+            :attr:`phase` before a pass ends: a pass of more has prefill.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        engine: str,
+        model: str,
+        rank: int,
+        tables: Tensor,
+        num_experts: int,
+        topology: Topology,
+        tokens: str,
+        device: torch.device,
+        decode_tokens: int | None = None,
+    ) -> None:
+        self.settings, self.engine, self.model, self.rank = settings, engine, model, rank
+        self.tables, self.num_experts, self.topology = tables.clone(), num_experts, topology
+        self.tokens, self.started, self.decode_tokens = tokens, int(time.time()), decode_tokens
+        self.recorder = Recorder(tables.shape[0], tables.shape[1], KEPT, device)
+        self.metrics = Metrics()
+        self.phase = "decode"  # of the pass under way
+        self.passes = 0  # forward passes so far
+        self.active = True  # whether passes are kept
+        self._ended = False  # whether the pass under way is counted already
+        self._kept: list[tuple[int, str]] = []  # number and phase of the recorder's batches
+        self._since = time.monotonic()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="isoload-record")
+        atexit.register(self.close)
+
+    def add(self, layer: int, slots: Tensor, num_valid: Tensor | None = None) -> None:
+        """Counts [T, K] slots of a layer's batch, in a captured graph too; -1 and rows from num_valid on are none."""
+        ids = slots if slots.dtype in (torch.int32, torch.int64) else slots.to(torch.int32)
+        copies = count(without_padding(ids, num_valid), self.tables.shape[1])
+        self.recorder.add(layer, [copies], self, slots.shape[1])
+
+    def kept(self, layers: int | None = None) -> str:
+        """What is recorded, in words; layers: of the model's, how many are counted."""
+        number = self.recorder.num_layers if layers is None else layers
+        return f"1 of {self.settings.record_every} passes is recorded, in {number} layers"
+
+    def begin(self) -> None:
+        """Before a pass: the first one forgets what was counted ahead of it, in graphs' captures and warm-ups."""
+        if not self.passes:
+            self.recorder.skip()
+
+    def clear(self) -> None:
+        """Forgets what warm-ups and captures of graphs have counted."""
+        self.recorder.clear()
+        self._kept = []
+
+    def step_ended(self) -> None:
+        """A forward pass is over, outside of any graph."""
+        self._end()
+        self._ended = False
+        due = self.settings.report_seconds and time.monotonic() - self._since > self.settings.report_seconds
+        if due or self.recorder.num_batches == KEPT:
+            self.flush()
+
+    def moved(self, tables: Tensor) -> None:
+        """The engine moves experts behind a pass: the slots' experts are now [L, P]."""
+        self._end()
+        if torch.equal(tables, self.tables):
+            return
+        self.flush()
+        self.tables = tables.clone()
+
+    def turn(self, active: bool) -> None:
+        """Whether passes are kept from here on."""
+        if self.active and not active:
+            self.flush()
+        self.active = active
+
+    def flush(self) -> None:
+        """Hands what is kept to the thread; the host waits for the device."""
+        self._since = time.monotonic()
+        if taken := self._take():
+            self._thread.submit(self._tell, taken)
+
+    def close(self) -> None:
+        """At the process's end, where it comes to that: engines may be killed."""
+        atexit.unregister(self.close)
+        self._thread.shutdown()
+        if taken := self._take():
+            self._tell(taken)
+
+    def _end(self) -> None:
+        if self._ended:
+            return
+        self._ended, self.passes = True, self.passes + 1
+        if not self.active or self.passes % self.settings.record_every:
+            self.recorder.skip()
+            return
+        self.recorder.step()
+        self._kept.append((self.passes, self.phase))
+
+    def _take(self) -> RankLoads | None:
+        if not self._kept:
+            return None
+        copies, kept = self.recorder.counts().numpy().copy(), self._kept  # the thread's own, on a CPU too
+        self.clear()
+        passes, phases = zip(*kept, strict=True)
+        if self.decode_tokens is not None:
+            tokens = copies.sum(-1).max(1) / max(self.recorder.top_k, 1)  # [B]
+            phases = tuple("prefill" if n > self.decode_tokens else "decode" for n in tokens)
+        table = self.tables.numpy().astype(np.int32)
+        of = self.num_experts, self.recorder.top_k, self.rank, self.topology, self.tokens, self.started
+        identity = Identity(NUMBERING.get(self.engine, "order"), model=self.model)
+        return RankLoads(copies, table, passes, phases, *of, self.model, identity)
+
+    def _tell(self, taken: RankLoads) -> None:
+        """In the thread, whose failure must not be the engine's, nor go unseen."""
+        try:
+            if self.settings.record is not None and (self.tokens == "own" or self.rank == 0):
+                taken.save(self.settings.record)
+            if self.settings.report_seconds and self.rank == 0:
+                self._report(taken)
+        except Exception:
+            log.exception(f"isoload {self.engine}: what shadow mode counted is lost")
+
+    def _report(self, taken: RankLoads) -> None:
+        if not taken.slot_copies.any():
+            passes = f"{len(taken.passes)} passes of {self.model or 'the model'}"
+            log.warning(
+                f"isoload {self.engine}: shadow mode has seen no copy in {passes}: they are not counted"
+            )
+            return
+        before, after, routed = before_and_after(taken)
+        alone = f"; {OWN}" if self.tokens == "own" else ""
+        for phase in sorted(set(taken.phases)):
+            of = [i for i, name in enumerate(taken.phases) if name == phase and routed[i].any()]
+            if of:
+                self._say(phase, before[of].mean(0), after[of].mean(0), len(of), alone)
+                self._measure(phase, before[of], after[of], routed[of])
+
+    def _measure(self, phase: str, before: Floats, after: Floats, routed: Bools) -> None:
+        """[B, L] of a phase; the passes in which a layer had no copy count for none of its figures."""
+        some = routed.any(0)
+        for plan, found in (("engine", before), ("isoload", after)):
+            means = np.nanmean(np.where(routed, found, np.nan)[:, some], axis=0)
+            self.metrics.set_imbalance(phase, plan, means)
+
+    def _say(self, phase: str, before: Floats, after: Floats, passes: int, alone: str) -> None:
+        """[L] means of a phase."""
+        text = ", ".join(
+            f"{name} {np.quantile(before, part):.3f} -> {np.quantile(after, part):.3f}"
+            for name, part in (("half of the layers up to", 0.5), ("nine in ten", 0.9), ("worst", 1.0))
+        )
+        log.info(
+            f"isoload {self.engine} in shadow, {phase}: {passes} passes of {len(before)} layers; imbalance "
+            f"{before.mean():.3f} as routed, {after.mean():.3f} as isoload would plan; {text}{alone}"
+        )
+
+
+def before_and_after(taken: RankLoads) -> tuple[Floats, Floats, Bools]:
+    """[B, L] imbalance as routed, and as planned, of the layers that have copies; [B, L] whether a pass has some."""
+    layers = np.flatnonzero(taken.slot_copies.any((0, 2)))
+    copies, table = taken.slot_copies[:, layers], torch.from_numpy(taken.slot_to_expert[layers])
+    placement = Placement(table, taken.topology, taken.num_experts)
+    before, after = routed_imbalance(placement, copies), exact_imbalance(placement, taken.counts[:, layers])
+    return before, after, np.asarray(copies.any(-1))

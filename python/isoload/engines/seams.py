@@ -1,0 +1,248 @@
+"""Seams: the functions of an engine that a plug-in replaces, wraps, calls or reads; it attaches where they are as
+expected.
+
+An engine's seams stand in one JSON file, each with its signature, of the version that they were read from. They are
+compared with the engine that runs, whatever its version is called.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import logging
+import os
+import pkgutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from importlib import import_module, resources
+from typing import Any, Literal
+
+from isoload.engines.settings import Settings, Variable, is_on
+from isoload.online.metrics import tell_refused
+
+log = logging.getLogger("isoload")
+Kind = Literal["replace", "around", "call", "fields"]
+SHADOW = "ISOLOAD_MODE=shadow"  # among the options that seams serve: it attaches alone, the others without it
+
+
+@dataclass(frozen=True)
+class Seam:
+    """One place where a plug-in touches an engine.
+
+    target      dotted path
+    kind        "replace" and "around": hooked; "call": called by the plug-in; "fields": a record that it reads
+    signatures  those that the plug-in can work with; of a record the fields that it needs
+    read_from   the engine's version in which it was read
+    why         what the plug-in does there
+    serves      the options of the engine that need it; empty: all of them
+    older       its dotted path in older versions
+    """
+
+    target: str
+    kind: Kind
+    signatures: tuple[str, ...]
+    read_from: str
+    why: str
+    serves: tuple[str, ...] = ()
+    older: str = ""
+
+    def at_home(self) -> Seam:
+        """With the older path as target, where the engine has that alone."""
+        moved = self.older and not is_there(self.target) and is_there(self.older)
+        return replace(self, target=self.older) if moved else self
+
+    @property
+    def name(self) -> str:
+        """The last part of the target, unique among an engine's seams."""
+        return self.target.rsplit(".", 1)[-1]
+
+    def fault(self) -> str | None:
+        """What is not as expected, in one line; None if nothing is."""
+        try:
+            found = pkgutil.resolve_name(self.target)
+        except Exception as error:
+            return f"{self.target} cannot be found ({type(error).__name__}: {error})"
+        if self.kind == "fields":
+            missing = [name for name in self.signatures if name not in field_names(found)]
+            return f"{self.target} has no field {missing[0]}" if missing else None
+        most = bare_signature(found)
+        if any(str(part) in self.signatures for part in (most, *shortened(most, self.kind))):
+            return None
+        wanted = " or ".join(self.signatures)
+        return f"{self.target} must take {wanted} (as in {self.read_from}), got {most}"
+
+
+def read_seams(engine: str) -> list[Seam]:
+    """The seams of an engine, from ``<engine>_seams.json`` beside this file."""
+    text = resources.files(__package__).joinpath(f"{engine}_seams.json").read_text()
+    file, lists = json.loads(text), ("signatures", "serves")
+    return [
+        Seam(
+            read_from=file["read_from"], **(given | {key: tuple(given[key]) for key in lists if key in given})
+        )
+        for given in file["seams"]
+    ]
+
+
+def missing_package(seams: Sequence[Seam]) -> str | None:
+    """Return the one reason why an engine cannot be imported: a package it needs is not installed; else None.
+
+    Each seam would report it as a function that is missing, since its module cannot be imported.
+    """
+    for target in (seam.target for seam in seams):
+        parts = target.split(".")
+        for end in range(1, len(parts)):
+            try:
+                import_module(".".join(parts[:end]))
+            except ModuleNotFoundError as error:
+                if error.name and not f"{target}.".startswith(f"{error.name}."):
+                    return f"importing {parts[0]} failed: {error}"
+                break  # the engine has moved the seam, which its fault reports
+            except Exception:
+                break
+    return None
+
+
+def is_there(target: str) -> bool:
+    """Whether the engine has it; what fails in another way as it is imported is there, and its fault says so."""
+    try:
+        pkgutil.resolve_name(target)
+    except (ImportError, AttributeError):
+        return False
+    except Exception:
+        return True
+    return True
+
+
+def bare_signature(function: Any) -> inspect.Signature:
+    """Names, kinds and defaults of the parameters, without annotations; of a class those of its constructor."""
+    signature = inspect.signature(function)
+    bare = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
+    return signature.replace(parameters=bare, return_annotation=inspect.Signature.empty)
+
+
+def shortened(signature: inspect.Signature, kind: Kind) -> Iterator[inspect.Signature]:
+    """Without its last parameters, as long as these have defaults: what a newer version has added, hooks around pass on
+    and calls leave out. What replaces a function would drop it."""
+    left = list(signature.parameters.values())
+    while kind != "replace" and left and left[-1].default is not inspect.Parameter.empty:
+        left.pop()
+        yield signature.replace(parameters=left)
+
+
+def field_names(record: type) -> set[str]:
+    """Fields and properties of a dataclass or NamedTuple."""
+    own = [field.name for field in fields(record)] if is_dataclass(record) else getattr(record, "_fields", ())
+    return {*own, *(name for name, value in vars(record).items() if isinstance(value, property))}
+
+
+@dataclass(frozen=True)
+class PlugIn:
+    """What isoload puts into one engine: of each of its options that some seam serves all hooks, or none.
+
+    engine  its name in messages; in lower case that of its seams
+    switch  the variable that turns the plug-in on
+    start   puts settings in force
+    checks  whether a known batch comes out right, by the option, or else the hook, that it passes
+    hook    puts the hooks of these seams in place; each serves only the options that are attached
+    seams   of an engine without a JSON file here
+    """
+
+    engine: str
+    switch: Variable
+    start: Callable[[Settings], None]
+    checks: Mapping[str, Callable[[], bool]]
+    hook: Callable[[list[Seam], Settings], None]
+    seams: Sequence[Seam] = ()
+
+    def attach_or_leave(self) -> None:
+        """What an entry point calls. Engines log an Exception of a plug-in and go on, so a refusal leaves the process.
+
+        Raises:
+            SystemExit: a variable has a value that it must not have; or, with ISOLOAD_STRICT=1, the engine is not as
+                expected.
+        """
+        try:
+            if not is_on(self.switch, os.environ):
+                return
+            settings = Settings.read()
+            if settings.mode == "off":
+                log.info(f"isoload: ISOLOAD_MODE=off, attached to nothing of {self.engine}")
+                wrong, live = list[str](), list[str]()
+            else:
+                wrong, live = self.attach_options(settings)
+        except ValueError as error:
+            raise SystemExit(f"isoload: {error}") from None
+        if settings.report_seconds and not live:
+            tell_refused(self.engine)
+        if wrong:
+            whole = f"isoload: not attached to {self.engine}, which is not as isoload expects"
+            reason = f"{f'isoload: {self.engine} is not as isoload expects' if live else whole}: {'; '.join(wrong)}"
+            if settings.strict:
+                raise SystemExit(f"{reason} (ISOLOAD_STRICT=1 refuses to start)")
+            rest = f"Attached to {', '.join(live)}" if live else f"{self.engine} runs as without isoload"
+            log.error(f"{reason}. {rest}")
+
+    def attach(self, settings: Settings) -> list[str]:
+        """Hooks what it can, see :meth:`attach_options`, and returns what is not as expected, a line each."""
+        return self.attach_options(settings)[0]
+
+    def attach_options(self, settings: Settings) -> tuple[list[str], list[str]]:
+        """Hooks every option whose seams and known batch are as expected; without options everything or nothing.
+
+        Returns:
+            What is not as expected, a line each, which names the options that stay without; and those attached.
+        """
+        given = [seam.at_home() for seam in self.seams or read_seams(self.engine.lower())]
+        seams = of_mode(given, settings.mode)
+        others = set(options_of(given)) - set(options_of(seams))
+        checks = {name: check for name, check in self.checks.items() if name not in others}
+        options = options_of(seams) or [self.engine]
+        wrong: list[str] = []
+        lost: set[str] = set()
+
+        def lose(fault: str, serves: Sequence[str]) -> None:
+            wrong.append(f"{fault} (needed by {' and '.join(serves)})" if serves else fault)
+            lost.update(serves or options)
+
+        if (fault := missing_package(seams)) is not None:
+            return [fault], []
+        for seam in seams:
+            if (fault := seam.fault()) is not None:
+                lose(fault, seam.serves)
+        if lost.issuperset(options):
+            return wrong, []
+        self.start(Settings.read({}))  # options for the model need not fit the known batch
+        for name, check in checks.items():
+            if name not in lost and (fault := wrong_check(name, check)) is not None:
+                lose(fault, [name] if name in options else [])
+        self.start(settings)
+        live = [option for option in options if option not in lost]
+        served = [replace(seam, serves=tuple(o for o in seam.serves if o in live)) for seam in seams]
+        hooks = [seam for seam, old in zip(served, seams, strict=True) if seam.serves or not old.serves]
+        if live:
+            self.hook([seam for seam in hooks if seam.kind in ("replace", "around")], settings)
+        return wrong, live
+
+
+def of_mode(seams: Sequence[Seam], mode: str) -> list[Seam]:
+    """Those that shadow mode needs, or the other options, with only these options named."""
+    found = []
+    for seam in seams:
+        serves = tuple(option for option in seam.serves if (option == SHADOW) == (mode == "shadow"))
+        if serves or not seam.serves:
+            found.append(replace(seam, serves=serves))
+    return found
+
+
+def options_of(seams: Sequence[Seam]) -> list[str]:
+    """All that they serve, once each."""
+    return list(dict.fromkeys(option for seam in seams for option in seam.serves))
+
+
+def wrong_check(name: str, check: Callable[[], bool]) -> str | None:
+    """What a check of a known batch finds wrong, in one line; None if nothing is."""
+    try:
+        return None if check() else f"a known batch comes out wrong behind {name}"
+    except Exception as error:
+        return f"a known batch fails behind {name} ({type(error).__name__}: {error})"

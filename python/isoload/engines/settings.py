@@ -1,0 +1,229 @@
+"""The environment variables of the plug-ins: how an engine that isoload cannot give options to is told what to do."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from isoload.placers import make_placer, parse_placer
+from isoload.policies import Policy, make_policy, parse_policy
+from isoload.policies.shared import SharedPolicy
+from isoload.wording import not_one_of
+
+
+class Variable(NamedTuple):
+    """One environment variable; docs/sglang.md and docs/vllm.md say what each means."""
+
+    name: str
+    default: str = ""
+
+
+SGLANG, VLLM = Variable("ISOLOAD_SGLANG", "0"), Variable("ISOLOAD_VLLM", "0")
+STRICT = Variable("ISOLOAD_STRICT", "0")
+POLICY, LOADS = Variable("ISOLOAD_POLICY"), Variable("ISOLOAD_LOADS")
+PLACER = Variable("ISOLOAD_PLACER", "eplb")
+REPORT = Variable("ISOLOAD_REPORT_SECONDS", "0")
+CHECK = Variable("ISOLOAD_CHECK_WEIGHTS", "0")
+STALLED = Variable("ISOLOAD_STALLED_SECONDS", "60")
+MODE = Variable("ISOLOAD_MODE", "on")
+RECORD, RECORD_EVERY = Variable("ISOLOAD_RECORD"), Variable("ISOLOAD_RECORD_EVERY", "64")
+SWITCH = Variable("ISOLOAD_SWITCH")  # a file
+PLACEMENT = Variable("ISOLOAD_PLACEMENT")  # a file
+MODES = ("on", "off", "shadow")
+ALL_LOADS = ("gathered", "own", "node", "last")
+PHASES = ("prefill", "decode")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the variables say that all engines have, checked.
+
+    policy          as written; None = the plug-in's default
+    loads           as Balancer's; None = the plug-in's default
+    placer          as written
+    report_seconds  0 = no reports
+    check_weights   whether slots are compared with their experts
+    stalled_seconds of a rebalance without progress; 0 = nothing watches
+    mode            one of MODES
+    record          None = no files
+    record_every    passes
+    switch          None = none
+    placement       file that vLLM starts from; None = none
+    """
+
+    strict: bool
+    policy: str | None
+    loads: str | None
+    placer: str
+    report_seconds: float
+    check_weights: bool
+    stalled_seconds: float
+    mode: str = "on"
+    record: str | None = None
+    record_every: int = int(RECORD_EVERY.default)
+    switch: str | None = None
+    placement: str | None = None
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str] | None = None) -> Settings:
+        """From the environment."""
+        given = os.environ if environ is None else environ
+        policy, loads = (_text(of, given) or None for of in (POLICY, LOADS))
+        placer = _text(PLACER, given)
+        _policies(policy)
+        if loads is not None:
+            _check_loads(loads, policy)
+        _check_placer(placer)
+        report, stalled = _seconds(REPORT, given), _seconds(STALLED, given)
+        mode, record, switch = _text(MODE, given), _text(RECORD, given), _text(SWITCH, given)
+        _check_mode(mode, record, report, policy, switch)
+        if mode == "shadow" and is_on(CHECK, given):
+            raise ValueError(
+                f"{CHECK.name} must be 0 where {MODE.name} is shadow, which checks no weights, got '1'"
+            )
+        every = _text(RECORD_EVERY, given)
+        if not (every.isdecimal() and 0 < len(every) < 10 and int(every)):
+            raise ValueError(f"{RECORD_EVERY.name} must be a whole number of at least 1, got {every!r}")
+        return cls(
+            is_on(STRICT, given), policy, loads, placer, report, is_on(CHECK, given), stalled,
+            mode, record or None, int(every), switch or None, _text(PLACEMENT, given) or None,
+        )  # fmt: skip
+
+    @property
+    def places_shared(self) -> bool:
+        """Whether the policy asked for is one of shared experts."""
+        return any(isinstance(of, SharedPolicy) for of in _policies(self.policy).values())
+
+    @property
+    def phased(self) -> bool:
+        """Whether prefill and decode have policies of their own."""
+        return len(set(_policies(self.policy).values())) > 1
+
+    def policies_for(self, shared: bool) -> dict[str, Policy]:
+        """By phase the policy of layers with or without shared experts that the plan may move; some policies need
+        them."""
+        if not shared and self.places_shared:
+            raise ValueError(
+                f"{POLICY.name} must be a policy of routed experts where the engine keeps shared experts at home "
+                f"(SGLang: without --enable-waterfill), got {self.policy!r}"
+            )
+        policies = _policies(self.policy)
+        return policies or dict.fromkeys(PHASES, make_policy("joint" if shared else "exact"))
+
+    def unused(self, reasons: Mapping[Variable, str]) -> list[str]:
+        """Return a line for each variable that is set to another value than its default and has no effect.
+
+        Args:
+            reasons: by variable without effect why, and what gives it one: "WHY. Pass THIS".
+        """
+        lines = []
+        for variable, reason in reasons.items():
+            value = getattr(self, variable.name.removeprefix("ISOLOAD_").lower())
+            if str(value or "") != variable.default:
+                name = variable.name
+                lines.append(f"isoload: {name}={value} has no effect: {reason}, or unset {name}")
+        return lines
+
+    def loads_for(self, default: str) -> str:
+        """Whose counts plan the batches of ranks that hold tokens of their own; default: the plug-in's."""
+        loads = self.loads or default
+        _check_loads(loads, self.policy)
+        return loads
+
+
+def _check_mode(mode: str, record: str, seconds: float, policy: str | None, switch: str) -> None:
+    if mode not in MODES:
+        raise ValueError(not_one_of(MODE.name, MODES, mode))
+    if switch and mode != "on":
+        raise ValueError(f"{SWITCH.name} must come with {MODE.name}=on, got {mode!r}")
+    if record and mode != "shadow" and not switch:
+        raise ValueError(f"{RECORD.name} must come with {MODE.name}=shadow or {SWITCH.name}, got {mode!r}")
+    if record and not os.path.isdir(record):
+        raise ValueError(f"{RECORD.name} must be a folder that is there, got {record!r}")
+    if mode == "shadow" and not record and not seconds:
+        raise ValueError(f"{MODE.name}=shadow must come with {RECORD.name} or {REPORT.name}, got neither")
+    if (mode == "shadow" or switch) and policy not in (None, "exact"):
+        where = f"{SWITCH.name} is given" if switch else f"{MODE.name} is shadow"
+        raise ValueError(f"{POLICY.name} must be exact where {where}, got {policy!r}")
+
+
+def _check_loads(loads: str, policy: str | None) -> None:
+    if loads not in ALL_LOADS:
+        raise ValueError(not_one_of(LOADS.name, ALL_LOADS, loads))
+    if loads != "gathered" and any(of.name != "exact" for of in _policies(policy).values()):
+        raise ValueError(
+            f"{POLICY.name} must be exact where {LOADS.name} is {loads}: other policies need the counts of all ranks "
+            f"({LOADS.name}=gathered), got {policy!r}"
+        )
+
+
+def _policies(text: str | None) -> dict[str, Policy]:
+    """By phase, from one for both or ``prefill=name,decode=name``, each with its options behind it; of None none."""
+    if text is None:
+        return {}
+    if "=" not in text.partition(":")[0]:  # else of an option
+        return dict.fromkeys(PHASES, _usable(text))
+    pairs = [part.strip().partition("=") for part in text.split(",")]
+    if sorted(phase for phase, *_ in pairs) != sorted(PHASES):
+        raise ValueError(f"{POLICY.name} must name each of {' and '.join(PHASES)} once, got {text!r}")
+    return {phase: _usable(policy) for phase, _, policy in pairs}
+
+
+def _usable(text: str) -> Policy:
+    """The policy of that name, unless no engine can run it."""
+    try:
+        name, options = parse_policy(text)
+    except ValueError as error:
+        raise ValueError(f"{POLICY.name}: {error}") from None
+    policy = make_policy(name, options)
+    if policy.borrows:
+        raise ValueError(
+            f"{POLICY.name} must not borrow weights, which no engine copies between two batches, got {text!r}"
+        )
+    if policy.cpu_only:
+        raise ValueError(
+            f"{POLICY.name} must plan on the engine's device, this policy computes on the CPU only, got {text!r}"
+        )
+    return policy
+
+
+def _check_placer(text: str) -> None:
+    """Refuse a placer that cannot fill an engine's slots, before the engine loads a model."""
+    try:
+        placer = make_placer(*parse_placer(text))
+    except ValueError as error:
+        raise ValueError(f"{PLACER.name}: {error}") from None
+    if placer.needs_tokens:
+        raise ValueError(
+            f"{PLACER.name} must place by counts, because an engine records no per-token choices, got {text!r}"
+        )
+    if placer.has_budget:
+        raise ValueError(
+            f"{PLACER.name} must fill all slots of the engine, {placer.name} with these options leaves some empty, "
+            f"got {text!r}"
+        )
+
+
+def is_on(variable: Variable, environ: Mapping[str, str]) -> bool:
+    """Whether a variable of 0 or 1 is 1."""
+    text = _text(variable, environ)
+    if text not in ("0", "1"):
+        raise ValueError(f"{variable.name} must be 0 or 1, got {text!r}")
+    return text == "1"
+
+
+def _text(variable: Variable, environ: Mapping[str, str]) -> str:
+    return environ.get(variable.name, "").strip() or variable.default
+
+
+def _seconds(variable: Variable, environ: Mapping[str, str]) -> float:
+    text = _text(variable, environ)
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < float("inf"):
+        raise ValueError(f"{variable.name} must be a number of at least 0, got {text!r}")
+    return seconds

@@ -1,0 +1,266 @@
+"""The Balancers of one process, by layer: made when SGLang has its expert locations, refreshed in place when it moves
+experts. LAYERS is the only state of the plug-in."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from isoload.balancing.balancer import Balancer
+from isoload.engines.layers import JOINED_BY_ALL, EngineLayer, EngineLayers, LoneRank
+from isoload.engines.record import EngineRecord
+from isoload.engines.settings import CHECK, LOADS, PHASES, PLACER, POLICY, SWITCH, Settings, Variable
+from isoload.engines.sglang import elastic
+from isoload.engines.sglang.phases import prefill_graphs
+from isoload.engines.sglang.runtime import moe, parallel
+from isoload.engines.tables import engine_topology
+from isoload.integrations.meter import Meter
+from isoload.policies import make_policy
+from isoload.shared_experts import without_shared_slots
+from isoload.topology import Topology
+from isoload.transport import Group
+
+log = logging.getLogger("isoload")
+EPLB = "--eplb-algorithm isoload"
+
+
+class Layer(EngineLayer):
+    """Behind lp it stands where SGLang has an LPLBSolver: ``solve(topk_ids)``."""
+
+    def __init__(self, balancer: Balancer, meter: Meter | None) -> None:
+        super().__init__(balancer, meter)
+        self.num_valid: Tensor | None = None  # of the batch that comes next: rows from here on are padding
+        self.shared: Tensor | None = None  # [T, 1] rank of every token's shared copy; Waterfill takes it
+
+    def solve(self, topk_ids: Tensor) -> Tensor:
+        """[T, K] physical ids of the routed copies, from [T, K] logical ones; all ranks together, also with T = 0."""
+        num_valid, self.num_valid = self.num_valid, None
+        self.turn(LAYERS.phase_now)
+        slots = self.slots(topk_ids, num_valid)
+        num_shared = self.balancer.placement.num_shared
+        if not num_shared:
+            return slots
+        if self.shared is not None:
+            raise RuntimeError(
+                f"layer {self.balancer.layer}: Waterfill did not take the shared copies of a batch"
+            )
+        per_rank = self.balancer.placement.slots_per_rank
+        self.shared = slots[:, -num_shared:].div(per_rank, rounding_mode="floor")
+        return without_shared_slots(slots[:, :-num_shared], per_rank, num_shared)
+
+    @property
+    def plans_shared(self) -> bool:
+        """Whether Waterfill's shared copies can join the plan: one of all counts, which has none yet."""
+        of = self.balancer
+        return of.tokens == "own" and of.loads == "gathered" and not of.placement.num_shared
+
+    def take_shared(self, num_tokens: int) -> Tensor | None:
+        """[T, 1] the ranks that the plan of this batch chose for the shared copies, once; None: nothing was planned."""
+        shared, self.shared = self.shared, None
+        if shared is not None and len(shared) != num_tokens:
+            raise RuntimeError(
+                f"layer {self.balancer.layer}: Waterfill must have the {len(shared)} tokens that were planned, "
+                f"got {num_tokens}"
+            )
+        return shared
+
+
+class Layers(EngineLayers[Layer]):
+    """All layers of this process. SGLang's modules are imported inside of functions, which only its processes call."""
+
+    engine = "SGLang"
+
+    def start(self, settings: Settings) -> None:
+        super().start(settings)
+        self.num_waterfill = 0  # layers whose shared experts are placed beside routed copies as they lie
+        self.waterfill_flag = "--enable-waterfill"  # behind which they are
+        self.lost: frozenset[str] = frozenset()  # options to which isoload is not attached
+        self.phase = "decode"  # of the pass under way
+        self.in_prefill_graph: Callable[[], bool] | None = None  # where each phase has a policy
+
+    def engine_group(self) -> dist.ProcessGroup:
+        group: dist.ProcessGroup = parallel().moe_ep_group.device_group
+        return group
+
+    def engine_rank(self) -> int:
+        return int(parallel().moe_ep_rank)
+
+    def own_rank(self) -> int:
+        return self.engine_rank() + elastic.joined_behind()
+
+    def group(self, topology: Topology) -> Group:
+        return super().group(topology) if elastic.backend() is None else LoneRank(topology, self.own_rank())
+
+    def follow(self, metadata: Any, algorithm: str) -> None:
+        """Takes SGLang's ExpertLocationMetadata: Balancers are made, or refreshed in place where there are some.
+
+        Args:
+            algorithm: "dynamic" or "lp"; the same on all ranks.
+        """
+        tables = elastic.live_tables(metadata)
+        if self.refresh(tables):
+            return
+        switched = self.settings.switch is not None
+        if switched and (algorithm != "dynamic" or parallel().pp_size > 1):
+            raise ValueError(
+                f"{SWITCH.name} must come with --ep-dispatch-algorithm dynamic and without --pp-size, got "
+                f"{algorithm!r} and {parallel().pp_size}"
+            )
+        if (given := elastic.backend()) is not None and (switched or self.settings.check_weights):
+            raise ValueError(
+                f"--elastic-ep-backend must come without {SWITCH.name} and {CHECK.name}, by which all ranks meet, got "
+                f"{given!r} with one"
+            )
+        self.by_id = {}
+        topology, device = topology_of(metadata), metadata.physical_to_logical_map.device
+        self.place(tables, metadata.num_logical_experts, topology, device)
+        # A policy of shared experts comes with Waterfill, which SGLang makes when it has loaded the model.
+        chosen = moe()
+        waterfill = any(
+            getattr(chosen, f"enable_{name}", False) for name in ("waterfill", "deepep_waterfill")
+        )
+        waits = self.settings.places_shared and waterfill and "Waterfill" not in self.lost
+        exact = dict.fromkeys(PHASES, make_policy("exact"))
+        policies = exact if waits else self.settings.policies_for(shared=False)
+        self.in_prefill_graph = prefill_graphs() if self.settings.phased else None
+        same = chosen.moe_a2a_backend == "none"
+        loads, group = ("gathered", None) if same else (self.loads_of(algorithm), self.group(topology))
+        for i in range(metadata.num_layers):
+            self.add(Layer(self.balancer(i, policies, group, loads), self.own_meter()), policies)
+
+    def count(self, metadata: Any) -> None:
+        """In shadow mode: makes the record of an ExpertLocationMetadata, or tells it where the experts are now."""
+        chosen, tables = moe(), metadata.physical_to_logical_map_cpu
+        if chosen.eplb_algorithm == "isoload":
+            raise ValueError(
+                "--eplb-algorithm must be one of SGLang's where ISOLOAD_MODE is shadow, got 'isoload'"
+            )
+        if self.record is not None and self.record.tables.shape == tables.shape:
+            self.record.moved(tables)
+            return
+        self.record = EngineRecord(
+            self.settings, self.engine, "", self.own_rank(), tables, metadata.num_logical_experts,
+            topology_of(metadata), "same" if chosen.moe_a2a_backend == "none" else "own",
+            metadata.physical_to_logical_map.device,
+        )  # fmt: skip
+
+    def loads_of(self, algorithm: str) -> str:
+        """Whose counts plan the batches of an all-to-all backend's ranks, which hold tokens of their own."""
+        loads = self.settings.loads_for("own" if algorithm == "dynamic" else "gathered")
+        if (given := elastic.backend()) is not None and (algorithm, loads) != ("dynamic", "own"):
+            raise ValueError(
+                f"--elastic-ep-backend must come with --ep-dispatch-algorithm dynamic and {LOADS.name} own, got "
+                f"{given!r} with {algorithm} and {loads}"
+            )
+        if algorithm == "dynamic" and loads in JOINED_BY_ALL:
+            raise ValueError(
+                f"{LOADS.name} must be own or last behind --ep-dispatch-algorithm dynamic over an all-to-all backend, "
+                f"where ranks without tokens join no gather (behind lp they do), got {loads!r}"
+            )
+        return loads
+
+    def add_shared(self, layer: Layer) -> None:
+        """Waterfill is on in this layer: the shared expert's copies are planned with the routed ones."""
+        old, policies = layer.balancer, self.settings.policies_for(shared=True)
+        layer.balancer = self.balancer(old.layer, policies, old.group, "gathered", num_shared=1)
+        layer.plan_by(policies)
+
+    def phase_now(self) -> str:
+        """Of the pass under way; of a graph that is captured, what it will be replayed for."""
+        return "prefill" if self.in_prefill_graph is not None and self.in_prefill_graph() else self.phase
+
+    def of(self, layer_id: int) -> Layer | None:
+        """The layer whose replicas isoload chooses."""
+        return None if self.detached else self.by_id.get(layer_id)
+
+    def detach(self) -> str:
+        if moe().ep_dispatch_algorithm == "lp":  # whose solvers isoload has replaced
+            return "isoload goes on choosing replicas, since SGLang has no solver beside it behind lp"
+        return super().detach()
+
+    @property
+    def chooses(self) -> bool:
+        return bool(self.by_id or self.num_waterfill)
+
+    def places(self) -> bool:
+        """Whether SGLang's rebalances lay experts out with isoload's placer."""
+        if EPLB in self.lost:  # an older SGLang may have no get_exec
+            return False
+        return bool(moe().eplb_algorithm == "isoload")
+
+    def announce(self) -> None:
+        """The line that says what is attached, of one rank for all; when the model is loaded."""
+        if self.by_id and not any(layer.balancer.placement.num_shared for layer in self.by_id.values()):
+            self.settings.policies_for(shared=False)
+        if self.engine_rank():
+            return
+        attached, without = [], {"dynamic", "lp"} - self.lost
+        if self.by_id:
+            dispatch = f"--ep-dispatch-algorithm {moe().ep_dispatch_algorithm}"
+            attached.append(f"{dispatch} ({self.exchanged()}), {self.describe()}")
+        if self.num_waterfill:
+            attached.append(f"{self.waterfill_flag}, policy waterfill on {self.num_waterfill} layers")
+        if self.places():
+            attached.append(f"--eplb-algorithm isoload, placer {self.settings.placer}")
+        line = f"isoload: attached to SGLang's {'; '.join(attached) or 'loader, and to none of its options'}"
+        lost = f"; not to {', '.join(sorted(self.lost))}, where this SGLang is not as isoload expects"
+        log.info(line + lost if self.lost else line)
+        if not self.by_id and without:
+            log.info(
+                f"isoload: SGLang's own --ep-dispatch-algorithm {moe().ep_dispatch_algorithm} stays: isoload's are "
+                f"{' and '.join(sorted(without))}"
+            )
+        if without:  # an older SGLang may have no get_exec
+            self.say_unused(self.unused())
+
+    def unused(self) -> dict[Variable, str]:
+        """Return why variables have no effect behind SGLang's options, as :meth:`Settings.unused` takes it."""
+        reasons = {}
+        if not self.by_id:
+            own = f"SGLang's own --ep-dispatch-algorithm {moe().ep_dispatch_algorithm} chooses replicas"
+            reasons = dict.fromkeys((POLICY, LOADS), f"{own}. Pass --ep-dispatch-algorithm dynamic")
+        elif all(layer.balancer.tokens == "same" for layer in self.by_id.values()):
+            reasons[LOADS] = (
+                "all ranks hold the same tokens without an all-to-all backend, so each has the counts of all. "
+                "Pass --moe-a2a-backend deepep"
+            )
+        if not self.places():
+            reasons[PLACER] = (
+                "SGLang's own --eplb-algorithm places experts. Pass --enable-eplb --eplb-algorithm isoload"
+            )
+        return reasons
+
+    def announce_shadow(self, model: str) -> None:
+        """The same in shadow mode, whose record of a model begins."""
+        if self.record is None:
+            return
+        self.record.clear()
+        self.measure(model, "engine", {})
+        if self.record.rank:
+            return
+        if (algorithm := moe().ep_dispatch_algorithm) is None:
+            log.error(
+                "isoload: in shadow mode, where SGLang maps no ids: nothing is counted without "
+                "--ep-dispatch-algorithm. Add --ep-dispatch-algorithm dynamic: with one slot per expert "
+                "it leaves ids as they are"
+            )
+            return
+        stays = f"SGLang's --ep-dispatch-algorithm {algorithm}, which chooses as ever"
+        log.info(f"isoload: in shadow behind {stays}: {self.record.kept()}")
+        self.say_unused({})
+
+
+def model_name(runner: Any) -> str:
+    """As SGLang's own metrics have it, of a ModelRunner."""
+    return str(runner.server_args.served_model_name or runner.model_config.model_path)
+
+
+def topology_of(metadata: Any) -> Topology:
+    return engine_topology(metadata.ep_size, parallel().nnodes)
+
+
+LAYERS = Layers()

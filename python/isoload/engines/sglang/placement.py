@@ -1,0 +1,114 @@
+"""--eplb-algorithm isoload: SGLang's rebalancing lays experts out with a placer of isoload's registry."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isoload.engines.sglang import elastic
+from isoload.engines.sglang.layers import EPLB, LAYERS, topology_of
+from isoload.engines.sglang.runtime import moe, parallel
+from isoload.engines.tables import EngineSizes, check_placer, engine_topology, lay_out, running
+from isoload.files.reading import open_regular, read_text
+
+NAME = "isoload"
+
+
+CHOSEN = object()  # what compute_algorithm returns for this name, in place of a member of SGLang's Enum
+
+
+def compute_algorithm(original: Callable[..., Any], raw_algorithm: str, *more: Any, **named: Any) -> Any:
+    """Around SGLang's of this name."""
+    return CHOSEN if raw_algorithm == NAME else original(raw_algorithm, *more, **named)
+
+
+def rebalance_experts(
+    original: Callable[..., Any],
+    tokens_per_expert: Tensor,
+    num_physical_experts: int,
+    num_local_physical_experts: int,
+    num_groups: int | None,
+    num_nodes: int,
+    algorithm: Any,
+    *more: Any,
+    **named: Any,
+) -> Any:
+    """Around SGLang's of this name: counts [batches, L, E] -> its three tables, on the device of the counts."""
+    if algorithm is not CHOSEN:
+        sizes = num_physical_experts, num_local_physical_experts, num_groups, num_nodes
+        return original(tokens_per_expert, *sizes, algorithm, *more, **named)
+    from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
+
+    device, metadata = tokens_per_expert.device, get_global_expert_location_metadata()
+    topology = engine_topology(num_physical_experts // num_local_physical_experts, num_nodes)
+    before = None if metadata is None else running(metadata.physical_to_logical_map_cpu, num_physical_experts)
+    placer = LAYERS.settings.placer
+    placed = lay_out(tokens_per_expert, topology, num_local_physical_experts, placer, before)
+    return tuple(table.to(device) for table in placed)
+
+
+def check_at_start(metadata: Any) -> None:
+    """Where --eplb-algorithm isoload is given: whether the placer can lay this model of SGLang's out."""
+    if moe().eplb_algorithm == NAME and EPLB not in LAYERS.lost:
+        tables, experts = metadata.physical_to_logical_map_cpu, metadata.num_logical_experts
+        placer = LAYERS.settings.placer
+        check_placer(f"--eplb-algorithm {NAME}", placer, tables, experts, topology_of(metadata))
+
+
+def check_file(model_config: Any) -> None:
+    """Compare what --init-expert-location names with the model and with SGLang's options, before SGLang takes it.
+
+    SGLang compares neither slots nor layers: a file of other sizes ends in an IndexError of the first forward pass.
+
+    Args:
+        model_config: SGLang's ModelConfig.
+
+    Raises:
+        ValueError: the file is of other layers, experts or slots.
+    """
+    if not {"dynamic", "lp", EPLB} - LAYERS.lost:  # an older SGLang may have no get_exec
+        return
+    given = moe().init_expert_location
+    # While ranks may join SGLang adds their slots to those of the file, and checks the sum.
+    if given == "trivial" or elastic.backend() is not None:
+        return
+    from sglang.srt.eplb.expert_location import ModelConfigForExpertLocation
+
+    model = ModelConfigForExpertLocation.from_model_config(model_config)
+    if model is None:
+        return
+    redundant, option = moe().ep_num_redundant_experts, "--ep-num-redundant-experts {}"
+    experts = model.num_logical_experts
+    sizes = EngineSizes(model.num_layers, experts, redundant, parallel().ep_size, option, True)
+    source = f"--init-expert-location {given:.200}"
+    content = read_location(given)
+    if (counts := content.get("logical_count")) is not None:
+        *_, layers, counted = torch.as_tensor(counts).shape
+        if counted != experts:
+            raise ValueError(
+                f"{source} counts {counted} experts but the model has {experts}: pass a file of this model"
+            )
+        sizes.check(source, layers, experts + redundant)
+    elif (rows := content.get("physical_to_logical_map")) is not None:
+        table = torch.as_tensor(rows)
+        sizes.check(source, *table.shape)
+        if int(table.min()) < 0 or int(table.max()) >= experts:
+            raise ValueError(
+                f"{source} has experts {int(table.min())} to {int(table.max())} but the model has {experts}, from 0: "
+                "pass a file of this model"
+            )
+
+
+def read_location(given: str) -> dict[str, Any]:
+    """Return the content of --init-expert-location, a file or JSON text, as SGLang reads it."""
+    if given.endswith(".pt"):
+        with open_regular(Path(given)) as file:
+            content: dict[str, Any] = torch.load(file, weights_only=True, map_location="cpu")
+        return content
+    text = read_text(Path(given)) if given.endswith(".json") else given
+    return dict(json.loads(text))

@@ -1,0 +1,183 @@
+"""Engines' tables of replicas: from their physical-to-logical map to a Placement, and from a Placement to theirs; and
+the Placement that ISOLOAD_PLACER makes when an engine rebalances."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from isoload.engines.settings import PLACER
+from isoload.placement.placement import Placement
+from isoload.placers import PLACERS, parse_placer, place
+from isoload.topology import Topology
+
+
+class ReplicaLists(NamedTuple):
+    """A placement as EPLB's callers take it.
+
+    physical_to_logical  [L, P] int64  expert in each slot
+    logical_to_physical  [L, E, X] int64  slots of every expert, ascending, -1 behind the last; X = most replicas
+    num_replicas         [L, E] int64
+    """
+
+    physical_to_logical: Tensor
+    logical_to_physical: Tensor
+    num_replicas: Tensor
+
+
+def engine_topology(num_ranks: int, num_nodes: int) -> Topology:
+    """R ranks on as many nodes; on one node where these do not divide the ranks."""
+    return Topology(num_ranks, num_ranks // num_nodes if num_ranks % num_nodes == 0 else num_ranks)
+
+
+def placement_of(
+    physical_to_logical: Tensor, num_experts: int, topology: Topology, num_shared: int = 0
+) -> Placement:
+    """From an engine's map.
+
+    Args:
+        physical_to_logical: [L, P] routed expert in each slot.
+        num_experts: routed experts.
+        topology: R ranks; P/R consecutive slots lie on each.
+        num_shared: 1: every rank has one more slot, its last, that holds the shared expert.
+    """
+    slots = physical_to_logical.cpu().to(torch.int32)
+    if num_shared:
+        layers, ranks = len(slots), topology.num_ranks
+        shared = torch.arange(num_experts, num_experts + num_shared, dtype=torch.int32)
+        per_rank = slots.view(layers, ranks, -1)
+        slots = torch.cat([per_rank, shared.expand(layers, ranks, -1)], dim=2).view(layers, -1)
+    return Placement(slots, topology, num_experts + num_shared, num_shared=num_shared)
+
+
+def replica_lists(placement: Placement) -> ReplicaLists:
+    """Raises ValueError for empty slots, which these tables cannot say."""
+    slots, experts = placement.slot_to_expert.long(), placement.num_experts
+    if (slots < 0).any():
+        raise ValueError("placement must fill every slot, got one that is empty")
+    num = torch.zeros(len(slots), experts, dtype=torch.int64).scatter_add_(1, slots, torch.ones_like(slots))
+    lists = torch.full((len(slots), experts, int(num.max())), -1)
+    by_expert = slots.argsort(dim=1, stable=True)
+    held = slots.gather(1, by_expert)
+    first = num.cumsum(1) - num  # position of an expert's first slot in by_expert
+    column = torch.arange(slots.shape[1]) - first.gather(1, held)
+    lists[torch.arange(len(slots)).unsqueeze(1), held, column] = by_expert
+    return ReplicaLists(slots, lists, num)
+
+
+def keep_slots(slots: Tensor, before: Tensor, num_ranks: int) -> Tensor:
+    """[L, P] the same experts on every rank, those that were there [L, P] in their slots of before."""
+    size = slots.shape[1] // num_ranks
+    new, old = slots.reshape(-1, size), before.reshape(-1, size)
+    kept, left = torch.full_like(new, -1), torch.ones_like(new, dtype=torch.bool)
+    for slot in range(new.shape[1]):
+        stays = left & (new == old[:, slot : slot + 1])
+        found = stays.any(dim=1).nonzero().flatten()
+        kept[found, slot] = old[found, slot]
+        left[found, stays[found].int().argmax(dim=1)] = False  # one of several slots of an expert
+    kept[kept < 0] = new[left]  # as many in every row
+    return kept.view_as(slots)
+
+
+def arrivals(before: Tensor, after: Tensor, rank: int, num_ranks: int) -> dict[int, int]:
+    """By layer how many experts came to a rank from others: distinct ones of its slots of after, that none of its slots
+    of before had. Both [L, P] expert in each slot, -1: none."""
+    size = before.shape[1] // num_ranks
+    old, new = (of[:, rank * size : (rank + 1) * size].tolist() for of in (before, after))
+    return {i: len(set(b) - set(a) - {-1}) for i, (a, b) in enumerate(zip(old, new, strict=True)) if a != b}
+
+
+def running(before: Tensor | None, num_slots: int) -> Tensor | None:
+    """The map [L, P] of where an engine's experts lie; None: nowhere yet, or some slots are empty or P are others, as
+    when ranks come or go."""
+    if before is None or before.shape[1] != num_slots or (before < 0).any():
+        return None
+    return before
+
+
+def lay_out(
+    counts: Tensor, topology: Topology, slots_per_rank: int, placer: str, before: Tensor | None
+) -> ReplicaLists:
+    """By a placer of the registry; one that can starts from where the experts lie, so that fewer move.
+
+    Args:
+        counts: [L, E] or [batches, L, E] copies per routed expert.
+        placer: name and options, as the variable has them.
+        before: :func:`running`.
+    """
+    name, options = parse_placer(placer)
+    start = None
+    if before is not None and PLACERS[name].takes_before:
+        start = placement_of(before, counts.shape[-1], topology)
+    return replica_lists(place(counts, topology, slots_per_rank, name, before=start, **options))
+
+
+def check_placer(option: str, placer: str, tables: Tensor, num_experts: int, topology: Topology) -> None:
+    """A layout as an engine's rebalance will want one, so that none fails while tokens are served."""
+    layers, num_slots = tables.shape
+    before, size = running(tables, num_slots), num_slots // topology.num_ranks
+    try:
+        lay_out(torch.ones(layers, num_experts), topology, size, placer, before)
+    except ValueError as error:
+        raise ValueError(f"{option} with {PLACER.name}={placer}: {error}") from None
+
+
+class EngineSizes(NamedTuple):
+    """Sizes that an engine's options and its model's configuration give.
+
+    num_layers: layers of the model as the engine numbers them.
+    num_experts: routed experts of a layer.
+    num_redundant: redundant experts of a layer.
+    num_ranks: ranks of the expert-parallel group.
+    option: how the number of redundant experts is passed; {} stands for the number.
+    from_file: whether the user passes the map as a file.
+    """
+
+    num_layers: int
+    num_experts: int
+    num_redundant: int
+    num_ranks: int
+    option: str
+    from_file: bool
+
+    def check(self, source: str, num_layers: int, num_slots: int) -> None:
+        """Compare a map of experts with the engine.
+
+        Args:
+            source: the map's name in messages.
+            num_layers: layers of the map.
+            num_slots: slots of each layer in the map.
+
+        Raises:
+            ValueError: with both numbers and the option to type.
+        """
+        slots = self.num_experts + self.num_redundant
+        made_of = f"{self.num_experts} experts and {self.num_redundant} redundant ones"
+        if slots % self.num_ranks:
+            raise ValueError(
+                f"the engine has {slots} slots in each layer ({made_of}), which its {self.num_ranks} expert-parallel "
+                f"ranks cannot share evenly: pass {self._redundant(-slots % self.num_ranks + self.num_redundant)}"
+            )
+        if num_layers != self.num_layers:
+            other = "isoload place --model config.json makes a file of the model's layers"
+            raise ValueError(
+                f"{source} has {num_layers} layers but the model has {self.num_layers}"
+                + (f": {other}" if self.from_file else "")
+            )
+        if num_slots == slots:
+            return
+        choices, redundant = [], num_slots - self.num_experts
+        if redundant >= 0 and num_slots % self.num_ranks == 0:
+            choices.append(self._redundant(redundant))
+        if self.from_file:
+            size = f"--ranks {self.num_ranks} --slots-per-rank {slots // self.num_ranks}"
+            choices.append(f"a file made by isoload place {size}")
+        raise ValueError(
+            f"{source} has {num_slots} slots in each layer but the engine has {slots} ({made_of}) on "
+            f"{self.num_ranks} expert-parallel ranks: pass {', or '.join(choices)}"
+        )
+
+    def _redundant(self, number: int) -> str:
+        return self.option.replace("{}", str(number))

@@ -1,0 +1,96 @@
+"""Hooks of vLLM's EPLB: the choice of a replica for every copy, and the state from which Balancers are made. In shadow
+mode what it chose goes on as it is, its rebalances too, and is counted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from isoload.engines.vllm.layers import MODELS, Counted, is_draft, padding, replaced, served_name
+
+Original = Callable[..., Any]
+
+
+def add_model(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
+    """Around EplbState.add_model, at whose end a loaded model's experts have their first places."""
+    before = set(self.model_states)
+    original(self, *args, **kwargs)
+    for key, state in self.model_states.items():
+        if key not in before:
+            draft = is_draft(args, kwargs)
+            MODELS.add(state, self.parallel_config, draft, "" if draft else served_name(args, kwargs))
+
+
+def commit(
+    original: Original,
+    model_state: Any,
+    new_physical_to_logical_map: Tensor,
+    layer: int | None = None,
+    **named: Any,
+) -> None:
+    """Around _commit_eplb_maps: a rebalance has moved the experts of all layers; and around
+    _commit_eplb_maps_for_layer: an asynchronous one has moved those of one."""
+    original(model_state, new_physical_to_logical_map, *([] if layer is None else [layer]), **named)
+    MODELS.watch.progressed()
+    layers = MODELS.of(model_state)
+    if layers is not None and layers.by_id:
+        layers.follow(new_physical_to_logical_map, layer)
+        layers.check_moved(None if layer is None else [layer])
+    elif layers is not None and layers.record is not None:
+        layers.record.moved(replaced(layers.record.tables, new_physical_to_logical_map, layer))
+
+
+def map_and_record(
+    original: Original,
+    topk_ids: Tensor,
+    expert_load_view: Tensor,
+    logical_to_physical_map: Tensor,
+    logical_replica_count: Tensor,
+    record_enabled: Tensor,
+    num_unpadded_tokens: Tensor | None = None,
+    **named: Any,
+) -> Tensor:
+    """Around eplb_map_to_physical_and_record."""
+    layer = MODELS.by_map.get(logical_to_physical_map.data_ptr())
+    maps = logical_to_physical_map, logical_replica_count
+    if layer is None or isinstance(layer, Counted):
+        theirs = original(topk_ids, expert_load_view, *maps, record_enabled, num_unpadded_tokens, **named)
+        if layer is not None:
+            layer.record.add(layer.layer, theirs, None if layer.gathered else num_unpadded_tokens)
+        return cast(Tensor, theirs)
+    replaces_padding = num_unpadded_tokens is not None and layer.tokens != "gathered"
+    theirs = None
+    if replaces_padding or layer.switch is not None:
+        unrecorded = torch.zeros_like(record_enabled)
+        theirs = original(topk_ids, expert_load_view, *maps, unrecorded, num_unpadded_tokens, **named)
+    given = topk_ids, expert_load_view, record_enabled, num_unpadded_tokens
+    slots = layer.map_and_record(*given, None if layer.switch is None else theirs)
+    if num_unpadded_tokens is None or not replaces_padding:
+        return slots
+    # Rows of padding keep vLLM's own replica: some of its kernels take no -1.
+    assert theirs is not None
+    return torch.where(padding(slots, num_unpadded_tokens), theirs, slots)
+
+
+def step(
+    original: Original, self: Any, is_dummy: bool = False, is_profile: bool = False, **kwargs: Any
+) -> None:
+    """Around EplbState.step, which every rank calls after every forward pass, one without requests after a dummy one:
+    vLLM counts these calls towards its own rebalances. Reports wait for the device, once per interval. What a profiling
+    pass counted is forgotten."""
+    if is_profile:
+        original(self, is_dummy, is_profile, **kwargs)
+        for record in filter(None, (layers.record for layers in MODELS.by_state.values())):
+            record.clear()
+        return
+    # Of synchronous rebalances there is no thread; one that is not there either way would stall, which is named, too.
+    MODELS.watch.worker = getattr(self, "async_worker", None)
+    MODELS.watch.enter()
+    original(self, is_dummy, is_profile, **kwargs)
+    MODELS.watch.leave(pending=any(state.rebalanced for state in self.model_states.values()))
+    MODELS.step_ended(self.model_states.values())
+    if MODELS.meter is not None and MODELS.meter.report_if_due():
+        MODELS.check_device()

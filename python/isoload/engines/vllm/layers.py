@@ -1,0 +1,362 @@
+"""The Balancers of one process, by model and layer: made when vLLM has placed a model's experts, refreshed in place
+when it moves them. MODELS is the only state of the plug-in."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from isoload.balancing.balancer import Balancer
+from isoload.balancing.counting import count
+from isoload.engines.layers import EXCHANGED, JOINED_BY_ALL, EngineLayer, EngineLayers
+from isoload.engines.record import EngineRecord
+from isoload.engines.settings import LOADS, POLICY, SWITCH, Settings, Variable
+from isoload.engines.tables import EngineSizes, check_placer, engine_topology
+from isoload.formats.launch import REDUNDANT
+from isoload.integrations.meter import Meter
+from isoload.integrations.watchdog import Watchdog
+
+log = logging.getLogger("isoload")
+RankTokens = Literal["own", "same", "gathered"]
+
+
+class Layer(EngineLayer):
+    """One MoE layer, vLLM's MoERunner of it, and what a rank routes: see :func:`tokens_of`."""
+
+    def __init__(self, balancer: Balancer, meter: Meter | None, runner: Any, tokens: RankTokens) -> None:
+        super().__init__(balancer, meter)
+        self.runner, self.tokens = runner, tokens
+        self.decode_tokens = 0  # most of a rank's pass of decode, where each phase has a policy
+
+    def phase(self, num_rows: int) -> str:
+        """Of the pass under way, by what all ranks agree about: the tokens of the fullest one, padded; vLLM says no
+        more. A graph has the same number whenever it is replayed. num_rows: of this rank, where all hold the same."""
+        from vllm.forward_context import get_forward_context
+
+        agreed = get_forward_context().dp_metadata
+        if agreed is None and self.tokens == "own":
+            raise RuntimeError("vLLM must say how many tokens each rank has where these are its own")
+        tokens = num_rows if agreed is None else int(agreed.num_tokens_across_dp_cpu.max())
+        return "prefill" if tokens > self.decode_tokens else "decode"
+
+    def describe(self) -> str:
+        """What ranks hold, and what they exchange so that copies are level."""
+        held = {"own": f"tokens of their own, {EXCHANGED[self.balancer.loads]}", "same": EXCHANGED["same"]}
+        return held.get(self.tokens, "tokens gathered before they are routed, no collective")
+
+    def map_and_record(
+        self,
+        topk_ids: Tensor,
+        expert_load_view: Tensor,
+        record_enabled: Tensor,
+        num_unpadded_tokens: Tensor | None,
+        theirs: Tensor | None = None,
+    ) -> Tensor:
+        """[T, K] slots of logical ids [T, K]; rows of padding that were not planned are -1.
+
+        Args:
+            topk_ids: any integers; -1 = masked.
+            expert_load_view: [P] int32, to which the copies of each slot are added, padding aside.
+            record_enabled: [] bool, whether they are.
+            num_unpadded_tokens: [] int32, rows from here on are padding.
+            theirs: [T, K] vLLM's choice, where there is a switch.
+        """
+        if self.runner.do_naive_dispatch_combine != (self.tokens == "gathered"):
+            raise RuntimeError(
+                f"layer {self.balancer.layer}: vLLM must exchange tokens as when its model was loaded, "
+                f"do_naive_dispatch_combine is now {self.runner.do_naive_dispatch_combine}"
+            )
+        self.turn(lambda: self.phase(len(topk_ids)))
+        ids = topk_ids if topk_ids.dtype in (torch.int32, torch.int64) else topk_ids.to(torch.int32)
+        # Gathered rows are all ranks', the number of unpadded ones is this rank's: planned by it, ranks would differ.
+        padding_after = None if self.tokens == "gathered" else num_unpadded_tokens
+        slots = counted = self.slots(ids, padding_after)
+        if theirs is not None:
+            slots = counted = self.standing(slots, theirs)
+        if (self.tokens == "gathered" or theirs is not None) and num_unpadded_tokens is not None:
+            counted = slots.masked_fill(padding(slots, num_unpadded_tokens), -1)
+        if self.record is not None:
+            self.record.add(self.balancer.layer, slots if self.tokens == "gathered" else counted)
+        expert_load_view += count(counted, len(expert_load_view)) * record_enabled
+        return slots.to(topk_ids.dtype)
+
+
+def padding(rows: Tensor, num_unpadded_tokens: Tensor) -> Tensor:
+    """[T, 1] whether a row is padding."""
+    return (torch.arange(len(rows), device=rows.device) >= num_unpadded_tokens).unsqueeze(1)
+
+
+class ModelLayers(EngineLayers[Layer]):
+    """All layers of one model, the served one or a draft."""
+
+    engine = "vLLM"
+
+    def engine_group(self) -> dist.ProcessGroup:
+        from vllm.distributed.parallel_state import get_ep_group
+
+        group: dist.ProcessGroup = get_ep_group().device_group
+        return group
+
+    def engine_rank(self) -> int:
+        from vllm.distributed.parallel_state import get_ep_group
+
+        return int(get_ep_group().rank_in_group)
+
+    def make(self, state: Any, parallel: Any) -> Counter[str]:
+        """Balancers of the layers of an EplbModelState whose tokens isoload can plan, under a ParallelConfig; for the
+        others how many vLLM keeps, by reason."""
+        from vllm.distributed.parallel_state import get_ep_group, get_node_count
+
+        if self.settings.switch is not None and getattr(parallel, "pipeline_parallel_size", 1) > 1:
+            raise ValueError(
+                f"{SWITCH.name} must come without pipeline parallelism, whose stages would not turn together"
+            )
+        tables = state.physical_to_logical_map.cpu()
+        topology = engine_topology(get_ep_group().world_size, get_node_count())
+        experts = state.model.num_logical_experts
+        if self.recorded and not parallel.enable_elastic_ep:
+            check_sizes(state, parallel, topology.num_ranks)
+        check_placer("--enable-eplb", self.settings.placer, tables, experts, topology)
+        self.place(tables, experts, topology, state.physical_to_logical_map.device)
+        policies = self.settings.policies_for(shared=False)
+        loads = self.settings.loads_for("own" if self.settings.policy is None else "gathered")
+        held, kept = tokens_by_layer(state, parallel, loads)
+        for i, tokens in held.items():
+            most = None if self.switch is None else most_decoded(parallel, tokens == "gathered")
+            made = self.balancer(i, policies, self.group(topology) if tokens == "own" else None, loads)
+            layer = Layer(made, self.own_meter(), state.model.moe_layers[i], tokens)
+            self.add(layer, policies, state.model_name, most)
+            if layer.policies:
+                layer.decode_tokens = most_decoded(parallel, gathered=False)
+        return kept
+
+    def count(self, state: Any, parallel: Any, name: str) -> dict[int, Counted]:
+        """In shadow mode: makes the record of an EplbModelState, under a name in metrics; the layers that it counts."""
+        from vllm.distributed.parallel_state import get_ep_group, get_node_count
+
+        held, kept = tokens_by_layer(state, parallel, "own")
+        if not parallel.enable_elastic_ep:
+            check_sizes(state, parallel, get_ep_group().world_size)
+        group, kinds = get_ep_group(), {tokens == "own" for tokens in held.values()}
+        for reason, number in kept.items():
+            log.info(f"isoload: in shadow {number} layers of {state.model_name} are not counted: {reason}")
+        if len(kinds) != 1:
+            log.error(
+                f"isoload: in shadow {state.model_name} is not counted: its layers must hold tokens alike"
+            )
+            return {}
+        self.record = record = EngineRecord(
+            self.settings, self.engine, state.model_name, group.rank_in_group, state.physical_to_logical_map.cpu(),
+            state.model.num_logical_experts, engine_topology(group.world_size, get_node_count()),
+            "own" if kinds.pop() else "same", state.physical_to_logical_map.device,
+            most_decoded(parallel, "gathered" in held.values()),
+        )  # fmt: skip
+        self.measure(name, "engine", {})
+        if not record.rank:
+            stays = f"vLLM's EPLB of {state.model_name}, which chooses and rebalances as ever"
+            log.info(f"isoload: in shadow behind {stays}: {record.kept(len(held))}")
+            self.say_unused({})
+        return {i: Counted(record, i, tokens == "gathered") for i, tokens in held.items()}
+
+    def follow(self, rows: Tensor, layer: int | None = None) -> None:
+        """Takes new locations: [L, P] of all layers, or [P] of one."""
+        if not self.refresh(replaced(self.tables, rows, layer)):
+            raise RuntimeError(f"vLLM must keep its {list(self.tables.shape)} slots, got {list(rows.shape)}")
+
+    def detach(self) -> str:
+        MODELS.by_map = {at: layer for at, layer in MODELS.by_map.items() if layer not in self.by_id.values()}
+        return super().detach()
+
+    def announce(self, name: str, kept: Counter[str]) -> None:
+        """What is attached, and what is not, of one rank for all."""
+        if self.engine_rank():
+            return
+        held = " and ".join(sorted({layer.describe() for layer in self.by_id.values()}))
+        dispatch = f"replicas ({held}), {self.describe()}; " if self.by_id else ""
+        log.info(f"isoload: attached to vLLM's EPLB of {name}: {dispatch}placer {self.settings.placer}")
+        for reason, number in kept.items():
+            log.info(f"isoload: vLLM's own choice of replicas stays on {number} layers of {name}: {reason}")
+        if self.recorded:  # a draft model may hold other tokens than the served one
+            self.say_unused(self.unused())
+
+    def unused(self) -> dict[Variable, str]:
+        """Return why variables have no effect on this model, as :meth:`Settings.unused` takes it."""
+        if not self.by_id:
+            own = "vLLM's own choice of replicas stays on every layer. Start vLLM without what the lines above name"
+            return dict.fromkeys((POLICY, LOADS), own)
+        if any(layer.tokens == "own" for layer in self.by_id.values()):
+            return {}
+        same = "all ranks route the same tokens, so each has the counts of all"
+        return {
+            LOADS: f"{same}. Pass --data-parallel-size and an --all2all-backend such as deepep_low_latency"
+        }
+
+
+def check_sizes(state: Any, parallel: Any, num_ranks: int) -> None:
+    """Compare an EplbModelState's map of experts with its model and with a ParallelConfig.
+
+    Raises:
+        ValueError: they differ in layers or slots.
+    """
+    model, redundant = state.model, parallel.eplb_config.num_redundant_experts
+    sizes = EngineSizes(
+        len(model.moe_layers), model.num_logical_experts, redundant, num_ranks, REDUNDANT, False
+    )
+    sizes.check(f"vLLM's map of {state.model_name}", *state.physical_to_logical_map.shape)
+
+
+def replaced(tables: Tensor, rows: Tensor, layer: int | None) -> Tensor:
+    """[L, P] tables on the host with new rows: [L, P] of all layers, or [P] of one."""
+    rows = rows.cpu().to(tables.dtype)
+    return rows if layer is None else tables.index_copy(0, torch.tensor([layer]), rows.unsqueeze(0))
+
+
+def most_decoded(parallel: Any, gathered: bool) -> int:
+    """Most tokens of a pass without prefill: those of as many requests as vLLM serves at a time, and their drafts."""
+    from vllm.config import get_current_vllm_config
+
+    config = get_current_vllm_config()
+    drafts = getattr(config.speculative_config, "num_speculative_tokens", None) or 0
+    ranks = parallel.data_parallel_size if gathered else 1
+    return int(config.scheduler_config.max_num_seqs) * (1 + drafts) * ranks
+
+
+def tokens_of(runner: Any, parallel: Any, loads: str) -> tuple[RankTokens | None, str]:
+    """What a rank holds when it routes, as vLLM's layer and configuration say; the same on all ranks.
+
+    own       rows of its own, which an all-to-all exchanges afterwards
+    same      the rows that all ranks hold
+    gathered  those of all ranks, gathered before: the same everywhere, in one order
+    None      none of these, or unknown: and why
+
+    loads are those by which rows of its own would be planned.
+    """
+    name = type(runner).__name__
+    if not hasattr(runner, "do_naive_dispatch_combine"):
+        return None, f"{name} routes by itself"
+    if runner.is_monolithic:
+        return None, "their kernel routes by itself"
+    if parallel.enable_elastic_ep:
+        return None, "ranks come and go with elastic expert parallelism"
+    if parallel.prefill_context_parallel_size > 1:
+        return None, "prefill context parallelism is on"
+    sequence_parallel = runner.moe_config.is_sequence_parallel
+    if runner.do_naive_dispatch_combine:
+        return "gathered", ""
+    if parallel.data_parallel_size == 1 and not sequence_parallel:
+        return "same", ""
+    if parallel.use_ubatching and loads in JOINED_BY_ALL:
+        return None, f"two micro-batches would gather their loads at once with {LOADS.name}={loads}"
+    if parallel.tensor_parallel_size > 1 and not sequence_parallel:
+        # Some backends exchange rows among data-parallel ranks alone, once for each tensor-parallel one: of a copy that
+        # each of these gave to a slot of the other none would compute anything.
+        return None, "tensor-parallel ranks hold the same tokens, others do not"
+    return "own", ""
+
+
+def tokens_by_layer(state: Any, parallel: Any, loads: str) -> tuple[dict[int, RankTokens], Counter[str]]:
+    """:func:`tokens_of` the layers of an EplbModelState; of the others how many vLLM keeps, by reason."""
+    held, kept = dict[int, RankTokens](), Counter[str]()
+    for i, runner in enumerate(state.model.moe_layers):
+        tokens, reason = tokens_of(runner, parallel, loads)
+        if tokens is None:
+            kept[reason] += 1
+        else:
+            held[i] = tokens
+    return held, kept
+
+
+def is_draft(args: Sequence[Any], named: Mapping[str, Any]) -> bool:
+    """Whether EplbState.add_model(model, model_config, model_name=None) is given a draft: vLLM names these alone, from
+    0.32 on; before that their configuration states it."""
+    config = named.get("model_config", args[1] if len(args) > 1 else None)
+    named_draft = named.get("model_name", args[2] if len(args) > 2 else None) is not None
+    return named_draft or getattr(config, "runner_type", None) == "draft"
+
+
+def served_name(args: Sequence[Any], named: Mapping[str, Any]) -> str:
+    """That of vLLM's own metrics, of what EplbState.add_model is given; empty: a configuration without one."""
+    config = named.get("model_config", args[1] if len(args) > 1 else None)
+    return str(getattr(config, "served_model_name", None) or "")
+
+
+class Counted(NamedTuple):
+    """A layer in shadow mode; gathered: its rows are those of all ranks, of which vLLM says no padding."""
+
+    record: EngineRecord
+    layer: int
+    gathered: bool
+
+
+class Models:
+    """All models of this process, and the layer behind each of vLLM's maps; until vLLM drops a model."""
+
+    def __init__(self) -> None:
+        self.start(Settings.read({}))
+
+    def start(self, settings: Settings) -> None:
+        """Of a process whose hooks are attached; it has no model yet."""
+        self.settings, self.in_shadow = settings, settings.mode == "shadow"
+        seconds = 0 if self.in_shadow else settings.report_seconds
+        self.meter = Meter("vLLM", seconds) if seconds else None
+        self.watch = Watchdog("vLLM", 0 if self.in_shadow else settings.stalled_seconds)
+        self.by_state: dict[int, ModelLayers] = {}  # by id of EplbModelState
+        # By address of the layer's logical_to_physical_map, which stays.
+        self.by_map: dict[int, Layer | Counted] = {}
+
+    def add(self, state: Any, parallel: Any, draft: bool = False, name: str = "") -> None:
+        """Takes a model whose experts vLLM has placed; of drafts, which come first, no plans are measured. All ranks
+        call it together. name: as served; empty: the state's."""
+        layers, name = ModelLayers(), name or state.model_name
+        layers.settings, layers.recorded = self.settings, not draft
+        if self.in_shadow:
+            if not draft:
+                self._keep(state, layers, layers.count(state, parallel, name))
+            return
+        layers.meter = None if draft else self.meter
+        kept = layers.make(state, parallel)
+        self._keep(state, layers, layers.by_id)
+        layers.announce(state.model_name, kept)
+        weights = dict(enumerate(state.model.expert_weights)) if self.settings.report_seconds else {}
+        layers.measure(name, self.settings.placer, weights, sum(kept.values()))
+        if not draft:
+            self.watch.metrics = layers.metrics
+        if self.settings.check_weights:
+            layers.check_loaded(dict(enumerate(state.model.expert_weights)))
+
+    def _keep(self, state: Any, layers: ModelLayers, held: Mapping[int, Layer | Counted]) -> None:
+        """Until vLLM drops the model, so that its addresses may be another's."""
+        maps = {state.logical_to_physical_map[i].data_ptr(): layer for i, layer in held.items()}
+        self.by_state[id(state)] = layers
+        self.by_map.update(maps)
+        weakref.finalize(state, self._forget, id(state), list(maps))
+
+    def of(self, state: Any) -> ModelLayers | None:
+        """The model's, by its EplbModelState."""
+        return self.by_state.get(id(state))
+
+    def step_ended(self, states: Iterable[Any]) -> None:
+        """A forward pass over these EplbModelStates is over, on all ranks, a dummy one too."""
+        for layers in filter(None, map(self.of, states)):
+            layers.step_ended()
+
+    def check_device(self) -> None:
+        """Raises ValueError for what ops found wrong in values on a GPU; called where the host waits anyway."""
+        for layers in self.by_state.values():
+            layers.check_device()
+
+    def _forget(self, state: int, maps: list[int]) -> None:
+        if (layers := self.by_state.pop(state, None)) is not None and layers.record is not None:
+            layers.record.close()
+        for address in maps:
+            self.by_map.pop(address, None)
+
+
+MODELS = Models()

@@ -1,0 +1,276 @@
+"""save and load: a whole program in a folder, experts of all layers and their optimizer state on any number of ranks.
+
+The folder holds ``isoload.json`` (layers, optimizer, a number of its own), ``others.pt`` (the other Parameters and
+buffers, their optimizer state, the parameter groups) and ``experts-0.pt`` and so on, one per layer, with stacks
+[E, ...].
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from isoload.files.reading import MAX_NOTES, open_regular, parse_json, read_text
+from isoload.layer.optimizer_state import full_optimizer_state, load_full_optimizer_state, single_value
+from isoload.layer.stored import StoredExperts, load_full
+from isoload.layer.whole import (
+    all_processes,
+    check_layers,
+    is_writer,
+    other_entries,
+    other_state,
+    plain_name,
+    stored_layers,
+    unwrapped,
+    whole_tensor,
+    written_aside,
+)
+from isoload.transport import Call, checksum
+from isoload.weights.state import FULL
+from isoload.wording import shown
+
+MANIFEST, FORMAT = "isoload.json", 1
+
+
+def save(model: nn.Module, optimizer: Optimizer | None, folder: str | Path) -> None:
+    """Save a model and its optimizer's state for :func:`load`, on any number of ranks. All ranks call it together.
+
+    Rank 0 writes, and needs memory for the experts of one layer and their optimizer state. The folder appears once all
+    of it is written; a folder that an earlier call wrote is replaced.
+
+    Args:
+        model: with isoload layers anywhere inside. Parameters outside of the experts are the same on all ranks, or
+            DTensors (fully_shard).
+        optimizer: of these Parameters; None saves no optimizer state.
+        folder: to write, on a file system that all ranks can read.
+
+    Raises:
+        ValueError: on all ranks, before anything is written, naming what cannot be saved on the rank at fault.
+        OSError: on rank 0, where files cannot be written; a ValueError on the others.
+        RuntimeError: other ranks have not called it within the timeout of the default process group.
+    """
+    model, target = unwrapped(model), Path(folder)
+    processes, layers = all_processes("isoload.save"), stored_layers(model)
+    with ExitStack() as aside:
+        with processes.agreeing("save") as facts:
+            check_layers(layers, processes)
+            facts["layers"] = described = describe(layers)
+            facts.update(optimizer_facts(model, optimizer))
+            if is_writer():
+                check_target(target)
+                part = aside.enter_context(written_aside(target))
+        call = Call(processes, "save")  # a failure of the writer waits: the other ranks are in exchanges
+        for name, content in contents(model, optimizer):
+            with call:
+                if is_writer() and call.failure is None:
+                    torch.save(content, part / name)
+        with processes.agreeing("save"):
+            call.raise_failure()
+            if is_writer():
+                manifest = {"format": FORMAT, "id": uuid.uuid4().hex, "layers": described}
+                (part / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+            aside.close()
+
+
+def load(model: nn.Module, optimizer: Optimizer | None, folder: str | Path) -> None:
+    """Load what :func:`save` wrote, under any placement and number of ranks. All ranks call it together.
+
+    Replicas are refreshed, too.
+
+    Args:
+        model: with layers of the same names, sizes and dtypes as the saved one.
+        optimizer: with the same parameter groups as the saved one; None leaves the saved optimizer state out.
+        folder: the same saved program on all ranks.
+
+    Raises:
+        ValueError: on all ranks and before anything changes: the folder is no saved program, differs between ranks or
+            does not fit the model or the optimizer. Where a file is damaged, the state of the model is undefined.
+        RuntimeError: other ranks have not called it within the timeout of the default process group.
+    """
+    model, source = unwrapped(model), Path(folder)
+    processes, layers = all_processes("isoload.load"), stored_layers(model)
+    with processes.agreeing("load") as facts:
+        check_layers(layers, processes)
+        manifest = manifest_of(source)
+        facts["saved program"] = f"{source} with the id {manifest['id']}"
+    with processes.agreeing("load"):
+        check_described(manifest["layers"], describe(layers))
+        others = read(source / "others.pt")
+        entries = {plain_name(key): key for key in other_entries(model)}
+        if entries.keys() != others["model"].keys():
+            odd = sorted(entries.keys() ^ others["model"].keys())
+            raise ValueError(
+                f"model must have the Parameters and buffers of {source}, got a difference in {odd}"
+            )
+        if optimizer is not None:
+            check_groups(model, optimizer, others["optimizer"])
+    with processes.agreeing("load"), torch.no_grad():
+        own = other_entries(model)
+        state = {key: placed_as(others["model"][name], own[key]) for name, key in entries.items()}
+        model.load_state_dict(state, strict=False)
+        if optimizer is not None:
+            load_groups(model, optimizer, others["optimizer"])
+        for number, layer in enumerate(layers.values()):
+            saved = read(source / file_of(number))
+            load_full(layer._ranks(), layer.placement.num_experts, saved["experts"])
+            if optimizer is not None:
+                load_full_optimizer_state(layer, optimizer, saved["optimizer"])
+
+
+def contents(model: nn.Module, optimizer: Optimizer | None) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield name and content of every file, in host memory, on the process that writes. All processes together."""
+    for number, layer in enumerate(stored_layers(model).values()):
+        experts = {FULL + name: stack.cpu() for name, stack in layer.full_experts(layer.writer).items()}
+        state = {} if optimizer is None else full_optimizer_state(layer, optimizer, layer.writer)
+        yield file_of(number), {"experts": experts, "optimizer": state}
+    groups, state = [], {}
+    if optimizer is not None:
+        names, experts_of = names_of(model), expert_ids(model)
+        for group in optimizer.param_groups:
+            groups.append({**group, "params": group_names(group, names)})
+            for parameter in group["params"]:
+                if id(parameter) not in experts_of:
+                    values = optimizer.state.get(parameter, {}).items()
+                    state[names[id(parameter)]] = {key: whole_tensor(value) for key, value in values}
+    saved = None if optimizer is None else {"groups": groups, "state": state if is_writer() else {}}
+    yield "others.pt", {"model": other_state(model), "optimizer": saved}
+
+
+def file_of(number: int) -> str:
+    return f"experts-{number}.pt"
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Return the content of a file, whose tensors stay on disk until they are read."""
+    open_regular(path).close()  # a pipe would block
+    content: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    return content
+
+
+def describe(layers: Mapping[str, StoredExperts]) -> dict[str, Any]:
+    """Return number, sizes and dtypes of the experts of every layer, in plain values."""
+    return {
+        name: {
+            "experts": layer.placement.num_experts,
+            **{n: [list(s.shape[1:]), str(s.dtype)] for n, s in layer._ranks()[0].homes().items()},
+        }
+        for name, layer in layers.items()
+    }
+
+
+def check_described(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """Raise ValueError unless the layers are like those that were saved."""
+    if list(saved) != list(own):
+        raise ValueError(f"model must have the layers {list(saved)}, as saved, got {list(own)}")
+    for name, wanted in saved.items():
+        if own[name] != wanted:
+            raise ValueError(f"{name} must have {wanted}, as saved, got {own[name]}")
+
+
+def check_target(target: Path) -> None:
+    """Raise ValueError for a folder of something else, which a saved program would replace."""
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        manifest_of(target)
+
+
+def manifest_of(folder: Path) -> dict[str, Any]:
+    """Return what a saved program says about itself."""
+    path = folder / MANIFEST
+    if not path.is_file():
+        advice = ": a state that one rank saved is loaded by model.load_state_dict on that rank"
+        raise ValueError(
+            f"folder must be one that isoload.save wrote, with a file {MANIFEST}, got {folder}"
+            f"{advice if folder.is_file() else ''}"
+        )
+    manifest = parse_json(read_text(path, MAX_NOTES))
+    if not isinstance(manifest, dict):
+        raise ValueError(f"{path} must hold one JSON object, got {shown(manifest)}")
+    if manifest.get("format") != FORMAT:
+        raise ValueError(f"{path} must have format {FORMAT}, got {manifest.get('format')}")
+    return manifest
+
+
+def expert_ids(model: nn.Module) -> set[int]:
+    """Return the ids of the expert Parameters that this process owns."""
+    return {id(p) for layer in stored_layers(model).values() for p in layer.weights.parameters()}
+
+
+def names_of(model: nn.Module) -> dict[int, str]:
+    """Return the name of every Parameter by id; a stack of experts has one name on all ranks."""
+    names = {id(p): plain_name(name) for name, p in model.named_parameters()}
+    for prefix, layer in stored_layers(model).items():
+        for rank in layer._ranks():
+            names |= {id(p): f"{prefix}.{FULL}{name}" for name, p in rank.named_parameters(recurse=False)}
+    return names
+
+
+def group_names(group: Mapping[str, Any], names: Mapping[int, str]) -> list[str]:
+    """Return the names of a parameter group's Parameters, without repetition."""
+    if strange := [list(p.shape) for p in group["params"] if id(p) not in names]:
+        raise ValueError(
+            f"optimizer must hold Parameters of the model alone, got another of shape {strange[0]}"
+        )
+    return list(dict.fromkeys(names[id(p)] for p in group["params"]))
+
+
+def optimizer_facts(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
+    """Return what must be the same on all ranks of an optimizer: one copy of its state is saved."""
+    if optimizer is None:
+        return {"optimizer": None}
+    names, experts = names_of(model), expert_ids(model)
+    groups = [group_names(group, names) for group in optimizer.param_groups]
+    facts: dict[str, Any] = {"optimizer": type(optimizer).__name__, "parameter groups": checksum(groups)}
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        if id(parameter) not in experts:
+            state = optimizer.state.get(parameter, {}).items()
+            kinds = {key: list(value.shape) if isinstance(value, Tensor) else None for key, value in state}
+            facts[f"optimizer state of {names[id(parameter)]}"] = str(kinds)
+    return facts
+
+
+def check_groups(model: nn.Module, optimizer: Optimizer, saved: Mapping[str, Any] | None) -> None:
+    """Raise ValueError unless an optimizer has the parameter groups that were saved."""
+    if saved is None:
+        raise ValueError("optimizer must be None for a program that was saved without one")
+    names = names_of(model)
+    groups = [group_names(group, names) for group in optimizer.param_groups]
+    wanted = [group["params"] for group in saved["groups"]]
+    if [set(group) for group in groups] != [set(group) for group in wanted]:
+        raise ValueError(
+            f"optimizer must have the parameter groups {wanted}, as saved, in this order, got {groups}"
+        )
+
+
+def load_groups(model: nn.Module, optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
+    """Load the options of all parameter groups, and the state of all Parameters but those of experts."""
+    names, experts = names_of(model), expert_ids(model)
+    for group, wanted in zip(optimizer.param_groups, saved["groups"], strict=True):
+        group.update({key: value for key, value in wanted.items() if key != "params"})
+        for parameter in (p for p in group["params"] if id(p) not in experts):
+            state = saved["state"].get(names[id(parameter)], {})
+            optimizer.state[parameter] = {
+                key: placed_as(value, parameter)
+                if getattr(value, "shape", None) == parameter.shape
+                else single_value(value, parameter, group)
+                for key, value in state.items()
+            }
+
+
+def placed_as(value: Any, like: Any) -> Any:
+    """Return a copy of a saved value on another's device, a whole tensor as the DTensor that the other one is."""
+    if not isinstance(value, Tensor) or not isinstance(like, Tensor):
+        return value
+    if not hasattr(like, "full_tensor"):
+        return value.to(like.device, copy=True)
+    from torch.distributed.tensor import distribute_tensor
+
+    mesh, placements = like.device_mesh, like.placements  # type: ignore[attr-defined]
+    return distribute_tensor(value.to(like.device), mesh, placements, src_data_rank=None)

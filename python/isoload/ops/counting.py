@@ -1,0 +1,174 @@
+"""Rows and their copies: spread every row to its places, sum every row's places, and the gradient of that sum.
+
+The experts permute copies by slot, the transports by destination rank; both come here. Shapes: N rows of width H,
+K copies per row at most, C places. position [N, K] int64 is the place of each copy, C or more where there is none;
+source [C] int64 leads back from a place to its row. A place belongs to one copy at most.
+
+Each function is plain torch and, where isoload.kernels fit, one Triton kernel that reads and writes a row once. Those
+of a Grouping are differentiable: buffers in slot order hold the present copies first; what lies behind them, the tail,
+is never read back, so it may hold anything. Both directions gather, so that sums have one fixed order on every device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isoload import kernels
+from isoload.ops.results import Grouping
+from isoload.value_checks import values_readable
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """max(fp32, dtype): what sums over copies are accumulated in."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def spread_rows(
+    rows: Tensor, position: Tensor, source: Tensor, padded: bool = False, per_row: int = 1
+) -> Tensor:
+    """[C, H] the row of every place, from rows [N, H].
+
+    Args:
+        rows: of any stride between rows.
+        position: [N, K].
+        source: [C] the row at every place or, with per_row = K, its copy ``n * K + k``.
+        padded: source is N, and the result 0, at places without a copy; else the result may be anything there.
+        per_row: what source is divided by.
+    """
+    if kernels.fit(rows):
+        from isoload.kernels import permutation  # imports Triton
+
+        placed: Tensor = permutation.spread_rows(rows, position, len(source), padded)
+        return placed
+    if padded:
+        rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
+    return rows.index_select(0, source if per_row == 1 else source // per_row)
+
+
+def sum_rows(
+    copies: Tensor,
+    position: Tensor,
+    weights: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    more: Sequence[tuple[Tensor, Tensor]] = (),
+) -> Tensor:
+    """[N, H] every row's copies [C, H] added up by ascending k in max(fp32, dtype); 0 for a row without copies.
+
+    Args:
+        copies: [C, H]; what lies at places without a copy is not read.
+        position: [N, K].
+        weights: [N, K], multiplied to the copies first; those of absent copies are not used.
+        dtype: of the result; that of the copies by default.
+        more: further copies [C', H], two at most, and their position: a copy lies in one of all.
+    """
+    dtype = copies.dtype if dtype is None else dtype
+    parts = [(copies, position), *more]
+    if len(parts) > kernels.MOST_PARTS:
+        raise ValueError(f"more must hold at most {kernels.MOST_PARTS - 1} parts, got {len(more)}")
+    if kernels.fit(*(of for of, _ in parts), *(() if weights is None else (weights,))):
+        from isoload.kernels import permutation  # imports Triton
+
+        summed: Tensor = permutation.sum_rows(parts, weights, dtype)
+        return summed
+    exact = sum_dtype(copies.dtype)
+    total = copies.new_zeros(len(position), copies.shape[1], dtype=exact)
+    parts = [(of, where) for of, where in parts if len(of)]
+    readable = values_readable(position) and position.device.type == "cpu"
+    columns = zip(*(where.unbind(1) for _, where in parts), strict=True)
+    for k, of_part in enumerate(columns):  # one pass per k keeps [N, K, H] from existing
+        for (of, _), places in zip(parts, of_part, strict=True):
+            present = places < len(of)
+            if readable:  # no work for absent copies, which are most where tokens go to several ranks
+                rows = present.nonzero().flatten()
+                part = of.index_select(0, places[rows]).to(exact)
+                total.index_add_(0, rows, part if weights is None else part * weights[rows, k, None])
+                continue
+            part = of.index_select(0, places.clamp(max=len(of) - 1)).to(exact)
+            if weights is not None:
+                part = part * weights[:, k, None]
+            # not a product with 0: the copy that stands in may hold inf and nan
+            total += part.masked_fill(present.logical_not().unsqueeze(1), 0)
+    return total.to(dtype)
+
+
+def sum_rows_backward(
+    grad: Tensor, copies: Tensor, weights: Tensor, position: Tensor, copy: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Gradients of a weighted :func:`sum_rows`, from grad [N, H] of its result.
+
+    Args:
+        copy: [C] the copy ``n * K + k`` at each place, any where there is none.
+
+    Returns:
+        to copies [C, H], anything at places without a copy; to weights [N, K], 0 for absent copies.
+    """
+    if kernels.fit(grad, copies, weights):
+        from isoload.kernels import permutation  # imports Triton
+
+        gradients: tuple[Tensor, Tensor] = permutation.sum_rows_backward(grad, copies, weights, position)
+        return gradients
+    spread = grad.index_select(0, copy // max(position.shape[1], 1)).to(sum_dtype(copies.dtype))
+    to_copies = (spread * weights.flatten()[copy, None]).to(copies.dtype)
+    dots = (spread * copies).sum(1)
+    to_weights = torch.zeros_like(weights, dtype=dots.dtype)
+    if len(copies):
+        to_weights = dots[position.clamp(max=len(copies) - 1)].masked_fill(position >= len(copies), 0)
+    return to_copies, to_weights.to(weights.dtype)
+
+
+def gather_copies(rows: Tensor, grouping: Grouping) -> Tensor:
+    """[C, H] the row of every sorted copy, from rows [N, H]; gradients add up in max(fp32, dtype)."""
+    result: Tensor = _GatherCopies.apply(rows, grouping.copy, grouping.position)
+    return result
+
+
+def weighted_sum(
+    parts: Sequence[tuple[Tensor, Grouping]], weights: Tensor, dtype: torch.dtype | None = None
+) -> Tensor:
+    """[N, H] the sum over k of ``weights[n, k] * copies[position[n, k]]``, ascending k, in max(fp32, dtype).
+
+    Args:
+        parts: three at most: copies [C, H] in slot order, and their grouping. A copy is in one of them.
+        weights: [N, K] gate weights; those of absent copies are not used and get gradient 0.
+        dtype: that the sum is rounded to; None: not at all.
+    """
+    exact = sum_dtype(parts[0][0].dtype)
+    of = [tensor for copies, grouping in parts for tensor in (copies, grouping.copy, grouping.position)]
+    result: Tensor = _WeightedSum.apply(dtype or exact, weights, *of)
+    return result
+
+
+class _GatherCopies(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, copy: Tensor, position: Tensor) -> Tensor:
+        ctx.save_for_backward(position)
+        return spread_rows(rows, position, copy, per_row=max(position.shape[1], 1))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (position,) = ctx.saved_tensors
+        return sum_rows(grad, position), None, None
+
+
+class _WeightedSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, dtype: torch.dtype, weights: Tensor, *of: Tensor) -> Tensor:
+        ctx.save_for_backward(weights, *of)
+        copies, position = of[::3], of[2::3]
+        more = list(zip(copies[1:], position[1:], strict=True))
+        return sum_rows(copies[0], position[0], weights, dtype, more)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        weights, *of = ctx.saved_tensors
+        gradients: list[Tensor | None] = []
+        to_weights = None
+        for copies, copy, position in zip(of[::3], of[1::3], of[2::3], strict=True):
+            to_copies, to_these = sum_rows_backward(grad, copies, weights, position, copy)
+            to_weights = to_these if to_weights is None else to_weights + to_these  # 0 for another part's
+            gradients += [to_copies, None, None]
+        return None, to_weights, *gradients

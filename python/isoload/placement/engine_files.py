@@ -1,0 +1,219 @@
+"""Placement files of serving engines: SGLang, vLLM, vllm-ascend. Facts: their sources, 2026-08 to 2026-11.
+
+They hold a rectangle of slots of logical experts and the layers; ranks are known to the engine alone, so reading needs
+a topology, and takes the largest expert for the last. Shared experts and how replicas share their expert's tokens are
+the engine's own affair: both are left out.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from isoload.files.reading import MAX_LAYERS, Rows, check_keys, integer_rows
+from isoload.placement.placement import Placement
+from isoload.topology import Topology
+from isoload.traces.identity import Identity, Numbering
+from isoload.wording import shown
+
+SGLANG = "physical_to_logical_map"
+VLLM = "eplb_initial_mapping"  # its record_type
+ASSIGNMENTS = "initial_global_assignments"
+
+
+class UnknownRanks(ValueError):
+    """A file that does not say how many ranks there are, read without a topology."""
+
+
+def engine_slots(placement: Placement) -> Rows:
+    """[L, P] routed experts of all slots but the shared ones."""
+    if placement.spare_slots:
+        raise ValueError(
+            f"placement must have no spare slots for an engine's file, got {placement.spare_slots}"
+        )
+    dead = placement.topology.num_ranks - len(placement.topology.live_ranks)
+    if dead:
+        raise ValueError(f"placement must have all ranks alive for an engine's file, got {dead} dead")
+    rows = placement.arrays[0].reshape(placement.num_layers, placement.topology.num_ranks, -1)
+    routed = rows[:, :, : placement.slots_per_rank - placement.num_shared]
+    absent = (routed < 0).any((1, 2))
+    if absent.any():
+        layer = placement.layer_ids[int(absent.argmax())]
+        raise ValueError(f"placement must have no absent slots for an engine's file, layer {layer} is ragged")
+    return routed.reshape(placement.num_layers, -1).astype(np.int64)
+
+
+def made(
+    rows: Rows,
+    layer_ids: tuple[int, ...],
+    numbering: Numbering,
+    topology: Topology | None,
+    key: str,
+    kind: str,
+) -> Placement:
+    """The placement of an engine's file, which numbers its layers in one way."""
+    if topology is None:
+        raise UnknownRanks(f"topology must be given: {kind} does not say how many ranks there are")
+    if rows.shape[1] % topology.num_ranks:
+        raise ValueError(
+            f"{key} must have a multiple of {topology.num_ranks} (ranks) slots, got {rows.shape[1]}"
+        )
+    return Placement(
+        torch.from_numpy(rows),
+        topology,
+        int(rows.max()) + 1,
+        layer_ids=layer_ids,
+        provenance={"format": kind},
+        identity=Identity(numbering),
+    )
+
+
+def by_moe_layers(placement: Placement, numbering: Numbering) -> Placement:
+    """Return the placement as an engine numbers layers; every MoE layer that is known must be there.
+
+    Args:
+        placement: of a model's MoE layers.
+        numbering: "hidden", "model" or "moe".
+
+    Raises:
+        ValueError: which layers of the model the rows are is not known, or an MoE layer is missing.
+    """
+    if numbering == placement.identity.numbering == "hidden":
+        return placement
+    wanted: Numbering = "moe" if numbering == "moe" else "model"
+    engine = placement.moe_layers_by(wanted)
+    known = engine.identity.moe_layers
+    layers = range(len(known) or max(engine.layer_ids) + 1) if wanted == "moe" else known
+    if missing := sorted(set(layers) - set(engine.layer_ids)):
+        number = known[missing[0]] if wanted == "moe" and known else missing[0]
+        raise ValueError(
+            f"placement must have every MoE layer of the model for an engine's file, it lacks layer {number}: "
+            f"--extra-layers {number} adds it with experts in order; if the layer is dense, pass --model config.json"
+        )
+    return engine
+
+
+def sglang_write(placement: Placement) -> Any:
+    """A row for every layer of the model up to the last: the dense ones hold expert i mod E in slot i."""
+    slots = engine_slots(placement)
+    if max(placement.layer_ids) >= MAX_LAYERS:
+        raise ValueError(
+            f"layer_ids must be below {MAX_LAYERS} for SGLang's file, got {max(placement.layer_ids)}"
+        )
+    rows = np.tile(np.arange(slots.shape[1]) % placement.num_routed, (max(placement.layer_ids) + 1, 1))
+    rows[list(placement.layer_ids)] = slots
+    return {SGLANG: rows.tolist()}  # SGLang passes on what else is there as arguments, and fails
+
+
+def sglang_read(content: Any, topology: Topology | None) -> Placement:
+    """All rows, those of dense layers included: the file does not say which they are."""
+    check_keys(content, {SGLANG})
+    rows = integer_rows(SGLANG, content[SGLANG])
+    return made(rows, tuple(range(len(rows))), "hidden", topology, SGLANG, "SGLang's file")
+
+
+def vllm_write(placement: Placement) -> Any:
+    """The record of vLLM's pull request 41141; layers by their place among the MoE layers."""
+    slots = engine_slots(placement)
+    return {
+        "record_type": VLLM,
+        "version": 1,
+        "num_redundant_experts": slots.shape[1] - placement.num_routed,
+        "num_slots": slots.shape[1],
+        ASSIGNMENTS: {str(layer): row for layer, row in enumerate(slots.tolist())},
+    }
+
+
+def vllm_read(content: Any, topology: Topology | None) -> Placement:
+    check_keys(content, {"record_type", "version", "num_redundant_experts", "num_slots", ASSIGNMENTS})
+    if content["version"] != 1:
+        raise ValueError(f"version must be 1, got {shown(content['version'])}")
+    rows, layers = assignments(content)
+    if layers != tuple(range(len(layers))):
+        raise ValueError(f"{ASSIGNMENTS} must have layers 0, 1, ..., got {shown(list(layers))}")
+    redundant = content["num_redundant_experts"]
+    if redundant != rows.shape[1] - int(rows.max()) - 1:
+        raise ValueError(
+            f"num_redundant_experts must be {rows.shape[1] - int(rows.max()) - 1}, got {shown(redundant)}"
+        )
+    return made(rows, layers, "moe", topology, ASSIGNMENTS, "vLLM's file")
+
+
+def assignments(content: dict[str, Any]) -> tuple[Rows, tuple[int, ...]]:
+    """Rows and layer numbers of {layer: slots}, whose number of slots must be num_slots."""
+    by_layer = content[ASSIGNMENTS]
+    if not isinstance(by_layer, dict) or not by_layer:
+        raise ValueError(f"{ASSIGNMENTS} must be an object of layers, got {shown(by_layer)}")
+    names = [str(name) for name in by_layer]
+    for name in names:
+        if not name.isdecimal() or len(name) > 9:
+            raise ValueError(f"{ASSIGNMENTS} must have layer numbers as keys, got {shown(name)}")
+    rows = integer_rows(ASSIGNMENTS, list(by_layer.values()), list(names))
+    if content["num_slots"] != rows.shape[1]:
+        raise ValueError(f"num_slots must be {rows.shape[1]}, got {shown(content['num_slots'])}")
+    return rows, tuple(map(int, names))
+
+
+def vllm_list_write(placement: Placement) -> Any:
+    """The lists of vLLM's pull request 49572; layers by their place among the MoE layers."""
+    return engine_slots(placement).tolist()
+
+
+def vllm_list_read(content: Any, topology: Topology | None) -> Placement:
+    rows = integer_rows("the list", content)
+    return made(rows, tuple(range(len(rows))), "moe", topology, "the list", "vLLM's list")
+
+
+def ascend_write(placement: Placement) -> Any:
+    """vllm-ascend's expert_map_path; layers by their place among the MoE layers."""
+    slots = engine_slots(placement)
+    rows = slots.reshape(placement.num_layers, placement.topology.num_ranks, -1)
+    for layer, ranks in enumerate(rows):
+        for rank, row in enumerate(ranks.tolist()):
+            if len(set(row)) < len(row):
+                name = placement.layer_ids[layer]
+                raise ValueError(
+                    f"an expert must lie once on a rank for vllm-ascend, not so layer {name}, rank {rank}"
+                )
+    return {
+        "moe_layer_count": len(rows),
+        "layer_list": [
+            {
+                "layer_id": layer,
+                "device_count": len(ranks),
+                "device_list": [
+                    {"device_id": rank, "device_expert": row} for rank, row in enumerate(ranks.tolist())
+                ],
+            }
+            for layer, ranks in enumerate(rows)
+        ],
+    }
+
+
+def ascend_read(content: Any, topology: Topology | None) -> Placement:
+    check_keys(content, {"moe_layer_count", "layer_list"})
+    layers = content["layer_list"]
+    if not isinstance(layers, list) or not layers or content["moe_layer_count"] != len(layers):
+        raise ValueError(f"layer_list must have moe_layer_count={shown(content['moe_layer_count'])} layers")
+    rows: list[list[Any]] = []
+    for i, layer in enumerate(layers):
+        devices = layer.get("device_list") if isinstance(layer, dict) else None
+        if not isinstance(devices, list) or not devices or not all(isinstance(d, dict) for d in devices):
+            raise ValueError(f"device_list must be a list of devices, not so in layer {i}")
+        if layer.get("layer_id") != i or layer.get("device_count") != len(devices):
+            raise ValueError(f"layer_id and device_count must be {i} and {len(devices)}, not so in layer {i}")
+        if [d.get("device_id") for d in devices] != list(range(len(devices))):
+            raise ValueError(f"device_id must be 0, 1, ... in layer {i}")
+        held = [d.get("device_expert") for d in devices]
+        if not all(isinstance(h, list) and h for h in held) or len({len(h) for h in held}) > 1:
+            raise ValueError(f"device_expert must be lists of one length, not so in layer {i}")
+        if i and len(held) != len(rows[0]) // len(held[0]):
+            raise ValueError(f"device_count must be the same in every layer, not so in layer {i}")
+        rows.append([e for h in held for e in h])
+    slots, ranks = integer_rows("device_expert", rows), layers[0]["device_count"]
+    if topology is not None and topology.num_ranks != ranks:
+        raise ValueError(f"device_count must be {topology.num_ranks}, got {ranks}")
+    ids = tuple(range(len(slots)))
+    return made(slots, ids, "moe", topology or Topology(ranks), "device_expert", "vllm-ascend's file")

@@ -1,0 +1,226 @@
+"""Layers of a placement on one device, as policies read them; of a batch with its spare slots filled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from isoload import ops
+from isoload.ops.tables import ReplicaTables
+from isoload.topology import Topology
+from isoload.value_checks import may_be_kept
+
+MEMOS = 8  # tensors that policies keep per placement and device
+
+
+class HostPlacement(Protocol):
+    """What of an :class:`isoload.Placement` its layers are read by on a device."""
+
+    @property
+    def topology(self) -> Topology: ...
+    @property
+    def spare_slots(self) -> int: ...
+    @property
+    def num_shared(self) -> int: ...
+    @property
+    def num_experts(self) -> int: ...
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def num_routed(self) -> int: ...
+    @property
+    def num_slots(self) -> int: ...
+    @property
+    def slots_per_rank(self) -> int: ...
+    @property
+    def layer_ids(self) -> tuple[int, ...]: ...
+    @property
+    def arrays(self) -> tuple[Ints, Ints]: ...
+    def layer(self, index: int, device: torch.device | str) -> PlacedLayers: ...
+
+
+Ints: TypeAlias = "np.ndarray[Any, np.dtype[np.int32]]"
+OfLayer: TypeAlias = "Callable[[HostPlacement, int], np.ndarray[Any, Any]]"
+
+
+@dataclass(frozen=True, eq=False)
+class PlacedLayers:
+    """One layer of a placement ([P], [E]) or all of them ([L, P], [L, E]) on a device, as policies read them.
+
+    slot_to_expert  [P] int32  the expert in each slot, -1 = none; spare slots may be filled for one batch
+    home_slot       [E] int32
+    tables                     of slot_to_expert's routed experts; shared ones lie on every rank, in slots
+                               ``first_shared`` and on
+    host, layer                the placement, and the position of the layer in it; None = all
+    topology, spare_slots, num_shared   the placement's
+    ticks           [R] int32  the topology's, on the device
+    alive           [R] bool   likewise; None = all
+    shape_per_source           of loads per source rank, [..., R, E]; summed over sources they are as home_slot
+    replicated                 whether some routed expert has more than one slot in the placement
+    shared_home     [R] int64  see :func:`isoload.placement.placed_layers.shared_home`; None without shared experts
+    shared_limits   [R] int32  most shared copies of a rank; None = any number
+    memos                      what policies derive once per placement, and how: see :meth:`memo`
+    unfilled                   the same layers with empty spare slots; None: these are, see :attr:`resident`
+    quota           [P] int32  copies per slot by the split that made the fill; None without one
+    telemetry                  of the fill, see :class:`isoload.ops.SlotFill`
+    """
+
+    slot_to_expert: Tensor
+    home_slot: Tensor
+    tables: ReplicaTables
+    host: HostPlacement
+    layer: int | None
+    topology: Topology
+    spare_slots: int
+    num_shared: int
+    ticks: Tensor | None
+    alive: Tensor | None
+    shape_per_source: tuple[int, ...]
+    replicated: bool
+    shared_home: Tensor | None
+    shared_limits: Tensor | None
+    memos: dict[Any, tuple[Tensor, OfLayer]] = field(default_factory=dict)
+    unfilled: PlacedLayers | None = None
+    quota: Tensor | None = None
+    telemetry: Tensor | None = None
+
+    @classmethod
+    def of(
+        cls, host: HostPlacement, layer: int | None, slots: Tensor, home: Tensor, tables: ReplicaTables
+    ) -> PlacedLayers:
+        """The layers with what follows from the placement."""
+        topology, device, (*batch, experts) = host.topology, home.device, home.shape
+        ranks, live = topology.num_ranks, topology.live_ranks
+        most = [2**31 - 1 if rank in live else 0 for rank in range(ranks)]
+        limited = host.num_shared and len(live) < ranks
+        held = host.arrays[0] if layer is None else host.arrays[0][layer]
+        resident = int(((held >= 0) & (held < host.num_routed)).sum())
+        return cls(
+            slots,
+            home,
+            tables,
+            host,
+            layer,
+            topology,
+            host.spare_slots,
+            host.num_shared,
+            ticks=topology.ticks_on(device),
+            alive=None if topology.alive is None else torch.tensor(topology.alive, device=device),
+            shape_per_source=(*batch, ranks, experts),
+            replicated=resident > host.num_routed * (held.size // host.num_slots),
+            shared_home=torch.tensor(shared_home(live, ranks), device=device) if host.num_shared else None,
+            shared_limits=torch.tensor(most, dtype=torch.int32, device=device) if limited else None,
+        )
+
+    def __repr__(self) -> str:
+        """Return one line without the values of tensors."""
+        which = "all layers" if self.layer is None else f"layer {self.layer}"
+        return f"PlacedLayers({which} of {self.host!r}, on {self.home_slot.device})"
+
+    def memo(self, key: Any, of: OfLayer) -> Tensor:
+        """What a function makes of each layer of the placement, [L, ...] or of the one layer, on the device, kept.
+
+        :func:`refreshing` rewrites it in place. The last MEMOS are kept, so that a key which changes with every batch
+        costs time, not memory.
+        """
+        if key in self.memos:
+            return self.memos[key][0]
+        with torch.inference_mode(False):  # else only inference could write it
+            value = self.stacked(of)
+        if may_be_kept(value):
+            while len(self.memos) >= MEMOS:
+                del self.memos[next(iter(self.memos))]
+            self.memos[key] = value, of
+        return value
+
+    def stacked(self, of: OfLayer) -> Tensor:
+        """:meth:`memo`, not kept."""
+        layers = range(self.host.num_layers) if self.layer is None else [self.layer]
+        table = torch.tensor(np.stack([of(self.host, i) for i in layers]), device=self.home_slot.device)
+        return table if self.layer is None else table.select(0, 0)
+
+    def __getitem__(self, layer: int) -> PlacedLayers:
+        """One layer of a batch of layers."""
+        one = self.host.layer(layer, self.slot_to_expert.device)
+        if self.unfilled is None:
+            return one
+        slots, tables = self.slot_to_expert.select(0, layer), self.tables[layer]
+        return one.fill(slots, pick_layer(self.quota, layer), pick_layer(self.telemetry, layer), tables)
+
+    @property
+    def resident(self) -> PlacedLayers:
+        """These layers with empty spare slots."""
+        return self.unfilled or self
+
+    @property
+    def first_shared(self) -> int:
+        """Place of the first shared expert among a rank's slots."""
+        return self.host.slots_per_rank - self.spare_slots - self.num_shared
+
+    def home_rank(self, rank: int) -> int:
+        """The rank that computes a source's shared experts unless a policy moves them."""
+        return shared_home(self.topology.live_ranks, self.topology.num_ranks)[rank]
+
+    def fill(
+        self,
+        slot_to_expert: Tensor,
+        quota: Tensor | None = None,
+        telemetry: Tensor | None = None,
+        tables: ReplicaTables | None = None,
+    ) -> PlacedLayers:
+        """These layers with other experts in their spare slots; with the tables of those, where they are there."""
+        if tables is None:
+            tables = ops.replica_tables(slot_to_expert, self.topology.num_ranks, self.host.num_routed)
+        made = {"slot_to_expert": slot_to_expert, "tables": tables, "quota": quota, "telemetry": telemetry}
+        return replace(self, unfilled=self, **made)  # type: ignore[arg-type]
+
+    def moved_to(self, placed: PlacedLayers) -> PlacedLayers:
+        """The slots of this batch in layers of another placement, in whose memory they are."""
+        if self.unfilled is None:
+            return placed
+        return placed.fill(self.slot_to_expert, self.quota, self.telemetry, self.tables)
+
+
+def own_layers(placed: PlacedLayers) -> PlacedLayers:
+    """Layers with memory of their own, which :func:`refreshing` may write."""
+    with torch.inference_mode(False):  # else only inference could
+        tables = replace(placed.tables, data=placed.tables.data.clone())
+        slots, home = placed.slot_to_expert.clone(), placed.home_slot.clone()
+        return replace(placed, slot_to_expert=slots, home_slot=home, tables=tables, memos={})
+
+
+def refreshing(own: PlacedLayers, placed: PlacedLayers) -> Callable[[], PlacedLayers]:
+    """Own layers with another placement's content, in the same memory, what policies keep included.
+
+    What may fail happens here; the layers are those of before until the result is called, which only copies. Plans
+    made before that are void.
+    """
+    written = [
+        (own.slot_to_expert, placed.slot_to_expert),
+        (own.home_slot, placed.home_slot),
+        (own.tables.data, placed.tables.data),
+        *((value, placed.stacked(of).expand_as(value)) for value, of in own.memos.values()),
+    ]
+    fresh = replace(own, host=placed.host, replicated=placed.replicated)  # the topology is the same
+
+    def write() -> PlacedLayers:
+        for kept, new in written:
+            kept.copy_(new)
+        return fresh
+
+    return write
+
+
+def pick_layer(tensor: Tensor | None, layer: int) -> Tensor | None:
+    """One layer of a tensor that may be missing."""
+    return None if tensor is None else tensor.select(0, layer)
+
+
+def shared_home(live_ranks: list[int], num_ranks: int) -> list[int]:
+    """[R] the rank that computes a source's shared copies unless a policy moves them: itself if it holds experts."""
+    return [r if r in live_ranks else live_ranks[r % len(live_ranks)] for r in range(num_ranks)]

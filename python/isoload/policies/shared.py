@@ -1,0 +1,146 @@
+"""What the policies that place shared experts have in common: routed experts by any policy, shared copies on top.
+
+They differ in :meth:`SharedPolicy.add_shared` alone, so that what is compared is the decision about the shared experts.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isoload import ops
+from isoload.ops import Candidates, Order
+from isoload.placement.placed_layers import HostPlacement, PlacedLayers
+from isoload.policies.base import EVEN, Demand, Policy, make_policy, solve
+from isoload.policies.plan import Plan
+from isoload.shared_experts import Rule, SharedPlan, shared_copies, widened
+
+
+@dataclass(frozen=True)
+class SharedPolicy(Policy, ABC):
+    """Base: the routed experts by the policy `routed`, as if alone; the shared ones by :meth:`add_shared`.
+
+    Options: routed, any policy with a quota, by name or as a Policy.
+    """
+
+    needs = "per_source"
+    routed: str | Policy = "even"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        policy = self.routed_policy
+        if isinstance(policy, SharedPolicy):
+            raise ValueError(f"routed must be a policy of routed experts, got {policy.name!r}")
+        if policy.samples:
+            raise ValueError(f"routed must be a policy with a quota, {policy.name!r} samples")
+
+    @property
+    def routed_policy(self) -> Policy:
+        return make_policy(self.routed)
+
+    @property
+    def borrows(self) -> bool:  # type: ignore[override]
+        return self.routed_policy.borrows
+
+    def check(self, placement: HostPlacement) -> None:
+        if not placement.num_shared:
+            raise ValueError(f"placement must have shared experts for policy {self.name}, got num_shared=0")
+        self.routed_policy.check(placement)
+
+    def fill(self, demand: Demand, placed: PlacedLayers) -> PlacedLayers:
+        return self.routed_policy.fill(demand.routed, placed)
+
+    def split(self, demand: Demand, placed: PlacedLayers) -> Plan:
+        how = self.joined() if demand.rank is not None and placed.shared_limits is None else None
+        if how is not None:
+            return joint_plan(self, demand, placed, how)
+        return self.add_shared(self.split_routed(demand, placed), demand)
+
+    def split_routed(self, demand: Demand, placed: PlacedLayers) -> Plan:
+        """The split of the routed experts, as if there were no others."""
+        return self.routed_policy.split(demand.routed, placed)
+
+    def joined(self) -> dict[str, Any] | None:
+        """Options with which :func:`isoload.ops.plan_joint` makes the same plan at once; None where none do."""
+        return None
+
+    @abstractmethod
+    def add_shared(self, made: Plan, demand: Demand) -> Plan:
+        """The whole plan, given that of the routed experts."""
+
+    def share(self, loads: Tensor, plan: Plan, rank: int | None, order: Order) -> Tensor:
+        return self.routed_policy.share(loads, plan, rank, order)
+
+
+def rank_copies(loads: Tensor, plan: Plan) -> Tensor:
+    """[..., R, R] int32 routed copies from source to rank: the share, summed over each rank's slots."""
+    assert plan.quota is not None
+    if type(plan.policy).share is Policy.share:
+        return ops.share_by_rank(loads, plan.quota, plan.tables, plan.topology.ranks_per_node)
+    rows = plan.policy.share(loads, plan, None, "locality")
+    return rows.view(*rows.shape[:-1], plan.tables.num_ranks, -1).sum(-1, dtype=torch.int32)
+
+
+def bound_with_shared(demand: Demand, placed: PlacedLayers) -> Tensor:
+    """A lower bound of the peak over every split of the routed experts and every place of the shared copies."""
+    bound = solve(demand.routed, placed, pour=total_shared(demand, placed), **EVEN).bound
+    return live_bound(bound, demand, placed)
+
+
+def live_bound(bound: Tensor, demand: Demand, placed: PlacedLayers) -> Tensor:
+    """The bound, raised to the level of all copies over the ranks that are alive, where some are not."""
+    limits = placed.shared_limits
+    if limits is None:
+        return bound
+    copies = demand.loads.sum((-2, -1), dtype=torch.int32) + total_shared(demand, placed)
+    num_ranks = placed.topology.num_ranks
+    # as if all copies were shared ones and came from rank 0
+    everything = torch.nn.functional.pad(copies.unsqueeze(-1), (0, num_ranks - 1))
+    nothing = torch.zeros_like(everything).unsqueeze(-1).expand(*everything.shape, num_ranks).contiguous()
+    level = ops.plan_waterfill(nothing, everything, ticks=placed.ticks, limits=limits).peak
+    return torch.maximum(bound, level)
+
+
+def total_shared(demand: Demand, placed: PlacedLayers) -> Tensor:
+    """[...] int32 shared copies of all ranks."""
+    assert demand.tokens is not None
+    return shared_copies(widened(demand.tokens).sum(-1), placed.num_shared)
+
+
+def joint_plan(policy: SharedPolicy, demand: Demand, placed: PlacedLayers, how: dict[str, Any]) -> Plan:
+    """The whole plan and the demand's rank's send_counts, by one kernel. how: of the policy's joined()."""
+    assert demand.gathered is not None and demand.tokens is not None and demand.rank is not None
+    made = ops.plan_joint(
+        demand.gathered,
+        placed.tables,
+        demand.rank,
+        placed.num_shared,
+        placed.first_shared,
+        ticks=placed.ticks,
+        ranks_per_node=placed.topology.ranks_per_node,
+        **how,
+    )
+    shared = SharedPlan("by_rank", demand.tokens, made.share, in_quota=True)
+    of = made.quota, made.peak, made.bound, made.telemetry
+    return Plan(placed, policy, *of, shared=shared, send_counts=made.send_counts)
+
+
+def add_exactly(made: Plan, demand: Demand, candidates: Candidates) -> tuple[ops.WaterfillSplit, SharedPlan]:
+    """The least peak over all places of the shared copies, given the routed split; and who sends what where."""
+    assert demand.tokens is not None
+    placed = made.placed
+    filled = ops.plan_waterfill(
+        rank_copies(demand.loads, made),
+        demand.tokens,
+        placed.num_shared,
+        placed.topology.ranks_per_node,
+        candidates,
+        ticks=placed.ticks,
+        limits=placed.shared_limits,
+    )
+    rule: Rule = "limit" if candidates == "visited" else "by_rank"
+    return filled, SharedPlan(rule, demand.tokens, filled.share)

@@ -1,0 +1,26 @@
+"""Traces, and the files that they are read from and written to."""
+
+from __future__ import annotations
+
+from isoload.trace.joining import join_batches, join_stages, same_layers
+from isoload.traces.identity import Identity
+from isoload.traces.npz import write_trace
+from isoload.traces.record import Ints, Trace, count_batches, trace_errors
+from isoload.traces.recordings import READ_AS, check_layers, joined_trace, read_recordings, read_trace
+
+__all__ = [
+    "READ_AS",
+    "Identity",
+    "Ints",
+    "Trace",
+    "check_layers",
+    "count_batches",
+    "join_batches",
+    "join_stages",
+    "joined_trace",
+    "read_recordings",
+    "read_trace",
+    "same_layers",
+    "trace_errors",
+    "write_trace",
+]

@@ -1,0 +1,248 @@
+"""Which layers of which model the rows of a record or a placement are about.
+
+Engines number layers differently: SGLang and TensorRT-LLM by the model's own numbers, vLLM and vllm-ascend by position
+among the MoE layers. An :class:`Identity` states which of these the ``layer_ids`` of a record are. Joins and
+conversions go through it, so that nothing is matched by position in silence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Literal, get_args
+
+from isoload.files.reading import MAX_LAYERS, check_keys
+from isoload.wording import shown
+
+Numbering = Literal["model", "moe", "hidden", "order"]
+NUMBERINGS = {  # how layer_ids are named in messages and by `isoload inspect`
+    "model": "the model's own layer numbers",
+    "moe": "positions among the MoE layers",
+    "hidden": "the model's own layer numbers, with a row for dense layers too",
+    "order": "positions in the order recorded; which layers of the model they are is not known",
+}
+HOW = "pass --first-moe-layer N (DeepSeek-V3: 3) or --model config.json"
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What ``layer_ids`` [L] mean.
+
+    Args:
+        numbering: "model": the model's own layer numbers, MoE layers alone. "moe": positions among the MoE layers.
+            "hidden": the model's own numbers with rows for dense layers too, as in SGLang's placement files. "order":
+            not known; such rows join only rows of the same kind.
+        moe_layers: the model's own numbers of all its MoE layers, ascending; () = not known. Needed between "moe" and
+            the other numberings.
+        model: name of the model, "" = not known.
+
+    Raises:
+        ValueError: an unknown numbering; moe_layers that are not ascending layer numbers.
+    """
+
+    numbering: Numbering = "order"
+    moe_layers: tuple[int, ...] = ()
+    model: str = ""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.numbering, str) or self.numbering not in get_args(Numbering):
+            raise ValueError(f"numbering must be one of {', '.join(NUMBERINGS)}, got {shown(self.numbering)}")
+        layers = self.moe_layers
+        numbers = isinstance(layers, tuple) and all(type(n) is int and 0 <= n < 2**31 for n in layers)
+        if not numbers or list(layers) != sorted(set(layers)):
+            raise ValueError(f"moe_layers must be ascending layer numbers from 0 on, got {shown(layers)}")
+        if not isinstance(self.model, str):
+            raise ValueError(f"model must be a string, got {shown(self.model)}")
+
+    def describe(self, layer_ids: Sequence[int]) -> str:
+        """Return the layers and their numbering as one phrase."""
+        known = f", MoE layers {spans(self.moe_layers)} of the model" if self.moe_layers else ""
+        return f"{spans(layer_ids)} ({NUMBERINGS[self.numbering]}{known})"
+
+    def stated(
+        self,
+        layer_ids: Sequence[int],
+        what: str,
+        first_moe_layer: int | None = None,
+        moe_layers: Sequence[int] = (),
+        model: str = "",
+    ) -> Identity:
+        """Return the identity with a statement of the user added.
+
+        Args:
+            layer_ids: [L] of the record or placement.
+            what: its name, for messages.
+            first_moe_layer: number of dense layers before the first MoE layer, after which all layers are MoE layers.
+            moe_layers: in place of first_moe_layer: the model's own numbers of all its MoE layers.
+            model: the model's name, "" = not stated.
+
+        Raises:
+            ValueError: the record names layers that the model does not have, or states other MoE layers itself.
+        """
+        numbering: Numbering = "moe" if self.numbering == "order" else self.numbering
+        if first_moe_layer is not None:
+            if moe_layers:
+                raise ValueError(f"first_moe_layer must come without moe_layers, got {first_moe_layer}")
+            if not 0 <= first_moe_layer < MAX_LAYERS:
+                raise ValueError(f"first_moe_layer must be in 0..{MAX_LAYERS - 1}, got {first_moe_layer}")
+            last = max(layer_ids) + (first_moe_layer if numbering == "moe" else 0)
+            if last < first_moe_layer:
+                raise ValueError(
+                    f"first_moe_layer must be at most {last}, the last layer of {what}, got {first_moe_layer}"
+                )
+            moe_layers = range(first_moe_layer, last + 1)
+        moe_layers = moe_layers or self.moe_layers
+        named = replace(self, model=model or self.model)
+        if not moe_layers:
+            return named
+        if numbering == "moe" and max(layer_ids) >= len(moe_layers):
+            raise ValueError(
+                f"{what} has MoE layers up to position {max(layer_ids)}, but the model has {len(moe_layers)} MoE "
+                f"layers ({spans(moe_layers)}): check --first-moe-layer and --model"
+            )
+        # Layers beyond the last are draft (MTP) layers, which a config does not count among its hidden layers.
+        extra = [n for n in layer_ids if n > moe_layers[-1]] if numbering != "moe" else []
+        layers = (*moe_layers, *sorted(extra))
+        dense = sorted(set(layer_ids) - set(layers))
+        if numbering == "model" and dense:
+            raise ValueError(
+                f"{what} has layer {dense[0]}, which is dense in the model (MoE layers {spans(moe_layers)}): "
+                "check --first-moe-layer and --model"
+            )
+        return joined(replace(named, numbering=numbering), Identity(numbering, layers), what, "the options")
+
+    def moe_rows(self, layer_ids: Sequence[int], what: str, numbering: Numbering) -> dict[int, int]:
+        """Return {layer: row of layer_ids} of the MoE layers, with layers in another numbering.
+
+        Args:
+            layer_ids: [L].
+            what: name of the record or placement, for messages.
+            numbering: "model" or "moe".
+
+        Raises:
+            ValueError: the conversion needs the model's MoE layers, which are not known.
+        """
+        if self.numbering == "hidden" and not self.moe_layers:
+            raise ValueError(
+                f"{what} has a row for each of the model's {len(layer_ids)} layers and does not state which are dense: "
+                f"{HOW}"
+            )
+        rows = {layer: row for row, layer in enumerate(layer_ids)}
+        if self.numbering == "hidden":
+            rows = {layer: rows[layer] for layer in self.moe_layers if layer in rows}
+        own = "model" if self.numbering == "hidden" else self.numbering
+        if own == numbering:
+            return rows
+        if own == "order":
+            raise ValueError(
+                f"{what} does not state which layers of the model its {len(rows)} rows are: {HOW}"
+            )
+        if not self.moe_layers:
+            # Layers 0 .. n-1 of the model with no gap: no dense layer lies before any of them.
+            if own == "model" and sorted(rows) == list(range(len(rows))):
+                return rows
+            which = (
+                "numbers MoE layers from 0"
+                if own == "moe"
+                else f"numbers layers as the model does ({spans(layer_ids)})"
+            )
+            raise ValueError(f"{what} {which} and does not state which layers of the model are dense: {HOW}")
+        if own == "moe":
+            self._check_positions(rows, what)
+            return {self.moe_layers[position]: row for position, row in rows.items()}
+        return {self.moe_layers.index(layer): row for layer, row in rows.items()}
+
+    def _check_positions(self, positions: Sequence[int] | dict[int, int], what: str) -> None:
+        if max(positions) >= len(self.moe_layers):
+            raise ValueError(
+                f"{what} has MoE layers up to position {max(positions)}, but the model has {len(self.moe_layers)}"
+            )
+
+
+def identity_to_json(identity: Identity) -> dict[str, Any]:
+    """Return the fields as JSON values."""
+    return asdict(identity) | {"moe_layers": list(identity.moe_layers)}
+
+
+def identity_from_json(content: Any) -> Identity:
+    """Read what :func:`identity_to_json` returned; raises ValueError naming the key."""
+    if not isinstance(content, dict):
+        raise ValueError(f"identity must be an object, got {shown(content)}")
+    check_keys(content, {field.name for field in fields(Identity)}, "identity")
+    layers = content["moe_layers"]
+    if not isinstance(layers, list):
+        raise ValueError(f"moe_layers must be a list of layer numbers, got {shown(layers)}")
+    return Identity(content["numbering"], tuple(layers), content["model"])
+
+
+def joined(one: Identity, other: Identity, what: str, other_what: str) -> Identity:
+    """Return what two identities state together, with the numbering of the first.
+
+    Raises:
+        ValueError: they are of different models.
+    """
+    names = {
+        identity.model.rpartition("/")[2].lower(): identity.model
+        for identity in (one, other)
+        if identity.model
+    }
+    if len(names) > 1:
+        raise ValueError(
+            f"{what} is of the model {one.model}, but {other_what} of {other.model}: where they are the same, "
+            "pass --model"
+        )
+    if one.moe_layers and other.moe_layers and one.moe_layers != other.moe_layers:
+        raise ValueError(
+            f"{what} is of a model with MoE layers {spans(one.moe_layers)}, but {other_what} states "
+            f"{spans(other.moe_layers)}"
+        )
+    return replace(one, moe_layers=one.moe_layers or other.moe_layers, model=one.model or other.model)
+
+
+def matching_rows(
+    one: Identity,
+    layer_ids: Sequence[int],
+    what: str,
+    other: Identity,
+    others: Sequence[int],
+    other_what: str,
+) -> list[int]:
+    """Return for each layer [L] of one the row of ``others`` that is about the same layer of the model.
+
+    Args:
+        one, layer_ids, what: of the record whose layers are wanted; its name is for messages.
+        other, others, other_what: of the record that has the rows.
+
+    Raises:
+        ValueError: different models, a layer that the other lacks, or numberings that cannot be compared.
+    """
+    both = joined(one, other, what, other_what)
+    mine, theirs = (
+        "model" if identity.numbering == "hidden" else identity.numbering for identity in (one, other)
+    )
+    if mine == theirs:
+        rows = {layer: row for row, layer in enumerate(others)}
+    elif "order" in (mine, theirs):
+        vague, ids = (what, layer_ids) if mine == "order" else (other_what, others)
+        raise ValueError(f"{vague} does not state which layers of the model its {len(ids)} rows are: {HOW}")
+    else:
+        known = replace(other, moe_layers=both.moe_layers)
+        rows = known.moe_rows(others, other_what, one.numbering if one.numbering == "moe" else "model")
+    if missing := [layer for layer in layer_ids if layer not in rows]:
+        raise ValueError(
+            f"{other_what} has layers {other.describe(others)} and no layer {missing[0]}, which {what} has: "
+            f"{one.describe(layer_ids)}"
+        )
+    return [rows[layer] for layer in layer_ids]
+
+
+def spans(numbers: Sequence[int]) -> str:
+    """Return ascending numbers as ranges: ``3..60, 62``."""
+    parts: list[list[int]] = []
+    for number in sorted(numbers):
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1][1:] = [number]
+        else:
+            parts.append([number])
+    texts = ["..".join(map(str, part)) for part in parts]
+    return ", ".join(texts if len(texts) <= 8 else [*texts[:7], f"... {texts[-1]}"])

@@ -1,0 +1,218 @@
+"""The experts of one rank: grouped GEMMs over the copies it received, and the dense shared experts.
+
+Shapes: N received rows of width H, K copies per row at most, S slots, I intermediate width, C sorted copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from isoload import kernels
+from isoload.experts.grouped_linear import projections
+from isoload.ops import group_copies
+from isoload.ops.counting import gather_copies, sum_dtype, weighted_sum
+from isoload.ops.results import Grouping
+from isoload.value_checks import put_on, values_readable
+from isoload.weights.experts import DTYPES, Activation, BorrowedWeights, ClampedGLU, ExpertWeights, SwiGLU
+from isoload.weights.quantised import check_no_gradients
+
+
+def run_experts(
+    rows: Tensor,
+    slots: Tensor,
+    weights: Tensor,
+    groups: Sequence[ExpertWeights],
+    activation: Activation,
+    max_copies: Sequence[int] | None = None,
+) -> Tensor:
+    """For each row the sum over its local copies of ``weight * expert(row)``.
+
+    Groups are computed one after another; local slots count through them. Gradients reach rows, gate weights
+    and every stack that requires them.
+
+    Args:
+        rows: [N, H] in the first group's dtype; beside quantised groups in any dtype, without gradients.
+        slots: [N, K] int32 or int64 local slot, -1 = absent.
+        weights: [N, K] float32 gate weights (float64 ones only with float64 rows).
+        groups: stacks of weights: the resident rows, then the spare pool.
+        activation: between the two projections.
+        max_copies: per group, most copies that are present: buffers hold so many. None: N*K. More copies are a
+            ValueError where values are readable, else absent, and the device's error word says so.
+
+    Returns:
+        [N, H] in rows' dtype, summed in max(fp32, dtype). Autocast changes nothing inside.
+
+    Raises:
+        ValueError: for slot and copy numbers, too, where values are readable (CPU, or ISOLOAD_CHECK=1); elsewhere an
+            out-of-range slot is absent.
+    """
+    _check_arguments(rows, slots, weights, groups, max_copies)
+    # autocast would cast what the loop multiplies, not what grouped_mm does
+    if torch.is_autocast_enabled(rows.device.type):
+        with torch.autocast(rows.device.type, enabled=False):
+            return run_experts(rows, slots, weights, groups, activation, max_copies)
+    parts = []
+    first = 0
+    for g, group in enumerate(groups):
+        # One place at least, so that no product has zero rows.
+        places = None if max_copies is None else min(max(max_copies[g], 1), slots.numel())
+        grouping = group_copies(slots, first, group.num_slots, places)
+        copies = gather_copies(rows, grouping)  # [C, H]
+        if group.num_slots:  # else all are absent, but rows keep their gradient's way
+            to_inner, to_hidden = projections(group, rows.dtype)
+            inner = activate(activation, to_inner(copies, grouping), grouping)  # [C, 2I] -> [C, I]
+            copies = to_hidden(inner, grouping)  # [C, H]
+        parts.append((copies, grouping))
+        first += group.num_slots
+    return weighted_sum(parts, weights, rows.dtype)  # [N, H]
+
+
+def run_sorted(
+    rows: Tensor,
+    weights: Tensor,
+    ends: Sequence[int],
+    groups: Sequence[ExpertWeights],
+    activation: Activation,
+) -> Tensor:
+    """For each row ``weight * expert(row)``, of rows that came by slot, one copy each: nothing is sorted or added up.
+
+    Args:
+        rows: [N, H] in the groups' dtype, by slot; beside quantised groups in any dtype, without gradients.
+        weights: [N, 1] float32 gate weights.
+        ends: slot s's rows end before ends[s]; slots count through the groups.
+        groups: stacks of weights: the resident rows, then the spare pool. More ends than slots have no rows.
+        activation: between the two projections.
+
+    Returns:
+        [N, H] in rows' dtype. Autocast changes nothing inside.
+    """
+    slots = sum(group.num_slots for group in groups)
+    bounds = [0, *ends[:slots]]
+    if len(ends) < slots or bounds != sorted(bounds) or bounds[-1] != len(rows):
+        raise ValueError(f"ends must ascend to the {len(rows)} rows over {slots} slots, got {list(ends)}")
+    if weights.shape != (len(rows), 1) or weights.dtype not in (torch.float32, sum_dtype(rows.dtype)):
+        raise ValueError(
+            f"weights must be {[len(rows), 1]} torch.float32, got {list(weights.shape)} {weights.dtype}"
+        )
+    if groups[0].quantised:
+        check_no_gradients()
+    parts, first = [], 0
+    with torch.autocast(rows.device.type, enabled=False):
+        for group in groups:
+            start, end = bounds[first], bounds[first + group.num_slots]
+            if end > start:
+                grouping = as_they_lie(bounds[first : first + group.num_slots + 1], rows.device)
+                to_inner, to_hidden = projections(group, rows.dtype)
+                inner = activate(activation, to_inner(rows[start:end], grouping), grouping)
+                parts.append((to_hidden(inner, grouping) * weights[start:end]).to(rows.dtype))
+            first += group.num_slots
+        return torch.cat(parts) if parts else rows * weights.to(rows.dtype)
+
+
+def as_they_lie(bounds: Sequence[int], device: torch.device) -> Grouping:
+    """The grouping of rows that lie by slot already: slot s's from bounds[s] to bounds[s + 1], [S + 1]."""
+    place = torch.arange(bounds[-1] - bounds[0], device=device)
+    counts = [end - start for start, end in pairwise(bounds)]
+    slot = torch.arange(len(counts), device=device)
+    slot = slot.repeat_interleave(put_on(device, counts), output_size=len(place))
+    ends = put_on(device, [end - bounds[0] for end in bounds[1:]]).to(torch.int32)
+    return Grouping(place, slot, ends, place.unsqueeze(1))
+
+
+def count_copies(slots: Tensor, groups: Sequence[ExpertWeights]) -> list[int]:
+    """The copies of every group, from local slots [N, K] that count through the groups."""
+    counts, first = [], 0
+    for group in groups:
+        end = first + group.num_slots
+        counts.append(int(((slots >= first) & (slots < end)).sum()))
+        first = end
+    return counts
+
+
+def activate(activation: Activation, gate_up: Tensor, grouping: Grouping) -> Tensor:
+    """[C, 2I] -> [C, I]; where the kernels fit, without touching the tail."""
+    known = isinstance(activation, SwiGLU | ClampedGLU)
+    if not known or not kernels.fit(gate_up.detach()):  # autograd records the Function below
+        return activation(gate_up)
+    clamp = None if isinstance(activation, SwiGLU) else (activation.alpha, activation.limit)
+    inner: Tensor = _Activate.apply(gate_up, grouping.ends, clamp)
+    return inner
+
+
+class _Activate(torch.autograd.Function):
+    """The Triton kernels; their twin is the activation itself, with torch's own backward."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor, ends: Tensor, clamp: tuple[float, float] | None) -> Tensor:
+        from isoload.kernels.activation import activate  # imports Triton
+
+        ctx.save_for_backward(gate_up, ends)
+        ctx.clamp = clamp
+        inner: Tensor = activate(gate_up, ends, clamp)
+        return inner
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        from isoload.kernels.activation import activate_backward  # imports Triton
+
+        gate_up, ends = ctx.saved_tensors
+        to_gate_up: Tensor = activate_backward(grad, gate_up, ends, ctx.clamp)
+        return to_gate_up, None, None
+
+
+def _check_arguments(
+    rows: Tensor,
+    slots: Tensor,
+    weights: Tensor,
+    groups: Sequence[ExpertWeights],
+    max_copies: Sequence[int] | None,
+) -> None:
+    if not groups:
+        raise ValueError("groups must hold at least one stack of weights, got none")
+    hidden, dtype = groups[0].down.shape[1], groups[0].down.dtype
+    for g, group in enumerate(groups):
+        same = (
+            isinstance(group, BorrowedWeights) or group.down.dtype == dtype
+        )  # borrowed ones are cast where used
+        if group.down.shape[1] != hidden or not same:
+            raise ValueError(
+                f"groups[{g}] must have the width and dtype of groups[0] ({hidden}, {dtype}), "
+                f"got {group.down.shape[1]}, {group.down.dtype}"
+            )
+    if groups[0].quantised:
+        check_no_gradients()
+    dtypes = DTYPES if groups[0].quantised else (dtype,)
+    if rows.dim() != 2 or rows.shape[1] != hidden or rows.dtype not in dtypes:
+        names = " or ".join(map(str, dtypes))
+        raise ValueError(f"rows must be [N, {hidden}] {names}, got {list(rows.shape)} {rows.dtype}")
+    if slots.dim() != 2 or len(slots) != len(rows) or slots.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"slots must be [{len(rows)}, K] int32 or int64, got {list(slots.shape)} {slots.dtype}"
+        )
+    if weights.shape != slots.shape or weights.dtype not in (torch.float32, sum_dtype(rows.dtype)):
+        raise ValueError(
+            f"weights must be {list(slots.shape)} torch.float32 (torch.float64 only with float64 rows), "
+            f"got {list(weights.shape)} {weights.dtype}"
+        )
+    for name, tensor in (("rows", rows), ("slots", slots), ("weights", weights)):
+        if tensor.device != groups[0].down.device:
+            raise ValueError(f"{name} must be on {groups[0].down.device}, got {tensor.device}")
+    if max_copies is not None and len(max_copies) != len(groups):
+        raise ValueError(f"max_copies must have one entry per group ({len(groups)}), got {len(max_copies)}")
+    if values_readable(slots):
+        num_slots = sum(group.num_slots for group in groups)
+        if len(outside := slots[(slots < -1) | (slots >= num_slots)]):
+            raise ValueError(f"slots must be in -1..{num_slots - 1}, got {int(outside[0])}")
+        present = [] if max_copies is None else count_copies(slots, groups)
+        for g, (most, here) in enumerate(zip(max_copies or (), present, strict=True)):
+            if most < here:
+                raise ValueError(
+                    f"max_copies[{g}] must be at least the number of copies present ({here}), got {most}"
+                )

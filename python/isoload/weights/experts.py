@@ -1,0 +1,232 @@
+"""ExpertWeights: the stacked weights of some slots, the activations between them, and how they are multiplied.
+
+Shapes: S slots, H width of a row, I intermediate width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from isoload.weights.quantised import BYTES, FORMATS, FP8, Format, SizesAndDtypes, per_element, scales_of
+
+PARTS = ("", "_bias", "_scale", "_scale_2")
+NAMES = tuple(name + part for part in PARTS for name in ("gate_up", "down"))  # of all stacks
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+ROW_BYTES = 16  # grouped_mm refuses matrices whose rows do not start at multiples of this
+
+
+@dataclass(frozen=True)
+class SwiGLU:
+    """``silu(gate) * up``; gate is the first half of the projection, up the second."""
+
+    def __call__(self, gate_up: Tensor) -> Tensor:
+        """[..., 2I] -> [..., I]."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+
+@dataclass(frozen=True)
+class ClampedGLU:
+    """gpt-oss: ``(up + 1) * gate * sigmoid(alpha * gate)``; gate is at even places (<= limit), up at odd (within
+    +-limit)."""
+
+    alpha: float = 1.702
+    limit: float = 7.0
+
+    def __call__(self, gate_up: Tensor) -> Tensor:
+        """[..., 2I] -> [..., I]."""
+        gate = gate_up[..., ::2].clamp(max=self.limit)
+        up = gate_up[..., 1::2].clamp(-self.limit, self.limit)
+        return (up + 1) * gate * torch.sigmoid(self.alpha * gate)
+
+
+Activation = SwiGLU | ClampedGLU
+
+
+@dataclass(frozen=True)
+class ExpertWeights:
+    """The weights of S slots, stacked. A row is one output, as in nn.Linear, so checkpoints need no transposing.
+
+    Quantised weights (inference only) have scales beside them, which multiply their values. Rows and columns of a
+    matrix that share a scale, the last of a side cut short:
+
+    - fp8: e4m3 and float32, 128 and 128;
+    - MXFP8: e4m3 and e8m0, 1 and 32;
+    - MXFP4: e2m1 and e8m0, 1 and 32;
+    - NVFP4: e2m1 and e4m3, 1 and 16, and a float32 scale for a whole matrix.
+
+    e4m3 is float8_e4m3fn. uint8 holds e8m0, or two e2m1 that are neighbours in a row, the first in the lower half.
+
+    Parameters among them say whether a layer trains what it makes of them; of other stacks it does, unless quantised.
+
+    Args:
+        gate_up: [S, 2I, H] float64, float32, bfloat16, float16 or e4m3, or [S, 2I, H / 2] of e2m1.
+        down: [S, H, I] or [S, H, I / 2].
+        gate_up_bias: [S, 2I] or None; beside quantised weights in any of the other dtypes, rounded to the rows'.
+        down_bias: [S, H] or None.
+        gate_up_scale: in fp8 [S, 2, ceil(I / 128), ceil(H / 128)], the blocks of the first half of the rows (SwiGLU's
+            gate), then those of the second. Else [S, 2I, ceil(H / 32)] or [S, 2I, ceil(H / 16)].
+        down_scale: [S, ceil(H / 128), ceil(I / 128)], [S, H, ceil(I / 32)] or [S, H, ceil(I / 16)].
+        gate_up_scale_2: [S, 2] float32 of NVFP4, for the same halves of the rows. It multiplies, as
+            ModelOpt's ``weight_scale_2``; compressed-tensors' ``weight_global_scale`` divides.
+        down_scale_2: [S, 1] float32 of NVFP4.
+    """
+
+    gate_up: Tensor
+    down: Tensor
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+    gate_up_scale: Tensor | None = None
+    down_scale: Tensor | None = None
+    gate_up_scale_2: Tensor | None = None
+    down_scale_2: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        shape, dtype, device = self.down.shape, self.down.dtype, self.down.device
+        if len(shape) != 3:
+            raise ValueError(f"down must be [S, H, I], got {list(shape)}")
+        if dtype not in (*DTYPES, FP8, BYTES):
+            raise ValueError(
+                f"down must be float64, float32, bfloat16, float16, float8_e4m3fn or uint8 of e2m1, got {dtype}"
+            )
+        if shape[1] % per_element(dtype):
+            raise ValueError(f"down must have an even number of rows H in {dtype}, got {list(shape)}")
+        self._check_format()
+        wanted = self._wanted()
+        for name in NAMES:
+            sizes, dtypes = wanted.get(name, (None, ()))
+            stack: Tensor | None = getattr(self, name)
+            if stack is None and (sizes is None or name.endswith("_bias")):
+                continue
+            fits = stack is not None and list(stack.shape) == sizes
+            if stack is None or not fits or stack.dtype not in dtypes or stack.device != device:
+                kinds = " or ".join(map(str, dtypes))
+                raise ValueError(
+                    f"{name} must be {'None' if sizes is None else f'{sizes} {kinds} {device}'} beside down "
+                    f"{_kind(self.down)}, got {_kind(stack)}"
+                )
+
+    def _check_format(self) -> None:
+        """Raises ValueError for dtypes of down and its scales that are no format."""
+        known = {scale: form for (weight, scale), form in FORMATS.items() if weight == self.down.dtype}
+        if known and self.format is None:
+            names = " or ".join(f"{scale} ({form.name})" for scale, form in known.items())
+            raise ValueError(
+                f"down_scale must be {names} beside down {_kind(self.down)}, got {_kind(self.down_scale)}"
+            )
+
+    def _wanted(self) -> dict[str, SizesAndDtypes]:
+        """Sizes and dtypes of all stacks that such weights may have; those without biases must be there."""
+        slots, hidden, inner = *self.down.shape[:2], self.intermediate
+        form, dtype = self.format, self.down.dtype
+        biases = (dtype,) if form is None else DTYPES
+        scales = {} if form is None else scales_of(form, slots, hidden, inner)
+        return {
+            "gate_up": ([slots, 2 * inner, hidden // per_element(dtype)], (dtype,)),
+            "down": (list(self.down.shape), (dtype,)),
+            "gate_up_bias": ([slots, 2 * inner], biases),
+            "down_bias": ([slots, hidden], biases),
+            **scales,
+        }
+
+    @property
+    def format(self) -> Format | None:
+        """Of quantised weights."""
+        return None if self.down_scale is None else FORMATS.get((self.down.dtype, self.down_scale.dtype))
+
+    @property
+    def quantised(self) -> bool:
+        """Whether the weights have scales."""
+        return self.down.dtype not in DTYPES
+
+    @property
+    def intermediate(self) -> int:
+        """I."""
+        return self.down.shape[2] * per_element(self.down.dtype)
+
+    @property
+    def num_slots(self) -> int:
+        return self.down.shape[0]
+
+    def rows(self, name: str, experts: Sequence[int]) -> Tensor | None:
+        """A copy of a stack's rows, without gradients; None where there is no such stack."""
+        stack: Tensor | None = getattr(self, name)
+        return None if stack is None else stack.detach()[list(experts)]
+
+    def trains(self, name: str) -> bool:
+        """Whether a stack's rows are to require gradients."""
+        stack: Tensor | None = getattr(self, name)
+        return stack.requires_grad if isinstance(stack, nn.Parameter) else not self.quantised
+
+    def stacks(self) -> dict[str, Tensor]:
+        """Those that are there, by name."""
+        return {name: stack for name in NAMES if (stack := getattr(self, name)) is not None}
+
+    @staticmethod
+    def random(
+        num_slots: int,
+        hidden: int,
+        intermediate: int,
+        *,
+        bias: bool = False,
+        generator: torch.Generator | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> ExpertWeights:
+        """Uniform in +-1/sqrt(fan in), like nn.Linear."""
+
+        def uniform(fan_in: int, *sizes: int) -> Tensor:
+            tensor = torch.empty(sizes, dtype=dtype, device=device)
+            return tensor.uniform_(-(fan_in**-0.5), fan_in**-0.5, generator=generator)
+
+        return ExpertWeights(
+            uniform(hidden, num_slots, 2 * intermediate, hidden),
+            uniform(intermediate, num_slots, hidden, intermediate),
+            uniform(hidden, num_slots, 2 * intermediate) if bias else None,
+            uniform(intermediate, num_slots, hidden) if bias else None,
+        )
+
+
+def _kind(stack: Tensor | None) -> str:
+    """A stack's shape, dtype and device, for messages."""
+    return "None" if stack is None else f"{list(stack.shape)} {stack.dtype} {stack.device}"
+
+
+@dataclass(frozen=True)
+class BorrowedWeights(ExpertWeights):
+    """Stacks that arrive while others are computed, in memory that may hold other weights by the time of backward.
+
+    Args:
+        wait: returns once the weights are there: called before they are used, in forward and in backward, which
+            reads the same memory. So nothing that is computed from them saves them.
+    """
+
+    wait: Callable[[], None] = field(kw_only=True)
+
+
+def describe(weights: ExpertWeights, first: int = 0) -> str:
+    """Shapes from a dimension on, dtypes and kind of device, for messages and comparisons."""
+    dtype, stacks = weights.down.dtype, weights.stacks().items()
+    kinds = {name: "" if stack.dtype == dtype else f" {stack.dtype}" for name, stack in stacks}
+    shapes = ", ".join(f"{name} {list(stack.shape[first:])}{kinds[name]}" for name, stack in stacks)
+    return f"{shapes} {dtype} on {weights.down.device.type}"
+
+
+def compute_path(weights: ExpertWeights, dtype: torch.dtype | None = None) -> Literal["grouped_mm", "loop"]:
+    """Which path :func:`run_experts` takes for these weights: by dtype and layout alone.
+
+    dtype: of the rows, in which quantised weights are multiplied; None: the weights'.
+    """
+    dtype = weights.down.dtype if dtype is None else dtype
+    sizes = weights.down.shape[1], weights.intermediate
+    aligned = all(size * dtype.itemsize % ROW_BYTES == 0 for size in sizes)
+    dense = weights.quantised or all(
+        s.is_contiguous() or s.transpose(1, 2).is_contiguous() for s in (weights.gate_up, weights.down)
+    )
+    return "grouped_mm" if dtype != torch.float64 and aligned and dense else "loop"  # it has no float64

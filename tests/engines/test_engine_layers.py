@@ -1,0 +1,260 @@
+"""EngineLayers between two forward passes: when targets are renewed, and of which layers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import isoload
+from isoload import Balancer, LocalGroup
+from isoload.engines import layers as engine_layers
+from isoload.engines.layers import EXCHANGE_EVERY, EngineLayer, EngineLayers
+from isoload.engines.settings import Settings
+from isoload.integrations.meter import Meter
+from isoload.online.metrics import Metrics
+from isoload.online.switch import AGREE_EVERY, Switch
+from isoload.policies import make_policy
+from support.small_batches import LAYERS, draw_ids, make_placement, make_topology
+from support.told_metrics import Told
+
+
+class Layers(EngineLayers[EngineLayer]):
+    engine = "an engine"
+
+    def engine_group(self) -> dist.ProcessGroup:
+        raise NotImplementedError
+
+    def engine_rank(self) -> int:
+        return 0
+
+
+@pytest.fixture
+def exchanged(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[int]]]:
+    """The layers of every exchange, in its order."""
+    found: list[list[int]] = []
+    stock = Balancer.exchange
+
+    def exchange(self: Balancer, *others: Balancer) -> object:
+        found.append([of.layer for of in (self, *others)])
+        return stock(self, *others)
+
+    monkeypatch.setattr(Balancer, "exchange", exchange)
+    yield found
+
+
+def layers_of(*loads: str, placement: isoload.Placement | None = None) -> Layers:
+    """By number, put in backwards: the order of an exchange is not that in which layers were made."""
+    made, group = Layers(), LocalGroup(make_topology())
+    placement = make_placement() if placement is None else placement
+    for i in reversed(range(len(loads))):
+        made.by_id[i] = EngineLayer(Balancer(placement, i, group=group, loads=loads[i]), None)  # type: ignore[arg-type]
+    return made
+
+
+def test_one_exchange_of_all_layers_in_their_order_every_so_many_passes(exchanged: list[list[int]]) -> None:
+    layers = layers_of(*["own"] * LAYERS)
+    for passes in range(1, 2 * EXCHANGE_EVERY + 1):
+        for layer in layers.by_id.values():
+            layer.balancer(draw_ids(passes))
+        layers.step_ended()
+        assert exchanged == [[0, 1, 2]] * (passes // EXCHANGE_EVERY)
+    for layer in layers.by_id.values():
+        assert layer.balancer.own_counts is not None and layer.balancer.own_counts.offset.any()
+
+
+def test_layers_that_gather_are_left_out(exchanged: list[list[int]]) -> None:
+    for loads, want in (("own", "gathered", "own"), [[0, 2]]), (("gathered",) * 3, []):
+        exchanged.clear()
+        layers = layers_of(*loads)
+        for _ in range(EXCHANGE_EVERY):
+            layers.step_ended()
+        assert exchanged == want
+
+
+def test_without_redundant_experts_nothing_is_exchanged(exchanged: list[list[int]]) -> None:
+    single = isoload.place(torch.ones(2, 32), make_topology())
+    layers = layers_of("own", "own", placement=single)
+    for _ in range(EXCHANGE_EVERY):
+        layers.step_ended()
+    assert not exchanged
+
+
+def test_a_layer_that_loses_its_freedom_stays_in_the_exchange() -> None:
+    """A rebalance may leave a layer no choice; the meter sums over exchanges of the same layers."""
+    layers = layers_of("own", "own")
+    layers.meter = Meter("an engine", 60)
+    for passes in range(2 * EXCHANGE_EVERY):
+        for layer in layers.by_id.values():
+            layer.balancer(draw_ids(passes))
+        layers.step_ended()
+        layers.by_id[0].balancer.has_freedom = passes < EXCHANGE_EVERY
+    assert [(report.layer, report.batches) for report in layers.meter.read_sent()] == [(0, 2), (1, 2)]
+
+
+def test_a_model_made_anew_counts_anew(exchanged: list[list[int]]) -> None:
+    layers = layers_of("own")
+    for _ in range(EXCHANGE_EVERY - 1):
+        layers.step_ended()
+    layers.start(Settings.read({}))
+    layers.step_ended()
+    assert layers.passes == 1 and not exchanged
+
+
+def test_what_persists_is_where_the_engine_routes_also_of_layers_that_never_run() -> None:
+    """A model's dense layers have a Balancer, too, and one exchange takes all: on a GPU their counts must be there."""
+    layers, placement = Layers(), make_placement()
+    topology = placement.topology
+    layers.place(placement.slot_to_expert, placement.num_experts, topology, torch.device("meta"))
+    policies = layers.settings.policies_for(shared=False)
+    assert layers.balancer(1, policies, LocalGroup(topology), "gathered").own_counts is None
+    own = layers.balancer(0, policies, LocalGroup(topology), "own").own_counts
+    assert own is not None and own.recent.is_meta and own.offset.is_meta
+
+
+@pytest.mark.parametrize(
+    ("loads", "want"),
+    [
+        (["gathered", "gathered"], "loads gathered: one gather per layer"),
+        (
+            ["own", "gathered"],
+            "loads gathered: one gather per layer and loads own: no collective in a pass, targets",
+        ),
+    ],
+)
+def test_what_is_exchanged_in_words(loads: list[str], want: str) -> None:
+    assert layers_of(*loads).exchanged().startswith(want)
+
+
+def test_exchanges_are_measured_where_reports_are_wanted() -> None:
+    """By the last batch of each layer; of one in which no rank had a copy there is nothing to say."""
+    layers = layers_of("own", "own", "gathered")
+    layers.meter, layer = Meter("an engine", 60), layers.by_id[0].balancer
+    slots = torch.cat(layer(draw_ids(0)))  # type: ignore[arg-type]
+    for _ in range(EXCHANGE_EVERY):
+        layers.step_ended()
+    (report,) = layers.meter.read_sent()
+    per_rank = (
+        isoload.count(slots, layer.placement.num_slots).view(layer.placement.topology.num_ranks, -1).sum(1)
+    )
+    assert (report.layer, report.batches, report.before) == (0, 1, None)
+    assert report.after == pytest.approx(float(per_rank.max() / per_rank.float().mean()))
+
+
+def test_each_phase_has_its_policy() -> None:
+    """As if a Balancer had been made with it, tables and targets aside, which are the layer's."""
+    policies = {"prefill": make_policy("exact"), "decode": make_policy("exact_active")}
+    layers, ids = layers_of("gathered"), draw_ids(0)
+    layer = layers.by_id[0]
+    layer.plan_by(policies)
+    group, want = layer.balancer.group, []
+    for phase in ("prefill", "decode", "decode", "prefill"):
+        layer.turn(lambda: phase)  # noqa: B023
+        alone = Balancer(layer.balancer.placement, 0, policies[phase], group)
+        want.append(alone(ids))
+        for ours, theirs in zip(layer.balancer(ids), want[-1], strict=True):
+            assert torch.equal(ours, theirs)
+    assert any(not torch.equal(a, b) for a, b in zip(want[0], want[1], strict=True))
+    assert layers.describe().startswith("policy exact in prefill, exact_active in decode on 1 of 1 layers")
+
+
+def test_one_policy_for_both_phases_is_left_alone() -> None:
+    layer = layers_of("gathered").by_id[0]
+    layer.plan_by(dict.fromkeys(("prefill", "decode"), make_policy("lp")))
+    layer.turn(lambda: "prefill")
+    assert not layer.policies and layer.policy_name == "exact", "as it was made"
+
+
+def test_a_traced_router_has_one_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its graph would keep the phase of the pass that was traced."""
+    layer = layers_of("gathered").by_id[0]
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    layer.turn(lambda: "prefill")
+    layer.policies = {"prefill": make_policy("exact"), "decode": make_policy("lp")}
+    with pytest.raises(
+        RuntimeError, match="ISOLOAD_POLICY must be one for prefill and decode where the router is"
+    ):
+        layer.turn(lambda: "prefill")
+
+
+@pytest.mark.parametrize(("phase", "loads"), [("prefill", "gathered"), ("decode", "own")])
+def test_a_policy_that_cannot_plan_a_layer_is_refused_at_once(phase: str, loads: str) -> None:
+    policies = dict.fromkeys(("prefill", "decode"), make_policy("exact"))
+    layer = layers_of(loads).by_id[0]
+    with pytest.raises(
+        ValueError, match="placement must have shared experts" if loads == "gathered" else "policy"
+    ):
+        layer.plan_by(policies | {phase: make_policy("joint" if loads == "gathered" else "lp")})
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, ...], Told]:
+    """By engine, model and rank."""
+    found: dict[tuple[str, ...], Told] = {}
+
+    def made(*labels: str, on: bool = False) -> Metrics:
+        return found.setdefault(labels, Told()) if on else Metrics()
+
+    monkeypatch.setattr(engine_layers, "Metrics", made)
+    monkeypatch.setattr(logging.getLogger("isoload"), "filters", [])
+    return found
+
+
+def same_layers(number: int) -> Layers:
+    """Of tokens that all ranks hold."""
+    made = Layers()
+    made.by_id = {i: EngineLayer(Balancer(make_placement(), i, tokens="same"), None) for i in range(number)}
+    return made
+
+
+def test_each_model_counts_its_passes_as_planned_or_left(told: dict[tuple[str, ...], Told]) -> None:
+    """Layers that the engine has called; of 3 it has called 2. One more is the engine's own."""
+    models = [same_layers(3) for _ in "ab"]
+    for name, layers in zip("ab", models, strict=True):
+        layers.settings = Settings.read({"ISOLOAD_REPORT_SECONDS": "3600"})
+        layers.meter = Meter("an engine", 3600) if name == "b" else None  # a draft's plans are not measured
+        layers.measure(name, "eplb", {}, num_left=1)
+        for i in (0, 2):
+            layers.by_id[i].slots(draw_ids(0)[0], None)
+        layers.step_ended()
+    models[1].detach()
+    models[1].step_ended()
+    values = {labels: of.values for labels, of in told.items()}
+    assert list(values) == [("an engine", name, "0") for name in "ab"]
+    first, second = values.values()
+    assert (first["attached"], first["batches_total"], first["fallbacks_total"]) == (1, 2, 1)
+    assert (second["attached"], second["batches_total"], second["fallbacks_total"]) == (0, 2, 4)
+    assert len(first["plan_seconds"]) == 2 and first["info", "0.1.0", "unknown", "exact", "eplb"] == 1
+    assert models[0].watch.metrics is told["an engine", "a", "0"]
+
+
+def test_a_record_is_attached_where_reports_are_asked_for(told: dict[tuple[str, ...], Told]) -> None:
+    """In shadow mode, where no layer is isoload's."""
+    for given in ({"ISOLOAD_RECORD": "."}, {"ISOLOAD_REPORT_SECONDS": "3600"}):
+        assert not told
+        layers = Layers()
+        layers.start(Settings.read({"ISOLOAD_MODE": "shadow"} | given))
+        layers.measure("m", "engine", {})
+    (values,) = (of.values for of in told.values())
+    assert values["attached"] == 1 and values["info", "0.1.0", "unknown", "engine", "engine"] == 1
+
+
+def test_what_the_switch_leaves_falls_back(told: dict[tuple[str, ...], Told], tmp_path: Path) -> None:
+    layers, said = same_layers(2), tmp_path / "said"
+    layers.settings = Settings.read({"ISOLOAD_REPORT_SECONDS": "3600", "ISOLOAD_SWITCH": str(said)})
+    layers.switch = Switch(str(said), 2, torch.device("cpu"), None, "an engine")
+    layers.measure("m", "engine", {})
+    for i in (0, 1):
+        layers.by_id[i].slots(draw_ids(0)[0], None)
+    (values,) = (of.values for of in told.values())
+    for word, attached, batches, fallbacks in (("on:layers=1", 1, 31, 1), ("off", 0, 46, 18)):
+        said.write_text(word)
+        layers.switch._next = 0.0
+        for _ in range(AGREE_EVERY):
+            layers.step_ended()
+        found = values["attached"], values["batches_total"], values["fallbacks_total"]
+        assert found == (attached, batches, fallbacks)

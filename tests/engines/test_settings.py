@@ -1,0 +1,214 @@
+"""The plug-ins' environment variables: read, refused, documented."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import isoload
+from isoload.engines.settings import (
+    CHECK,
+    LOADS,
+    MODE,
+    PHASES,
+    PLACEMENT,
+    PLACER,
+    POLICY,
+    RECORD,
+    RECORD_EVERY,
+    REPORT,
+    SGLANG,
+    STALLED,
+    STRICT,
+    SWITCH,
+    VLLM,
+    Settings,
+    Variable,
+    is_on,
+)
+
+ROOT = Path(__file__).parents[2]
+COMMON = (
+    MODE, STRICT, PLACEMENT, POLICY, LOADS, PLACER, REPORT, RECORD, RECORD_EVERY, SWITCH, CHECK, STALLED,
+)  # fmt: skip
+
+
+def test_defaults() -> None:
+    settings = Settings.read({})
+    assert settings == Settings(False, None, None, "eplb", 0.0, False, 60.0, "on", None, 64, None)
+    for shared, name in ((False, "exact"), (True, "joint")):
+        assert {phase: of.name for phase, of in settings.policies_for(shared).items()} == both(name)
+
+
+def both(of: Any) -> dict[str, Any]:
+    return dict.fromkeys(PHASES, of)
+
+
+def test_empty_is_unset() -> None:
+    names = [variable.name for variable in COMMON]
+    assert Settings.read(dict.fromkeys(names, "")) == Settings.read({})
+
+
+def test_values() -> None:
+    given = {
+        "ISOLOAD_STRICT": "1", "ISOLOAD_POLICY": "exact:tolerance=0.01",
+        "ISOLOAD_LOADS": "own", "ISOLOAD_PLACER": "trivial", "ISOLOAD_REPORT_SECONDS": "2.5",
+        "ISOLOAD_CHECK_WEIGHTS": "1", "ISOLOAD_STALLED_SECONDS": "5",
+    }  # fmt: skip
+    settings = Settings.read(given)
+    assert settings == Settings(True, "exact:tolerance=0.01", "own", "trivial", 2.5, True, 5.0)
+    for shared in (False, True):  # a policy of routed experts leaves shared ones at home
+        assert settings.policies_for(shared) == both(isoload.POLICIES["exact"](tolerance=0.01))
+
+
+def test_a_policy_for_each_phase() -> None:
+    text = "decode=exact_active, prefill=exact:tolerance=0.01:objective=packed"
+    settings = Settings.read({"ISOLOAD_POLICY": text})
+    exact = isoload.POLICIES["exact"](tolerance=0.01, objective="packed")
+    assert settings.policies_for(False) == {"prefill": exact, "decode": isoload.POLICIES["exact_active"]()}
+    assert settings.phased and not settings.places_shared
+    assert not Settings.read({"ISOLOAD_POLICY": "prefill=lp,decode=lp"}).phased
+
+
+def test_a_phase_of_shared_experts_needs_some() -> None:
+    settings = Settings.read({"ISOLOAD_POLICY": "prefill=joint,decode=exact_active"})
+    assert settings.places_shared
+    assert [of.name for of in settings.policies_for(shared=True).values()] == ["joint", "exact_active"]
+    with pytest.raises(ValueError, match="without --enable-waterfill\\), got 'prefill=joint,decode=exact_"):
+        settings.policies_for(shared=False)
+
+
+def test_the_environment_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ISOLOAD_STRICT", "1")
+    assert Settings.read().strict
+
+
+@pytest.mark.parametrize("switch", [SGLANG, VLLM], ids=lambda switch: switch.name)
+def test_switches(switch: Variable) -> None:
+    assert [is_on(switch, {switch.name: text}) for text in ("", "0", "1")] == [False, False, True]
+    assert not is_on(switch, {})
+    with pytest.raises(ValueError, match=f"{switch.name} must be 0 or 1, got 'true'"):
+        is_on(switch, {switch.name: "true"})
+
+
+BAD = {
+    ("ISOLOAD_STRICT", "2"): "ISOLOAD_STRICT must be 0 or 1, got '2'",
+    ("ISOLOAD_POLICY", "best"): "ISOLOAD_POLICY: policy must be one of",
+    ("ISOLOAD_POLICY", "exact:speed=3"): "ISOLOAD_POLICY: option must be one of",
+    (
+        "ISOLOAD_POLICY",
+        "llep",
+    ): "ISOLOAD_POLICY must not borrow weights, which no engine copies between two batches, got 'llep'",
+    ("ISOLOAD_POLICY", "spill_cost"): "ISOLOAD_POLICY must not borrow weights",
+    **{
+        ("ISOLOAD_POLICY", text): f"ISOLOAD_POLICY must name each of prefill and decode once, got '{text}'"
+        for text in (
+            "prefill=exact",
+            "decode=exact,train=lp",
+            "prefill=exact,prefill=lp,decode=lp",
+            "prefill=exact,decode=lp,",
+            "prefill=exact,lp",
+        )
+    },
+    ("ISOLOAD_POLICY", "prefill=exact,decode=best"): "ISOLOAD_POLICY: policy must be one of",
+    ("ISOLOAD_POLICY", "prefill=,decode=exact"): "ISOLOAD_POLICY: policy must be one of",
+    ("ISOLOAD_POLICY", "prefill=llep,decode=exact"): "ISOLOAD_POLICY must not borrow weights",
+    ("ISOLOAD_LOADS", "all"): "ISOLOAD_LOADS must be one of gathered, own, node, last, got 'all'",
+    ("ISOLOAD_PLACER", "best"): "ISOLOAD_PLACER: placer must be one of",
+    (
+        "ISOLOAD_PLACER",
+        "grace",
+    ): "ISOLOAD_PLACER must place by counts, because an engine records no per-token",
+    **{
+        ("ISOLOAD_PLACER", text): "ISOLOAD_PLACER must fill all slots of the engine, "
+        for text in ("craft", "craft:replicas=4", "scenario:replicas=knee")
+    },
+    **{
+        (
+            "ISOLOAD_POLICY",
+            text,
+        ): "ISOLOAD_POLICY must plan on the engine's device, this policy computes on the CPU"
+        for text in ("lp_sampled:method=affine", "lp_affine", "prefill=lp_affine,decode=lp")
+    },
+    ("ISOLOAD_REPORT_SECONDS", "-1"): "ISOLOAD_REPORT_SECONDS must be a number of at least 0, got '-1'",
+    ("ISOLOAD_REPORT_SECONDS", "often"): "ISOLOAD_REPORT_SECONDS must be a number of at least 0, got 'often'",
+    ("ISOLOAD_REPORT_SECONDS", "inf"): "ISOLOAD_REPORT_SECONDS must be a number of at least 0, got 'inf'",
+    ("ISOLOAD_CHECK_WEIGHTS", "yes"): "ISOLOAD_CHECK_WEIGHTS must be 0 or 1, got 'yes'",
+    ("ISOLOAD_STALLED_SECONDS", "-1"): "ISOLOAD_STALLED_SECONDS must be a number of at least 0, got '-1'",
+    ("ISOLOAD_REPORT_SECONDS", "nan"): "ISOLOAD_REPORT_SECONDS must be a number of at least 0, got 'nan'",
+    ("ISOLOAD_MODE", "dry"): "ISOLOAD_MODE must be one of on, off, shadow, got 'dry'",
+    ("ISOLOAD_MODE", "shadow"): (
+        "ISOLOAD_MODE=shadow must come with ISOLOAD_RECORD or ISOLOAD_REPORT_SECONDS, got neither"
+    ),
+    ("ISOLOAD_RECORD", "/"): "ISOLOAD_RECORD must come with ISOLOAD_MODE=shadow or ISOLOAD_SWITCH, got 'on'",
+    ("ISOLOAD_RECORD_EVERY", "0"): "ISOLOAD_RECORD_EVERY must be a whole number of at least 1, got '0'",
+    ("ISOLOAD_RECORD_EVERY", "2.5"): "ISOLOAD_RECORD_EVERY must be a whole number of at least 1, got '2.5'",
+}
+
+
+def test_shadow_mode_is_of_exact_and_writes_where_a_folder_is(tmp_path: Path) -> None:
+    shadow = {"ISOLOAD_MODE": "shadow", "ISOLOAD_RECORD": str(tmp_path)}
+    settings = Settings.read(shadow | {"ISOLOAD_RECORD_EVERY": "8"})
+    assert (settings.mode, settings.record, settings.record_every) == ("shadow", str(tmp_path), 8)
+    with pytest.raises(ValueError, match="ISOLOAD_RECORD must be a folder that is there, got '/gone'"):
+        Settings.read(shadow | {"ISOLOAD_RECORD": "/gone"})
+    with pytest.raises(
+        ValueError, match="ISOLOAD_POLICY must be exact where ISOLOAD_MODE is shadow, got 'lp'"
+    ):
+        Settings.read(shadow | {"ISOLOAD_POLICY": "lp"})
+    with pytest.raises(ValueError, match="ISOLOAD_SWITCH must come with ISOLOAD_MODE=on, got 'shadow'"):
+        Settings.read(shadow | {"ISOLOAD_SWITCH": "file"})
+    with pytest.raises(
+        ValueError, match="ISOLOAD_POLICY must be exact where ISOLOAD_SWITCH is given, got 'lp'"
+    ):
+        Settings.read({"ISOLOAD_SWITCH": "file", "ISOLOAD_POLICY": "lp"})
+    for given in (shadow, {"ISOLOAD_SWITCH": "file"}):
+        with pytest.raises(ValueError, match="ISOLOAD_POLICY must be exact where .*, got 'prefill=exact,"):
+            Settings.read(given | {"ISOLOAD_POLICY": "prefill=exact,decode=exact_active"})
+    switched = Settings.read({"ISOLOAD_SWITCH": "file", "ISOLOAD_RECORD": str(tmp_path)})
+    assert (switched.mode, switched.switch, switched.record) == ("on", "file", str(tmp_path))
+
+
+@pytest.mark.parametrize(("name", "value"), BAD)
+def test_refuses(name: str, value: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(BAD[name, value])):
+        Settings.read({name: value})
+
+
+@pytest.mark.parametrize("loads", ["own", "node", "last"])
+@pytest.mark.parametrize(
+    "policy",
+    ["dynamic", "lp", "grace_sampled", "joint", "prefill=exact,decode=lp", "prefill=lp,decode=exact"],
+)
+def test_a_policy_of_all_counts_needs_them(loads: str, policy: str) -> None:
+    """Whether the variable says so or the door."""
+    given = {"ISOLOAD_POLICY": policy}
+    message = f"ISOLOAD_POLICY must be exact where ISOLOAD_LOADS is {loads}: .*, got '{policy}'"
+    with pytest.raises(ValueError, match=message):
+        Settings.read(given | {"ISOLOAD_LOADS": loads})
+    with pytest.raises(ValueError, match=message):
+        Settings.read(given).loads_for(loads)
+    assert Settings.read(given | {"ISOLOAD_LOADS": "gathered"}).loads_for(loads) == "gathered"
+    assert Settings.read({}).loads_for(loads) == loads
+
+
+@pytest.mark.parametrize("policy", ["joint", "waterfill", "shared_local", "waterfill_sampled"])
+def test_a_policy_of_shared_experts_needs_some(policy: str) -> None:
+    settings = Settings.read({"ISOLOAD_POLICY": policy})
+    assert settings.policies_for(shared=True)["decode"].name == policy
+    with pytest.raises(ValueError, match=f"without --enable-waterfill\\), got '{policy}'"):
+        settings.policies_for(shared=False)
+
+
+@pytest.mark.parametrize(("page", "switch"), [("sglang", SGLANG), ("vllm", VLLM)])
+def test_documented_where_the_plug_in_is(page: str, switch: Variable) -> None:
+    """Name, values, default and meaning of every variable, in order; of those of both engines alike."""
+    pages = [(ROOT / "docs" / f"{name}.md").read_text() for name in (page, "sglang")]
+    rows, others = (
+        re.findall(r"^\| `(ISOLOAD_\w+)` \| (.+?) \| (.+?) \| (.+?) \|$", text, re.M) for text in pages
+    )
+    wanted = [(v.name, f"`{v.default}`" if v.default else "empty") for v in (switch, *COMMON)]
+    assert [row[::2] for row in rows] == wanted and rows[1:] == others[1:]

@@ -1,0 +1,213 @@
+"""Megatron-Core's MoE layer with isoload's dispatcher: outputs, gradients and steps of its own dispatchers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron_on_cpu import EXPERTS, HIDDEN, join, make_layer
+
+import isoload
+from isoload.engines.megatron import chosen_experts
+from isoload.integrations import megatron
+from support.processes import run_ranks
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "llep": {"min_chunk": 1, "threshold": 1.0},
+    "spill_cost": {"expert_bytes": 10.0, "min_chunk": 1},
+    "hedge": {},
+    "exact": {},
+    "dynamic": {},
+    "none": {},
+}
+
+
+def replicas(ranks: int) -> isoload.Placement:
+    """Megatron's homes, and two more slots on every rank for the next rank's first experts."""
+    own = EXPERTS // ranks
+    slots = [
+        expert
+        for rank in range(ranks)
+        for expert in (
+            *range(rank * own, (rank + 1) * own),
+            *(((rank + 1) % ranks) * own + i for i in (0, 1)),
+        )
+    ]
+    homes = torch.tensor([[e // own * (own + 2) + e % own for e in range(EXPERTS)]], dtype=torch.int32)
+    return isoload.Placement(
+        torch.tensor([slots], dtype=torch.int32), isoload.Topology(ranks), EXPERTS, home_slot=homes
+    )
+
+
+def train(layer: Any, rows: torch.Tensor, steps: int) -> dict[str, Any]:
+    """Outputs and gradients of the first step, the weights after the last; two micro-batches are in flight at once."""
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    found: dict[str, Any] = {}
+    for step in range(steps):
+        x = rows.clone().requires_grad_()
+        optimizer.zero_grad()
+        output, bias = layer(x)
+        other, _ = layer(0.5 * x.flip(-1))
+        assert bias is None
+        (torch.cat([output, other]) * torch.linspace(0.5, 1, HIDDEN)).square().mean().backward()
+        if step == 0:
+            found |= {"output": output.detach(), "x.grad": x.grad}
+            found |= {f"{name}.grad": p.grad.clone() for name, p in layer.named_parameters()}
+        dist.all_reduce(layer.router.weight.grad)  # as Megatron's data parallelism does
+        optimizer.step()
+    return found | {name: p.detach().clone() for name, p in layer.named_parameters()}
+
+
+def body(rank: int, ranks: int, policy: str, stock: str, tokens: int, options: dict[str, Any]) -> Any:
+    join(ranks)
+    rows = torch.randn(tokens, 2, HIDDEN, generator=torch.Generator().manual_seed(rank))
+    expected = train(make_layer(stock, ranks, **options), rows, 3)
+    layer = make_layer(stock, ranks, **options)
+    keys = list(layer.state_dict())
+    placement = replicas(ranks) if not isoload.POLICIES[policy]().borrows else None
+    (dispatcher,) = megatron.balance(layer, policy, placement=placement, **OPTIONS[policy])
+    got = train(layer, rows, 3)
+    assert list(layer.state_dict()) == keys
+    assert got.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(got[name], value, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+    plan, loads = dispatcher.balancer.last_plan, dispatcher.balancer.last_loads
+    bytes_ = dispatcher.group.traffic.bytes
+    stock_peak = int(loads.sum(0).view(ranks, -1).sum(1).max())
+    return (
+        None if plan.peak is None else int(plan.peak),
+        stock_peak,
+        bytes_["borrow"],
+        bytes_["borrowed gradients"],
+    )
+
+
+@pytest.mark.parametrize("stock", ["alltoall", "allgather"])
+@pytest.mark.parametrize("policy", OPTIONS)
+def test_outputs_gradients_and_steps_are_megatrons(policy: str, stock: str) -> None:
+    found = run_ranks(body, 2, 2, policy, stock, 12, {})
+    for peak, stock_peak, *_ in found:
+        if policy in ("llep", "hedge", "exact"):
+            assert peak < stock_peak
+    lent, returned = (sum(sent[i] for sent in found) for i in (2, 3))
+    assert lent == returned and (lent > 0) == (policy != "none")
+
+
+def test_experts_with_biases_and_four_ranks() -> None:
+    found = run_ranks(body, 4, 4, "llep", "alltoall", 12, {"add_bias_linear": True})
+    assert sum(lent for *_, lent, _ in found) > 0
+
+
+def uneven(rank: int) -> tuple[float, int]:
+    """One token against nine, all to experts of rank 0."""
+    join(2)
+    rows = torch.randn((1, 9)[rank], 1, HIDDEN, generator=torch.Generator().manual_seed(5)).abs()
+    made = []
+    for balanced in (False, True):
+        layer = make_layer("alltoall", 2)
+        with torch.no_grad():
+            layer.router.weight.copy_(-torch.linspace(0.1, 1, EXPERTS).unsqueeze(1).expand(-1, HIDDEN))
+        dispatchers = megatron.balance(layer, "llep") if balanced else []
+        made.append(train(layer, rows, 2))
+    (dispatcher,) = dispatchers
+    differences = [float((made[1][name] - value).abs().max()) for name, value in made[0].items()]
+    return max(differences), int(dispatcher.balancer.last_plan.quota.view(2, -1).sum(1)[1])
+
+
+def test_unequal_tokens_and_a_rank_without_copies() -> None:
+    for difference, of_rank_1 in run_ranks(uneven, 2):
+        assert difference < 1e-5 and of_rank_1 == 0
+
+
+def refusals(rank: int) -> list[str]:
+    join(2)
+    found = []
+
+    def refused(layer: Any, **how: Any) -> None:
+        with pytest.raises(ValueError) as error:
+            megatron.balance(layer, **how)
+        found.append(str(error.value))
+
+    refused(torch.nn.Linear(2, 2))
+    for name, value in {
+        "moe_expert_capacity_factor": 1.0,
+        "gradient_accumulation_fusion": True,
+        "moe_apply_probs_on_input": True,
+        "fp8": "e4m3",
+        "transformer_impl": "inference_optimized",
+    }.items():
+        layer = make_layer("alltoall", 2)
+        setattr(layer.config, name, value)
+        refused(layer)
+    layer = make_layer("alltoall", 2)
+    layer.experts = torch.nn.Identity()
+    refused(layer)
+    other = isoload.place(torch.arange(EXPERTS)[None] + 1, isoload.Topology(2), EXPERTS // 2 + 1)
+    refused(make_layer("alltoall", 2), placement=other)
+    refused(make_layer("alltoall", 2), placement=isoload.place(torch.ones(1, 4), isoload.Topology(2)))
+    refused(make_layer("alltoall", 2), policy="llep" if rank else "spill_cost")
+    return found
+
+
+def test_what_is_refused() -> None:
+    first, second = run_ranks(refusals, 2)
+    assert (
+        first[:7]
+        == second[:7]
+        == [
+            "model must have a MoELayer, got a Linear without",
+            "moe_expert_capacity_factor must be None, got 1.0",
+            "gradient_accumulation_fusion must be False, got True",
+            "moe_apply_probs_on_input must be False, got True",
+            "fp8 must be None, got 'e4m3'",
+            "transformer_impl must not replace token dispatchers as its inference runs, got 'inference_optimized'",
+            "experts must be a SequentialMLP, got a Identity",
+        ]
+    )
+    assert "at home on rank 0, got" in first[7]
+    assert "placement must be of num_moe_experts=8 and no shared experts, got 4 and 0" in first[8]
+    assert "policy" in first[9] and "policy" in second[9]
+
+
+def test_more_choices_than_top_k_are_refused() -> None:
+    chosen = torch.tensor([[True, False, True], [False, False, True]])
+    assert chosen_experts(chosen, 2).tolist() == [[0, 2], [2, -1]]
+    with pytest.raises(
+        ValueError, match="routing_map must choose at most moe_router_topk=1 experts per token"
+    ):
+        chosen_experts(chosen, 1)
+
+
+def one_rank_chooses_too_many(rank: int) -> str:
+    join(2)
+    (dispatcher,) = megatron.balance(make_layer("alltoall", 2), **OPTIONS["llep"])
+    chosen = torch.zeros(3, EXPERTS, dtype=torch.bool)
+    chosen[:, : 2 + rank] = True
+    rows, weights = dispatcher.dispatch_preprocess(torch.zeros(3, 1, HIDDEN), chosen, chosen.float())
+    with pytest.raises(ValueError) as error:
+        dispatcher.token_dispatch(rows, weights)
+    return str(error.value)
+
+
+def test_a_rank_that_fails_tells_the_others() -> None:
+    other, own = run_ranks(one_rank_chooses_too_many, 2)
+    assert own == "routing_map must choose at most moe_router_topk=2 experts per token"
+    assert "rank 1" in other
+
+
+def lose_a_loan(rank: int) -> str:
+    """A plan whose weights do not travel: the copies must not vanish."""
+    join(2)
+    layer = make_layer("alltoall", 2)
+    (dispatcher,) = megatron.balance(layer, "exact", placement=replicas(2))
+    dispatcher._slots = lambda: [-1] * dispatcher.balancer.placement.num_slots
+    with pytest.raises(RuntimeError) as error:
+        layer(torch.randn(8, 1, HIDDEN, generator=torch.Generator().manual_seed(rank)))
+    return str(error.value)
+
+
+def test_copies_without_weights_raise() -> None:
+    for said in run_ranks(lose_a_loan, 2):
+        assert "copies must come to experts of this rank" in said

@@ -1,0 +1,99 @@
+"""SGLang's own resolution of arguments accepts every launch that README and docs show and that advise prints."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from model_configs import make_configs
+from sglang.srt.server_args import ServerArgs, prepare_server_args
+
+import isoload
+from isoload.advise.candidates import NOW, Candidate, grid
+from isoload.advise.launch import flags
+from isoload.formats.launch import launch_line
+from support.documents import launch_words, launches
+
+ROOT = Path(__file__).parents[2]
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+DOCUMENTED = [line for page in PAGES for line in launches(page, "sglang.launch_server")]
+LEFT_OUT = "--model-path Qwen/Qwen3-235B-A22B --tp 8 --ep-size 8"  # where a line has an ellipsis
+TOPOLOGIES = {"one node": isoload.Topology(8), "two nodes": isoload.Topology(16, 8)}
+GATHERED = ("exact", "node")  # which advise offers for the DeepSeek family alone
+CANDIDATES = [candidate for candidate in grid(4, nodes=2) if candidate != NOW]
+
+
+@pytest.fixture(autouse=True)
+def environment() -> Iterator[None]:
+    """Resolution writes environment variables, which end with the test."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """In place of the published models, whose files are not here."""
+    return make_configs(tmp_path_factory.mktemp("models"))
+
+
+def resolve(words: list[str], model: Path) -> ServerArgs:
+    """Resolve and check arguments as the start of a server for GPUs does, with another model."""
+    args = prepare_server_args([*words, "--model-path", str(model), "--device", "cuda"])
+    args.resolve_once()
+    args.check_server_args()
+    return args
+
+
+@pytest.mark.parametrize("line", DOCUMENTED)
+def test_documented_launches_start(line: str, models: dict[str, Path]) -> None:
+    words = launch_words(line.replace("…", LEFT_OUT))
+    options = words[words.index("sglang.launch_server") + 1 :]
+    (model,) = [models[name] for name in models if name in options[options.index("--model-path") + 1]]
+    args = resolve(options, model)
+    assert args.ep_dispatch_algorithm in ("dynamic", "lp"), "isoload attaches to these"
+    if "--enable-eplb" in options:
+        assert (args.eplb_algorithm == "isoload") != ("ISOLOAD_MODE=shadow" in words)
+
+
+def test_all_pages_were_read() -> None:
+    assert len(DOCUMENTED) >= 6 and sum("ISOLOAD_MODE=shadow" in line for line in DOCUMENTED) == 1
+
+
+@pytest.mark.parametrize("algorithm", ["static", "lp"])
+def test_resolution_refuses_what_would_not_start(algorithm: str, models: dict[str, Path]) -> None:
+    """Each replica is chosen per rank there, while all ranks compute all tokens: no all-to-all backend is given."""
+    words = (
+        f"--tp 8 --ep-size 8 --ep-num-redundant-experts 16 --ep-dispatch-algorithm {algorithm} --enable-eplb"
+    )
+    with pytest.raises(ValueError, match=f"--ep-dispatch-algorithm {algorithm} picks a different"):
+        resolve(words.split(), models["Qwen3"])
+
+
+@pytest.mark.parametrize("model", ["DeepSeek-V3", "Qwen3", "gpt-oss"])
+@pytest.mark.parametrize("nodes", TOPOLOGIES)
+@pytest.mark.parametrize("candidate", CANDIDATES, ids=lambda candidate: candidate.label)
+def test_printed_flags_start(candidate: Candidate, nodes: str, model: str, models: dict[str, Path]) -> None:
+    """With the ranks, the slots and the all-to-all that advise has modelled."""
+    if candidate.split in GATHERED and model != "DeepSeek-V3":
+        return
+    topology = TOPOLOGIES[nodes]
+    place, *lines = flags("sglang", candidate, topology, 20, "trace.npz")
+    assert place.startswith("isoload place ")
+    options = [word for word in launch_words(" ".join(lines)) if not word.startswith("ISOLOAD_")]
+    args = resolve(options, models[model])
+    assert args.moe_a2a_backend == "deepep" and args.init_expert_location == "placement.json"
+    assert args.ep_num_redundant_experts == topology.num_ranks * candidate.more
+    assert args.tp_size == args.ep_size == topology.num_ranks and args.nnodes == topology.num_nodes
+
+
+def test_what_place_prints_starts(models: dict[str, Path]) -> None:
+    """As printed, without an option for the dispatch: SGLang takes one that suits a start from a file."""
+    placement = isoload.place(torch.ones(2, 128), isoload.Topology(8), 18)
+    args = resolve(launch_words(launch_line(placement, "sglang", "placement.json", 8)), models["Qwen3"])
+    assert args.init_expert_location == "placement.json" and args.ep_num_redundant_experts == 16
+    assert args.tp_size == args.ep_size == 8
