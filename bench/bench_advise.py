@@ -23,8 +23,9 @@ import numpy as np
 import torch
 
 import isoload
-from isoload.advise import MODELS, Question, advise, judge_by
-from isoload.advise.constants import layer_time
+from isoload.analysis.advice import Question, advise
+from isoload.analysis.loads import judge_by
+from isoload.analysis.models import MODELS, layer_time
 from isoload.traces import Trace, read_trace
 from lib import table
 from lib.harness import command, write_results

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 import isoload
-from isoload import ops, predict
+from isoload import ops
+from isoload.balancing import prediction
 from isoload.placement.placed_layers import PlacedLayers
 from lib.harness import begin, measure, write_results
 
@@ -30,7 +31,9 @@ def op_calls(loads: Tensor, placed: PlacedLayers) -> dict[str, Callable[[], Any]
     """Of loads [R, E]."""
     slots, homes, sums = placed.slot_to_expert, placed.home_slot, loads.sum(0, dtype=torch.int32)
     draw = torch.Generator().manual_seed(0)
-    linear = predict.Linear([torch.randint(-(2**16), 2**16, (2, EXPERTS, EXPERTS), generator=draw).double()])
+    linear = prediction.Linear(
+        [torch.randint(-(2**16), 2**16, (2, EXPERTS, EXPERTS), generator=draw).double()]
+    )
     room = {"num_ranks": RANKS, "spare_slots": SPARE}
     level = ops.plan_fill(sums, slots, homes, **room).slot_to_expert
     return {

@@ -41,8 +41,8 @@ import torch
 
 import isoload
 from isoload.analysis.simulate import ReplaySettings, replay
+from isoload.placers.base import make_scenarios
 from isoload.placers.grace import bounded, clusters, co_activation, ragged
-from isoload.placers.scenarios import make_scenarios
 from isoload.traces import Trace, read_trace
 from lib import table
 from lib.harness import command, read_results, write_results

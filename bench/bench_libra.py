@@ -35,11 +35,11 @@ import torch
 from torch import Tensor
 
 import isoload
-from isoload import predict
 from isoload.analysis.batches import SourceBatch
 from isoload.analysis.metrics import count_routed
 from isoload.analysis.prediction import Forecast
 from isoload.balancing import planning
+from isoload.balancing import prediction as predict
 from isoload.policies import Policy, make_policy, parse_policy
 from isoload.policies.shared import rank_copies
 from isoload.traces import read_trace

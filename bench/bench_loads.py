@@ -39,9 +39,8 @@ from numpy.typing import NDArray
 
 import isoload
 from isoload import ops
-from isoload.balancing.own_counts import offsets
-from isoload.balancing.own_counts.targets import exact_quota, scaled
-from isoload.policies.static import StaticPolicy
+from isoload.balancing.targets import exact_quota, offsets, scaled
+from isoload.policies.exact import StaticPolicy
 from isoload.traces import read_trace
 from lib import table
 from lib.harness import command, write_results

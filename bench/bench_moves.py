@@ -25,8 +25,7 @@ import torch
 
 import isoload
 from isoload.traces import read_trace
-from isoload.weights.layout import keep_rows
-from isoload.weights.moves import Move
+from isoload.weights.layout import Move, keep_rows
 from isoload.weights.schedule import plan_moves
 from lib import table
 from lib.harness import command, write_results

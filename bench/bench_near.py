@@ -30,7 +30,7 @@ import torch
 
 import isoload
 from isoload.analysis.judge import even_imbalance
-from isoload.placers import near
+from isoload.placers import scenario as near
 from isoload.traces import Trace, read_trace
 from lib import table
 from lib.harness import command, read_results, write_results

@@ -1,4 +1,4 @@
-"""Rows that others published about balancing experts, beside what isoload.times and isoload.advise predict.
+"""Rows that others published about balancing experts, beside what isoload.times and isoload.analysis predict.
 
 Fairness ledger
 - Theirs: figures as published; those of a plot alone are left out. Ours: a range, from an all-to-all that even rows
@@ -25,9 +25,9 @@ import numpy as np
 import torch
 
 import isoload
-from isoload.advise import Candidate, Model, Question, advise, judge_by
-from isoload.advise.constants import layer_time
-from isoload.analysis.advice import PLAN_US
+from isoload.analysis.advice import PLAN_US, Candidate, Question, advise
+from isoload.analysis.loads import judge_by
+from isoload.analysis.models import Model, layer_time
 from isoload.balancing.planning import plan
 from isoload.placement.placement import Placement
 from isoload.placers import place

@@ -7,7 +7,7 @@ Fairness ledger
   replicas as it takes; not where tokens are drawn). Both have weights by the predicted loads. All policies share one.
 - weighted random = grace_sampled:locality=False (Algorithm 4), locality-first = grace_sampled (Algorithm 5); grace cuts
   in the same proportions. exact:objective=local has the given tolerance over the least peak.
-- All figures are counted from routed slots (isoload.replay): rows = distinct token x destination rank, per token and
+- All figures are counted from routed slots (isoload.analysis): rows = distinct token x destination rank, per token and
   layer; node_dispatch_rows = distinct token x other node, as dispatch by nodes sends them. Deviation of the rank loads
   over their mean, mean; idle = sum(max - load) / (R max). saved = rows between nodes less than weighted random, % of
   those that locality-first saves. No figure is a time.

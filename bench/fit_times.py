@@ -31,9 +31,9 @@ from typing import Any
 
 import numpy as np
 
+from isoload.analysis.measuring import fit_curve
 from isoload.times import AllToAllTime, ExpertTime, available
 from isoload.times.exchanges import STEPS, Curve
-from isoload.times.fitting import fit_curve
 from lib import times_tables as tables
 from lib.harness import begin, command, write_results
 from lib.table import Columns, show

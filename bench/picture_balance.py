@@ -23,10 +23,9 @@ import numpy.typing as npt
 import torch
 
 import isoload
-from isoload.analysis.batches import make_batches
+from isoload.analysis.batches import calibration_folds, make_batches
 from isoload.analysis.simulate import default_slots_per_rank
 from isoload.policies import make_policy, parse_policy
-from isoload.replay.calibration import calibration_folds
 
 ROOT = Path(__file__).parent.parent
 TRACE = ROOT / "examples" / "traces" / "gptoss20b_decode.npz"

@@ -23,7 +23,7 @@ STABLE_TORCH_LIBRARY_IMPL(isoload, CUDA, m) { ISOLOAD_OPS(ISOLOAD_IMPLEMENT) }
 
 }  // namespace isoload
 
-// The rules of the device's error word, a line each, for python/isoload/ops/device_errors.py.
+// The rules of the device's error word, a line each, for python/isoload/ops/library.py.
 extern "C" [[gnu::visibility("default")]] const char* isoload_fault_rules() {
 #define ISOLOAD_LINE(bit, rule) rule "\n"
   return ISOLOAD_FAULTS(ISOLOAD_LINE);

@@ -24,8 +24,8 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.hooks import RemovableHandle
 
 from isoload import MoE
+from isoload.balancing.prediction import Lookahead
 from isoload.layer.routers import Routing
-from isoload.predict import Lookahead
 from isoload.traces import count_batches
 
 BORROW_STAGES = ("borrow", "borrow backward", "borrowed gradients")

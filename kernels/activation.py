@@ -2,7 +2,7 @@
 
 Shapes: C places of which the first ends[-1] hold copies (a number on the device, so the host never waits), width I.
 The tail behind them is neither read nor written. The twins are SwiGLU and ClampedGLU in isoload.weights.experts and
-_AddBias in isoload.experts.grouped_linear.
+_AddBias in isoload.weights.compute.
 """
 
 from __future__ import annotations

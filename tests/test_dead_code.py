@@ -14,7 +14,7 @@ from support.liveness import find_dead
 ROOT = Path(__file__).parent.parent
 # Megatron's MoE layer calls its dispatcher's stages by name, transformers' Trainer its own methods, click a group's.
 CALLED = [
-    "isoload.cli.errors.Group",
+    "isoload.cli.options.Group",
     "isoload.engines.megatron.BalancedTokenDispatcher",
     "isoload.engines.huggingface.BalancedTraining",
 ]

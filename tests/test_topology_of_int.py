@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 import isoload
 from isoload import Topology
-from isoload.advise import Question, find_model
-from isoload.advise.constants import layer_time, layer_times
+from isoload.analysis.advice import Question
+from isoload.analysis.models import find_model, layer_time, layer_times
 from isoload.analysis.timeline import timeline
 from isoload.layer import LibraStack
 from isoload.times import cost
@@ -107,7 +107,7 @@ def test_a_file_of_an_engine_is_read_with_a_number(tmp_path: Path) -> None:
 
 def takers() -> Iterator[Any]:
     """The public callables with a parameter named topology: names of some ``__all__``, and their class methods."""
-    skipped = ("isoload.kernels", "isoload.__main__", "isoload._C", "isoload.integrations.megatron")
+    skipped = ("isoload.kernels", "isoload.__main__", "isoload._C", "isoload.engines.megatron")
     names = [m.name for m in pkgutil.walk_packages(isoload.__path__, "isoload.")]
     for module in map(import_module, ["isoload", *(n for n in names if not n.startswith(skipped))]):
         for name in getattr(module, "__all__", ()):

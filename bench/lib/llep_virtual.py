@@ -18,9 +18,9 @@ from torch import Tensor
 
 import isoload
 from isoload import ops
+from isoload.checks import values_readable
 from isoload.ops import group_copies
 from isoload.ops.counting import gather_copies
-from isoload.value_checks import values_readable
 from isoload.weights.borrowing import NUM_BUFFERS
 from isoload.weights.compute import count_copies, run_experts
 from isoload.weights.experts import ExpertWeights, SwiGLU

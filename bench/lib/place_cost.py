@@ -15,8 +15,8 @@ import torch
 
 import isoload
 from isoload.placers import Room, Scenarios, make_placer
+from isoload.placers.base import make_scenarios
 from isoload.placers.compiled import num_threads
-from isoload.placers.scenarios import make_scenarios
 from lib.harness import measure
 from lib.place_cases import CASES, PLACERS, Rows, read
 

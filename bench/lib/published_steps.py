@@ -1,6 +1,6 @@
 """A step of DeepSeek-V3 as the sum of its measured kernels, for rows that others published.
 
-MoE layers by isoload.times and isoload.advise, on copies drawn from recorded counts; attention and dense GEMMs read
+MoE layers by isoload.times and isoload.analysis, on copies drawn from recorded counts; attention and dense GEMMs read
 from the wheel aiconfigurator-core (extra `[times]`): SGLang's MLA module with its projections and DeepGEMM's fp8
 matrices on an H100. Kernels run one after the other on the whole batch: nothing is overlapped.
 """
@@ -15,9 +15,8 @@ import numpy as np
 import torch
 
 import isoload
-from isoload.advise import MODELS, Candidate
-from isoload.advise.candidates import sent
-from isoload.advise.constants import layer_time
+from isoload.analysis.advice import Candidate, sent
+from isoload.analysis.models import MODELS, layer_time
 from isoload.analysis.timeline import Floats, rows_between
 from isoload.balancing.planning import plan_layers, share
 from isoload.placement.placement import Placement

@@ -14,8 +14,9 @@ import isoload
 import isoload.balancing.balancer
 import isoload.layer.moe
 import isoload.layer.two_stage
-from isoload import predict
-from isoload.transport import CollectiveTransport, LocalTransport, gathered_tokens
+from isoload.balancing import prediction
+from isoload.transport import CollectiveTransport, LocalTransport
+from isoload.transport import transport as gathered_tokens
 from lib.clocks import Timer
 from lib.dispatch_setting import Setting
 from lib.dispatch_stages import Batch, LayerBench, StageClock, check_error
@@ -44,10 +45,10 @@ LINES = [
 ]
 
 
-class Told(predict.TokensPredictor):
+class Told(prediction.TokensPredictor):
     """Predicts what it is told, after the work of a lookahead: the next gate's product and its choice."""
 
-    reads: predict.base.Reads = "rows"
+    reads: prediction.base.Reads = "rows"
 
     def __init__(self, num_layers: int, experts: int, hidden: int, top_k: int, like: Tensor) -> None:
         self.num_layers, self.top_k = num_layers, top_k

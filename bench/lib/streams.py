@@ -15,10 +15,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from isoload.analysis.batches import Batches, SourceBatch, make_batches
+from isoload.analysis.batches import Batches, Fold, SourceBatch, make_batches
 from isoload.placement.placement import Placement
 from isoload.placers import place
-from isoload.replay.calibration import Fold
 from isoload.topology import Topology
 from isoload.traces import Trace, read_trace
 from isoload.traces.record import Ints

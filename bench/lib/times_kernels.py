@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from isoload.analysis.measuring import fit_kernel
 from isoload.times import ExpertTime, LayerTime
-from isoload.times.fitting import fit_kernel
 from lib import times_tables as tables
 from lib.times_loads import busiest, even_loads, even_rows, rank_rows, seeded
 from lib.times_tables import Group, Row

@@ -10,7 +10,7 @@ from numbers import Integral
 import torch
 from torch import Tensor
 
-from isoload.value_checks import may_be_kept
+from isoload.checks import may_be_kept
 
 NOMINAL_TICKS = 1024  # cost of one token copy on a rank of speed 1.0
 MAX_TICKS = 1 << 20  # loads stay below 2^31 copies, so a rank's cost stays below 2^51

@@ -12,22 +12,10 @@ import pytest
 import torch
 
 import isoload
-from isoload.advise import (
-    MODELS,
-    Candidate,
-    Judged,
-    Model,
-    Question,
-    advise,
-    find_model,
-    guessed_trace,
-    judge_by,
-)
-from isoload.advise.candidates import NOW, grid, placed, sent, targets
-from isoload.advise.constants import layer_time
-from isoload.advise.launch import flags
-from isoload.analysis.advice import PLAN_US
-from isoload.analysis.models import WEIGHT_BYTES
+from isoload.analysis.advice import NOW, PLAN_US, Candidate, Question, advise, grid, placed, sent, targets
+from isoload.analysis.details import flags
+from isoload.analysis.loads import Judged, guessed_trace, judge_by
+from isoload.analysis.models import MODELS, WEIGHT_BYTES, Model, find_model, layer_time
 from isoload.analysis.timeline import rows_between
 from isoload.balancing.planning import plan_layers
 from isoload.times import AllToAllTime, ExpertTime, LayerTime

@@ -7,7 +7,7 @@ import torch
 import isoload
 from isoload.analysis import simulate
 from isoload.analysis.simulate import ReplaySettings
-from isoload.balancing.own_counts import offsets
+from isoload.balancing.targets import offsets
 from isoload.cli.replay import replay_header, replay_warnings
 from isoload.ops.tables import ReplicaTables
 from isoload.traces import Trace

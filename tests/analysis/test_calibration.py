@@ -2,7 +2,7 @@
 
 import pytest
 
-from isoload.replay.calibration import CALIBRATIONS, Fold, calibration_folds, strictest
+from isoload.analysis.batches import CALIBRATIONS, Fold, calibration_folds, strictest
 
 
 def test_first_half():

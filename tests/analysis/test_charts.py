@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from isoload.analysis import pages
-from isoload.report import figure, is_page, page, section, table
+from isoload.analysis.pages import figure, is_page, page, section, table
 from support.pages import read_page
 
 

@@ -8,11 +8,20 @@ import numpy as np
 import pytest
 
 import isoload
-from isoload.advise import Candidate, Judged, Model, Question, advise, judge_by
-from isoload.advise.candidates import NOW
-from isoload.advise.constants import layer_times
-from isoload.analysis.advice import PLAN_US, layer_ms, run, saved_ms, step_ms
+from isoload.analysis.advice import (
+    NOW,
+    PLAN_US,
+    Candidate,
+    Question,
+    advise,
+    layer_ms,
+    run,
+    saved_ms,
+    step_ms,
+)
 from isoload.analysis.details import EXCHANGE, EXPERTS, PLANNING, TOKENS, by_tokens, scaled, sensitivity
+from isoload.analysis.loads import Judged, judge_by
+from isoload.analysis.models import Model, layer_times
 from isoload.times import AllToAllTime, ExpertTime, LayerTime
 from isoload.times.exchanges import Curve
 from isoload.traces import Trace

@@ -13,10 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from isoload.advise.constants import measured_layer
 from isoload.analysis import measuring
 from isoload.analysis.measuring import Machine, expert_designs, isoload_experts, local_slots, make_machine
-from isoload.analysis.models import Model
+from isoload.analysis.models import Model, measured_layer
 from isoload.cli.processes import run_ranks
 from isoload.times import Times, load
 from isoload.times.experts import kernel_us
@@ -115,7 +114,7 @@ def test_one_rank_writes_what_advise_reads(small: None, tmp_path: Path) -> None:
     assert times.dispatch is None and times.move_us is None and times.speeds == (1.0,)
     assert set(times.plan_us) == {"exact", "own"} and min(times.plan_us.values()) > 0
     path = tmp_path / "times.json"
-    from isoload.files.writing import write_json
+    from isoload.files import write_json
 
     write_json(times.to_json(), str(path))
     assert load(path).experts.hidden == 32

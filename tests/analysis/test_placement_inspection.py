@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 import isoload
 from isoload.analysis.inspection import inspect_placement
 from isoload.cli.app import app
-from isoload.placers.budget import assign
+from isoload.placers.craft import assign
 from isoload.placers.eplb import pack_into
 from isoload.traces import Identity, Trace, write_trace
 from support.documents import PLAIN

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 import isoload
-from isoload.analysis.batches import SourceBatch, make_batches
+from isoload.analysis.batches import Fold, SourceBatch, make_batches
 from isoload.analysis.prediction import Forecast
 from isoload.analysis.simulate import Replay, ReplaySettings, replay
-from isoload.predict import fit, tabulate
-from isoload.replay.calibration import Fold
+from isoload.balancing.prediction import fit, tabulate
 from isoload.traces import Trace
 
 LAYERS, EXPERTS, K, RANKS, TOKENS = 3, 16, 2, 4, 64

@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 
 import isoload
-from isoload.advise import Question, find_model, judge_by
-from isoload.advise.candidates import Candidate, placed
-from isoload.advise.constants import layer_time
-from isoload.advise.recorded import imbalances, phases, sent_by_rank, served_runs, tokens_of, trace_of
-from isoload.analysis.advice import PLAN_US, saved_ms, step_ms
+from isoload.analysis.advice import PLAN_US, Candidate, Question, placed, saved_ms, step_ms
+from isoload.analysis.loads import judge_by
+from isoload.analysis.models import find_model, layer_time
 from isoload.analysis.rank_loads import read_recorded
+from isoload.analysis.server import imbalances, phases, sent_by_rank, served_runs, tokens_of, trace_of
 from isoload.analysis.simulate import ReplaySettings, replay
 from isoload.traces import Trace
 from support.recorded_runs import by_turns, save_run
@@ -49,7 +48,7 @@ def run(tmp_path: Path, request: pytest.FixtureRequest) -> tuple[Any, list[list[
 
 
 def test_figures_are_those_of_a_replay(run: tuple[Any, list[list[Any]]]) -> None:
-    """isoload.replay of the tokens on the engine's placement; as routed, from the slots of each token."""
+    """isoload.analysis of the tokens on the engine's placement; as routed, from the slots of each token."""
     recorded, passes = run
     found = phases(recorded)
     assert [(of.name, of.batches) for of in found] == [("decode", (0, 2, 3, 5)), ("prefill", (1, 4))]

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import isoload
 from isoload import Balancer, CollectiveGroup, LocalGroup
-from isoload.shared_experts import without_shared_slots
+from isoload.policies.plan import without_shared_slots
 from support.processes import run_ranks
 from support.small_batches import EXPERTS, LAYERS, RANKS, draw_ids, gather, make_placement, make_topology
 from support.sweeps import first

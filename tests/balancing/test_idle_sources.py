@@ -13,8 +13,7 @@ from torch import Tensor
 
 import isoload
 from isoload import Balancer, LocalGroup
-from isoload.balancing.own_counts import offsets
-from isoload.balancing.own_counts.targets import strength
+from isoload.balancing.targets import offsets, strength
 from support.small_batches import EXPERTS, RANKS, make_placement, make_topology
 
 ONE = 2**20

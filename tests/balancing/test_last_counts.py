@@ -11,8 +11,8 @@ from torch import Tensor
 
 import isoload
 from isoload import Balancer, CollectiveGroup, LocalGroup, ops
-from isoload.balancing.own_counts.counts import LastCounts
-from isoload.steps import in_backward
+from isoload.balancing.own_counts import LastCounts
+from isoload.policies.plan import in_backward
 from support.processes import run_ranks
 from support.small_batches import EXPERTS, LAYERS, RANKS, K, draw_ids, gather, make_placement, make_topology
 

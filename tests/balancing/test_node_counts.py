@@ -11,7 +11,7 @@ from torch import Tensor
 
 import isoload
 from isoload import Balancer, CollectiveGroup, LocalGroup, ops
-from isoload.balancing.own_counts.counts import share_in_node
+from isoload.balancing.own_counts import share_in_node
 from support.cases import instances
 from support.processes import die, rank_outcomes, run_ranks
 from support.recorded_calls import recorded

@@ -14,7 +14,7 @@ from torch import Tensor
 import isoload
 from isoload import Balancer, CollectiveGroup, LocalGroup, ops
 from isoload.online.recorder import Recorder
-from isoload.policies.even import EvenPolicy
+from isoload.policies.exact import EvenPolicy
 from support.fake_ranks import OneRank
 from support.processes import rank_outcomes, run_ranks
 from support.recorded_calls import recorded

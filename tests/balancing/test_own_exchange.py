@@ -14,8 +14,7 @@ from torch import Tensor
 
 import isoload
 from isoload import Balancer, CollectiveGroup, LocalGroup, ops
-from isoload.balancing.own_counts import offsets
-from isoload.balancing.own_counts.targets import strength
+from isoload.balancing.targets import offsets, strength
 from support.processes import die, rank_outcomes, run_ranks
 from support.small_batches import EXPERTS, RANKS, draw_ids, make_placement, make_topology
 

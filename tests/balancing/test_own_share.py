@@ -14,11 +14,10 @@ from torch import Tensor
 import isoload
 from isoload.balancing.planning import plan_and_share, share_routed
 from isoload.policies import Policy
+from isoload.policies.borrowing import HedgePolicy
 from isoload.policies.exact import ExactPolicy
-from isoload.policies.hedge import HedgePolicy
-from isoload.policies.joint import JointPolicy
 from isoload.policies.plan import Plan
-from isoload.policies.waterfill import WaterfillPolicy
+from isoload.policies.shared import JointPolicy, WaterfillPolicy
 from support.small_batches import EXPERTS, RANKS, draw_ids, gather, make_placement, make_topology
 
 RANK = 3

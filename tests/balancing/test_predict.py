@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from isoload import ops, predict
-from isoload.predict.linear import MOST, UNIT
+from isoload import ops
+from isoload.balancing import prediction
+from isoload.balancing.prediction import MOST, UNIT
 from isoload.traces import Trace
 
 LAYERS, EXPERTS, K, TOKENS = 4, 8, 2, 400
@@ -41,7 +42,7 @@ def test_linear_is_exact_in_integers() -> None:
     rng = np.random.default_rng(1)
     weights = rng.integers(-MOST, MOST + 1, (2, EXPERTS, EXPERTS))
     empty = torch.zeros(0, EXPERTS, EXPERTS, dtype=torch.float64)
-    linear = predict.Linear([empty, empty, torch.from_numpy(weights.astype(np.float64))])
+    linear = prediction.Linear([empty, empty, torch.from_numpy(weights.astype(np.float64))])
     for most in (3, 2**13, 2**27 - 1):
         near = [rng.integers(0, most, (3, EXPERTS)) for _ in range(2)]
         got = linear.predict(2, [torch.from_numpy(x.astype(np.int32)) for x in near])
@@ -55,7 +56,7 @@ def test_linear_is_exact_in_integers() -> None:
 
 
 def test_fit_finds_the_function_that_made_the_choices() -> None:
-    linear = predict.fit(make_trace(1))
+    linear = prediction.fit(make_trace(1))
     fresh = make_trace(2)
     for layer in range(1, LAYERS):
         near = [loads_of(fresh, layer - 1 - d) for d in range(layer)]
@@ -63,12 +64,12 @@ def test_fit_finds_the_function_that_made_the_choices() -> None:
         assert got is not None and got.dtype == torch.int32
         assert (got - want).abs().sum() < 0.25 * want.sum()
     assert linear.predict(0, []) is None
-    assert min(predict.accuracy(linear, fresh)) > 0.7
+    assert min(prediction.accuracy(linear, fresh)) > 0.7
 
 
 def test_a_prediction_of_sums_is_the_sum_of_predictions() -> None:
     """But for the rounding of each source."""
-    linear, trace = predict.fit(make_trace(1)), make_trace(3)
+    linear, trace = prediction.fit(make_trace(1)), make_trace(3)
     near = [loads_of(trace, 1), loads_of(trace, 0)]
     each, total = linear.predict(2, near), linear.predict(2, [x.sum(0, dtype=torch.int32) for x in near])
     assert each is not None and total is not None
@@ -76,7 +77,7 @@ def test_a_prediction_of_sums_is_the_sum_of_predictions() -> None:
 
 
 def test_last_is_the_batch_before() -> None:
-    last = predict.Last(2)
+    last = prediction.Last(2)
     assert last.predict(0) is None
     loads = loads_of(make_trace(), 0)
     last.note(1, loads)
@@ -85,7 +86,7 @@ def test_last_is_the_batch_before() -> None:
 
 def test_path_table_is_a_dictionary_of_what_followed() -> None:
     trace, fresh, depth = make_trace(4), make_trace(5), 2
-    table = predict.tabulate(trace, depth)
+    table = prediction.tabulate(trace, depth)
     assert trace.topk_ids is not None and fresh.topk_ids is not None
     for layer in range(LAYERS):
         popular = Counter(trace.topk_ids[:, layer].ravel().tolist())
@@ -108,7 +109,7 @@ def test_path_table_skips_what_is_absent() -> None:
     """A token without choices in the layer before gets none; -1 further back is a path that the table lacks."""
     trace = make_trace(4)
     assert trace.topk_ids is not None
-    table, layer = predict.tabulate(trace, 2), 2
+    table, layer = prediction.tabulate(trace, 2), 2
     near = torch.from_numpy(np.ascontiguousarray(trace.topk_ids[:60, :layer][:, ::-1]))
     whole, some = table.choose(layer, near), near.clone()
     some[::3, 0] = -1
@@ -126,8 +127,8 @@ def test_lookahead_runs_the_gate_of_the_layer() -> None:
     rows = torch.randn(5, 3)
     gates = [lambda x, w=w: ((x @ w).topk(K).indices, x) for w in torch.randn(2, 3, EXPERTS)]
     norms = [lambda x: x, lambda x: -x]
-    assert torch.equal(predict.Lookahead(gates).choose(1, rows), gates[1](rows)[0])
-    ahead = predict.Lookahead(gates, norms)
+    assert torch.equal(prediction.Lookahead(gates).choose(1, rows), gates[1](rows)[0])
+    ahead = prediction.Lookahead(gates, norms)
     assert torch.equal(ahead.choose(1, rows), gates[1](-rows)[0])
 
 
@@ -135,28 +136,28 @@ COUNTS = Trace("counts", 2, top_k=1, counts=np.ones((1, 1, 2), np.int64))
 ABSENT = Trace("absent", 2, topk_ids=np.full((3, 1, 1), -1, np.int32))
 ZERO = torch.zeros(1, 2, 2, dtype=torch.float64)
 REFUSED: dict[str, tuple[Any, str]] = {
-    "counts": (lambda: predict.fit(COUNTS), "trace must have per-token choices .*, counts has counts only"),
-    "absent": (lambda: predict.tabulate(ABSENT), "trace must have a token with all choices .*, absent has none"),
-    "depth": (lambda: predict.fit(make_trace(), 0), "depth must be at least 1, got 0"),
-    "table depth": (lambda: predict.tabulate(make_trace(), 30), r"depth must be so small .* at most 2\^62, got 30"),
-    "ridge": (lambda: predict.fit(make_trace(), ridge=0), "ridge must be above 0, got 0"),
-    "no weights": (lambda: predict.Linear([]), "weights must be of at least one layer, got none"),
-    "shape": (lambda: predict.Linear([ZERO[:, :1]]), r"weights must be float64 \[1, 2, 2\] in layer 0, got"),
-    "fractions": (lambda: predict.Linear([ZERO + 0.5]), "weights must be integers of at most 2097152 in size, those"),
-    "size": (lambda: predict.Linear([ZERO + MOST + 1]), "weights must be integers of at most 2097152 in size"),
-    "layer": (lambda: predict.Last(2).predict(2), r"layer must be in 0..1, got 2"),
-    "earlier": (lambda: predict.Linear([ZERO]).predict(0, []), "earlier must hold the loads of 1 layers"),
+    "counts": (lambda: prediction.fit(COUNTS), "trace must have per-token choices .*, counts has counts only"),
+    "absent": (lambda: prediction.tabulate(ABSENT), "trace must have a token with all choices .*, absent has none"),
+    "depth": (lambda: prediction.fit(make_trace(), 0), "depth must be at least 1, got 0"),
+    "table depth": (lambda: prediction.tabulate(make_trace(), 30), r"depth must be so small .* at most 2\^62, got 30"),
+    "ridge": (lambda: prediction.fit(make_trace(), ridge=0), "ridge must be above 0, got 0"),
+    "no weights": (lambda: prediction.Linear([]), "weights must be of at least one layer, got none"),
+    "shape": (lambda: prediction.Linear([ZERO[:, :1]]), r"weights must be float64 \[1, 2, 2\] in layer 0, got"),
+    "fractions": (lambda: prediction.Linear([ZERO + 0.5]), "weights must be integers of at most 2097152 in size, those"),
+    "size": (lambda: prediction.Linear([ZERO + MOST + 1]), "weights must be integers of at most 2097152 in size"),
+    "layer": (lambda: prediction.Last(2).predict(2), r"layer must be in 0..1, got 2"),
+    "earlier": (lambda: prediction.Linear([ZERO]).predict(0, []), "earlier must hold the loads of 1 layers"),
     "experts": (
-        lambda: predict.Linear([ZERO]).predict(0, [torch.zeros(3, dtype=torch.int32)]),
+        lambda: prediction.Linear([ZERO]).predict(0, [torch.zeros(3, dtype=torch.int32)]),
         r"earlier must be int32 loads of 2 experts, got torch.int32 \[3\]",
     ),
     "tokens": (
-        lambda: predict.tabulate(make_trace()).choose(2, torch.zeros(3, 1, K)),
+        lambda: prediction.tabulate(make_trace()).choose(2, torch.zeros(3, 1, K)),
         r"tokens must be \[T, at least 2, K\] for layer 2, got \[3, 1, 2\]",
     ),
-    "norms": (lambda: predict.Lookahead([lambda x: (x, x)], []), "norms must be as many as gates, 1, got 0"),
+    "norms": (lambda: prediction.Lookahead([lambda x: (x, x)], []), "norms must be as many as gates, 1, got 0"),
     "other trace": (
-        lambda: predict.accuracy(predict.fit(make_trace()), make_trace().select_layers([0, 1])),
+        lambda: prediction.accuracy(prediction.fit(make_trace()), make_trace().select_layers([0, 1])),
         "predictor must be of 2 layers and 8 experts as the trace, got 4 and 8",
     ),
 }  # fmt: skip

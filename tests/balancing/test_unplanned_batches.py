@@ -10,7 +10,7 @@ from torch import Tensor
 
 import isoload
 from isoload import Balancer, CollectiveGroup, LocalGroup
-from isoload.steps import in_backward
+from isoload.policies.plan import in_backward
 from support.processes import run_ranks
 from support.recorded_calls import recorded
 from support.small_batches import EXPERTS, RANKS, K, draw_ids, make_topology

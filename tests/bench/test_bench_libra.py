@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from isoload.analysis.batches import make_batches
-from isoload.replay.calibration import Fold
+from isoload.analysis.batches import Fold, make_batches
 from isoload.traces import Trace, write_trace
 
 sys.path.append(str(Path(__file__).parents[2] / "bench"))

@@ -11,7 +11,7 @@ from isoload.cli import doctor, engines
 from isoload.cli.app import app
 from isoload.engines.settings import PLACEMENT, SGLANG, VLLM
 from isoload.times.cost import CostModel
-from isoload.transport import deep_ep, symmetric
+from isoload.transport import collective, deep_ep
 
 NAMES = [
     "python", "torch", "isoload ops", "isoload CUDA ops", "CUDA device", "symmetric memory", "nvcc", "NCCL",
@@ -53,9 +53,9 @@ def test_a_device_is_named(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda i: f"card {i}")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (30 << 30, 80 << 30))
-    monkeypatch.setattr(symmetric, "gpu_of", str)
-    monkeypatch.setattr(symmetric, "fabric_of", {"cuda:0": None, "cuda:1": "abc"}.get)
-    monkeypatch.setattr(symmetric, "host_of", lambda: ("node7", "boot"))
+    monkeypatch.setattr(collective, "gpu_of", str)
+    monkeypatch.setattr(collective, "fabric_of", {"cuda:0": None, "cuda:1": "abc"}.get)
+    monkeypatch.setattr(collective, "host_of", lambda: ("node7", "boot"))
     assert item("CUDA device") == doctor.Item(
         "CUDA device", True, "card 0, card 1; 30 of 80 GiB free on the first"
     )

@@ -95,7 +95,7 @@ INTERRUPT = "lambda *_, **__: signal.raise_signal(signal.SIGINT)"
     "where",
     [
         f"import signal; sys.meta_path.insert(0, type('F', (), dict(find_spec={INTERRUPT})))",
-        f"import signal, isoload.cli.targets as t; t.check_targets = {INTERRUPT}",
+        f"import signal, isoload.cli.arguments as t; t.check_targets = {INTERRUPT}",
     ],
     ids=["in an import", "in a command"],
 )

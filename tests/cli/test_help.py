@@ -12,7 +12,7 @@ from typer.models import ParameterInfo
 from typer.testing import CliRunner
 
 import isoload
-from isoload.analysis.batches import ASSIGNMENTS
+from isoload.analysis.batches import ASSIGNMENTS, CALIBRATIONS
 from isoload.analysis.prediction import PREDICTIONS
 from isoload.analysis.simulate import BASELINE, DEFAULT_POLICIES, SHARED_POLICIES
 from isoload.balancing.own_counts import Loads
@@ -21,7 +21,6 @@ from isoload.cli.app import app
 from isoload.placement.files import FORMATS
 from isoload.placers import PLACERS
 from isoload.policies import POLICIES
-from isoload.replay.calibration import CALIBRATIONS
 from support.documents import PLAIN
 from support.sweeps import first
 

@@ -62,7 +62,7 @@ def test_a_file_is_written_and_taken_in_place_of_a_gpu() -> None:
 
 def test_two_ranks_under_torchrun_give_advice_on_two(folder: Path) -> None:
     """The file of a small run, made by real processes, and its figures in the advice and its page."""
-    start = "from isoload.advise import measuring as m; m.COPIES, m.TOKENS, m.SAMPLE_SECONDS = (1, 8), (1, 16), 0.0"
+    start = "from isoload.analysis import measuring as m; m.COPIES, m.TOKENS, m.SAMPLE_SECONDS = (1, 8), (1, 16), 0.0"
     (folder / "start.py").write_text(f"{start}\nfrom isoload.__main__ import main\nmain()\n")
     command = [
         sys.executable,

@@ -10,8 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 import isoload
-from isoload.advise.recorded import phases
 from isoload.analysis.rank_loads import read_recorded
+from isoload.analysis.server import phases
 from isoload.cli.app import app
 from isoload.wording import between
 from support.documents import PLAIN, printed

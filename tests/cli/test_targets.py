@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 import isoload
 from isoload.cli.app import app
-from isoload.cli.targets import check_targets
+from isoload.cli.arguments import check_targets
 from isoload.traces import Trace, write_trace
 from support.documents import PLAIN
 from support.sglang_recording import Recording

@@ -15,8 +15,7 @@ from isoload import Balancer, LocalGroup
 from isoload.engines import layers as engine_layers
 from isoload.engines.layers import EXCHANGE_EVERY, EngineLayer, EngineLayers
 from isoload.engines.settings import Settings
-from isoload.integrations.meter import Meter
-from isoload.online.metrics import Metrics
+from isoload.online.metrics import Meter, Metrics
 from isoload.online.switch import AGREE_EVERY, Switch
 from isoload.policies import make_policy
 from support.small_batches import LAYERS, draw_ids, make_placement, make_topology

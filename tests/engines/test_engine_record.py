@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 import isoload
-from isoload.advise.recorded import imbalances
 from isoload.analysis.rank_loads import read_rank_loads, read_recorded
+from isoload.analysis.server import imbalances
 from isoload.analysis.simulate import ReplaySettings, replay
 from isoload.engines import record as engine_record
 from isoload.engines.record import EngineRecord
@@ -188,7 +188,7 @@ def test_warm_ups_are_forgotten() -> None:
 
 
 def test_figures_are_those_of_a_replay(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The line, against isoload.replay of the tokens themselves on the same placement; before, by hand."""
+    """The line, against isoload.analysis of the tokens themselves on the same placement; before, by hand."""
     record = make(settings(tmp_path, ISOLOAD_REPORT_SECONDS="3600"), tokens="same")
     ids = run(record, range(1, 9))
     with caplog.at_level(logging.INFO, "isoload"):

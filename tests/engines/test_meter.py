@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import isoload
-from isoload.integrations.meter import Meter, line
+from isoload.online.metrics import Meter, line
 from support.told_metrics import Told
 
 # Expert 0 has a replica on each of two ranks, 1 and 2 have one.

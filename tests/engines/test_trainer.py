@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import isoload
 from isoload.engines.huggingface import BalancedTraining
-from isoload.layer.whole import whole_state
+from isoload.layer.pretrained import whole_state
 from support.hugging_face import EXPERTS, blocks, make_model
 from support.processes import rank_outcomes, run_ranks
 

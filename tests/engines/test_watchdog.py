@@ -13,8 +13,8 @@ import pytest
 
 from isoload.engines.settings import Settings
 from isoload.engines.vllm import MODELS, dispatch
-from isoload.integrations import watchdog
-from isoload.integrations.watchdog import Watchdog
+from isoload.online import switch
+from isoload.online.switch import Watchdog
 from support.told_metrics import Told
 
 
@@ -28,7 +28,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr(watchdog.time, "monotonic", made.monotonic)
+    monkeypatch.setattr(switch.time, "monotonic", made.monotonic)
     return made
 
 

@@ -9,32 +9,32 @@ from pathlib import Path
 
 import pytest
 
-from isoload.files.reading import open_regular, read_text
+from isoload.files import open_regular, read_text
 
 PACKAGE = Path(__file__).parents[2] / "python" / "isoload"
 OPENS = {"open", "fdopen", "read_text", "read_bytes", "safe_open", "load_file", "ZipFile", "mmap"}
 LOADS = {"load", "fromfile", "memmap", "loadtxt", "genfromtxt"}
 LIBRARIES = {"np", "numpy", "torch", "pickle", "json", "tomllib", "yaml"}
 ALLOWED = {
-    "files/reading.py os.open": "open_regular itself",
-    "files/reading.py os.fdopen": "open_regular itself",
-    "files/writing.py open": "writes",
+    "files.py os.open": "open_regular itself",
+    "files.py os.fdopen": "open_regular itself",
+    "files.py open": "writes",
     "traces/npz.py new.open": "writes",
-    "cli/errors.py os.open": "writes to /dev/null",
-    "trace/archives.py zipfile.ZipFile": "reads what open_regular opened",
-    "trace/archives.py np.load": "reads what open_regular opened",
+    "cli/options.py os.open": "writes to /dev/null",
+    "traces/record.py zipfile.ZipFile": "reads what open_regular opened",
+    "traces/record.py np.load": "reads what open_regular opened",
     "traces/sglang.py torch.load": "reads what open_regular opened",
-    "trace/tensorrt_llm_statistics.py safe_open": "open_regular has opened the file before",
+    "traces/statistics.py safe_open": "open_regular has opened the file before",
     "engines/huggingface.py torch.load": "reads what open_regular opened",
     "engines/sglang/placement.py torch.load": "reads what open_regular opened",
     "layer/state.py torch.load": "open_regular has opened the file before",
     "weights/checkpoints.py safe_open": "open_regular has opened the file before",
-    "times/shipped.py read_text": "data of this package",
+    "times/experts.py read_text": "data of this package",
     "engines/seams.py read_text": "data of this package",
-    "transport/deep_ep/packages.py p.read_text": "sources of an installed package",
-    "transport/symmetric.py boot_id.read_text": "of the kernel",
-    "transport/symmetric.py own.open": "writes a new file",
-    "transport/symmetric.py read_text": "a peer's file, in the trial that its ranks run",
+    "transport/deep_ep/transport.py p.read_text": "sources of an installed package",
+    "transport/collective.py boot_id.read_text": "of the kernel",
+    "transport/collective.py own.open": "writes a new file",
+    "transport/collective.py read_text": "a peer's file, in the trial that its ranks run",
 }
 
 

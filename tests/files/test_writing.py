@@ -9,8 +9,8 @@ import threading
 
 import pytest
 
-from isoload.files import writing as files
-from isoload.files.writing import check_target, write_json
+from isoload import files
+from isoload.files import check_target, write_json
 
 # The file alone: to import isoload takes seconds.
 CODE = f"import runpy; write_json = runpy.run_path({files.__file__!r})['write_json']; print('before')"
@@ -32,7 +32,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("isoload.files.writing.os.replace", full)
+    monkeypatch.setattr("isoload.files.os.replace", full)
     with pytest.raises(OSError, match="No space left.*out.json"):
         write_json({"a": 1}, str(target))
     assert target.read_text() == "old" and os.listdir(tmp_path) == ["out.json"]

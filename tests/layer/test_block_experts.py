@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 
 import isoload
-from isoload.layer.blocks import BlockExperts
-from isoload.layer.modules import fused_activation
+from isoload.layer.blocks import BlockExperts, fused_activation
 from isoload.weights.experts import ClampedGLU, SwiGLU
 from support.hugging_face import EXPERTS, MODELS, balanced, blocks, make_model
 from support.processes import run_ranks
@@ -227,7 +226,7 @@ def test_refuses_shared_experts_in_the_placement() -> None:
 
 
 def test_spare_slots_where_there_is_no_placement() -> None:
-    """The argument of isoload.integrations.megatron.balance and huggingface.register."""
+    """The argument of isoload.engines.megatron.balance and huggingface.register."""
     name = next(iter(MODELS))
     first, *_ = isoload.balance(make_model(name), 2, policy="llep", spare_slots=3)
     assert first.placement.spare_slots == 3

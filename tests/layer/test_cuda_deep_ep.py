@@ -20,7 +20,8 @@ from torch import Tensor
 
 import isoload
 from isoload.transport import CollectiveGroup, LocalTransport, Received, Transport
-from isoload.transport.deep_ep import DeepEPTransport, packages
+from isoload.transport.deep_ep import DeepEPTransport
+from isoload.transport.deep_ep import transport as packages
 from support.conformance import CASES, TOLERANCES
 from support.cuda_layer import in_processes, make_skewed
 from support.deep_ep_transports import AnyShape

@@ -14,7 +14,7 @@ from torch import nn
 
 import isoload
 from isoload.engines.huggingface import BalancedExperts, Settings
-from isoload.layer.modules import BlockGate
+from isoload.layer.blocks import BlockGate
 from isoload.layer.stack import norm_before
 from isoload.policies import make_policy
 from support.sweeps import rest

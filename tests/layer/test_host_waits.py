@@ -100,7 +100,7 @@ def test_every_policy(policy: str, capacity: int | None, more: int) -> None:
 def test_policies_that_plan_on_the_cpu_wait_once_more(policy: str, capacity: int | None) -> None:
     """They declare it: the loads are read once, for the fill and the split, and the plan goes back unwaited for."""
     waits, counted = short(waits_of(LocalTransport(VIRTUAL, capacity), policy=policy))
-    assert waits == ["tolist in policies/published/on_host.py", *wanted(capacity)[0]]
+    assert waits == ["tolist in policies/published.py", *wanted(capacity)[0]]
     assert counted == wanted(capacity)[1]
 
 
@@ -134,7 +134,7 @@ def test_every_backend_of_borrowing(borrow: str, rank: int, capacity: int | None
     alone = borrow == "all_to_all"
     expected = wanted(capacity)
     if capacity is not None and borrow != "pull":
-        expected = ["event in weights/backend.py"], 1
+        expected = ["event in weights/backends.py"], 1
     for policy in BORROWING[:num_policies]:
         transport = one_rank(rank, capacity) if alone else LocalTransport(VIRTUAL, capacity)
         assert short(waits_of(transport, policy=policy, borrow=borrow)) == expected, policy

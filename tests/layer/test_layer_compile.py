@@ -12,7 +12,7 @@ from torch.autograd import gradcheck
 
 import isoload
 from isoload.transport import LocalTransport
-from isoload.transport.agreement import error_code, loads_of
+from isoload.transport.group import error_code, loads_of
 from isoload.weights.compute import run_experts
 from isoload.weights.experts import ExpertWeights, SwiGLU
 from support.sweeps import first

@@ -74,7 +74,7 @@ class Steps:
 
 @pytest.mark.slow
 def test_a_thousand_training_steps_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("isoload.steps.MOST_DRAWN", 8)  # else the numbers of 16,384 batches are kept
+    monkeypatch.setattr("isoload.policies.plan.MOST_DRAWN", 8)  # else the numbers of 16,384 batches are kept
     steps = Steps()
     assert steps.layer.has_replicas
     steps.run(0, 100)

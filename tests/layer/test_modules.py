@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import isoload
-from isoload.layer.modules import BlockGate, block_experts
+from isoload.layer.blocks import BlockGate, block_experts
 from isoload.layer.moe import MoE
 from isoload.layer.routers import Gate, Router
 from isoload.transport import LocalTransport

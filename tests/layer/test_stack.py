@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import isoload
-from isoload import predict
+from isoload.balancing import prediction as predict
 from isoload.layer.stack import LibraStack
 from isoload.times.cost import CostModel
 from isoload.transport import LocalTransport

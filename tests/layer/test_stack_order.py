@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import isoload
-from isoload import predict
+from isoload.balancing import prediction
 from isoload.layer.stack import LibraStack
 from isoload.transport import LocalTransport
 from support.stacks import Model, close, routing_trace, run
@@ -222,7 +222,7 @@ def test_a_history_with_a_gap_predicts_nothing(kind: str, fails: bool) -> None:
     """Layer 1 is missing, so what comes before layer 3 is layer 2 alone."""
     model, trace = Model(4, num_layers=4), routing_trace(4)
     layers = model.layers()
-    LibraStack(layers, predict.fit(trace) if kind == "linear" else predict.tabulate(trace, 2))
+    LibraStack(layers, prediction.fit(trace) if kind == "linear" else prediction.tabulate(trace, 2))
     assert matches(model, layers, 0) and is_filled(layers[3])
     with torch.no_grad():
         layers[0](model.rows())

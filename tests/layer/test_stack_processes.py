@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import isoload
-from isoload import predict
+from isoload.balancing import prediction
 from isoload.layer.stack import LibraStack
 from isoload.transport import CollectiveTransport, LocalTransport
 from support.processes import rank_outcomes, run_ranks
@@ -63,7 +63,7 @@ def test_processes_compute_what_virtual_ranks_do(ranks: int, borrow: str, local:
     assert all(("tokens" in r["bytes"]) == (local == "held") for r in results)
 
 
-class Own(predict.LoadsPredictor):
+class Own(prediction.LoadsPredictor):
     """On rank 1 other loads than on the others, or an error."""
 
     num_layers = 3

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import isoload
-from isoload import predict
+from isoload.balancing import prediction
 from isoload.layer.stack import LibraStack
 from isoload.times.cost import CostModel
 from isoload.transport import LocalTransport
@@ -46,7 +46,9 @@ def other_backend() -> list[isoload.MoE]:
 def held(
     capacity: int | None = 15, model: Model = MODEL, predict: Any = "lookahead", **how: Any
 ) -> LibraStack:
-    return LibraStack(layers(LocalTransport(MODEL.topology, capacity), model, **how), predict, local="held")
+    return LibraStack(
+        layers(LocalTransport(MODEL.topology, capacity), model, **how), prediction, local="held"
+    )
 
 
 def by_nodes() -> LocalTransport:
@@ -65,8 +67,8 @@ def gate_of(experts: int, hidden: int) -> isoload.layer.routers.Gate:
     return isoload.layer.routers.Gate(router, torch.zeros(experts, hidden))
 
 
-def linear(num_layers: int = 3, experts: int = EXPERTS) -> predict.Linear:
-    return predict.Linear([torch.zeros(0, experts, experts, dtype=torch.float64)] * num_layers)
+def linear(num_layers: int = 3, experts: int = EXPERTS) -> prediction.Linear:
+    return prediction.Linear([torch.zeros(0, experts, experts, dtype=torch.float64)] * num_layers)
 
 
 def experts_alone() -> list[isoload.MoE]:
@@ -149,16 +151,16 @@ REFUSED: dict[str, Refused] = {
         "predict must be of 3 layers and 12 experts as the stack, got 3 and 5",
     ),
     "layers of a table": (
-        lambda: LibraStack(layers(), predict.tabulate(routing_trace(2))),
+        lambda: LibraStack(layers(), prediction.tabulate(routing_trace(2))),
         "predict must be of 3 layers and 12 experts as the stack, got 2 and 12",
     ),
     "layers of last": (
-        lambda: LibraStack(layers(), predict.Last(2)),
+        lambda: LibraStack(layers(), prediction.Last(2)),
         "predict must be of 3 layers and 12 experts as the stack, got 2 and None",
     ),
     "gates": (
         lambda: LibraStack(
-            layers(), predict.Lookahead([gate_of(EXPERTS, HIDDEN)] * 2 + [gate_of(11, HIDDEN)])
+            layers(), prediction.Lookahead([gate_of(EXPERTS, HIDDEN)] * 2 + [gate_of(11, HIDDEN)])
         ),
         r"gates must be \[12, 8\] as the layers, got \[11, 8\] for layer 2",
     ),
@@ -224,7 +226,7 @@ REFUSED: dict[str, Refused] = {
     ),
     "alpha": (lambda: layers(policy="libra", alpha=1.5), "alpha must be in 0..1, got 1.5"),
     "no choices": (
-        lambda: predict.fit(isoload.traces.Trace("counted", 4, counts=torch.ones(1, 2, 4).int().numpy())),
+        lambda: prediction.fit(isoload.traces.Trace("counted", 4, counts=torch.ones(1, 2, 4).int().numpy())),
         "trace must have per-token choices to fit a predictor, counted has counts only",
     ),
     "dense model": (
@@ -282,7 +284,7 @@ def test_gradients_are_refused() -> None:
         made[0](MODEL.rows())
 
 
-class Wrong(predict.LoadsPredictor):
+class Wrong(prediction.LoadsPredictor):
     num_layers = 3
 
     def predict(self, layer: int, earlier: Any) -> torch.Tensor:
@@ -301,7 +303,7 @@ def test_a_prediction_must_be_loads() -> None:
         made[0](MODEL.rows())
 
 
-class Writes(predict.TokensPredictor):
+class Writes(prediction.TokensPredictor):
     """A gate that normalises its rows in place."""
 
     num_layers, reads = 3, "rows"
@@ -325,6 +327,6 @@ def test_a_predictor_that_writes_to_the_rows_is_refused(mode: Any) -> None:
 def test_a_gate_that_chooses_others_fails_with_its_layer() -> None:
     """As the layer's own choices would: before anything is gathered."""
     made = layers()
-    LibraStack(made, predict.Lookahead([lambda rows: (torch.full((len(rows), 2), 99), rows)] * 3))
+    LibraStack(made, prediction.Lookahead([lambda rows: (torch.full((len(rows), 2), 99), rows)] * 3))
     with torch.no_grad(), pytest.raises(ValueError, match="topk_ids must be in -1..11, got 99"):
         made[0](MODEL.rows())

@@ -34,7 +34,7 @@ def test_one_wait_per_layer(borrow: str, rank: int, predict: str, policy: str, l
     for capacity in (CAPACITY,) if local == "held" else (None, CAPACITY):
         waits, syncs = wanted(capacity)
         if capacity is not None and borrow != "pull":
-            waits, syncs = ["event in weights/backend.py"], 1
+            waits, syncs = ["event in weights/backends.py"], 1
         alone = borrow == "all_to_all"
         transport = one_rank(rank, capacity) if alone else LocalTransport(VIRTUAL, capacity)
         found = short(waits_of(transport, predict, local, policy, borrow))

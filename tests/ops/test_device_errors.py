@@ -14,7 +14,7 @@ from torch import Tensor
 import isoload
 from isoload import ops
 from isoload.ops import library
-from isoload.ops.device_errors import RULES
+from isoload.ops.library import RULES
 
 SLOTS = torch.tensor([0, 1, 1, 2], dtype=torch.int32)  # experts 0..2 on two ranks; expert 3 has no replica
 NO_OFFSET = torch.zeros(2, dtype=torch.int32)

@@ -291,7 +291,7 @@ MUTANTS = {
         "route_shared::test_strict_never_leaves_the_visited_ranks",
     ),
     "static forgets the node": Mutant(
-        "python/isoload/policies/static.py",
+        "python/isoload/policies/exact.py",
         "slots[first : first + topology.ranks_per_node] = near",
         "slots[first] = near",
         "planning",

@@ -12,7 +12,7 @@ from torch import Tensor
 import reference
 from isoload import ops
 from isoload.ops.tables import ReplicaTables
-from isoload.shared_experts import per_expert
+from isoload.policies.plan import per_expert
 from support.cases import MAX_COPIES, Case, draw, instances
 from support.exact_splits import int32, random_ticks
 

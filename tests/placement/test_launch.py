@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 import isoload
 from isoload.cli.app import app
-from isoload.formats.launch import ENGINES, launch_line
+from isoload.placement.engine_files import ENGINES, launch_line
 from isoload.placement.files import FORMATS, format_of
 from isoload.placement.placement import Placement
 from isoload.traces import Identity, Trace, write_trace

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import isoload
-from isoload.formats import own
+from isoload.placement import files as own
 
 
 def made(num_shared=1, **fields):

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 import isoload
-from isoload.placers.budget import allocate, assign, make_grid, pick_budget
-from isoload.placers.craft import CraftPlacer
-from isoload.placers.scenarios import make_scenarios
+from isoload.placers.base import make_scenarios
+from isoload.placers.craft import CraftPlacer, allocate, assign, make_grid, pick_budget
 from support.placing import busiest, room_of
 
 

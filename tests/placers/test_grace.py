@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import isoload
-from isoload.placers.base import Room
+from isoload.placers.base import Room, make_scenarios
 from isoload.placers.grace import (
     bounded,
     co_activation,
@@ -22,7 +22,6 @@ from isoload.placers.grace import (
     replicate,
     utilised,
 )
-from isoload.placers.scenarios import make_scenarios
 from isoload.weights.experts import ExpertWeights
 from reference.experts import run_experts
 

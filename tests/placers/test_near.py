@@ -11,10 +11,11 @@ import pytest
 
 import isoload
 from isoload.analysis.simulate import ReplaySettings, replay
-from isoload.placers import compiled, near, scenario
+from isoload.placers import compiled, scenario
+from isoload.placers import scenario as near
+from isoload.placers.base import make_scenarios
 from isoload.placers.compiled import near_slots
 from isoload.placers.scenario import ScenarioPlacer
-from isoload.placers.scenarios import make_scenarios
 from isoload.traces import Trace
 from reference.place_near import Rows, place_near
 from support.placing import level_of, room_of

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import isoload
-from isoload.placers.weights import weights_by_load
+from isoload.placers.base import weights_by_load
 from isoload.traces import Trace
 
 

@@ -11,9 +11,9 @@ import torch
 
 import isoload
 from isoload.placers import compiled, scenario
+from isoload.placers.base import make_scenarios
 from isoload.placers.eplb import EplbPlacer
 from isoload.placers.scenario import ScenarioPlacer
-from isoload.placers.scenarios import make_scenarios
 from reference.place_scenario import place_scenario
 from support.placing import busiest, level_of, placed, room_of
 

@@ -12,8 +12,8 @@ import torch
 import isoload
 from isoload.online import Rebalancer, Recorder
 from isoload.placers import scenario
+from isoload.placers.base import make_scenarios
 from isoload.placers.scenario import ScenarioPlacer
-from isoload.placers.scenarios import make_scenarios
 from isoload.weights.experts import ExpertWeights
 from reference.experts import run_experts
 from reference.place_scenario import place_scenario

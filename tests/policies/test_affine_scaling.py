@@ -7,7 +7,7 @@ import torch
 import isoload
 from isoload.analysis.simulate import ReplaySettings, replay
 from isoload.policies import make_policy, parse_policy
-from isoload.policies.published.affine_scaling import plan_affine
+from isoload.policies.published import plan_affine
 from isoload.traces import Trace
 from support.cases import instances
 from support.oracles import lp_value

@@ -8,7 +8,7 @@ import torch
 
 import isoload
 from isoload.policies import POLICIES, make_policy
-from isoload.policies.keeping import may_keep_local
+from isoload.policies.borrowing import may_keep_local
 from support.cases import instances
 from support.fills import fill_cases
 from support.oracles import flow_optimum

@@ -18,8 +18,8 @@ from torch import Tensor
 
 import isoload
 from isoload.balancing import planning
-from isoload.policies.published import on_host
-from isoload.policies.published.llep_published import llep_published
+from isoload.policies import published
+from isoload.policies.published import llep_published
 
 Segments = list[tuple[int, int, int]]
 
@@ -254,7 +254,7 @@ def test_a_cuda_graph_is_refused(policy: str) -> None:
     message = (
         f"policy {policy} must not run while a CUDA graph is captured, because it plans on the CPU: use libra"
     )
-    with patch.object(on_host, "capturing", lambda _device: True), pytest.raises(ValueError, match=message):
+    with patch.object(published, "capturing", lambda _device: True), pytest.raises(ValueError, match=message):
         isoload.plan(torch.ones(2, 4, dtype=torch.int32), in_order(2, 4, 1), 0, policy)
 
 

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import isoload
 from isoload.analysis.batches import make_batches
 from isoload.balancing.planning import plan_and_share, share_routed
-from isoload.shared_experts import per_expert
+from isoload.policies.plan import per_expert
 from support.oracles import lp_optimum
 
 EXPERTS, K = 24, 3

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from megatron_on_cpu import EXPERTS, HIDDEN, join, make_layer
 
 import isoload
+from isoload.engines import megatron
 from isoload.engines.megatron import chosen_experts
-from isoload.integrations import megatron
 from support.processes import run_ranks
 
 OPTIONS: dict[str, dict[str, Any]] = {

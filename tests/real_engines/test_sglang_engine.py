@@ -14,8 +14,8 @@ from engine_runs import Batch, EngineRun, check_sent, in_shadow, run_sglang
 from typer.testing import CliRunner
 
 from isoload import Balancer, Placement, Topology
-from isoload.advise.recorded import phases
 from isoload.analysis.rank_loads import read_recorded
+from isoload.analysis.server import phases
 from isoload.analysis.simulate import ReplaySettings, replay
 from isoload.cli.app import app
 from isoload.traces import Trace

@@ -12,9 +12,9 @@ from model_configs import make_configs
 from sglang.srt.server_args import ServerArgs, prepare_server_args
 
 import isoload
-from isoload.advise.candidates import NOW, Candidate, grid
-from isoload.advise.launch import flags
-from isoload.formats.launch import launch_line
+from isoload.analysis.advice import NOW, Candidate, grid
+from isoload.analysis.details import flags
+from isoload.placement.engine_files import launch_line
 from support.documents import launch_words, launches
 
 ROOT = Path(__file__).parents[2]

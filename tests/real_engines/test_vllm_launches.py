@@ -13,9 +13,9 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm_cpu import Standing
 
 import isoload
-from isoload.advise.candidates import NOW, Candidate, grid
-from isoload.advise.launch import VLLM_BACKENDS, flags
-from isoload.formats.launch import launch_line
+from isoload.analysis.advice import NOW, Candidate, grid
+from isoload.analysis.details import VLLM_BACKENDS, flags
+from isoload.placement.engine_files import launch_line
 from support.documents import launch_words, launches
 
 ROOT = Path(__file__).parents[2]

@@ -9,9 +9,8 @@ from torch import Tensor
 from isoload import Topology
 from isoload.transport import Call, CollectiveGroup, Dispatcher, Received, Transport
 from isoload.transport.deep_ep import DeepEPDispatcher
-from isoload.transport.deep_ep.limits import Shape
 from isoload.transport.deep_ep.transport import make_buffer
-from isoload.transport.deep_ep.wires import WIRES
+from isoload.transport.deep_ep.wires import WIRES, Shape
 from support import deep_ep_double
 from support.batches import MAX_TOKENS
 from support.deep_ep_legacy_double import Buffer

@@ -21,9 +21,9 @@ def say(when: str) -> None:
 
 say("import")
 
+from isoload.balancing.prediction import fit, tabulate  # noqa: E402
 from isoload.cli.app import app  # noqa: E402
 from isoload.layer.routers import Gate, Router  # noqa: E402
-from isoload.predict import fit, tabulate  # noqa: E402
 from support.checkpoints import PREFIX, deepseek_v3  # noqa: E402
 from support.fp8_experts import random_experts  # noqa: E402
 from support.recorded_calls import recorded  # noqa: E402
@@ -76,7 +76,7 @@ def experts_from_elsewhere() -> None:
     dense = random_experts(4, 8, 8, torch.Generator().manual_seed(1))
     state, _ = deepseek_v3(4, 8, 8)
     gate = Gate(Router(4, 2), torch.eye(4, 8)).requires_grad_(False)
-    for experts in (dense, isoload.checkpoints.Checkpoint(state, PREFIX)):
+    for experts in (dense, isoload.weights.checkpoints.Checkpoint(state, PREFIX)):
         placement = isoload.place(torch.arange(1, 5)[None], topology, slots_per_rank=3)
         layer = isoload.MoE(gate, experts, isoload.LocalTransport(topology), placement)
         with torch.no_grad():

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 import isoload
-from isoload.advise.recorded import phases
 from isoload.analysis.rank_loads import RankLoads, read_recorded
+from isoload.analysis.server import phases
 from isoload.traces import Trace, write_trace
 from isoload.traces.npz import read_npz
 from support.fuzz_cases import FuzzCase, Rng

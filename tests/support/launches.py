@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from isoload import kernels
-from isoload.experts import grouped_linear
+from isoload.weights import compute
 from support.host_waits import line_of_isoload
 
 # What runs no kernel: views and empty memory.
@@ -124,6 +124,6 @@ def stand_ins(launches: Launches) -> Iterator[None]:
             name = module.__name__.rsplit(".", 1)[1]
             stack.enter_context(patch.object(kernels, name, module, create=True))
         stack.enter_context(patch.object(kernels, "fit", lambda *given: all(x.is_cuda for x in given)))
-        stack.enter_context(patch.object(grouped_linear, "compute_path", lambda *_: "grouped_mm"))
-        stack.enter_context(patch.object(grouped_linear, "grouped_mm", grouped_mm))
+        stack.enter_context(patch.object(compute, "compute_path", lambda *_: "grouped_mm"))
+        stack.enter_context(patch.object(compute, "grouped_mm", grouped_mm))
         yield

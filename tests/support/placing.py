@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 
 from isoload.placers import Room
-from isoload.placers.scenarios import make_scenarios
+from isoload.placers.base import make_scenarios
 
 
 def room_of(ranks, slots, nodes=1, tick=None, before=None):

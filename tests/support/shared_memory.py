@@ -21,8 +21,8 @@ from torch import Tensor
 from torch._C import _distributed_c10d
 
 from isoload.transport import CollectiveGroup
-from isoload.transport import symmetric as trials
-from isoload.transport.peers import OVERLAP
+from isoload.transport import collective as trials
+from isoload.transport.exchanges import OVERLAP
 
 CPU = torch.device("cpu")
 

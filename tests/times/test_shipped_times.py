@@ -12,7 +12,7 @@ import pytest
 
 from isoload import times
 from isoload.times import available
-from isoload.times.shipped import read
+from isoload.times.experts import read
 
 FOLDER = Path(times.__file__).parent
 KEYS = {

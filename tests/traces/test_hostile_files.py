@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from isoload.trace.archives import MAX_BYTES_NAME
 from isoload.traces import Trace, read_trace, write_trace
+from isoload.traces.record import MAX_BYTES_NAME
 from support.sample_traces import COUNTS, IDS, token_trace
 from support.sglang_recording import Recording
 

@@ -13,8 +13,8 @@ import torch
 
 import isoload
 from isoload.placement.files import FORMATS
-from isoload.trace.moe_layers import moe_layers_of
 from isoload.traces import Identity, Trace
+from isoload.traces.identity import moe_layers_of
 
 EXPERTS, TOPOLOGY = 6, isoload.Topology(3)
 MODELS = {  # the numbers of the MoE layers

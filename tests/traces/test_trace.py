@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from isoload.trace.top_k import model_top_k, with_top_k
 from isoload.traces import Trace, count_batches, read_trace, trace_errors
+from isoload.traces.record import model_top_k, with_top_k
 from support.sample_traces import ARRAYS, COUNTS, IDS, token_trace
 
 SHIPPED = Path(__file__).parents[2] / "examples" / "traces" / "gptoss20b_decode.npz"

@@ -10,9 +10,17 @@ from torch import Tensor
 
 from isoload import Topology
 from isoload.transport import Call, CollectiveGroup, Received
-from isoload.transport.deep_ep import DeepEPTransport, dispatcher, packages, transport
-from isoload.transport.deep_ep.limits import LIMITS, Shape
-from isoload.transport.deep_ep.wires import wire_of
+from isoload.transport.deep_ep import (
+    DeepEPTransport,
+    transport,
+)
+from isoload.transport.deep_ep import (
+    transport as dispatcher,
+)
+from isoload.transport.deep_ep import (
+    transport as packages,
+)
+from isoload.transport.deep_ep.wires import LIMITS, Shape, wire_of
 from support.deep_ep_transports import BUFFERS, make_dispatcher
 from support.processes import die, rank_outcomes, run_ranks
 

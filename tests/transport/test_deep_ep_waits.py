@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from isoload.transport.deep_ep import DeepEPDispatcher
-from isoload.transport.deep_ep.limits import Shape
+from isoload.transport.deep_ep.wires import Shape
 from support.fake_ranks import RANKS, TOPOLOGY, Everything, OneRank, answer
 from support.host_waits import HostWaits
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from isoload import Topology
-from isoload.transport.deep_ep import packages
+from isoload.transport.deep_ep import transport
 from support import deep_ep_double
 from support.batches import MAX_TOKENS, batches
 from support.conformance import CASES
@@ -59,7 +59,7 @@ def test_wheels_have_the_recorded_arguments(distribution: str) -> None:
 @unpacked
 def test_wheels_are_found_without_an_import(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(WHEELS))
-    first, second = packages.installed()
+    first, second = transport.installed()
     assert (str(first), first.buffers) == (f"sgl-deep-ep-v25 {VERSIONS['sgl-deep-ep-v25']}", ("EPBuffer",))
     assert (str(second), second.buffers) == (
         f"sgl-deep-ep {VERSIONS['sgl-deep-ep']}",
@@ -68,7 +68,7 @@ def test_wheels_are_found_without_an_import(monkeypatch: pytest.MonkeyPatch) -> 
     assert first.borrows and not second.borrows
     if not torch.cuda.is_available():
         with pytest.raises(RuntimeError, match="sgl-deep-ep-v25 .* does not start here: ImportError: .*CUDA"):
-            packages.load_buffer()
+            transport.load_buffer()
 
 
 def rows_of(refs: Any, x: Tensor, topk_idx: Tensor, weights: Tensor, num_experts: int) -> tuple[Tensor, ...]:

@@ -7,7 +7,7 @@ import torch
 
 from isoload import Topology
 from isoload.transport import LocalTransport, Received
-from isoload.transport.gathered_tokens import start_gather_tokens
+from isoload.transport.transport import start_gather_tokens
 from support.batches import MAX_TOKENS, batches
 
 

@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 
 import isoload
-from isoload.transport import CollectiveGroup, collective, symmetric
-from isoload.transport.peers import OVERLAP, Peers
+from isoload.transport import CollectiveGroup, collective
+from isoload.transport import collective as symmetric
+from isoload.transport.exchanges import OVERLAP, Peers
 from support.processes import run_ranks
 from support.shared_memory import CPU, Stream, shared_memory
 

@@ -16,12 +16,11 @@ from torch import Tensor
 
 import isoload
 from isoload.transport import CollectiveGroup, Group, LocalGroup
-from isoload.transport.peers import Peers
+from isoload.transport.exchanges import Peers
 from isoload.weights import backends
-from isoload.weights.backend import BorrowPlan
-from isoload.weights.backends import Pull, make_backend
+from isoload.weights.backends import BorrowPlan, Pull, make_backend
 from isoload.weights.borrowing import Borrowing
-from isoload.weights.moves import Address
+from isoload.weights.layout import Address
 from support.processes import run_ranks
 from support.shared_memory import CPU, shared_memory
 

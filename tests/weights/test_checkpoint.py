@@ -62,13 +62,13 @@ def test_deepseek_v3_as_it_is(num_files: int, tmp_path: Path) -> None:
     if num_files:
         save_in_files({**state, "model.norm.weight": torch.ones(3)}, tmp_path, num_files)
         source = tmp_path
-    read = isoload.checkpoints.Checkpoint(source, PREFIX).read([4, 0, 4])
+    read = isoload.weights.checkpoints.Checkpoint(source, PREFIX).read([4, 0, 4])
     assert read.stacks().keys() == weights.stacks().keys()
     assert all(same_bytes(stack, weights.stacks()[n][[4, 0, 4]]) for n, stack in read.stacks().items())
-    layer = assert_same_layer(isoload.checkpoints.Checkpoint(source, PREFIX), weights, HIDDEN)
+    layer = assert_same_layer(isoload.weights.checkpoints.Checkpoint(source, PREFIX), weights, HIDDEN)
     assert layer.weights[0].gate_up.dtype == FP8
     assert_same_layer(
-        isoload.checkpoints.Checkpoint(source, PREFIX), open_experts(weights, torch.bfloat16), HIDDEN
+        isoload.weights.checkpoints.Checkpoint(source, PREFIX), open_experts(weights, torch.bfloat16), HIDDEN
     )
 
 
@@ -85,7 +85,7 @@ def test_a_rank_reads_its_own_experts_only(monkeypatch: pytest.MonkeyPatch, tmp_
     placement = place(3)
     layer = isoload.MoE(
         gate,
-        isoload.checkpoints.Checkpoint(tmp_path, PREFIX),
+        isoload.weights.checkpoints.Checkpoint(tmp_path, PREFIX),
         isoload.LocalTransport(placement.topology),
         placement,
     )
@@ -101,7 +101,7 @@ def test_gpt_oss_in_bfloat16(num_files: int, tmp_path: Path) -> None:
     state = gpt_oss(EXPERTS, 96, 64)
     if num_files:
         save_in_files(state, tmp_path, num_files)
-    checkpoint = isoload.checkpoints.Checkpoint(tmp_path if num_files else state, PREFIX)
+    checkpoint = isoload.weights.checkpoints.Checkpoint(tmp_path if num_files else state, PREFIX)
     parts = {
         name: mxfp4.convert_moe_packed_tensors(
             state[f"{PREFIX}{name}_proj_blocks"], state[f"{PREFIX}{name}_proj_scales"], dtype=torch.bfloat16
@@ -123,7 +123,9 @@ def test_gpt_oss_as_bytes(num_files: int, tmp_path: Path) -> None:
     state = gpt_oss(EXPERTS, 96, 64)
     if num_files:
         save_in_files(state, tmp_path, num_files)
-    checkpoint = isoload.checkpoints.Checkpoint(tmp_path if num_files else state, PREFIX, as_bytes=True)
+    checkpoint = isoload.weights.checkpoints.Checkpoint(
+        tmp_path if num_files else state, PREFIX, as_bytes=True
+    )
     read = checkpoint.read([5, 1])
     for of in ("gate_up", "down"):
         blocks, scales, bias = (
@@ -132,7 +134,7 @@ def test_gpt_oss_as_bytes(num_files: int, tmp_path: Path) -> None:
         found = [getattr(read, of + part) for part in ("", "_scale", "_bias")]
         assert all(map(same_bytes, found, [blocks.flatten(2), scales, bias]))
     assert read.format is not None and read.format.name == "MXFP4" and not checkpoint.trains("down_bias")
-    opened = isoload.checkpoints.Checkpoint(state, PREFIX).read(range(EXPERTS))
+    opened = isoload.weights.checkpoints.Checkpoint(state, PREFIX).read(range(EXPERTS))
     layer = assert_same_layer(checkpoint, opened, 96, activation=ClampedGLU())
     assert layer.weights[0].down.dtype == torch.uint8 and not layer.weights[0].down_bias.requires_grad
 
@@ -246,15 +248,15 @@ def test_refused_checkpoints(name: str, in_files: bool, as_bytes: bool, tmp_path
     if in_files:
         save_in_files({key: value.clone() for key, value in state.items()}, tmp_path, 3)
     with pytest.raises(ValueError, match=message) as raised:
-        isoload.checkpoints.Checkpoint(tmp_path if in_files else state, PREFIX, as_bytes=as_bytes).read(
-            range(EXPERTS)
-        )
+        isoload.weights.checkpoints.Checkpoint(
+            tmp_path if in_files else state, PREFIX, as_bytes=as_bytes
+        ).read(range(EXPERTS))
     assert (str(tmp_path) if in_files else "the state") in str(raised.value)
 
 
 def test_refused_files(tmp_path: Path) -> None:
     def read() -> None:
-        isoload.checkpoints.Checkpoint(tmp_path, PREFIX).read([0, 1])
+        isoload.weights.checkpoints.Checkpoint(tmp_path, PREFIX).read([0, 1])
 
     with pytest.raises(ValueError, match=r"must be a safetensors file, or a folder with .*, got 0"):
         read()
@@ -302,7 +304,7 @@ def over_processes(rank: int, folder: Path) -> None:
     placement, (_, weights) = place(2), deepseek_v3(*SIZES)
     rows = torch.randn(5 + rank, HIDDEN).bfloat16()
     found = []
-    for experts in (isoload.checkpoints.Checkpoint(folder, PREFIX), weights):
+    for experts in (isoload.weights.checkpoints.Checkpoint(folder, PREFIX), weights):
         layer = isoload.MoE(gate, experts, CollectiveTransport(placement.topology), placement)
         with torch.no_grad():
             found.append(layer(rows))
@@ -316,7 +318,7 @@ def test_over_processes(tmp_path: Path) -> None:
 
 def one_rank_reads_wrong(rank: int, folder: Path, prefix: str) -> None:
     placement = place(2)
-    experts = isoload.checkpoints.Checkpoint(
+    experts = isoload.weights.checkpoints.Checkpoint(
         folder if rank == 1 else DEEPSEEK, prefix if rank == 1 else PREFIX
     )
     isoload.MoE(gate, experts, CollectiveTransport(placement.topology), placement)
@@ -337,7 +339,7 @@ def another_checkpoint(rank: int) -> None:
     placement, state = place(2), deepseek_v3(*SIZES, seed=rank)[0]
     isoload.MoE(
         gate,
-        isoload.checkpoints.Checkpoint(state, PREFIX),
+        isoload.weights.checkpoints.Checkpoint(state, PREFIX),
         CollectiveTransport(placement.topology),
         placement,
     )
@@ -352,6 +354,10 @@ def test_an_activation_of_the_caller_s(tmp_path: Path) -> None:
     placement = place(2)
     transport = isoload.LocalTransport(placement.topology)
     layer = isoload.MoE(
-        gate, isoload.checkpoints.Checkpoint(GPT_OSS, PREFIX), transport, placement, activation=SwiGLU()
+        gate,
+        isoload.weights.checkpoints.Checkpoint(GPT_OSS, PREFIX),
+        transport,
+        placement,
+        activation=SwiGLU(),
     )
     assert layer.activation == SwiGLU()

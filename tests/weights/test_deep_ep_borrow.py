@@ -10,10 +10,8 @@ from torch import Tensor
 from isoload import Topology
 from isoload.transport import CollectiveGroup
 from isoload.transport.deep_ep import DeepEPTransport
-from isoload.weights.backend import BorrowPlan
-from isoload.weights.backends import make_backend
-from isoload.weights.deep_ep import redundancy_mapping
-from isoload.weights.moves import Address
+from isoload.weights.backends import BorrowPlan, make_backend, redundancy_mapping
+from isoload.weights.layout import Address
 from support.deep_ep_double import EPBuffer
 from support.processes import run_ranks
 

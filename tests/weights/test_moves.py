@@ -8,7 +8,7 @@ import torch
 
 import isoload
 from isoload.transport import CollectiveGroup, Group, LocalGroup
-from isoload.weights.moves import Address, Move, RankMoves, Stacks, add_back, move_rows, start_moves
+from isoload.weights.layout import Address, Move, RankMoves, Stacks, add_back, move_rows, start_moves
 from support.processes import run_ranks
 from support.sweeps import every, rest
 

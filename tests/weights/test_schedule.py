@@ -9,8 +9,7 @@ import pytest
 import torch
 
 import isoload
-from isoload.weights.layout import keep_rows
-from isoload.weights.moves import Address, Move
+from isoload.weights.layout import Address, Move, keep_rows
 from isoload.weights.schedule import plan_moves, spread_moves
 
 

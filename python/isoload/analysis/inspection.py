@@ -13,7 +13,7 @@ import torch
 from isoload.analysis.judge import Floats, even_imbalance, exact_imbalance
 from isoload.placement.placement import Placement
 from isoload.placers.base import Room
-from isoload.placers.budget import assign, make_grid
+from isoload.placers.craft import assign, make_grid
 from isoload.placers.eplb import pack_into
 from isoload.topology import Topology
 from isoload.traces import Ints, Trace

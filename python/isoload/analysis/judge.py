@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from isoload.analysis.batches import make_batches
+from isoload.analysis.batches import Fold, calibration_folds, make_batches
 from isoload.balancing.planning import plan_layers
 from isoload.placement.placement import Placement
-from isoload.placers.weights import rank_loads
-from isoload.replay.calibration import Fold, calibration_folds
+from isoload.placers.base import rank_loads
 from isoload.traces import Trace
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]

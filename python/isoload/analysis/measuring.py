@@ -1,6 +1,8 @@
-"""Time a rank's experts, the group's exchanges and its plans on the machine at hand, and fit isoload.times to them.
+"""Time a rank's experts, the group's exchanges and its plans on this machine, and fit the constants of isoload.times.
 
-Every rank measures at the same time, as ranks run when they serve. Medians; of an exchange the slowest rank's.
+Every rank measures at the same time, as ranks run when they serve. Times are medians; of an exchange, the slowest
+rank's. The fit is robust least squares and needs SciPy: ``isoload measure`` fits the points of one machine,
+bench/fit_times.py the tables of public measurements.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
+from scipy.optimize import least_squares
 from torch import Tensor
 
 from isoload.analysis.models import Model
@@ -22,7 +26,7 @@ from isoload.balancing.balancer import Balancer
 from isoload.balancing.own_counts import Loads
 from isoload.placers import place
 from isoload.times.exchanges import STEPS, AllToAllTime, Curve
-from isoload.times.experts import ExpertTime
+from isoload.times.experts import ExpertTime, kernel_us
 from isoload.times.file import Times
 from isoload.topology import Topology
 from isoload.transport import CollectiveTransport, LocalTransport, Transport
@@ -305,7 +309,6 @@ def _waiter(device: torch.device) -> Callable[[], None]:
 
 def fit_experts(machine: Machine, points: Sequence[Point]) -> ExpertTime:
     """Fit the five constants to the even points, and compare them with the held-out ones."""
-    from isoload.times.fitting import fit_kernel
 
     even = [point for point in points if not point.held_out]
     copies = [int(point.loads.sum()) for point in even]
@@ -367,7 +370,6 @@ def fit_exchanges(
     machine: Machine, points: Sequence[Sequence[float]]
 ) -> tuple[AllToAllTime | None, AllToAllTime | None]:
     """Fit the curves of dispatch and combine; None where one rank has no exchange."""
-    from isoload.times.fitting import fit_curve
 
     if not points:
         return None, None
@@ -433,3 +435,62 @@ def time_plans(machine: Machine, step: Callable[[], None]) -> Iterator[tuple[str
         all_samples = group.gather_objects("the plans' times", samples[3:])
         step()
         yield name, float(np.median(np.max(all_samples, axis=0))) / 1e3
+
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+SOFT = 0.05  # relative errors from here on weigh linearly: a stray row does not bend a fit
+# Of a, b, c, rho (microseconds) and p - 1. What a fit cannot tell stays where it starts.
+LEAST, MOST = (1e-2, 1e-4, 1e-6, 1e-7, 0.02), (3e3, 3e2, 10.0, 1.0, 10.0)
+
+
+def features(loads: Ints, tile: int) -> tuple[Floats, Floats]:
+    """Return [...] the slots with copies, and the copies after each slot's are rounded up to a tile."""
+    return (loads > 0).sum(-1).astype(np.float64), (-(-loads // tile) * tile).sum(-1).astype(np.float64)
+
+
+def fit_kernel(
+    loads: list[Ints],
+    rows: Floats,
+    us: Floats,
+    tile: int,
+    with_rows: bool = True,
+    soft: float = SOFT,
+    slower: float = 1.0,
+) -> tuple[list[float], Floats]:
+    """Return a, b, c, rho, p of kernel_us and the relative error of every point; without rows rho is 0.
+
+    slower: how many times the device is slower than the GPUs that starts and bounds are about, at least 1.
+    """
+    active, padded = map(np.array, zip(*(features(each, tile) for each in loads), strict=True))
+
+    def constants(x: Floats) -> tuple[float, float, float, float, float]:
+        a, b, c, rho, p = np.exp(x).tolist()
+        return a, b, c, rho if with_rows else 0.0, 1 + p
+
+    def errors(x: Floats) -> Floats:
+        logs: Floats = np.log(kernel_us(*constants(x), active, padded, rows) / us)
+        return logs
+
+    best: Any = None
+    for rho in (1e-3, 6e-3):
+        for p in (0.3, 2.0):
+            start = np.log([max(us.min() / 2, 1.0), 5.0 * slower, 0.05 * slower, rho * slower, p])
+            most = np.log(MOST) + np.log([slower, slower, slower, slower, 1.0])
+            tried = least_squares(errors, start, loss="soft_l1", f_scale=soft, bounds=(np.log(LEAST), most))
+            best = tried if best is None or tried.cost < best.cost else best
+    return list(constants(best.x)), np.expm1(errors(best.x))
+
+
+def fit_curve(tokens: Floats, us: Floats) -> tuple[list[float], Floats]:
+    """Return a, s, q of a Curve and the relative error of every point."""
+
+    def errors(x: Floats) -> Floats:
+        result: Floats = np.log(Curve(*np.exp(x))(tokens) / us)
+        return result
+
+    start = np.log([us.min(), us[-1] / tokens[-1], 1.5])
+    # A power beyond these makes a curve that points do not tell from one at the bound.
+    bounds = ([-np.inf, -np.inf, np.log(0.3)], [np.inf, np.inf, np.log(6.0)])
+    result = least_squares(errors, start, loss="soft_l1", f_scale=SOFT, bounds=bounds)
+    return list(np.exp(result.x)), np.expm1(errors(result.x))

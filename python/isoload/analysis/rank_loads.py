@@ -17,11 +17,10 @@ import torch
 
 from isoload.placement.placement import Placement
 from isoload.topology import Topology
-from isoload.trace.archives import check_bytes, max_bytes, read_arrays, read_members
 from isoload.traces import Trace
 from isoload.traces.identity import Identity
 from isoload.traces.npz import read_npz, write_trace
-from isoload.traces.record import Ints, counts_of_slots
+from isoload.traces.record import Ints, check_bytes, counts_of_slots, max_bytes, read_arrays, read_members
 from isoload.traces.shadow import ONE_RUN, RECORDED_BY, check_about, dense_rows_dropped
 
 MAX_COPIES = 2**31  # of a slot in a batch: counts are int32

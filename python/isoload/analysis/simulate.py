@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from isoload.analysis.batches import Batches, SourceBatch, make_batches
+from isoload.analysis.batches import Batches, Fold, SourceBatch, calibration_folds, make_batches, strictest
 from isoload.analysis.judge import without_replicas
 from isoload.analysis.layer_cost import CostTally
 from isoload.analysis.metrics import PolicyFigures, RoutedBatch, Tally, count_routed
-from isoload.analysis.prediction import Forecast, check_prediction
+from isoload.analysis.prediction import Forecast, IdleBorrowing, check_prediction
 from isoload.balancing.balancer import Balancer
 from isoload.balancing.own_counts import Loads
 from isoload.balancing.planning import fill, plan, plan_layers
@@ -28,8 +28,6 @@ from isoload.placement.placement import Placement
 from isoload.placers import make_placer, parse_placer, place
 from isoload.policies import POLICIES, Policy, make_policy, parse_policy
 from isoload.policies.plan import Plan
-from isoload.replay.calibration import Fold, calibration_folds, strictest
-from isoload.replay.idle_borrowing import IdleBorrowing
 from isoload.times.cost import CostModel
 from isoload.topology import Topology
 from isoload.traces import Trace

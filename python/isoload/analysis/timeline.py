@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from isoload.times import LayerTime
-from isoload.times.shipped import numbers
+from isoload.times.experts import numbers
 from isoload.topology import NOMINAL_TICKS, Topology, as_topology
 from isoload.wording import not_one_of
 

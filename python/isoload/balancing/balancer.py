@@ -16,20 +16,20 @@ import torch
 from torch import Tensor
 
 from isoload.balancing.counting import check_one_each, count_owned, without_padding
-from isoload.balancing.own_counts import Exchanged, Loads, exchange, make_own_counts
+from isoload.balancing.own_counts import Loads, make_own_counts
 from isoload.balancing.planning import Gathered, plan_and_share
 from isoload.balancing.routing import route_counted, route_fixed, route_sent
+from isoload.balancing.targets import Exchanged, exchange
+from isoload.checks import check_whole_number, may_be_kept
 from isoload.ops import Counted
 from isoload.placement.placed_layers import PlacedLayers, own_layers, refreshing
 from isoload.placement.placement import Placement, check_same_shape, position
 from isoload.policies import Policy, Seeded, make_policy
 from isoload.policies.exact import ExactPolicy
-from isoload.policies.plan import Plan
-from isoload.steps import first_step, in_backward, next_step
+from isoload.policies.plan import Plan, first_step, in_backward, next_step
 from isoload.topology import Topology
 from isoload.transport import Call, Group, LocalGroup, checksum
-from isoload.transport.agreement import placement_facts
-from isoload.value_checks import check_whole_number, may_be_kept
+from isoload.transport.group import placement_facts
 from isoload.wording import amount
 
 Tokens = Literal["own", "same"]
@@ -64,7 +64,7 @@ class Balancer:
             an all-reduce. Each rank then cuts its own copies by :func:`isoload.ops.share_alone`, so that a slot gets
             about its quota. Not for shared experts, nor for policies that need loads per source.
         price: whether targets are corrected by what came of the last ones, see
-            isoload.balancing.own_counts.targets.new_price.
+            isoload.balancing.targets.new_price.
         min_tokens: with fewer tokens over all ranks nothing is gathered or planned: each expert goes to its ``static``
             replica, shared ones stay home, and last_plan is None. The same on all ranks.
         shared_columns: whether topk_ids carry the shared experts in their last columns, as
@@ -342,7 +342,7 @@ class Balancer:
         return slots
 
     def exchange(self, *others: Balancer) -> Exchanged:
-        """Renews the targets of this layer and of others: :func:`isoload.balancing.own_counts.exchange`."""
+        """Renews the targets of this layer and of others: :func:`isoload.balancing.targets.exchange`."""
         return exchange([self, *others])
 
     def load(self, placement: Placement) -> None:

@@ -19,13 +19,12 @@ from torch import Tensor
 
 from isoload.balancing.balancer import Balancer
 from isoload.balancing.counting import check_ids, check_one_each
-from isoload.balancing.own_counts.counts import described
+from isoload.balancing.own_counts import described
+from isoload.checks import values_readable
 from isoload.policies import Policy
-from isoload.policies.plan import Plan
-from isoload.steps import in_backward
+from isoload.policies.plan import Plan, in_backward
 from isoload.transport import Call, error_code
-from isoload.transport.agreement import raise_unlike
-from isoload.value_checks import values_readable
+from isoload.transport.group import raise_unlike
 
 Replay = Callable[[], None]
 Capture = Callable[[Callable[[], list[Tensor]]], tuple[Replay, list[Tensor]]]

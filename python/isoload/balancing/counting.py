@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from isoload import ops
+from isoload.checks import check_whole
 from isoload.ops import Counted
 from isoload.placement.placement import Placement
-from isoload.shared_experts import check_shared_columns
-from isoload.value_checks import check_whole
+from isoload.policies.plan import check_shared_columns
 
 
 def count(topk_ids: Tensor, num_experts: int) -> Tensor:

@@ -9,14 +9,21 @@ import torch
 from torch import Tensor
 
 from isoload import ops
+from isoload.checks import values_readable
 from isoload.ops import Counted, Order
 from isoload.placement.placed_layers import PlacedLayers
 from isoload.placement.placement import Placement
 from isoload.policies import Demand, Policy, make_policy
-from isoload.policies.keeping import may_keep_local, split_above_local
-from isoload.policies.plan import Plan
-from isoload.shared_experts import SharedPlan, check_tokens, keep_home, per_expert, shared_copies, widened
-from isoload.value_checks import values_readable
+from isoload.policies.borrowing import may_keep_local, split_above_local
+from isoload.policies.plan import (
+    Plan,
+    SharedPlan,
+    check_tokens,
+    keep_home,
+    per_expert,
+    shared_copies,
+    widened,
+)
 
 
 @dataclass(eq=False)

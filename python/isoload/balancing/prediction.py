@@ -1,12 +1,22 @@
-"""The protocol of predictors, and what their fits share."""
+"""Predict the loads of the next MoE layer while this one runs, for policies that declare ``ahead``.
+
+A predictor reads either the gathered loads of earlier layers or batches, which every rank has anyway
+(LoadsPredictor), or each rank's own tokens; then the counts of the predicted choices travel with this layer's loads
+(TokensPredictor). ``Last`` repeats the previous batch's loads of a layer, ``Linear`` multiplies the loads of the
+last layers by an integer matrix, ``Lookahead`` applies the next layer's gate to this layer's rows (Libra,
+papers/004).
+"""
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from isoload import ops
@@ -105,3 +115,264 @@ def multi_hot(topk_ids: Ints, num_experts: int) -> np.ndarray[tuple[int, int], n
     hot = np.zeros((len(topk_ids), num_experts))
     np.put_along_axis(hot, topk_ids.astype(np.int64), 1, axis=1)
     return hot
+
+
+UNIT = 2**16  # a weight of 1
+MOST = 2**5 * UNIT  # below 2^31 copies times this every sum stays below 2^53: exact in float64, in any order
+
+
+class Linear(LoadsPredictor):
+    """Loads of a layer as a linear function of those of the last MoE layers, made by :func:`fit`.
+
+    Sums and single sources alike: the function is linear. Its products are exact integers in float64, so every rank and
+    device predicts the same bits.
+
+    Args:
+        weights: for every layer [n, E, E] integers (float64) in 1/65536: row d says what a copy of expert i in layer
+            ``layer - 1 - d`` adds to expert j; n = 0 for layers that cannot be predicted. At most 32 in size.
+    """
+
+    num_experts: int
+
+    def __init__(self, weights: Sequence[Tensor]) -> None:
+        if not weights:
+            raise ValueError("weights must be of at least one layer, got none")
+        self.num_experts = weights[0].shape[-1]
+        for layer, matrix in enumerate(weights):
+            wanted = [len(matrix), self.num_experts, self.num_experts]
+            if list(matrix.shape) != wanted or matrix.dtype != torch.float64:
+                raise ValueError(
+                    f"weights must be float64 {wanted} in layer {layer}, got {matrix.dtype} {list(matrix.shape)}"
+                )
+            if bool((matrix != matrix.round()).any()) or (
+                matrix.numel() and float(matrix.abs().max()) > MOST
+            ):
+                raise ValueError(
+                    f"weights must be integers of at most {MOST} in size, those of layer {layer} are not"
+                )
+        self.weights = list(weights)
+        self.num_layers = len(self.weights)
+
+    def describe(self) -> str:
+        digest = hashlib.sha256()
+        for matrix in self.weights:
+            digest.update(matrix.cpu().contiguous().numpy().tobytes())
+        return f"Linear of weights {digest.hexdigest()[:16]}"
+
+    def depth_of(self, layer: int) -> int:
+        return len(self.weights[layer])
+
+    def to(self, device: torch.device | str) -> Linear:
+        """Its weights on a device; itself if they are there."""
+        moved = [matrix.to(device) for matrix in self.weights]
+        return self if all(a is b for a, b in zip(moved, self.weights, strict=True)) else Linear(moved)
+
+    def predict(self, layer: int, earlier: Sequence[Tensor]) -> Tensor | None:
+        check_layer(layer, self.num_layers)
+        matrices = self.weights[layer]
+        if not len(matrices):
+            return None
+        if len(earlier) < len(matrices):
+            raise ValueError(
+                f"earlier must hold the loads of {len(matrices)} layers for layer {layer}, got {len(earlier)}"
+            )
+        for loads in earlier[: len(matrices)]:
+            if loads.shape[-1] != self.num_experts or loads.dtype != torch.int32:
+                raise ValueError(
+                    f"earlier must be int32 loads of {self.num_experts} experts, got {loads.dtype} {list(loads.shape)}"
+                )
+        near = torch.cat([loads.double() for loads in earlier[: len(matrices)]], dim=-1)
+        copies = near @ matrices.flatten(0, 1)
+        return torch.floor(copies / UNIT + 0.5).clamp_(min=0).to(torch.int32)
+
+    def choose(self, layer: int, earlier: Tensor, top_k: int) -> Tensor:
+        """[T, K] the experts with the highest scores of each token, from its choices [T, n, K], the nearest first."""
+        matrices = self.weights[layer]
+        hot = [
+            torch.from_numpy(multi_hot(earlier[:, d].numpy(), self.num_experts)) for d in range(len(matrices))
+        ]
+        return (torch.cat(hot, dim=1) @ matrices.flatten(0, 1)).topk(top_k, dim=1).indices
+
+
+def fit(trace: Trace, depth: int = 2, ridge: float = 1.0) -> Linear:
+    """A Linear of the layers before, by ridge regression on per-token choices.
+
+    Args:
+        trace: with per-token choices; tokens without all of theirs are left out.
+        depth: how many layers before; the first ones have fewer.
+        ridge: added to the diagonal of the normal equations, in tokens.
+
+    Raises:
+        ValueError: naming the argument, the rule and the value.
+    """
+    check_depth(depth)
+    if ridge <= 0:
+        raise ValueError(f"ridge must be above 0, got {ridge}")
+    chosen, num_experts = tokens_of(trace), trace.num_experts
+    hot = [multi_hot(chosen[:, layer], num_experts) for layer in range(trace.num_layers)]
+    weights = [torch.zeros(0, num_experts, num_experts, dtype=torch.float64)]
+    for layer in range(1, trace.num_layers):
+        near = np.concatenate([hot[layer - 1 - d] for d in range(min(depth, layer))], axis=1)
+        normal = near.T @ near + ridge * np.eye(near.shape[1])
+        solved = np.linalg.solve(normal, near.T @ hot[layer])
+        whole = np.clip(np.rint(solved * UNIT), -MOST, MOST)
+        weights.append(torch.from_numpy(whole).view(-1, num_experts, num_experts))
+    return Linear(weights)
+
+
+class Last(LoadsPredictor):
+    """What the layer's loads were in the batch before; the first layer's only forecast, too.
+
+    Args:
+        num_layers: MoE layers.
+    """
+
+    def __init__(self, num_layers: int) -> None:
+        self.num_layers = num_layers
+        self._seen: list[Tensor | None] = [None] * num_layers
+
+    def note(self, layer: int, loads: Tensor) -> None:
+        """A batch's loads of a layer; kept as they are, so they must not be written later."""
+        check_layer(layer, len(self._seen))
+        self._seen[layer] = loads
+
+    def predict(self, layer: int, earlier: Sequence[Tensor] = ()) -> Tensor | None:
+        check_layer(layer, len(self._seen))
+        return self._seen[layer]
+
+
+Gate = Callable[[Tensor], tuple[Tensor, Tensor]]
+
+
+class Lookahead(TokensPredictor):
+    """Runs a layer's gate ahead of time: hidden states change little from one layer to the next.
+
+    A token is its row [H] as it enters the layer before or, with `norms`, the residual before that layer's norm.
+
+    Args:
+        gates: of every layer, rows [T, H] -> expert ids [T, K] and their weights.
+        norms: of every layer, rows [T, H] -> [T, H]; None = rows are normed already.
+    """
+
+    def __init__(
+        self, gates: Sequence[Gate], norms: Sequence[Callable[[Tensor], Tensor]] | None = None
+    ) -> None:
+        if norms is not None and len(norms) != len(gates):
+            raise ValueError(f"norms must be as many as gates, {len(gates)}, got {len(norms)}")
+        self.gates, self.norms = list(gates), None if norms is None else list(norms)
+        self.num_layers = len(self.gates)
+        self.reads: Reads = "rows" if norms is None else "residual"
+
+    @torch.no_grad()
+    def choose(self, layer: int, tokens: Tensor) -> Tensor:
+        check_layer(layer, len(self.gates))
+        rows = tokens if self.norms is None else self.norms[layer](tokens)
+        return self.gates[layer](rows)[0]
+
+
+@dataclass(frozen=True, eq=False)
+class LayerTable:
+    """Sorted paths [N] int64, the K experts that followed each most often [N, K], and those of all tokens [K]."""
+
+    paths: Ints
+    followed: Ints
+    popular: Ints
+
+
+class PathTable(TokensPredictor):
+    """Made by :func:`tabulate`. A token is its choices [n, K] in the layers before, the nearest first.
+
+    Its path are the first experts of up to `depth` layers. A path that the table lacks gets the layer's most popular
+    experts.
+    """
+
+    reads = "choices"
+    num_experts: int
+
+    def __init__(self, tables: list[LayerTable], depth: int, num_experts: int) -> None:
+        self.tables, self.depth, self.num_experts = tables, depth, num_experts
+        self.num_layers = len(tables)
+
+    def depth_of(self, layer: int) -> int:
+        return min(self.depth, layer)
+
+    def choose(self, layer: int, tokens: Tensor) -> Tensor:
+        """[T, K] experts; -1 for a token without choices (-1) in the layer before."""
+        check_layer(layer, len(self.tables))
+        depth = self.depth_of(layer)
+        if tokens.dim() != 3 or tokens.shape[1] < depth:
+            raise ValueError(
+                f"tokens must be [T, at least {depth}, K] for layer {layer}, got {list(tokens.shape)}"
+            )
+        table, near = self.tables[layer], tokens[:, :depth].numpy()
+        mine = path_of(near, self.num_experts)
+        at = np.searchsorted(table.paths, mine).clip(max=len(table.paths) - 1)
+        # A path through -1 has the number of another one.
+        known = (table.paths[at] == mine) & (near[:, :, 0] >= 0).all(1)
+        chosen = np.where(known[:, None], table.followed[at], table.popular)
+        if depth:
+            chosen = np.where((near[:, :1] < 0).all(-1), -1, chosen)
+        return torch.from_numpy(chosen.astype(np.int32))
+
+
+def tabulate(trace: Trace, depth: int = 4) -> PathTable:
+    """The table of a trace with per-token choices, of paths through up to `depth` layers.
+
+    Raises:
+        ValueError: naming the argument, the rule and the value.
+    """
+    check_depth(depth)
+    if trace.num_experts**depth > 2**62:
+        raise ValueError(f"depth must be so small that num_experts ** depth is at most 2^62, got {depth}")
+    chosen = tokens_of(trace)
+    tables = []
+    for layer in range(trace.num_layers):
+        near = chosen[:, max(0, layer - depth) : layer][:, ::-1]
+        paths, index = np.unique(path_of(near, trace.num_experts), return_inverse=True)
+        tables.append(
+            LayerTable(paths, *most_frequent(chosen[:, layer], index, len(paths), trace.num_experts))
+        )
+    return PathTable(tables, depth, trace.num_experts)
+
+
+def path_of(near: Ints, num_experts: int) -> Ints:
+    """[T] int64 a number for the first experts of [T, n, K]."""
+    path = np.zeros(len(near), dtype=np.int64)
+    for layer in range(near.shape[1]):
+        path = path * num_experts + near[:, layer, 0]
+    return path
+
+
+def most_frequent(chosen: Ints, index: Ints, num_paths: int, num_experts: int) -> tuple[Ints, Ints]:
+    """[N, K] per path and [K] in all the most frequent experts, the lowest of equals; fewer seen: the popular ones."""
+    top_k = chosen.shape[1]
+    counts = np.bincount(chosen.ravel(), minlength=num_experts)
+    rank = np.argsort(np.argsort(-counts, kind="stable"))  # 0 = most popular
+    popular = np.argsort(rank)[:top_k]
+    followed = np.empty((num_paths, top_k), dtype=np.int64)
+    order = np.argsort(index, kind="stable")
+    ends = np.cumsum(np.bincount(index, minlength=num_paths))
+    for path, rows in enumerate(np.split(chosen[order], ends[:-1])):
+        seen = np.bincount(rows.ravel(), minlength=num_experts)
+        followed[path] = np.lexsort((rank, -seen))[:top_k]
+    return followed, popular
+
+
+def accuracy(predictor: Linear | PathTable, trace: Trace) -> list[float]:
+    """For layers 1.., the part of the true choices of a trace's tokens that are among the K predicted."""
+    chosen = tokens_of(trace)
+    if (predictor.num_layers, predictor.num_experts) != (trace.num_layers, trace.num_experts):
+        raise ValueError(
+            f"predictor must be of {trace.num_layers} layers and {trace.num_experts} experts as the trace, "
+            f"got {predictor.num_layers} and {predictor.num_experts}"
+        )
+    found = []
+    for layer in range(1, trace.num_layers):
+        near = torch.from_numpy(np.ascontiguousarray(chosen[:, :layer][:, ::-1]))
+        if isinstance(predictor, Linear):
+            guessed = predictor.choose(layer, near, chosen.shape[-1])
+        else:
+            guessed = predictor.choose(layer, near)
+        hits = (torch.from_numpy(chosen[:, layer])[:, :, None] == guessed[:, None, :]).any(-1)
+        found.append(float(hits.double().mean()))
+    return found

@@ -7,12 +7,11 @@ from torch import Tensor
 
 from isoload import ops
 from isoload.balancing.planning import share_routed
+from isoload.checks import values_readable
 from isoload.ops import Counted, Order
 from isoload.placement.placed_layers import PlacedLayers
 from isoload.policies import Policy, Seeded, StaticPolicy, sample_seed
-from isoload.policies.plan import Plan
-from isoload.shared_experts import check_shared_columns
-from isoload.value_checks import values_readable
+from isoload.policies.plan import Plan, check_shared_columns
 
 FIXED = StaticPolicy()
 

@@ -14,7 +14,9 @@ from isoload.cli import options
 from isoload.cli.tables import columns_of, page_table, write_out
 
 if TYPE_CHECKING:
-    from isoload.advise import Advice, Judged, Model, Question
+    from isoload.analysis.advice import Advice, Question
+    from isoload.analysis.loads import Judged
+    from isoload.analysis.models import Model
     from isoload.times import LayerTime, Times
     from isoload.topology import Topology
     from isoload.traces import Trace
@@ -54,7 +56,7 @@ def phase_times(
     Args:
         gpu: its name, or times that were measured, which are the same for both phases.
     """
-    from isoload.advise.constants import layer_time, measured_layer
+    from isoload.analysis.models import layer_time, measured_layer
 
     if not isinstance(gpu, str):
         return dict.fromkeys(phases, measured_layer(gpu, model, topology))
@@ -94,9 +96,9 @@ def answer(
         source: the trace's files for the command that makes a placement; None: there are none.
         weights: by phase its part of all steps, for both phases.
     """
-    from isoload.advise import advise as search
-    from isoload.advise import advise_server
-    from isoload.advise.launch import flags
+    from isoload.analysis.advice import advise as search
+    from isoload.analysis.details import flags
+    from isoload.analysis.server import advise_server
     from isoload.cli.advise_output import print_advice, warnings
     from isoload.cli.arguments import progress
 
@@ -160,10 +162,18 @@ def _page(
     figures: dict[str, Any] | None = None,
 ) -> str:
     """Return the page's text. chosen: engine, GPU and kernel. first: sections ahead; figures: those of all sections."""
-    from isoload.advise import judge_by
-    from isoload.advise.constants import layer_times
-    from isoload.cli.advise_output import FIGURES, question_lines, rows_of, unit_notes, verdict_lines
-    from isoload.cli.advise_page import PagePhase, PageText, advise_page
+    from isoload.analysis.loads import judge_by
+    from isoload.analysis.models import layer_times
+    from isoload.cli.advise_output import (
+        FIGURES,
+        PagePhase,
+        PageText,
+        advise_page,
+        question_lines,
+        rows_of,
+        unit_notes,
+        verdict_lines,
+    )
 
     engine, gpu, kernel = chosen
     both, parts, gaps = len(phases) > 1, {}, dict[str, None]()
@@ -312,9 +322,11 @@ def advise(
     force: options.Force = False,
 ) -> None:
     """Whether balancing pays on your GPUs: milliseconds of a step, and the flags for the best way to run."""
-    from isoload.advise import Question, find_model, guessed_trace, judge_by, step_weights
-    from isoload.cli.arguments import Reading, load_trace
-    from isoload.cli.targets import check_targets
+    from isoload.analysis.advice import Question
+    from isoload.analysis.loads import guessed_trace, judge_by
+    from isoload.analysis.models import find_model
+    from isoload.analysis.server import step_weights
+    from isoload.cli.arguments import Reading, check_targets, load_trace
     from isoload.times import load
     from isoload.topology import Topology
 

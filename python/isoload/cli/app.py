@@ -7,13 +7,12 @@ from typing import Annotated
 import typer
 
 from isoload.cli.advise import advise
-from isoload.cli.convert import convert
 from isoload.cli.demo import demo
 from isoload.cli.doctor import doctor
-from isoload.cli.errors import Command, Group, one_line_errors
 from isoload.cli.inspect import inspect
 from isoload.cli.measure import measure
-from isoload.cli.place import place
+from isoload.cli.options import Command, Group, one_line_errors
+from isoload.cli.place import convert, place
 from isoload.cli.replay import replay
 from isoload.cli.report import report
 

@@ -1,14 +1,19 @@
-"""Traces and placement files given to commands: their layers, whose ranks they are of, which batches are unseen."""
+"""Traces and placement files given to commands, and the files that a command may write.
+
+A command never writes over a file that it reads, and over another file of value only with --force.
+"""
 
 from __future__ import annotations
 
+import os
 import shlex
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from itertools import combinations
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import typer
 from rich.console import Console
@@ -16,19 +21,20 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
+from isoload.analysis.batches import strictest
 from isoload.analysis.models import find_moe_layers
+from isoload.analysis.pages import check_drawing, is_page
 from isoload.analysis.simulate import ReplaySettings
 from isoload.checks import parse_layers
-from isoload.files.writing import printable
+from isoload.files import check_target, descriptor_of, parse_json, printable, read_text
 from isoload.placement.engine_files import UnknownRanks
-from isoload.placement.files import read_placement
+from isoload.placement.files import read_placement, recognise
 from isoload.placement.placement import Placement
 from isoload.placers import make_placer, place
-from isoload.replay.calibration import strictest
 from isoload.topology import Topology
-from isoload.trace.top_k import with_top_k
 from isoload.traces import READ_AS, Trace, check_layers, joined_trace, read_recordings
 from isoload.traces.identity import spans
+from isoload.traces.record import with_top_k
 from isoload.wording import shown
 
 Record = TypeVar("Record", Trace, Placement)
@@ -251,3 +257,101 @@ def progress(what: str) -> Iterator[Callable[[int, int], None]]:
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(what, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+FIGURES = (  # keys of what --json writes, by which it is known again
+    {"policies"},  # replay, demo
+    {"placers", "calibrate"},  # place
+    {"verdict", "answers"},  # advise
+    {"trace", "layers"},  # inspect
+    {"phases", "left_out"},  # report
+    {"name", "on", "detail"},  # doctor, each row
+    {"format", "experts", "points"},  # measure
+)
+
+
+def check_targets(
+    reads: Sequence[str | Path | None],
+    force: bool,
+    json: str | None = None,
+    output: str | None = None,
+    html: str | None = None,
+) -> None:
+    """Refuses what a command must not write to, before any work is done for it.
+
+    Args:
+        reads: files and folders that the command reads. What lies in a folder belongs to it, and to an .npz the .json
+            of the same stem.
+        force: whether a placement may be replaced, by a placement alone, and any file by figures or a page.
+        json, output, html: where figures go, a placement, and a page, for which what draws it must be there.
+    """
+    named = {"output": output, "json": json, "html": html}
+    given = {name: target for name, target in named.items() if target is not None}
+    if html is not None:
+        check_drawing()
+    for name, target in given.items():
+        check_target(target, name)
+        if descriptor_of(target) is not None:
+            continue
+        for path in (path for path in reads if path is not None):
+            if _belongs(target, Path(path)):
+                raise ValueError(
+                    f"{name} must be no file that is read, got {target!r}, which belongs to {path}"
+                )
+        if os.path.isfile(target) and os.path.getsize(target):
+            _check_old(name, target, force)
+    for one, other in combinations(given, 2):
+        if _place(given[one]) == _place(given[other]):
+            raise ValueError(f"{one} and {other} must be two files, got {given[one]!r} and {given[other]!r}")
+
+
+def _belongs(target: str, path: Path) -> bool:
+    there, owned = Path(os.path.realpath(target)), [path]
+    if path.suffix == ".npz":
+        owned += [path.with_suffix(".json"), path.resolve().with_suffix(".json")]
+    return any(
+        own.resolve() in (there, *there.parents) or _place(str(own)) == _place(target) for own in owned
+    )
+
+
+def _check_old(name: str, target: str, force: bool) -> None:
+    """Raise ValueError for a file that must not be replaced.
+
+    Figures and pages can be made again, so they are replaced without --force; a placement may be in use.
+    """
+    kind, holds = KINDS[name]
+    try:
+        same = bool(holds(read_text(Path(target))))
+    except ValueError:
+        same = False
+    if name == "output":
+        if not force:
+            raise ValueError(
+                f"{name} must be a new file, or --force be given to replace {kind}, got {target!r}"
+            )
+        if not same:
+            raise ValueError(f"{name} must be a new file or replace {kind}, got {target!r} of another kind")
+    elif not (same or force):
+        raise ValueError(
+            f"{name} must be a new file or replace {kind}, got {target!r} of another kind, which takes --force"
+        )
+
+
+def _holds_figures(content: Any) -> bool:
+    rows = content if isinstance(content, list) and content else [content]
+    return any(all(isinstance(row, dict) and kind <= row.keys() for row in rows) for kind in FIGURES)
+
+
+KINDS: dict[str, tuple[str, Callable[[str], object]]] = {  # what an option's file holds, and what knows it
+    "output": ("a placement", recognise),
+    "json": ("figures", lambda text: _holds_figures(parse_json(text))),
+    "html": ("a page", is_page),
+}
+
+
+def _place(target: str) -> object:
+    """The same for two names of one file, or of one stream."""
+    number = descriptor_of(target)
+    if number is not None:
+        return number
+    return os.stat(target)[1:3] if os.path.exists(target) else os.path.realpath(target)

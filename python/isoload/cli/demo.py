@@ -147,7 +147,7 @@ def demo(
     force: Force = False,
 ) -> None:
     """Run one MoE layer over local processes, once per policy, and compare it with the dense layer."""
-    from isoload.cli.targets import check_targets
+    from isoload.cli.arguments import check_targets
 
     check_targets([trace], force, json)
     found = run_demo(trace, ranks, layer, stall_seconds)

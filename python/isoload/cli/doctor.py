@@ -19,7 +19,7 @@ from rich.text import Text
 
 from isoload.cli.options import CostFile, Force, JsonTarget
 from isoload.cli.tables import say, write_out
-from isoload.files.writing import printable
+from isoload.files import printable
 
 if TYPE_CHECKING:
     from isoload.times.cost import CostModel
@@ -42,8 +42,7 @@ def report(cost: CostModel | None = None) -> list[Item]:
 
     from isoload import __version__
     from isoload.cli.engines import ENGINES, look
-    from isoload.ops.library import ON_CUDA
-    from isoload.ops.load import LIBRARY
+    from isoload.ops.library import LIBRARY, ON_CUDA
     from isoload.times.cost import CostModel
 
     checks: dict[str, Callable[[], tuple[bool, str]]] = {
@@ -82,7 +81,7 @@ def _symmetric_memory() -> tuple[bool, str]:
     """What decides whether ranks read each other's weights, as far as one process can find it out."""
     import torch
 
-    from isoload.transport.symmetric import fabric_of, gpu_of, host_of
+    from isoload.transport.collective import fabric_of, gpu_of, host_of
 
     if not torch.cuda.is_available():
         return False, "torch finds no GPU: processes borrow experts by all_to_all"
@@ -208,8 +207,7 @@ def file_items(paths: Sequence[Path]) -> list[Item]:
 def placement_file_facts(path: Path) -> dict[str, str]:
     """Return what a placement file is about, and what starts an engine from it, by label."""
     from isoload.cli.arguments import placement_facts
-    from isoload.formats.launch import ENGINES, launch_line
-    from isoload.placement.engine_files import UnknownRanks
+    from isoload.placement.engine_files import ENGINES, UnknownRanks, launch_line
     from isoload.placement.files import format_of, read_placement
     from isoload.topology import Topology
 
@@ -231,7 +229,7 @@ def placement_file_facts(path: Path) -> dict[str, str]:
 
 def holds_text(path: Path) -> bool:
     """Whether a file is no archive of arrays."""
-    from isoload.files.reading import open_regular
+    from isoload.files import open_regular
 
     with open_regular(path) as file:
         return file.read(2) != b"PK"
@@ -254,8 +252,8 @@ def doctor(
 
     Exit code 1 if a variable asks for an engine (ISOLOAD_SGLANG=1, ISOLOAD_VLLM=1) that isoload would stay out of.
     """
+    from isoload.cli.arguments import check_targets
     from isoload.cli.cost import given_cost
-    from isoload.cli.targets import check_targets
 
     check_targets([cost, *(files or [])], force, json)
     if files:

@@ -41,12 +41,12 @@ HOOKS = "its functions are as isoload expects and a known batch comes out right"
 SCHEDULER = "import sglang.srt.managers.scheduler"
 HUGGING_FACE = "from isoload.engines import huggingface; huggingface.register()"
 EXPERTS = "ep_implementation='isoload' after isoload.engines.huggingface.register()"
-MEGATRON = "import isoload.integrations.megatron"
+MEGATRON = "import isoload.engines.megatron"
 ENGINES = (
     Engine("SGLang", "sglang", _attaches("sglang", SCHEDULER), HOOKS, SGLANG, "sglang.srt.plugins"),
     Engine("vLLM", "vllm", _attaches("vllm"), HOOKS, VLLM, "vllm.general_plugins", "VLLM_PLUGINS", PLACEMENT),
     Engine("transformers", "transformers", HUGGING_FACE, EXPERTS),
-    Engine("Megatron-Core", "megatron.core", MEGATRON, "isoload.integrations.megatron.balance(model)"),
+    Engine("Megatron-Core", "megatron.core", MEGATRON, "isoload.engines.megatron.balance(model)"),
 )
 
 

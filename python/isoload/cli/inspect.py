@@ -168,8 +168,7 @@ def inspect(
     and what so many replicas bring to each.
     """
     from isoload.analysis.inspection import inspect_placement, inspect_trace
-    from isoload.cli.arguments import Reading, given_placement, load_trace, record_facts
-    from isoload.cli.targets import check_targets
+    from isoload.cli.arguments import Reading, check_targets, given_placement, load_trace, record_facts
 
     check_targets([*traces, placement], force, json, html=html)
     reading = Reading(stages, same_layers, allow_missing_ranks, first_moe_layer, model)

@@ -51,11 +51,11 @@ def measure(
     Run it alone for one rank's experts, or on all ranks that will serve: torchrun --nproc-per-node 8 -m isoload measure
     ... It takes at most a few minutes.
     """
-    from isoload.advise import find_model
     from isoload.analysis.measuring import isoload_experts, make_machine
     from isoload.analysis.measuring import measure as measure_all
-    from isoload.cli.targets import check_targets
-    from isoload.files.writing import write_json
+    from isoload.analysis.models import find_model
+    from isoload.cli.arguments import check_targets
+    from isoload.files import write_json
 
     _check_scipy()
     check_targets([], force, json=str(output))

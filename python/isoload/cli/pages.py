@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from isoload.analysis import pages as charts
-from isoload.report import figure, page, prose, section
+from isoload.analysis.pages import figure, page, prose, section
 
 if TYPE_CHECKING:
     from isoload.analysis.metrics import Tally

@@ -1,4 +1,4 @@
-"""``isoload place``: traces to a placement file, and what it buys."""
+"""``isoload place``: traces to a placement file and its gain; ``isoload convert``: a file in another format."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from rich.console import Console
 from rich.text import Text
 
 from isoload.cli import options
+from isoload.cli.options import ExtraLayers, FirstMoeLayer, Force, FormatName, ModelLayers, Range
 from isoload.cli.tables import NO_FREEDOM, Figure, Row, columns_of, page_table, say, write_out
-from isoload.files.writing import descriptor_of, printable
+from isoload.files import descriptor_of, printable
 
 if TYPE_CHECKING:
     from isoload.placement.placement import Placement
     from isoload.topology import Topology
     from isoload.traces import Trace
+
 
 BOTH = ("eplb", "scenario")  # the default placers; of equal ones the last
 UNITS = (
@@ -44,7 +46,7 @@ def placement_line(placement: Placement, path: str) -> str:
 
 def start_of(placement: Placement, path: str, file_format: str) -> dict[str, str] | None:
     """Return the engine that starts from the file, and what to type; None where no engine can, or there is no file."""
-    from isoload.formats.launch import ENGINES, launch_line
+    from isoload.placement.engine_files import ENGINES, launch_line
 
     if descriptor_of(path) is not None:
         return None
@@ -247,12 +249,11 @@ def place(
     Recordings weigh alike.
     """
     from isoload.analysis import judge
-    from isoload.cli.arguments import Reading, load_traces, source_line, with_extra
-    from isoload.cli.plugins import load_plugins
-    from isoload.cli.targets import check_targets
+    from isoload.analysis.batches import strictest
+    from isoload.cli.arguments import Reading, check_targets, load_traces, source_line, with_extra
+    from isoload.cli.options import load_plugins
     from isoload.placement.files import check_format, read_placement, write_placement
     from isoload.placers import PLACERS, parse_placer
-    from isoload.replay.calibration import strictest
     from isoload.topology import Topology
 
     load_plugins(plugin)
@@ -352,3 +353,33 @@ def place(
     write_placement(written, output, file_format)
     console = Console(highlight=False, stderr=descriptor_of(str(output)) == 1)
     write_out(json, figures, show, console, html, lambda: text)
+
+
+def convert(
+    source: Annotated[Path, typer.Argument(metavar="FILE", help="A placement file, of any format.")],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The new file.")],
+    file_format: FormatName,
+    ranks: Annotated[int | None, Range(1), typer.Option(help="R, where the file does not say it.")] = None,
+    first_moe_layer: FirstMoeLayer = None,
+    model: ModelLayers = None,
+    extra_layers: ExtraLayers = None,
+    force: Force = False,
+) -> None:
+    """Write a placement file in another format.
+
+    SGLang and TensorRT-LLM number layers as the model does, vLLM and vllm-ascend number the MoE layers from 0.
+    """
+    from isoload.cli.arguments import Reading, check_targets, read_given, with_extra
+    from isoload.placement.files import check_format, write_placement
+    from isoload.topology import Topology
+
+    check_targets([source], force, output=str(output))
+    check_format(file_format, output, "output")
+    found = read_given(str(source), None if ranks is None else Topology(ranks))
+    found = with_extra(Reading(first_moe_layer=first_moe_layer, model=model).stated(found), extra_layers)
+    write_placement(found, output, file_format)
+    if str(output) != "-":
+        line = f"{placement_line(found, str(output))}, format {file_format}"
+        console = Console(highlight=False)
+        say(console, ("", [line]))
+        say_start(start_of(found, str(output), file_format), console)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from isoload.cli.errors import RankError
+from isoload.cli.options import RankError
 
 Body = Callable[[int, Callable[[], None]], Any]
 

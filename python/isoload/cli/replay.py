@@ -240,9 +240,16 @@ def replay(
     policies that price imports use them where their options set no others.
     """
     from isoload.analysis import simulate
-    from isoload.cli.arguments import Reading, given_placement, load_trace, progress, source_line, unseen_part
-    from isoload.cli.plugins import load_plugins
-    from isoload.cli.targets import check_targets
+    from isoload.cli.arguments import (
+        Reading,
+        check_targets,
+        given_placement,
+        load_trace,
+        progress,
+        source_line,
+        unseen_part,
+    )
+    from isoload.cli.options import load_plugins
     from isoload.policies import POLICIES
 
     load_plugins(plugin)

@@ -14,8 +14,8 @@ from isoload.cli.tables import Figure, Row, columns_of, page_table, say, write_o
 from isoload.wording import amount, between
 
 if TYPE_CHECKING:
-    from isoload.advise.recorded import Phase
     from isoload.analysis.rank_loads import Recorded
+    from isoload.analysis.server import Phase
 
 FIGURES = (
     Figure("phase", "", "phase"),
@@ -63,8 +63,8 @@ def rows_of(recorded: Recorded, phases: list[Phase], saved: dict[str, tuple[floa
 
 def section_of(rows: list[Row], notes: list[str]) -> str:
     """Of the page: the table, and a chart for each phase."""
+    from isoload.analysis.pages import prose, section
     from isoload.cli.pages import MEAN, lines
-    from isoload.report import prose, section
 
     charts = [
         lines(f"Imbalance by layer, {row['phase']}", MEAN,
@@ -107,10 +107,9 @@ def report(
     force: options.Force = False,
 ) -> None:
     """What isoload would have made of the passes that an engine in shadow mode recorded."""
-    from isoload.advise.recorded import phases
     from isoload.analysis.rank_loads import read_recorded
-    from isoload.cli.arguments import Reading
-    from isoload.cli.targets import check_targets
+    from isoload.analysis.server import phases
+    from isoload.cli.arguments import Reading, check_targets
     from isoload.traces import write_trace
 
     check_targets([recorded], force, json, html=html)
@@ -169,10 +168,10 @@ def modelled(
 ) -> tuple[dict[str, tuple[float, float]], Answered, list[str]]:
     """Return by phase the milliseconds of a step that isoload's choice saves, the advice on the chosen phases, and what
     has no constants."""
-    from isoload.advise import Question, find_model, judge_by, step_weights
-    from isoload.advise.constants import layer_times
-    from isoload.advise.recorded import served_runs, trace_of
-    from isoload.analysis.advice import saved_ms
+    from isoload.analysis.advice import Question, saved_ms
+    from isoload.analysis.loads import judge_by
+    from isoload.analysis.models import find_model, layer_times
+    from isoload.analysis.server import served_runs, step_weights, trace_of
     from isoload.cli.advise import phase_times
 
     described, topology = find_model(model, dtype), recorded.topology

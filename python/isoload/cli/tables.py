@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.text import Text
 
-from isoload.files.writing import descriptor_of, printable, write_json, write_text
+from isoload.files import descriptor_of, printable, write_json, write_text
 
 WIDTH = 80  # of a terminal: what is printed without --wide
 MIB = 2.0**20
@@ -89,7 +89,7 @@ def columns_of(figures: Sequence[Figure], rows: Sequence[Row], wide: bool = Fals
 
 def page_table(columns: Sequence[Column], marked: Sequence[int] = ()) -> str:
     """The same on a page; marked: rows that stand out."""
-    from isoload.report import table as html_table
+    from isoload.analysis.pages import table as html_table
 
     heading = [f"{column.group} {column.title}".strip() for column in columns]
     rows = list(zip(*(column.cells for column in columns), strict=True))

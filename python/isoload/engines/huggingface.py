@@ -17,12 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from isoload.files.reading import open_regular
+from isoload.files import open_regular
 from isoload.layer import MoE, clip_grad_norm_, ignore_in_ddp, load, save
-from isoload.layer.blocks import no_gate
-from isoload.layer.modules import check_fused, fused_activation, fused_stacks
-from isoload.layer.pretrained import save_pretrained
-from isoload.layer.whole import unwrapped, whole_state
+from isoload.layer.blocks import check_fused, fused_activation, fused_stacks, no_gate
+from isoload.layer.pretrained import save_pretrained, unwrapped, whole_state
 from isoload.placers import place
 from isoload.policies import Policy, make_policy
 from isoload.topology import Topology

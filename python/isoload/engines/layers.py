@@ -18,17 +18,15 @@ from isoload.balancing.balancer import Balancer
 from isoload.engines.record import EngineRecord
 from isoload.engines.settings import LOADS, MODE, PLACER, POLICY, RECORD_EVERY, Settings, Variable
 from isoload.engines.tables import arrivals, placement_of
-from isoload.integrations.meter import Meter
-from isoload.integrations.watchdog import Watchdog
-from isoload.online.metrics import Metrics
-from isoload.online.switch import Switch
+from isoload.online.metrics import Meter, Metrics
+from isoload.online.switch import Switch, Watchdog
 from isoload.online.weight_check import WeightCheck
 from isoload.ops import check_device
 from isoload.placement.placement import Placement
 from isoload.policies import Policy
 from isoload.topology import Topology
 from isoload.transport import CollectiveGroup, Group, LocalGroup
-from isoload.transport.agreement import checksum
+from isoload.transport.group import checksum
 
 log = logging.getLogger("isoload")
 EXCHANGE_EVERY = 16  # forward passes; as rarely as this costs no balance in recorded decoding

@@ -1,8 +1,14 @@
-"""The dispatcher: Megatron's protocol over a Balancer and a Dispatcher."""
+"""Megatron-Core: a token dispatcher that follows a plan, with experts borrowed for one batch.
+
+Home experts stay Megatron's own modules and Parameters: its optimizers, checkpoints and data parallelism see
+nothing new. A replica, resident in the placement or borrowed by the policy, is a copy of the home's weights that
+every forward brings anew; backward returns its gradient to the home Parameter.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,16 +17,92 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 
 from isoload.balancing.balancer import Balancer
-from isoload.integrations.megatron.lending import Lend, Loans, loans
+from isoload.checks import values_readable
+from isoload.layer.blocks import check_spare, spare_count
 from isoload.ops import group_copies
 from isoload.ops.counting import gather_copies, weighted_sum
 from isoload.ops.results import Grouping
 from isoload.placement.placement import Placement
-from isoload.transport import Call, CollectiveTransport, Received
-from isoload.value_checks import values_readable
+from isoload.placers import place
+from isoload.policies import Policy
+from isoload.topology import Topology
+from isoload.transport import Call, CollectiveTransport, Group, Received
+from isoload.weights.layout import Address, Move, add_back, move_rows
+
+
+@dataclass(frozen=True)
+class Loans:
+    """What one batch borrows.
+
+    moves   of all ranks: a rank's rows are the experts that it lends, ascending, and what it borrows, by slot
+    lent    the experts that this rank lends
+    places  this rank's row of every local slot that is borrowed
+    """
+
+    moves: list[Move]
+    lent: list[int]
+    places: dict[int, int]
+
+
+def loans(placement: Placement, slots: Sequence[int], rank: int) -> Loans:
+    """What every slot needs that is not its expert's home.
+
+    placement: its first layer says where homes are. slots: [P] expert of every slot that has copies; -1 = none.
+    """
+    size, ranks = placement.slots_per_rank, placement.topology.num_ranks
+    homes = placement.arrays[1][0].tolist()
+    copies = [(p, e) for p, e in enumerate(slots) if e >= 0 and p != homes[e]]
+    lent: list[list[int]] = [[] for _ in range(ranks)]
+    for expert in sorted({e for _, e in copies}):
+        lent[homes[expert] // size].append(expert)
+    row = {expert: i for of_rank in lent for i, expert in enumerate(of_rank)}
+    places: list[dict[int, int]] = [{} for _ in range(ranks)]
+    moves = []
+    for p, e in copies:
+        held = places[p // size]
+        moves.append(Move(Address(homes[e] // size, row[e]), Address(p // size, len(held))))
+        held[p % size] = len(held)
+    return Loans(moves, lent[rank], places[rank])
+
+
+class Lend(torch.autograd.Function):
+    """Rows [N, H] and the lent experts' Parameters in; the rows and the borrowed stacks [n, ...] out.
+
+    Rows pass through so that every rank enters the exchange of the gradients, also one that neither lends nor borrows.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        group: Group,
+        moves: list[Move],
+        num_borrowed: int,
+        like: Sequence[Tensor],
+        rows: Tensor,
+        *lent: Tensor,
+    ) -> tuple[Tensor, ...]:
+        width = len(like)
+        stacks = [
+            torch.stack(lent[w::width]) if lent else weight.new_empty(0, *weight.shape)
+            for w, weight in enumerate(like)
+        ]
+        pools = [weight.new_empty(num_borrowed, *weight.shape) for weight in like]
+        move_rows(group, "borrow", moves, [stacks], [pools])
+        ctx.group, ctx.moves, ctx.shapes = group, moves, [stack.shape for stack in stacks]
+        return rows.view_as(rows), *pools
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, rows: Tensor, *grads: Tensor) -> tuple[Any, ...]:
+        totals = [grad.new_zeros(shape) for grad, shape in zip(grads, ctx.shapes, strict=True)]
+        add_back(ctx.group, "borrowed gradients", ctx.moves, [[g.contiguous() for g in grads]], [totals])
+        of_experts = (weight for expert in zip(*totals, strict=True) for weight in expert)
+        return None, None, None, None, rows, *of_experts
+
 
 # What the dispatcher does not do, and the value of the option that says so.
 REFUSED: dict[str, Any] = {
@@ -37,7 +119,7 @@ REFUSED: dict[str, Any] = {
 
 
 class BalancedTokenDispatcher(MoETokenDispatcher):  # type: ignore[misc]  # Megatron has no types
-    """What :func:`isoload.integrations.megatron.balance` puts into a layer.
+    """What :func:`isoload.engines.megatron.balance` puts into a layer.
 
     The plan is read on the host, once per forward, because borrowed weights travel by its list; rows add a second wait.
     ``balancer.last_plan`` is the last batch's.
@@ -205,3 +287,48 @@ def check_placement(placement: Placement, layer: MoELayer, rank: int) -> None:
 def padded(copies: Tensor, grouping: Grouping) -> Tensor:
     """[C, H]: copies, and zeros in the places of a grouping that has more of them."""
     return torch.cat([copies, copies.new_zeros(len(grouping.copy) - len(copies), copies.shape[1])])
+
+
+def balance(
+    model: nn.Module,
+    policy: str | Policy = "llep",
+    *,
+    placement: Placement | None = None,
+    spare_slots: int | None = None,
+    ranks_per_node: int = 0,
+    **options: Any,
+) -> list[BalancedTokenDispatcher]:
+    """Puts a balanced dispatcher into every MoELayer of a model, in the order of its modules. On all ranks.
+
+    Args:
+        model: with experts of SequentialMLP, the local spec; each rank has those that Megatron gave it.
+        policy: a name in isoload.POLICIES or a Policy; options go with the name.
+        placement: of every layer alike, its first; each expert at home on the rank that has it. None: these alone, and
+            spare_slots.
+        spare_slots: experts that a rank can borrow at a time, where there is no placement. None: 2 if the policy
+            borrows, else 0.
+        ranks_per_node: of the expert-parallel group; 0 = all on one node.
+
+    Raises:
+        ValueError: a layer without SequentialMLP, an option of Megatron's that is not supported, or a placement that
+            does not fit: naming the argument, the rule and the value.
+    """
+    transports: dict[Any, CollectiveTransport] = {}
+    made = []
+    for layer in [module for module in model.modules() if isinstance(module, MoELayer)]:
+        group, ranks = layer.ep_group, layer.ep_group.size()
+        if group not in transports:
+            transports[group] = CollectiveTransport(Topology(ranks, ranks_per_node), group)
+        transport, chosen = transports[group], placement
+        if chosen is None:
+            experts = torch.ones(1, layer.config.num_moe_experts)
+            topology = transport.group.topology
+            spare = spare_count(policy, spare_slots)
+            chosen = place(experts, topology, placer="trivial", spare_slots=spare)
+        else:
+            check_spare(chosen, spare_slots)
+        layer.token_dispatcher = BalancedTokenDispatcher(layer, chosen, transport, policy=policy, **options)
+        made.append(layer.token_dispatcher)
+    if not made:
+        raise ValueError(f"model must have a MoELayer, got a {type(model).__name__} without")
+    return made

@@ -1,5 +1,9 @@
-"""Engines' tables of replicas: from their physical-to-logical map to a Placement, and from a Placement to theirs; and
-the Placement that ISOLOAD_PLACER makes when an engine rebalances."""
+"""Tables of replicas: from an engine's physical-to-logical map to a Placement, and back.
+
+It also makes the Placement of ISOLOAD_PLACER when an engine rebalances, and a batch with a known best split by
+which a plug-in checks its own hooks: six experts on two ranks of four slots, experts 0 and 1 with a replica on each
+rank. All tokens choose expert 0, so an optimal split halves it.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from isoload.balancing.balancer import Balancer
 from isoload.engines.settings import PLACER
 from isoload.placement.placement import Placement
 from isoload.placers import PLACERS, parse_placer, place
@@ -181,3 +186,25 @@ class EngineSizes(NamedTuple):
 
     def _redundant(self, number: int) -> str:
         return self.option.replace("{}", str(number))
+
+
+SLOTS = torch.tensor([[0, 1, 2, 3, 0, 1, 4, 5]])
+IDS = torch.tensor([[0, 1], [0, 2], [0, 4], [0, 1]], dtype=torch.int32)
+NUM_EXPERTS, NUM_RANKS = 6, 2
+
+
+def known_placement() -> Placement:
+    return placement_of(SLOTS, NUM_EXPERTS, Topology(NUM_RANKS))
+
+
+def known_balancer() -> Balancer:
+    return Balancer(known_placement(), 0, "exact", tokens="same")
+
+
+def is_right(slots: Tensor, valid: int) -> bool:
+    """Whether the valid rows are split as well as can be, over slots of their experts."""
+    rows = slots[:valid]
+    per_rank = torch.bincount(rows.flatten().long() // 4, minlength=NUM_RANKS)
+    half = -(-int(per_rank.sum()) // NUM_RANKS)
+    held = SLOTS[0][rows.long()]
+    return slots.dtype == IDS.dtype and torch.equal(held.int(), IDS[:valid]) and int(per_rank.max()) == half

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from isoload.checkpoints import Checkpoint
 from isoload.placement.placement import Placement
 from isoload.transport import DTYPES, CollectiveGroup, Group
+from isoload.weights.checkpoints import Checkpoint
 from isoload.weights.experts import Activation, ClampedGLU, ExpertWeights, SwiGLU, describe
 from isoload.weights.quantised import check_no_gradients, check_stay
 from isoload.weights.shard import Shard, check_shard

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from isoload import ops
 from isoload.balancing.planning import Gathered
+from isoload.balancing.prediction import Last, Linear, LoadsPredictor, Lookahead, Predictor, TokensPredictor
 from isoload.layer.compiled import between_graphs
 from isoload.layer.moe import Chosen
-from isoload.predict import Last, Linear, LoadsPredictor, Lookahead, Predictor, TokensPredictor
 
 MOST = 2**31 - 1  # copies of a batch: predicted ones stay below, whatever a predictor says
 
@@ -67,7 +67,7 @@ class Residuals:
 class Feed:
     """One predictor beside the layers 0, 1, .. of a stack. All ranks make the same calls.
 
-    The first layer is predicted by its loads of the batch before (:class:`isoload.predict.Last`).
+    The first layer is predicted by its loads of the batch before (:class:`isoload.balancing.prediction.Last`).
 
     Args:
         predictor: for the layers after the first.

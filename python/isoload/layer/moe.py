@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from isoload.balancing.balancer import Balancer
-from isoload.balancing.own_counts import Exchanged, Loads
+from isoload.balancing.own_counts import Loads
 from isoload.balancing.planning import Gathered
-from isoload.checkpoints import Checkpoint
+from isoload.balancing.targets import Exchanged
+from isoload.checks import values_readable
 from isoload.layer.checks import (
     check_compute_dtype,
     check_halves,
@@ -29,9 +30,8 @@ from isoload.placement.placement import Placement, position
 from isoload.policies import Policy
 from isoload.policies.plan import Plan
 from isoload.transport import DTYPES, Call, Received, Transport
-from isoload.value_checks import values_readable
-from isoload.weights.autograd import BringAgain, join_rows, trained_stacks
-from isoload.weights.borrowing import Borrowed
+from isoload.weights.borrowing import Borrowed, BringAgain, join_rows, trained_stacks
+from isoload.weights.checkpoints import Checkpoint
 from isoload.weights.compute import count_copies, run_experts, run_sorted
 from isoload.weights.experts import Activation, ExpertWeights, SwiGLU
 from isoload.weights.layout import count_rows, layouts, shard_layouts
@@ -181,7 +181,7 @@ class MoE(StoredExperts):
         return self.balancer.last_plan
 
     def exchange(self, *others: MoE) -> Exchanged:
-        """:func:`isoload.balancing.own_counts.exchange` of this layer and of others. All ranks call it."""
+        """:func:`isoload.balancing.targets.exchange` of this layer and of others. All ranks call it."""
         return self.balancer.exchange(*(other.balancer for other in others))
 
     def forward(self, x: Tensor | Sequence[Tensor], num_tokens: int | None = None) -> Tensor | list[Tensor]:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from isoload.value_checks import values_readable
+from isoload.checks import values_readable
 from isoload.wording import not_one_of
 
 Style = Literal["softmax_topk", "topk_softmax", "sigmoid"]

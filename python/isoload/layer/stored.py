@@ -13,25 +13,33 @@ from isoload.balancing.balancer import Balancer
 from isoload.layer.checks import Experts, check_wrappers, device_of
 from isoload.placement.placement import Placement
 from isoload.transport import Call, CollectiveGroup, Group
-from isoload.weights.backend import Backend
-from isoload.weights.backends import make_backend
+from isoload.weights.backends import Backend, make_backend
 from isoload.weights.borrowing import Borrowing
 from isoload.weights.experts import DTYPES, NAMES
-from isoload.weights.layout import Layout, home_addresses, layouts, replica_moves
-from isoload.weights.migrate import FACTS, check_move, check_no_state, move_facts, move_state, move_weights
-from isoload.weights.moves import Address, Move, move_rows
-from isoload.weights.shard import Shard, ShardWeights
-from isoload.weights.state import (
+from isoload.weights.layout import Address, Layout, Move, home_addresses, layouts, move_rows, replica_moves
+from isoload.weights.shard import (
+    FACTS,
+    Shard,
+    ShardWeights,
+    check_move,
+    check_no_state,
+    move_facts,
+    move_state,
+    move_weights,
+)
+from isoload.weights.storage import (
     FULL,
     HOMES,
     PART,
     PartIndex,
+    RankWeights,
     check_kind,
+    new_stack,
     no_distributed_checkpoint,
     part_name,
+    refresh_replicas,
     without_part,
 )
-from isoload.weights.storage import RankWeights, new_stack, refresh_replicas
 
 
 class StoredExperts(nn.Module):

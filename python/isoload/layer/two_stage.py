@@ -21,7 +21,7 @@ from isoload.balancing.routing import route
 from isoload.layer.moe import Chosen, MoE
 from isoload.placement.placed_layers import PlacedLayers
 from isoload.transport import Group, Received
-from isoload.transport.gathered_tokens import GatheredTokens, start_gather_tokens
+from isoload.transport.transport import GatheredTokens, start_gather_tokens
 from isoload.weights.borrowing import Borrowed
 
 # Fetches for the next layer, given what this one computes with.

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from isoload.balancing.counting import count
-from isoload.layer.modules import is_fused
+from isoload.layer.blocks import is_fused
 from isoload.traces import Identity, Trace, write_trace
 from isoload.transport import Call, Group
 from isoload.wording import amount

@@ -7,22 +7,19 @@ Raises (all): ValueError naming the argument, the rule and the value. Values are
 :func:`check_device` tells what was wrong with them, when it is asked.
 """
 
-from isoload.ops.append_shared_expert import append_shared_expert
-from isoload.ops.balance_own import balance_own
-from isoload.ops.balance_same import balance_same
-from isoload.ops.borrow import addresses, borrow, borrow_backward
-from isoload.ops.count import count
-from isoload.ops.device_errors import check_device, device_errors
-from isoload.ops.group_copies import group_copies
-from isoload.ops.number_rows import number_rows
-from isoload.ops.pack_rows import pack_rows
-from isoload.ops.plan_active import plan_active
-from isoload.ops.plan_joint import plan_joint
-from isoload.ops.plan_lp import plan_lp
-from isoload.ops.plan_own import plan_own
-from isoload.ops.plan_waterfill import Candidates, plan_waterfill
-from isoload.ops.planning import Objective, plan_exact
-from isoload.ops.replica_tables import replica_tables
+from isoload.ops.counting import count, group_copies, number_rows, pack_rows
+from isoload.ops.library import check_device, device_errors
+from isoload.ops.planning import (
+    Candidates,
+    Objective,
+    plan_active,
+    plan_exact,
+    plan_joint,
+    plan_lp,
+    plan_own,
+    plan_waterfill,
+    round_split,
+)
 from isoload.ops.results import (
     ActiveSplit,
     Counted,
@@ -33,14 +30,22 @@ from isoload.ops.results import (
     SlotFill,
     WaterfillSplit,
 )
-from isoload.ops.round_split import round_split
-from isoload.ops.route import route, route_sampled
-from isoload.ops.route_shared import route_shared
-from isoload.ops.route_shared_sampled import SharedRule, route_shared_sampled
-from isoload.ops.routing import Order, share, share_by_rank
-from isoload.ops.share_alone import share_alone
-from isoload.ops.spare_slots import plan_fill
-from isoload.ops.top_up import Within, top_up
+from isoload.ops.routing import (
+    Order,
+    SharedRule,
+    append_shared_expert,
+    balance_own,
+    balance_same,
+    route,
+    route_sampled,
+    route_shared,
+    route_shared_sampled,
+    share,
+    share_alone,
+    share_by_rank,
+)
+from isoload.ops.spare_slots import Within, addresses, borrow, borrow_backward, plan_fill, top_up
+from isoload.ops.tables import replica_tables
 
 __all__ = [
     "ActiveSplit",

@@ -1,12 +1,12 @@
-"""Rows and their copies: spread every row to its places, sum every row's places, and the gradient of that sum.
+"""Count and number the copies of every expert, group copies by slot, and move rows to their copies and back.
 
-The experts permute copies by slot, the transports by destination rank; both come here. Shapes: N rows of width H,
-K copies per row at most, C places. position [N, K] int64 is the place of each copy, C or more where there is none;
-source [C] int64 leads back from a place to its row. A place belongs to one copy at most.
+Experts permute copies by slot and transports permute them by destination rank; both use the functions below.
+Shapes: N rows of width H, at most K copies per row, C places. position [N, K] int64 is the place of each copy, C or
+more where there is none; source [C] int64 leads from a place back to its row. A place belongs to at most one copy.
 
-Each function is plain torch and, where isoload.kernels fit, one Triton kernel that reads and writes a row once. Those
-of a Grouping are differentiable: buffers in slot order hold the present copies first; what lies behind them, the tail,
-is never read back, so it may hold anything. Both directions gather, so that sums have one fixed order on every device.
+Each permutation is plain torch and, where isoload.kernels apply, one Triton kernel that reads and writes a row
+once. The permutations of a Grouping are differentiable. A buffer in slot order holds the present copies first; its
+tail is never read back. Both directions gather, so that sums have one fixed order on every device.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from isoload import kernels
-from isoload.ops.results import Grouping
-from isoload.value_checks import values_readable
+from isoload.checks import values_readable
+from isoload.ops.library import call, ints, longs, op
+from isoload.ops.results import PART_ROWS, Counted, Grouping, PackedRows, RowLayout, RowNumbers
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -172,3 +173,105 @@ class _WeightedSum(torch.autograd.Function):
             to_weights = to_these if to_weights is None else to_weights + to_these  # 0 for another part's
             gradients += [to_copies, None, None]
         return None, to_weights, *gradients
+
+
+def _fake_count(a: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    T, K = a.topk_ids.shape
+    shape, experts = (T, K + a.num_shared), a.num_experts + a.num_shared
+    parts = ints(a.topk_ids, (T + PART_ROWS - 1) // PART_ROWS, experts)
+    columns = a.topk_ids.new_empty(shape if a.num_shared else (0, 0))
+    return columns, ints(a.topk_ids, experts), ints(a.topk_ids, *shape), parts
+
+
+_count = op("count", _fake_count)
+
+
+def count(topk_ids: Tensor, num_experts: int, num_shared: int = 0) -> Counted:
+    """How many copies go to each logical expert, and every copy's place among the copies of its expert.
+
+    The place does not depend on the plan, so :func:`route` need not look for it once the plan is there.
+
+    Args:
+        topk_ids: [T, K] int32 or int64; -1 = masked, not counted.
+        num_experts: E.
+        num_shared: n shared experts, which follow the E; every token with a choice needs them. Their columns are added
+            behind the ids, -1 there for a token without a choice, and counted with them, as of E + n experts.
+    """
+    columns, *found = call(_count, topk_ids, num_experts, num_shared)
+    return Counted(columns if num_shared else topk_ids, *found)
+
+
+def _fake_number_rows(a: Any) -> tuple[Tensor, Tensor, Tensor]:
+    shape = (a.slots.shape[0], min(a.slots.shape[1], a.num_ranks))
+    return ints(a.slots, *shape), ints(a.slots, *shape), longs(a.slots, 2, a.num_ranks)
+
+
+_number_rows = op("number_rows", _fake_number_rows)
+
+
+def number_rows(slots: Tensor, slots_per_rank: int, num_ranks: int) -> RowNumbers:
+    """A token goes once to every rank that holds a slot of its; rows to a rank are numbered by token.
+
+    Args:
+        slots: [T, K] int32 or int64; any outside 0..R*S-1 is an absent copy.
+        slots_per_rank: S; slot p lives on rank p // S.
+        num_ranks: R.
+    """
+    return RowNumbers(*call(_number_rows, slots, slots_per_rank, num_ranks))
+
+
+def _fake_group_copies(a: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    copy, slot = longs(a.slots, a.num_places), longs(a.slots, a.num_places)
+    return copy, slot, ints(a.slots, a.num_slots), longs(a.slots, *a.slots.shape)
+
+
+_group_copies = op("group_copies", _fake_group_copies)
+
+
+def group_copies(slots: Tensor, first: int, num_slots: int, num_places: int | None = None) -> Grouping:
+    """Sorts the copies of local slots ``first .. first + num_slots - 1``; others count as absent.
+
+    Stable: by slot, then row, then k.
+
+    Args:
+        slots: [N, K] int32 or int64 local slots; -1 = absent.
+        first: the group's first local slot.
+        num_slots: S.
+        num_places: C, most copies of the group. None: N*K. Copies beyond them are a ValueError on CPU; on CUDA they
+            count as absent and set the device's error word.
+    """
+    places = slots.numel() if num_places is None else num_places
+    return Grouping(*call(_group_copies, slots, first, num_slots, places))
+
+
+def _fake_pack_rows(a: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    payload = a.slots.new_empty((a.num_rows, a.bytes), dtype=torch.uint8)
+    return payload, longs(a.slots, a.num_rows), longs(a.slots, a.num_rows), longs(a.slots, *a.ranks.shape)
+
+
+_pack_rows = op("pack_rows", _fake_pack_rows)
+
+
+def pack_rows(
+    x: Tensor,
+    slots: Tensor,
+    weights: Tensor,
+    rows: RowNumbers,
+    slots_per_rank: int,
+    num_rows: int,
+    capacity: int | None = None,
+) -> PackedRows:
+    """The rows by destination, then token; padding rows have slots -1, weights and values 0.
+
+    Args:
+        x: [T, H] of any dtype.
+        slots: [T, K] int32 or int64, as :func:`number_rows` got them.
+        weights: [T, K] float32 or float64.
+        rows: what :func:`number_rows` returned.
+        slots_per_rank: S.
+        num_rows: n, the rows to all ranks; with a capacity R times that.
+        capacity: C; those to destination d start at d * C. None: one destination behind the other.
+    """
+    layout = RowLayout.of(x, weights)
+    size = 0 if capacity is None else capacity
+    return PackedRows(*call(_pack_rows, x, slots, weights, *rows, slots_per_rank, num_rows, size, *layout))

@@ -1,17 +1,104 @@
-"""How wrappers call the compiled library: its refusals become ValueError."""
+"""The compiled library: its ops, its C functions and the errors of both (csrc/ops/list.h).
+
+An argument that csrc/check.h rejects raises ValueError. Ops on CUDA do not wait for values: a wrong value sets a
+bit of the device's error word, which :func:`check_device` reads.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import os
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from isoload.ops.device_errors import check_device, device_to_check
-from isoload.ops.load import T, ints, like, longs, op
+T = TypeVar("T")
 
-__all__ = ["ON_CUDA", "call", "ints", "like", "longs", "op"]
+
+def _load_library() -> ctypes.CDLL:
+    found = sorted(Path(__file__).parents[1].glob("_C*.so"))
+    if not found:
+        raise ImportError("isoload's compiled ops are missing: run `make build` (or reinstall isoload)")
+    torch.ops.load_library(str(found[0]))
+    return ctypes.CDLL(str(found[0]))
+
+
+LIBRARY = _load_library()  # for its C functions
+LIBRARY.isoload_fault_rules.restype = ctypes.c_char_p
+RULES = tuple(LIBRARY.isoload_fault_rules().decode().splitlines())  # one per bit of a device's error word
+library = torch.ops.isoload
+
+
+def op(name: str, fake: Callable[[Any], T]) -> Callable[..., T]:
+    """The op of a name. fake: of its arguments, by the schema's names, makes results that only have shapes."""
+    made: Callable[..., T] = getattr(library, name).default
+    names = [argument.name for argument in getattr(library, name).default._schema.arguments]
+    torch.library.register_fake(
+        f"isoload::{name}", lambda *args: fake(SimpleNamespace(**dict(zip(names, args, strict=True))))
+    )
+    return made
+
+
+def ints(like: Tensor, *shape: int) -> Tensor:
+    return like.new_empty(shape, dtype=torch.int32)
+
+
+def longs(like: Tensor, *shape: int) -> Tensor:
+    return like.new_empty(shape, dtype=torch.int64)
+
+
+def like(tensor: Tensor) -> Tensor:
+    return tensor.new_empty(tensor.shape)
+
+
+_device_errors = op("device_errors", lambda a: ints(a.like))
+
+
+def device_errors(device: torch.device | str) -> int:
+    """The rules that ops on a device found broken since this was last asked: bit i for RULES[i].
+
+    On CUDA an op with a wrong value goes on (an id out of range counts as -1) and sets its bit in a word of the
+    device's memory, whose address captured graphs hold. This takes the word and leaves 0, after what the current
+    stream still has to do, and waits for it. Ops on the CPU raise at once: there it is 0.
+    """
+    return int(error_word(device))
+
+
+def error_word(device: torch.device | str) -> Tensor:
+    """[] int32 on the device: :func:`device_errors` without a wait of the host."""
+    word: Tensor = _device_errors(torch.empty(0, device=device))
+    return word
+
+
+def check_device(device: torch.device | str) -> None:
+    """Raises for the rules that ops on a device found broken since the last look; see :func:`device_errors`.
+
+    With ISOLOAD_CHECK=1 every op does so itself, except in a graph that is being captured.
+
+    Raises:
+        ValueError: naming every op, its argument and the rule.
+    """
+    raise_broken(device_errors(device), device)
+
+
+def raise_broken(broken: int, device: torch.device | str) -> None:
+    """Raises for the rules of :func:`device_errors`; see :func:`check_device`."""
+    if broken:
+        rules = [rule for bit, rule in enumerate(RULES) if broken >> bit & 1]
+        raise ValueError(f"{'; '.join(rules)} (found on {device}; ISOLOAD_CHECK=1 finds the call)")
+
+
+def device_to_check(args: tuple[Any, ...]) -> torch.device | None:
+    """The CUDA device of an op's arguments if ISOLOAD_CHECK=1 asks for its values now, when it may be waited for."""
+    if torch.compiler.is_compiling() or os.environ.get("ISOLOAD_CHECK") != "1":
+        return None
+    device = next(arg.device for arg in args if isinstance(arg, Tensor))
+    return device if device.type == "cuda" and not torch.cuda.is_current_stream_capturing() else None
+
 
 MARK = "isoload: "  # how csrc/check.h marks a refused argument
 ON_CUDA = torch._C._dispatch_has_kernel_for_dispatch_key("isoload::count", "CUDA")

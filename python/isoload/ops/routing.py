@@ -1,12 +1,15 @@
-"""share, share_by_rank: how many copies each source rank sends to each slot, or rank; wrappers and fakes."""
+"""Ops that divide a plan among source ranks (share) and choose the slot of every token copy (route)."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
-from isoload.ops.library import call, ints, op
+from isoload.ops.library import call, ints, like, op
+from isoload.ops.planning import Objective, fake_split, split_options
+from isoload.ops.results import Counted, ExactSplit, SharedColumns
 from isoload.ops.tables import ReplicaTables
 
 Order = Literal["locality", "rank_major"]
@@ -71,3 +74,318 @@ def check_share(loads: Tensor, tables: ReplicaTables, order: Order) -> None:
             f"loads must be per source rank, [..., {tables.num_ranks}, {tables.num_experts}], "
             f"got {list(loads.shape)}"
         )
+
+
+_share_alone = op("share_alone", lambda a: like(a.quota))
+
+
+def share_alone(
+    counts: Tensor,
+    quota: Tensor,
+    tables: ReplicaTables,
+    source: int,
+    *,
+    past: bool = False,
+    recent: Tensor | None = None,
+) -> Tensor:
+    """How many of its own copies one source rank sends to each slot, without the other ranks' counts.
+
+    For loads that were all-reduced, not gathered: each source cuts its copies of an expert in the proportions
+    of the expert's quotas, rounded at an offset of its own (golden ratio), so that roundings nearly cancel over
+    sources. A source sends exactly its copies. Over all sources slot p receives ``quota[p]`` give or take
+    ``max(0, sources with copies of its expert - 1)``, and exactly that where an expert has all its quota in one
+    slot. Where the loads of all sources are known, :func:`share` is exact always.
+
+    Args:
+        counts: [E] or [L, E] int32 this source's copies, a part of the sums that the quota was made from.
+        quota: [P] or [L, P] int32.
+        tables: of the same layers.
+        source: this rank, 0..R-1.
+        past: the quota is of batches before, so counts need not be a part of their sums: an expert's copies are cut in
+            the proportions of its quotas, level over its replicas where all are 0. A slot then gets about its part.
+        recent: [E] int64 (leading L as above), decayed sums of counts as in :func:`isoload.ops.plan_own`: these are
+            added in place.
+
+    Returns:
+        [P] int32 (with a leading L if counts have one): a row for :func:`route`.
+    """
+    if not 0 <= source < tables.num_ranks:
+        raise ValueError(f"source must be in 0..{tables.num_ranks - 1}, got {source}")
+    return call(_share_alone, counts, quota, tables.data, source, past, recent)
+
+
+NO_COLUMNS = SharedColumns(0, 0, 0)
+
+_route = op("route", lambda a: like(a.topk_ids))
+_route_sampled = op("route_sampled", lambda a: like(a.topk_ids))
+
+
+def route(
+    counted: Counted,
+    send_counts: Tensor,
+    tables: ReplicaTables,
+    shared: SharedColumns | None = None,
+) -> Tensor:
+    """The slot of every copy on this rank, exactly as often as the rank's send_counts say.
+
+    Stable: the i-th copy of an expert (token order) goes to the first replica whose cumulative count exceeds i.
+
+    Args:
+        counted: :func:`count` of this rank's ids [T, K].
+        send_counts: [P] int32, this rank's row of :func:`share`.
+        tables: of this layer's routed experts.
+        shared: the last columns are the shared experts', E and on, or -1 where all routed choices are; and where this
+            rank's copies of them go, as :func:`route_shared` has it.
+
+    Returns:
+        [T, K] slots in the dtype of the ids; -1 where they are -1. DeepEP's ``topk_idx``.
+    """
+    num_shared, first_shared, home, row, strict = NO_COLUMNS if shared is None else shared
+    columns = (row, num_shared, first_shared, home, strict)
+    where = (send_counts, tables.data, tables.num_experts, tables.num_ranks)
+    return call(_route, counted.ids, counted.numbers, counted.parts, *where, *columns)
+
+
+def route_sampled(
+    topk_ids: Tensor,
+    weights: Tensor,
+    tables: ReplicaTables,
+    seed: int,
+    step: Tensor | None = None,
+    rank: int = 0,
+) -> Tensor:
+    """Draws a replica for every copy, independently, with probability proportional to its weight.
+
+    The published realisation of SGLang's ``dynamic`` and ``lp``. Counter based: copy i of the flattened topk_ids
+    uses word i of the stream ``seed``, so the draw is the same on every device.
+
+    Args:
+        topk_ids: [T, K] int32 or int64 logical experts; -1 = masked.
+        weights: [P] float32, not negative, positive for a replica of every routed expert.
+        tables: of this layer.
+        seed: 64-bit.
+        step: [1] or [] int64 on the device of topk_ids: the batch's number, read when the kernel runs, as a captured
+            graph needs it. The stream is then that of seed, step and rank, as isoload.policies.sample_seed mixes them
+            on the host. None: seed alone.
+        rank: this rank; read with step only.
+
+    Returns:
+        [T, K] slots in the dtype of topk_ids.
+    """
+    seed = (seed + 2**63) % 2**64 - 2**63
+    return call(_route_sampled, topk_ids, weights, tables.data, tables.num_experts, seed, step, rank)
+
+
+_route_shared = op("route_shared", lambda a: ints(a.slots, a.slots.shape[0], a.num_shared))
+
+
+def route_shared(
+    slots: Tensor,
+    source_quota: Tensor,
+    slots_per_rank: int,
+    rank: int,
+    num_shared: int = 1,
+    *,
+    strict: bool = False,
+) -> Tensor:
+    """The rank of every shared copy on this rank, exactly as often as the rank's share says.
+
+    Ranks choose among the tokens that visit them: first the rank with fewest visitors to spare, and of those
+    first the tokens that fewest other ranks can take. Tokens left over stay home, then go where copies are missing.
+    Every shared expert takes its part of every rank's copies.
+
+    Args:
+        slots: [T, K] int32 or int64 routed slots of this rank's tokens; -1 = absent.
+        source_quota: [R] int32, this rank's row of :func:`plan_waterfill`; sums to num_shared times the tokens that
+            have a slot.
+        slots_per_rank: S; slot p is on rank p // S.
+        rank: this rank, the home of its tokens.
+        num_shared: shared experts, 1..1024.
+        strict: a token never goes to a rank it does not visit, but stays home; the other ranks' copies are then
+            upper limits.
+
+    Returns:
+        [T, num_shared] int32 ranks; -1 for a token without a slot.
+    """
+    return call(_route_shared, slots, source_quota, slots_per_rank, rank, num_shared, strict)
+
+
+SharedRule = Literal["static", "dynamic", "blog", "blog_all"]
+
+_route_shared_sampled = op("route_shared_sampled", lambda a: ints(a.slots, a.slots.shape[0], 1))
+
+
+def route_shared_sampled(
+    slots: Tensor,
+    load: Tensor,
+    tokens: Tensor | None,
+    slots_per_rank: int,
+    rank: int,
+    rule: SharedRule,
+    seed: int = 0,
+    step: Tensor | None = None,
+) -> Tensor:
+    """Draws the rank that computes each token's shared expert, as Waterfill was published (papers/001).
+
+    For comparison: a draw meets no quota. Every rank below a target is drawn in proportion to its slack
+    target - load; the own rank is preferred 11 to 10. Where no candidate has a weight, the own rank keeps the
+    copy unless a candidate's load times 11 is below the kept one's times 10. Candidates are compared in rank order;
+    visited ones of dynamic in the order of the token's slots, as SGLang does.
+
+    ========  =====================================  ============================  ==========================
+    rule      load of rank r                         target: the mean, up, of      candidates
+    ========  =====================================  ============================  ==========================
+    static    load, counted on this rank only        loads + sum(load) // K        all
+    dynamic   load of all ranks + tokens[r]          loads + sum(load) // K        all if no load is above the
+                                                                                   target, else visited + own
+    blog      load of all ranks                      loads + sum(tokens)           visited + own
+    ========  =====================================  ============================  ==========================
+
+    static and dynamic are SGLang's (PR 19290), without its two waits for the device and its limit of 32 ranks
+    (here 1024). Fewer than 64 rows, padding included, stay at home. Weights are rounded down after the preference.
+    Row i draws ``((i ^ rank * 0x9E3779B9) * 1664525 + 1013904223) mod 2^32 mod total``, the same in every layer and
+    step: an arithmetic sequence, mostly evener than chance but far off the weights where the step and the total
+    share factors. blog has no such gate, weighs own slack 11 and other slack 10, and row i draws word i of the
+    stream ``seed`` (SplitMix64) mod total; the modulo's bias is below total / 2^64.
+
+    Args:
+        slots: [T, K] int32 or int64 routed slots; -1 = absent. K counts absent copies too.
+        load: [R] int32 or int64 routed copies per destination rank: of this rank's tokens (static) or of all.
+        tokens: [R] int32 tokens per source rank; may be None for static, which ignores it.
+        slots_per_rank: S of the slots given.
+        rank: this rank.
+        rule: "static", "dynamic", "blog", or "blog_all": blog with all ranks as candidates.
+        seed: 64-bit, used by blog and blog_all only.
+        step: the batch's number on the device, see :func:`isoload.ops.route_sampled`; the stream is then that of seed,
+            step and rank.
+
+    Returns:
+        [T, 1] int32; -1 for a token without a routed copy.
+    """
+    seed = (seed + 2**63) % 2**64 - 2**63
+    return call(_route_shared_sampled, slots, load, tokens, slots_per_rank, rank, rule, seed, step)
+
+
+_balance_own = op("balance_own", lambda a: (like(a.topk_ids), ints(a.topk_ids, a.num_experts)))
+
+
+def balance_own(
+    topk_ids: Tensor,
+    tables: ReplicaTables,
+    offset: Tensor,
+    source: int,
+    *,
+    ticks: Tensor | None = None,
+    recent: Tensor | None = None,
+    sent: Tensor | None = None,
+    layer: int = 0,
+    sweeps: int = 6,
+) -> tuple[Tensor, Tensor]:
+    """:func:`count`, :func:`plan_own` and :func:`route` in one op: the same slots. On a GPU one kernel of few copies.
+
+    Args:
+        topk_ids: [T, K] int32 or int64 logical experts, each with a replica; -1 = masked.
+        tables: of this layer.
+        offset, source, ticks, recent, sent, layer, sweeps: see :func:`plan_own`.
+
+    Returns:
+        [T, K] slots in the dtype of topk_ids, -1 where masked; and [E] int32 counts.
+
+    Raises:
+        ValueError: naming the argument, the rule and the value; ``recent`` and ``sent`` are then as they were.
+    """
+    where = (tables.data, tables.num_experts, tables.num_ranks, tables.num_slots)
+    return call(_balance_own, topk_ids, *where, offset, ticks, recent, sent, source, layer, sweeps)
+
+
+def _fake_balance_same(a: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    return like(a.topk_ids), ints(a.topk_ids, a.num_ranks, a.num_experts), *fake_split(a, a.topk_ids)
+
+
+_balance_same = op("balance_same", _fake_balance_same)
+
+
+def balance_same(
+    topk_ids: Tensor,
+    tables: ReplicaTables,
+    tolerance: float = 0.0,
+    budget: int | None = None,
+    *,
+    ticks: Tensor | None = None,
+    objective: Objective = "spread",
+    ranks_per_node: int | None = None,
+    sweeps: int | None = None,
+) -> tuple[Tensor, Tensor, ExactSplit]:
+    """:func:`count`, :func:`plan_exact` and :func:`route` in one op, where all copies count as rank 0's.
+
+    Its share of the quota is then the quota: every rank computes the same slots, and nothing is exchanged.
+
+    Args:
+        topk_ids: [T, K] int32 or int64 logical experts, each with a replica; -1 = masked.
+        tables: of this layer.
+        tolerance, budget, ticks, objective, ranks_per_node, sweeps: see :func:`plan_exact`.
+
+    Returns:
+        [T, K] slots in the dtype of topk_ids, -1 where masked; [R, E] int32 loads, 0 but for rank 0's; the
+        split, whose send_counts are rank 0's.
+
+    Raises:
+        ValueError: naming the argument, the rule and the value.
+    """
+    options = split_options(tables, tolerance, budget, objective, ranks_per_node, sweeps)
+    where = (tables.data, tables.num_experts, tables.num_ranks, tables.num_slots)
+    found = call(_balance_same, topk_ids, *where, ticks, *options)
+    slots, loads, quota, peak, bound, telemetry = found
+    return slots, loads, ExactSplit(quota, peak, bound, telemetry, quota)
+
+
+def _fake_append_shared_expert(a: Any) -> tuple[Tensor, Tensor]:
+    shape = (a.slots.shape[0], a.slots.shape[1] + a.ranks.shape[1])
+    return a.slots.new_empty(shape), a.weights.new_empty(shape)
+
+
+_append_shared_expert = op("append_shared_expert", _fake_append_shared_expert)
+
+
+def append_shared_expert(
+    slots: Tensor,
+    weights: Tensor,
+    ranks: Tensor,
+    routed_per_rank: int,
+    slots_per_rank: int | None = None,
+    weight: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """Adds a column per shared expert and makes room for its slot behind every rank's routed ones.
+
+    Routed slot p becomes ``p // routed_per_rank * S + p % routed_per_rank``; shared expert j on rank r is slot
+    ``r * S + routed_per_rank + j``. With one shared expert this is SGLang's layout (PR 20089). The same call
+    appends the *logical* ids of shared experts: slots = logical ids, ranks = 0 and routed_per_rank = E give
+    E..E+n-1 and leave the routed ids alone.
+
+    Args:
+        slots: [T, K] int32 or int64 routed slots, routed_per_rank on every rank; -1 = absent.
+        weights: [T, K] float32 or float64 gate weights; may require grad.
+        ranks: [T, n] int32, the rank that computes each of the token's n shared experts; -1 = none.
+        routed_per_rank: routed slots per rank in the ids given.
+        slots_per_rank: S of the ids returned. Default: routed_per_rank + n.
+        weight: gate weight of every shared copy, a constant. A model that scales the sum of its experts by
+            ``routed_scaling_factor`` afterwards needs 1 / that factor (1.0 if it is 0).
+
+    Returns:
+        slots [T, K + n] and weights [T, K + n] in the dtypes given. Absent copies weigh 0; a token without any
+        routed copy is padding, its shared copies are absent too.
+    """
+    return call(_append_shared_expert, slots, weights, ranks, routed_per_rank, slots_per_rank, weight)
+
+
+def _save_slots(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.save_for_backward(inputs[0])
+
+
+def _routed_gradient(ctx: Any, _: Tensor, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    (slots,) = ctx.saved_tensors
+    routed = gradient[:, : slots.shape[1]].masked_fill(slots < 0, 0)
+    return None, routed, None, None, None, None
+
+
+torch.library.register_autograd("isoload::append_shared_expert", _routed_gradient, setup_context=_save_slots)

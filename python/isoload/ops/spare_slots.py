@@ -1,12 +1,165 @@
-"""plan_fill: spare slots filled with experts of overloaded ranks, for one batch; wrapper and fake."""
+"""Ops that fill spare slots with borrowed experts, bring their weights by address and return their gradients."""
 
 from __future__ import annotations
 
-from torch import Tensor
+from collections.abc import Sequence
+from typing import Literal
 
-from isoload.ops.library import call, op
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from isoload.ops.library import call, ints, like, op
 from isoload.ops.results import SlotFill
-from isoload.ops.top_up import Within, fake_fill, is_within_node
+
+Within = Literal["all", "node"]
+
+
+def is_within_node(within: Within) -> bool:
+    if within not in ("all", "node"):
+        raise ValueError(f"within must be all or node, got {within!r}")
+    return within == "node"
+
+
+def fake_fill(slots: Tensor) -> tuple[Tensor, Tensor]:
+    """Filled slots and telemetry, as shapes."""
+    return like(slots), ints(slots, *slots.shape[:-1], 5)
+
+
+_top_up = op("top_up", lambda a: fake_fill(a.slot_to_expert))
+
+
+def top_up(
+    loads: Tensor,
+    slot_to_expert: Tensor,
+    home_slot: Tensor,
+    num_ranks: int,
+    spare_slots: int,
+    fixed: Tensor | None = None,
+    *,
+    alive: Tensor | None = None,
+    ranks_per_node: int | None = None,
+    within: Within = "all",
+) -> SlotFill:
+    """Fills the spare slots still empty, for a split of loads that are not quite those of the forecast.
+
+    One slot after another: the expert with most copies per replica goes to the least loaded live rank that lacks it
+    and has room, where every expert counts as split evenly over its replicas (in 1/65536 copies, rounded down).
+    Experts without copies fill nothing.
+
+    Args:
+        loads: [E] or [R, E] int32 copies (leading L as slot_to_expert); sources are summed.
+        slot_to_expert: [P] or [L, P] int32, spare slots filled or not.
+        home_slot, num_ranks, fixed, alive: as in :func:`isoload.ops.plan_fill`.
+        spare_slots: the last so many slots of every rank may be filled where they are -1.
+        ranks_per_node: divides R; None = R. Counted in the telemetry, which is of all spare slots.
+        within: "node": an expert goes only to ranks in the node of its home slot. "all": anywhere.
+    """
+    per_node = num_ranks if ranks_per_node is None else ranks_per_node
+    placement = (slot_to_expert, home_slot, num_ranks, per_node, spare_slots)
+    return SlotFill(*call(_top_up, loads, *placement, fixed, alive, is_within_node(within)))
+
+
+_borrow, _borrow_backward = op("borrow", lambda a: None), op("borrow_backward", lambda a: None)
+
+
+def addresses(stacks_per_rank: Sequence[Sequence[Tensor]]) -> Tensor:
+    """The table of addresses by which :func:`borrow` reaches the stacks of ranks that share this process.
+
+    The table keeps no memory alive: hold the stacks as long as it is used.
+
+    Args:
+        stacks_per_rank: [R][W] contiguous tensors, [rows, ...] each; stack w has rows of one shape and dtype on every
+            rank.
+
+    Returns:
+        [R, W] int64 on the device of the first stack; 0 for a stack without rows.
+    """
+    first = stacks_per_rank[0] if stacks_per_rank else []
+    if not first:
+        raise ValueError("stacks_per_rank must hold at least one rank with one stack, got none")
+    for rank, stacks in enumerate(stacks_per_rank):
+        if len(stacks) != len(first):
+            raise ValueError(
+                f"stacks_per_rank must be {len(first)} of every rank, got {len(stacks)} of rank {rank}"
+            )
+        for w, (stack, other) in enumerate(zip(stacks, first, strict=True)):
+            if not stack.is_contiguous():
+                raise ValueError(
+                    f"stacks_per_rank must be contiguous, got other strides in stack {w} of rank {rank}"
+                )
+            if (stack.dtype, stack.shape[1:]) != (other.dtype, other.shape[1:]):
+                raise ValueError(
+                    f"stacks_per_rank must have equal rows on every rank, {other.dtype} {list(other.shape[1:])} in "
+                    f"stack {w}, got {stack.dtype} {list(stack.shape[1:])} of rank {rank}"
+                )
+    table = [[stack.data_ptr() for stack in stacks] for stacks in stacks_per_rank]
+    return torch.tensor(table, dtype=torch.int64, device=first[0].device)
+
+
+def borrow(
+    slot_to_expert: Tensor,
+    home: Tensor,
+    peers: Tensor,
+    spare: Sequence[Tensor],
+    num_ranks: int,
+    rank: int,
+    *,
+    blocks: int = 32,
+) -> None:
+    """Copies the weights of the experts in a rank's spare slots from their homes, byte for byte.
+
+    One kernel per eight stacks, led by the plan on the device. The homes' weights must be in place before, on every
+    rank, and stay until it has run; the op orders nothing between ranks.
+
+    Args:
+        slot_to_expert: [P] int32, of a plan; the last spare_slots of every rank hold borrowed experts, -1 = empty.
+        home: [E, 2] int32 rank and weight row of every expert's home; (-1, -1) = none.
+        peers: [R, W] int64 address of row 0 of stack w on rank r, as this rank reaches it (:func:`addresses`); 0 =
+            none. Rows there are as long as those of ``spare[w]``.
+        spare: W stacks [spare_slots, ...] of any dtype, contiguous; rows of filled slots are written, others stay.
+        num_ranks: R, divides P.
+        rank: this rank.
+        blocks: the most thread blocks on CUDA; the rest of the device stays free for what runs beside.
+
+    Where an expert or its home is out of range, or an address 0, CUDA leaves the row as it is.
+    """
+    call(_borrow, slot_to_expert, home, peers, list(spare), num_ranks, rank, blocks)
+    # autograd must find that rows it saved are overwritten; the op alone does not tell it
+    increment_version(spare)
+
+
+def borrow_backward(
+    slot_to_expert: Tensor,
+    home: Tensor,
+    peers: Tensor,
+    totals: Sequence[Tensor],
+    num_ranks: int,
+    rank: int,
+    spare_slots: int,
+    dtype: torch.dtype,
+    *,
+    blocks: int = 32,
+) -> None:
+    """Adds the gradients of a rank's lent experts to its home rows: borrowing ranks in order, their slots in order.
+
+    The order is fixed, so the sum has the same bits on every device and every time (a NaN stays a NaN).
+
+    Args:
+        slot_to_expert, home, num_ranks, rank: as in :func:`borrow`.
+        peers: [R, W] int64 address of row 0 of rank r's gradient pool of stack w, [spare_slots, ...]; 0 = none.
+        totals: W stacks [homes, ...], contiguous, read and written: of the pools' dtype, where sums made in
+            max(float32, dtype) are rounded once; or float32 beside bfloat16 and float16 pools.
+        spare_slots: rows of every pool.
+        dtype: of the pools: float64, float32, bfloat16 or float16.
+        blocks: the most thread blocks on CUDA.
+
+    Where an expert or its home is out of range, or an address 0, CUDA adds nothing.
+    """
+    on = (num_ranks, rank, spare_slots, dtype, blocks)
+    call(_borrow_backward, slot_to_expert, home, peers, list(totals), *on)
+    increment_version(totals)
+
 
 _plan_fill = op("plan_fill", lambda a: fake_fill(a.slot_to_expert))
 MILLION = 1_000_000

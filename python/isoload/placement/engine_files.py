@@ -1,21 +1,23 @@
-"""Placement files of serving engines: SGLang, vLLM, vllm-ascend. Facts: their sources, 2026-08 to 2026-11.
+"""Placement files of SGLang, vLLM and vllm-ascend, and the options that start an engine from one.
 
-They hold a rectangle of slots of logical experts and the layers; ranks are known to the engine alone, so reading needs
-a topology, and takes the largest expert for the last. Shared experts and how replicas share their expert's tokens are
-the engine's own affair: both are left out.
+Facts come from the engines' sources, 2026-08 to 2026-11. A file holds a rectangle of slots of logical experts and
+the layers. Only the engine knows the ranks, so reading needs a topology, and the largest expert is taken for the
+last. Shared experts and the weights of replicas belong to the engine and are left out.
 """
 
 from __future__ import annotations
 
+import json
+import shlex
 from typing import Any
 
 import numpy as np
 import torch
 
-from isoload.files.reading import MAX_LAYERS, Rows, check_keys, integer_rows
+from isoload.files import MAX_LAYERS, Rows, check_keys, integer_rows
 from isoload.placement.placement import Placement
 from isoload.topology import Topology
-from isoload.traces.identity import Identity, Numbering
+from isoload.traces.identity import HOW, Identity, Numbering
 from isoload.wording import shown
 
 SGLANG = "physical_to_logical_map"
@@ -217,3 +219,47 @@ def ascend_read(content: Any, topology: Topology | None) -> Placement:
         raise ValueError(f"device_count must be {topology.num_ranks}, got {ranks}")
     ids = tuple(range(len(slots)))
     return made(slots, ids, "moe", topology or Topology(ranks), "device_expert", "vllm-ascend's file")
+
+
+REDUNDANT = "--eplb-config '{\"num_redundant_experts\": {}}'"
+"""vLLM's option; {} stands for the number of redundant experts of a layer."""
+ENGINES = {
+    "isoload": "vLLM",
+    "vllm": "vLLM",
+    "vllm-list": "vLLM",
+    "vllm-ascend": "vllm-ascend",
+    "sglang": "SGLang",
+    "tensorrt-llm": "TensorRT-LLM",
+}
+"""The engine that starts from a file of each format."""
+
+
+def launch_line(placement: Placement, format: str, path: str, ranks: int | None = None) -> str:
+    """Return the line that starts an engine from a file; empty where no engine can start from the placement.
+
+    Args:
+        placement: what the file holds.
+        format: of the file, one of ``isoload.placement.files.FORMATS``.
+        path: the file.
+        ranks: of the expert-parallel group; None = the file does not state them, and the line has no number of ranks.
+
+    The line names one arrangement of the ranks, tensor parallel; other arrangements take the same file.
+    """
+    try:
+        redundant = engine_slots(placement).shape[1] - placement.num_routed
+    except ValueError:  # spare, dead or absent slots
+        return ""
+    file = shlex.quote(path)
+    if format == "sglang":
+        size = f"--tp {ranks} --ep-size {ranks} " if ranks else ""
+        return f"{size}--ep-num-redundant-experts {redundant} --init-expert-location {file}"
+    if format == "tensorrt-llm":
+        return f"moe_config: {{load_balancer: {path}}}"
+    size = f"--tensor-parallel-size {ranks} " if ranks else ""
+    if format == "vllm-ascend":
+        config = json.dumps({"eplb_config": {"expert_map_path": path}})
+        return f"{size}--enable-expert-parallel --additional-config {shlex.quote(config)}"
+    if placement.identity.numbering == "order":
+        return f"not before the file states which layers of the model its rows are: {HOW}"
+    option = REDUNDANT.replace("{}", str(redundant))
+    return f"ISOLOAD_PLACEMENT={file} vllm serve MODEL {size}--enable-expert-parallel --enable-eplb {option}"

@@ -1,22 +1,205 @@
-"""Placement files: isoload's own format, which holds every field, and those of serving engines."""
+"""Placement files: isoload's own format, TensorRT-LLM's, and the choice of a format by name or by content.
+
+isoload's format is one JSON object with every field of a Placement. TensorRT-LLM's moe_config.load_balancer file is
+YAML of three keys with each list on one line; only that shape of YAML is read, and another style is rejected by
+line.
+"""
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from isoload.files.reading import parse_json, read_text
-from isoload.files.writing import to_json_text, write_text
-from isoload.formats import own, tensorrt_llm
-from isoload.formats.launch import launch_line
+import torch
+
+from isoload import __version__
+from isoload.files import check_keys, integer_rows, is_number, parse_json, read_text, to_json_text, write_text
 from isoload.placement import engine_files
-from isoload.placement.engine_files import UnknownRanks
+from isoload.placement.engine_files import (
+    ASSIGNMENTS,
+    UnknownRanks,
+    assignments,
+    engine_slots,
+    made,
+)
 from isoload.placement.placement import Placement
 from isoload.topology import Topology, as_topology
-from isoload.traces.identity import Numbering
-from isoload.wording import not_one_of
+from isoload.traces.identity import Identity, Numbering, identity_from_json, identity_to_json
+from isoload.wording import not_one_of, shown
+
+NAME, VERSION = "isoload-placement", 2
+WRITER = "isoload"  # key of provenance: the version of isoload that wrote the file
+KEYS = {"format", "version", *(field.name for field in fields(Placement) if field.init)}
+TOPOLOGY = {field.name for field in fields(Topology)}
+
+
+def to_json(placement: Placement) -> dict[str, Any]:
+    slots, home = placement.arrays
+    weight = placement.replica_weight
+    return {
+        "format": NAME,
+        "version": VERSION,
+        "topology": asdict(placement.topology),
+        "num_experts": placement.num_experts,
+        "num_shared": placement.num_shared,
+        "spare_slots": placement.spare_slots,
+        "layer_ids": list(placement.layer_ids),
+        "identity": identity_to_json(placement.identity),
+        "provenance": placement.provenance | {WRITER: __version__},
+        "slot_to_expert": slots.tolist(),
+        "home_slot": home.tolist(),
+        "replica_weight": None if weight is None else weight.tolist(),
+    }
+
+
+def from_json(content: dict[str, Any], topology: Topology | None) -> Placement:
+    _check_version(content)
+    check_keys(content, KEYS - {"identity"} if content["version"] == 1 else KEYS)
+    own = _topology(content["topology"])
+    if topology is not None and topology.num_ranks != own.num_ranks:
+        raise ValueError(f"num_ranks must be {topology.num_ranks}, got {own.num_ranks}")
+    for key in ("num_experts", "num_shared", "spare_slots"):
+        if type(content[key]) is not int:
+            raise ValueError(f"{key} must be an integer, got {shown(content[key])}")
+    if not isinstance(content["provenance"], dict):
+        raise ValueError(f"provenance must be an object, got {shown(content['provenance'])}")
+    ids = content["layer_ids"]
+    if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < 2**31 for i in ids):
+        raise ValueError(f"layer_ids must be a list of integers from 0 on, got {shown(ids)}")
+    slots = integer_rows("slot_to_expert", content["slot_to_expert"])
+    if len(ids) != len(slots):  # an empty list would mean 0..L-1
+        raise ValueError(f"layer_ids must have {len(slots)} entries, got {len(ids)}")
+    return Placement(
+        torch.from_numpy(slots),
+        topology or own,
+        content["num_experts"],
+        torch.from_numpy(integer_rows("home_slot", content["home_slot"])),
+        content["spare_slots"],
+        content["num_shared"],
+        tuple(ids),
+        _weight(content["replica_weight"]),
+        {key: value for key, value in content["provenance"].items() if key != WRITER},
+        _identity(content),
+    )
+
+
+def _check_version(content: dict[str, Any]) -> None:
+    """Raise ValueError for a file of another version, before its keys are compared with this one's."""
+    version = content.get("version")
+    if type(version) is int and version > VERSION:
+        provenance = content.get("provenance")
+        writer = provenance.get(WRITER) if isinstance(provenance, dict) else None
+        by = f"isoload {shown(writer)[1:-1]} or newer" if isinstance(writer, str) else "a newer isoload"
+        raise ValueError(
+            f"version {version} is read by {by}, this isoload {__version__} reads versions 1 and {VERSION}: install "
+            "the newer one, or make the file anew with this one"
+        )
+    if type(version) is not int or version < 1:
+        raise ValueError(f"version must be 1 or {VERSION}, got {shown(version)}")
+
+
+def _identity(content: dict[str, Any]) -> Identity:
+    """Files of version 1 do not state it; layers 0..L-1 may have been positions or the model's own numbers."""
+    if content["version"] == VERSION:
+        return identity_from_json(content["identity"])
+    ids = content["layer_ids"]
+    return Identity("order" if ids == list(range(len(ids))) else "model")
+
+
+def _topology(found: Any) -> Topology:
+    if not isinstance(found, dict):
+        raise ValueError(f"topology must be an object, got {shown(found)}")
+    check_keys(found, TOPOLOGY, "topology")
+    for key in ("num_ranks", "ranks_per_node"):
+        if type(found[key]) is not int or found[key] < 1:
+            raise ValueError(f"topology {key} must be an integer from 1 on, got {shown(found[key])}")
+    for key in ("speeds", "alive", "bandwidths"):
+        value, words = found[key], "true or false" if key == "alive" else "numbers"
+        fits = is_number if key != "alive" else lambda v: type(v) is bool
+        if value is not None and not (isinstance(value, list) and all(map(fits, value))):
+            raise ValueError(f"topology {key} must be null or a list of {words}, got {shown(value)}")
+    return Topology(**found)
+
+
+def _weight(rows: Any) -> torch.Tensor | None:
+    if rows is None:
+        return None
+    if not isinstance(rows, list) or not all(isinstance(row, list) for row in rows):
+        raise ValueError(f"replica_weight must be null or a list of layers, got {shown(rows)}")
+    for layer, row in enumerate(rows):
+        if len(row) != len(rows[0]) or not all(map(is_number, row)):
+            raise ValueError(
+                f"replica_weight must have {len(rows[0])} numbers in every layer, not so layer {layer}"
+            )
+    return torch.tensor(rows, dtype=torch.float32)
+
+
+TENSORRT_LLM_KEYS = {"num_slots", ASSIGNMENTS, "layer_updates_per_iter"}
+SCALAR = re.compile(r"(\w+): *(\d{1,9}) *")
+ROW = re.compile(r" +(\d{1,9}): *(\[[-\d, ]*\]) *")
+
+
+def write(placement: Placement) -> Any:
+    """Layers by the model's own numbers; no updates while serving."""
+    slots = engine_slots(placement)
+    rows = dict(zip(placement.layer_ids, slots.tolist(), strict=True))
+    return {"num_slots": slots.shape[1], ASSIGNMENTS: rows, "layer_updates_per_iter": 0}
+
+
+def to_text(content: dict[str, Any]) -> str:
+    rows = [f"  {layer}: {json.dumps(row)}" for layer, row in content[ASSIGNMENTS].items()]
+    head = [f"{key}: {content[key]}" for key in ("num_slots", "layer_updates_per_iter")]
+    return "\n".join([*head, f"{ASSIGNMENTS}:", *rows, ""])
+
+
+def looks_like(text: str) -> bool:
+    return re.search(rf"^(num_slots|{ASSIGNMENTS}):", text, re.M) is not None
+
+
+def from_text(text: str) -> dict[str, Any]:
+    """The content of a file."""
+    found: dict[str, Any] = {}
+    rows: dict[str, Any] | None = None  # while inside of the assignments
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        if rows is not None and (row := ROW.fullmatch(line)):
+            _add(rows, row[1], _list(row[2], number), number)
+            continue
+        rows = None
+        if line.rstrip() == f"{ASSIGNMENTS}:":
+            rows = {}
+            _add(found, ASSIGNMENTS, rows, number)
+        elif scalar := SCALAR.fullmatch(line):
+            _add(found, scalar[1], int(scalar[2]), number)
+        else:
+            raise ValueError(
+                f"line {number} must be a key and a number, or a layer and its list, got {shown(line)}"
+            )
+    return found
+
+
+def _list(text: str, number: int) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        raise ValueError(f"line {number} must have a list of integers, got {shown(text)}") from None
+
+
+def _add(found: dict[str, Any], key: str, value: Any, number: int) -> None:
+    if key in found:
+        raise ValueError(f"line {number}: {key} must be there once")
+    found[key] = value
+
+
+def read(content: Any, topology: Topology | None) -> Placement:
+    check_keys(content, TENSORRT_LLM_KEYS)
+    rows, layers = assignments(content)
+    return made(rows, layers, "model", topology, ASSIGNMENTS, "TensorRT-LLM's file")
 
 
 @dataclass(frozen=True)
@@ -33,12 +216,12 @@ class Format:
 
 
 FORMATS = {
-    "isoload": Format(lambda c: c.get("format") == own.NAME, own.from_json, own.to_json),
+    "isoload": Format(lambda c: c.get("format") == NAME, from_json, to_json),
     "tensorrt-llm": Format(
         lambda c: engine_files.ASSIGNMENTS in c and "record_type" not in c,
-        tensorrt_llm.read,
-        tensorrt_llm.write,
-        tensorrt_llm.to_text,
+        read,
+        write,
+        to_text,
         numbering="model",
     ),
     "sglang": Format(
@@ -134,20 +317,8 @@ def format_of(path: str | Path) -> str:
 
 def recognise(text: str) -> tuple[Any, Format]:
     """The content of a placement file, and its format."""
-    content = tensorrt_llm.from_text(text) if tensorrt_llm.looks_like(text) else parse_json(text)
+    content = from_text(text) if looks_like(text) else parse_json(text)
     for form in FORMATS.values():
         if isinstance(content, form.holds) and form.matches(content):
             return content, form
     raise ValueError(f"is no placement file; formats are {', '.join(FORMATS)}")
-
-
-__all__ = [
-    "FORMATS",
-    "UnknownRanks",
-    "check_format",
-    "format_of",
-    "launch_line",
-    "read_placement",
-    "recognise",
-    "write_placement",
-]

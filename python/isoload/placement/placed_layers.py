@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from isoload import ops
+from isoload.checks import may_be_kept
 from isoload.ops.tables import ReplicaTables
 from isoload.topology import Topology
-from isoload.value_checks import may_be_kept
 
 MEMOS = 8  # tensors that policies keep per placement and device
 

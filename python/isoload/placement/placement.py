@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from isoload import ops
+from isoload.checks import may_be_kept
 from isoload.placement.placed_layers import PlacedLayers
 from isoload.topology import Topology, as_topology
 from isoload.traces import Trace
 from isoload.traces.identity import Identity, Numbering, joined, matching_rows, spans
-from isoload.value_checks import may_be_kept
 from isoload.wording import amount, span, text_table
 
 IntArray = np.ndarray[Any, np.dtype[np.int32]]

@@ -14,16 +14,23 @@ import torch
 
 from isoload.checks import make, parse
 from isoload.placement.placement import Placement
-from isoload.placers.base import Ints, Placed, Placer, Room, Slots
+from isoload.placers.base import (
+    Ints,
+    Placed,
+    Placer,
+    Room,
+    Scenarios,
+    Slots,
+    make_scenarios,
+    merged,
+    weights_by_load,
+)
 from isoload.placers.craft import CraftPlacer
-from isoload.placers.eplb import EplbPlacer
+from isoload.placers.eplb import EplbPlacer, TrivialPlacer
 from isoload.placers.grace import GracePlacer
 from isoload.placers.graph import GraphPlacer
 from isoload.placers.resize import resized
 from isoload.placers.scenario import ScenarioPlacer
-from isoload.placers.scenarios import Scenarios, make_scenarios
-from isoload.placers.trivial import TrivialPlacer
-from isoload.placers.weights import merged, weights_by_load
 from isoload.topology import NOMINAL_TICKS, Topology, as_topology
 from isoload.traces.identity import joined
 

@@ -1,15 +1,124 @@
-"""The protocol of an offline placer. A placer is a frozen dataclass whose fields are its options."""
+"""The protocol of an offline placer, its scenarios, and the loads that a placement gives its ranks.
+
+A placer is a frozen dataclass whose fields are its options. A scenario is a recorded batch with its weight.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
+import torch
 
 from isoload.checks import check_options
-from isoload.placers.scenarios import Scenarios
+from isoload.traces import Trace, same_layers
+
+Loads = np.ndarray[Any, np.dtype[np.float64]]
+Tokens = np.ndarray[Any, np.dtype[np.integer[Any]]]
+
+MAX_SCENARIOS = 64  # planning time goes with them; consecutive batches are merged down to so many
+WHOLE = 2**24  # a scenario's copies of a layer, when scaled: sums over slots stay exact in float64
+
+
+@dataclass(frozen=True, eq=False)
+class Scenarios:
+    """Loads that a placement must suit, one by one."""
+
+    loads: Loads  # [n, L, E] copies; traces are scaled to the same number of copies
+    weight: Loads  # [n] sums to 1: every batch of a trace weighs alike, and every trace
+    topk_ids: tuple[Tokens, ...] = ()  # [tokens, L, K] of every trace with per-token choices
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.loads[0])
+
+    @property
+    def num_experts(self) -> int:
+        return len(self.loads[0, 0])
+
+    def total(self) -> Loads:
+        """[L, E] copies of all scenarios together."""
+        total: Loads = self.loads.sum(0)
+        return total
+
+    def shares(self, shrink: float | None = 0.0) -> Loads:
+        """[n, L, E] share of each expert in its scenario's copies of the layer; 0 in a scenario without any.
+
+        Args:
+            shrink: so much of every scenario is replaced by the mean of all; None = :meth:`counting_noise` times ten
+                (tokens of a text move together, so real noise is a multiple of it), at most 0.2, 0 below 0.05.
+        """
+        shares: Loads = self.loads / np.maximum(self.loads.sum(-1, keepdims=True), np.finfo(float).tiny)
+        if shrink is None:
+            noise = 10 * self.counting_noise(shares)
+            shrink = 0.0 if noise < 0.05 else min(noise, 0.2)
+        mixed: Loads = shares if not shrink else (1 - shrink) * shares + shrink * self.mean(shares)
+        return mixed
+
+    def counting_noise(self, shares: Loads) -> float:
+        """The part of the shares' variance over scenarios that independent draws of as many copies would have."""
+        copies = np.maximum(self.loads.sum(-1, keepdims=True), 1)
+        drawn = (self.mean(shares) / copies).mean(0).sum()
+        spread = ((shares - self.mean(shares)) ** 2).sum()
+        if len(shares) < 2 or not spread:
+            return 0.0
+        return float(drawn / (spread / (len(shares) - 1)))
+
+    def mean(self, shares: Loads) -> Loads:
+        """[L, E] weighted mean of values [n, L, E]."""
+        mean: Loads = (self.weight[:, None, None] * shares).sum(0)
+        return mean
+
+
+def make_scenarios(counts: Any) -> tuple[Scenarios, list[Trace]]:
+    """Scenarios of an array of counts [L, E] or [batches, L, E], of a trace, or of several; and these traces."""
+    traces = _traces(counts)
+    batches: list[Loads] = [_batches(trace.batch_counts()) for trace in traces] or [_batches(counts)]
+    sums = [part.sum() for part in batches]
+    if traces and not all(sums):
+        raise ValueError(f"counts must not be empty, trace {traces[sums.index(0)].name} has no copies")
+    most = MAX_SCENARIOS // len(batches)
+    loads, weight = [], []
+    for part, copies in zip(batches, sums, strict=True):
+        scale = 1.0 if len(batches) == 1 else max(sums) / copies
+        groups = np.array_split(part, min(len(part), most))
+        loads += [scale * group.sum(0) for group in groups]
+        weight += [len(group) / len(part) / len(batches) for group in groups]
+    tokens = tuple(trace.topk_ids for trace in traces if trace.topk_ids is not None)
+    return Scenarios(np.stack(loads), np.array(weight), tokens), traces
+
+
+def _traces(counts: Any) -> list[Trace]:
+    """The traces, if it is one or some; they must agree in layers and experts."""
+    given = [counts] if isinstance(counts, Trace) else counts
+    if not isinstance(given, Sequence) or not any(isinstance(trace, Trace) for trace in given):
+        return []
+    traces = list(given)
+    if not all(isinstance(trace, Trace) for trace in traces):
+        raise ValueError("counts must be an array, a trace, or traces alone, got a list of traces and others")
+    if len(traces) > MAX_SCENARIOS:
+        raise ValueError(f"counts must be at most {MAX_SCENARIOS} traces, got {len(traces)}")
+    first = traces[0]
+    return [first, *(same_layers(first, trace) for trace in traces[1:])]
+
+
+def _batches(counts: Any) -> Loads:
+    """[batches, L, E] float64 copies."""
+    if isinstance(counts, torch.Tensor):
+        counts = counts.detach().cpu().double().numpy()
+    try:
+        loads = np.asarray(counts, dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"counts must be numeric, got {type(counts).__name__} ({error})") from None
+    if loads.ndim not in (2, 3) or 0 in loads.shape:
+        raise ValueError(f"counts must be [L, E] or [batches, L, E] and not empty, got {list(loads.shape)}")
+    if (bad := ~((loads >= 0) & (loads < 2**63))).any():
+        raise ValueError(f"counts must be at least 0 and below 2^63, got {loads[bad][0]:g}")
+    return loads if loads.ndim == 3 else loads[None]
+
 
 Slots = np.ndarray[Any, np.dtype[np.int32]]
 Ints = np.ndarray[Any, np.dtype[np.int32]]
@@ -72,3 +181,46 @@ def slots_of(room: Room) -> int:
     """The room's slots per rank, for placers without a budget."""
     assert room.slots_per_rank is not None
     return room.slots_per_rank
+
+
+LEAST = 1e-6  # of the mean load: what a rank without any counts as
+
+
+def weights_by_load(slots: Slots, load: Floats, tick: Floats) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """[L, R, S] mean load over the load of the slot's rank, each expert's split evenly over its replicas.
+
+    GRACE-MoE's Equation 3, for any replicas. Sums run in a fixed order, so that all machines find the same bits. Equal
+    in layers without loads; 0 in slots without an expert.
+
+    Args:
+        slots: [L, R, S] int32 experts, -1 = none.
+        load: [L, E] copies.
+        tick: [R] cost of a copy on each rank.
+    """
+    held = merged(slots)
+    layer, there = np.arange(len(slots))[:, None, None], held >= 0
+    replicas = np.zeros(load.shape)
+    np.add.at(replicas, (layer, held.clip(0)), there)
+    part = np.where(there, load[layer, held.clip(0)] / np.maximum(replicas, 1)[layer, held.clip(0)], 0)
+    of_rank = tick * part.cumsum(-1)[..., -1]
+    mean = of_rank.cumsum(-1)[..., -1:] / of_rank.shape[-1]
+    weight = np.where(mean > 0, mean / np.maximum(np.maximum(of_rank, LEAST * mean), np.finfo(float).tiny), 1)
+    return np.where(slots >= 0, weight[..., None], 0).astype(np.float32)
+
+
+def merged(slots: Slots) -> Slots:
+    """[L, R, S] a copy without the second and later slots of an expert on a rank (-1 there)."""
+    rows: Slots = slots.copy()
+    for j in range(1, rows.shape[2]):
+        rows[:, :, j][(rows[:, :, :j] == rows[:, :, j : j + 1]).any(-1)] = -1
+    return rows
+
+
+def rank_loads(loads: Any, slots: Slots) -> Floats:
+    """[n, L, R] loads of ranks for loads [n, L, E] on slots [L, R, S] (-1 = none), replicas sharing alike."""
+    rows = slots.reshape(len(slots), -1)
+    copies = np.stack([np.bincount(row[row >= 0], minlength=loads.shape[2]) for row in rows])
+    held = np.broadcast_to(np.maximum(rows, 0), (len(loads), *rows.shape))
+    part = np.where(rows >= 0, np.take_along_axis(loads / copies, held, 2), 0)
+    found: Floats = part.reshape(*loads.shape[:2], *slots.shape[1:]).sum(-1)
+    return found

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from isoload.ops.load import LIBRARY
+from isoload.ops.library import LIBRARY
 from isoload.placers.base import Floats, Ints
 
 LANES = 4  # the loops sum scenarios in so many lanes

@@ -1,4 +1,4 @@
-"""Placer ``eplb``: both policies of DeepSeek's EPLB (github.com/deepseek-ai/EPLB), all layers at once."""
+"""Placers ``eplb`` (DeepSeek's EPLB, github.com/deepseek-ai/EPLB) and ``trivial`` (experts in order)."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from isoload.placers.base import Placed, Placer, Room, Slots, slots_of
+from isoload.placers.base import Placed, Placer, Room, Scenarios, Slots, slots_of
 from isoload.placers.compiled import num_threads, pack_slots
-from isoload.placers.scenarios import Scenarios
 
 Floats = np.ndarray[Any, np.dtype[np.float32]]
 
@@ -89,3 +88,15 @@ def pack_once(weight: Floats, packs: int) -> Slots:
     if items == packs:
         return np.tile(np.arange(items, dtype=np.int32)[:, None], (layers, 1, 1))
     return pack_replicas(weight, packs, items // packs, dedup=True)
+
+
+@dataclass(frozen=True)
+class TrivialPlacer(Placer):
+    """Slot p holds expert p mod E: in order, S per rank; slots left over hold replicas, from expert 0 on."""
+
+    name = "trivial"
+
+    def place(self, scenarios: Scenarios, room: Room) -> Placed:
+        shape = (room.num_ranks, slots_of(room))
+        row = np.arange(shape[0] * shape[1], dtype=np.int32) % scenarios.num_experts
+        return Placed(np.tile(row.reshape(shape), (scenarios.num_layers, 1, 1)))

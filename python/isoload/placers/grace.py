@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from isoload.placers.base import Floats, Placed, Placer, Room, Slots
-from isoload.placers.scenarios import Scenarios
+from isoload.placers.base import Floats, Placed, Placer, Room, Scenarios, Slots
 
 Groups = list[list[int]]
 RATIOS = tuple(i / 10 for i in range(11))  # of a rank's number of experts, by which it may differ

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from isoload.placers.base import Placed, Placer, Room, slots_of
+from isoload.placers.base import Loads, Placed, Placer, Room, Scenarios, slots_of
 from isoload.placers.eplb import pack_once
-from isoload.placers.scenarios import Loads, Scenarios
 from isoload.wording import not_one_of
 
 Owners = list[list[int]]  # of every rank: the ranks whose experts it replicates

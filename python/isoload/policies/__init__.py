@@ -13,27 +13,20 @@ from isoload.policies.base import (
     sample_seed,
     sampled_plan,
 )
-from isoload.policies.even import EvenPolicy
-from isoload.policies.exact import ExactPolicy
-from isoload.policies.exact_active import ExactActivePolicy
+from isoload.policies.borrowing import HedgePolicy, LibraPolicy, LlepPolicy, SpillCostPolicy
+from isoload.policies.exact import EvenPolicy, ExactActivePolicy, ExactPolicy, NonePolicy, StaticPolicy
 from isoload.policies.grace import GracePolicy
-from isoload.policies.hedge import HedgePolicy
-from isoload.policies.joint import JointPolicy
-from isoload.policies.libra import LibraPolicy
-from isoload.policies.llep import LlepPolicy
 from isoload.policies.lp import LpPolicy
-from isoload.policies.none import NonePolicy
-from isoload.policies.published.dynamic import DynamicPolicy
-from isoload.policies.published.grace_sampled import GraceSampledPolicy
-from isoload.policies.published.libra_published import LibraPublishedPolicy
-from isoload.policies.published.llep_published import LlepPublishedPolicy
-from isoload.policies.published.lp_affine import LpAffinePolicy
-from isoload.policies.published.lp_sampled import LpSampledPolicy
-from isoload.policies.published.waterfill_sampled import WaterfillSampledPolicy
-from isoload.policies.shared_local import SharedLocalPolicy
-from isoload.policies.spill_cost import SpillCostPolicy
-from isoload.policies.static import StaticPolicy
-from isoload.policies.waterfill import WaterfillPolicy
+from isoload.policies.published import (
+    DynamicPolicy,
+    GraceSampledPolicy,
+    LibraPublishedPolicy,
+    LlepPublishedPolicy,
+    LpAffinePolicy,
+    LpSampledPolicy,
+    WaterfillSampledPolicy,
+)
+from isoload.policies.shared import JointPolicy, SharedLocalPolicy, WaterfillPolicy
 
 for _policy in (
     NonePolicy,

@@ -15,8 +15,8 @@ from isoload.ops import Order
 from isoload.placement.placed_layers import PlacedLayers
 from isoload.placement.placement import IntArray, Placement
 from isoload.policies.base import Demand, Policy, chosen_plan
+from isoload.policies.exact import replicas_of
 from isoload.policies.plan import Plan
-from isoload.policies.static import replicas_of
 
 UNITS = 2**14  # in which an expert's weights are counted, over the replicas that a rank may choose from
 ONE = 2**16  # fixed point of where a rank's copies are cut: copies * weights * ONE stay below 2^63

@@ -1,23 +1,24 @@
-"""What the policies that place shared experts have in common: routed experts by any policy, shared copies on top.
+"""Policies that place shared experts: ``shared_local``, ``waterfill`` and ``joint``.
 
-They differ in :meth:`SharedPolicy.add_shared` alone, so that what is compared is the decision about the shared experts.
+Any policy splits the routed experts (option ``routed``). The policies differ in :meth:`SharedPolicy.add_shared`
+alone, so that a comparison of them compares the decision about shared experts.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from isoload import ops
-from isoload.ops import Candidates, Order
+from isoload.ops import Candidates, Objective, Order
 from isoload.placement.placed_layers import HostPlacement, PlacedLayers
-from isoload.policies.base import EVEN, Demand, Policy, make_policy, solve
-from isoload.policies.plan import Plan
-from isoload.shared_experts import Rule, SharedPlan, shared_copies, widened
+from isoload.policies.base import EVEN, Demand, Policy, exact_plan, make_policy, solve
+from isoload.policies.exact import EvenPolicy, ExactPolicy
+from isoload.policies.plan import Plan, Rule, SharedPlan, rank_cost, shared_copies, widened
 
 
 @dataclass(frozen=True)
@@ -144,3 +145,107 @@ def add_exactly(made: Plan, demand: Demand, candidates: Candidates) -> tuple[ops
     )
     rule: Rule = "limit" if candidates == "visited" else "by_rank"
     return filled, SharedPlan(rule, demand.tokens, filled.share)
+
+
+@dataclass(frozen=True)
+class SharedLocalPolicy(SharedPolicy):
+    """Shared experts are computed on the rank that has the token (SGLang #20089): what waterfill is compared with.
+
+    Options: routed, the policy that splits the routed experts, any that has a quota.
+    """
+
+    name = "shared_local"
+
+    def add_shared(self, made: Plan, demand: Demand) -> Plan:
+        assert made.quota is not None
+        peak = rank_cost(made.quota, made.topology, demand.at_home).amax(-1)
+        bound = torch.minimum(bound_with_shared(demand, made.placed), peak)
+        return replace(made, policy=self, peak=peak, bound=bound)
+
+
+@dataclass(frozen=True)
+class WaterfillPolicy(SharedPolicy):
+    """Shared copies fill the ranks up to one level; home keeps what fits, ranks that the token visits come next.
+
+    The integer form of the blog's Waterfill (papers/001): the peak is the least there is for this routed split, and
+    no more copies leave home than must.
+
+    Options: routed as in ``shared_local``; candidates: "all" ranks, those of the own "node", or only "visited" ones
+    and the source, where what finds no visited rank stays home and the peak is counted from routed slots.
+    """
+
+    name = "waterfill"
+    candidates: Candidates = "all"
+
+    def check(self, placement: HostPlacement) -> None:
+        super().check(placement)
+        # else a rank's shared copies would have no candidate that is alive
+        topology, live = placement.topology, placement.topology.live_ranks
+        if self.candidates == "visited" and len(live) < topology.num_ranks:
+            raise ValueError("candidates must be all or node for a topology with dead ranks, got 'visited'")
+        nodes = {rank // topology.ranks_per_node for rank in live}
+        if self.candidates == "node" and len(nodes) < topology.num_nodes:
+            raise ValueError(
+                "candidates must be all for a topology with a node without live ranks, got 'node'"
+            )
+
+    def joined(self) -> dict[str, Any] | None:
+        plain = type(self) is WaterfillPolicy and type(self.routed_policy) is EvenPolicy
+        return EVEN if plain and self.candidates == "all" else None
+
+    def split_routed(self, demand: Demand, placed: PlacedLayers) -> Plan:
+        """Copies spread evenly need no second split for the bound beside the shared ones."""
+        if self.joined() is None:
+            return super().split_routed(demand, placed)
+        return exact_plan(
+            self.routed_policy, demand.routed, placed, pour=total_shared(demand, placed), **EVEN
+        )
+
+    def add_shared(self, made: Plan, demand: Demand) -> Plan:
+        filled, shared = add_exactly(made, demand, self.candidates)
+        if self.joined() is None:
+            bound = bound_with_shared(demand, made.placed)
+        else:
+            bound = live_bound(made.bound, demand, made.placed)
+        bound = torch.minimum(bound, filled.peak)
+        peak = filled.peak if shared.is_met else None
+        return replace(made, policy=self, peak=peak, bound=bound, shared=shared)
+
+
+@dataclass(frozen=True)
+class JointPolicy(SharedPolicy):
+    """The least peak over all splits of replicated experts and all places of shared copies, with its certificate.
+
+    Shared copies can go anywhere, so they bind only where all ranks do: an exact split that stops at the common
+    level, then an exact fill, is optimal. Stopping there leaves the routed copies nearer to where they were.
+
+    Options: tolerance, budget and objective as in ``exact``; a budget that ends the split early leaves
+    ``peak > bound``.
+    """
+
+    name = "joint"
+    routed: str = "exact"
+    tolerance: float = 0.0
+    budget: int | None = None
+    objective: Objective = "spread"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._exact()
+        if self.routed != "exact":
+            raise ValueError(f"routed must be exact for policy joint, got {self.routed!r}")
+
+    def _exact(self) -> ExactPolicy:
+        return ExactPolicy(self.tolerance, self.budget, self.objective)
+
+    def joined(self) -> dict[str, Any] | None:
+        return self._exact().options if type(self) is JointPolicy else None
+
+    def split_routed(self, demand: Demand, placed: PlacedLayers) -> Plan:
+        exact, pour = self._exact(), total_shared(demand, placed)
+        return exact_plan(exact, demand.routed, placed, pour=pour, **exact.options)
+
+    def add_shared(self, made: Plan, demand: Demand) -> Plan:
+        filled, shared = add_exactly(made, demand, "all")
+        bound = torch.minimum(live_bound(made.bound, demand, made.placed), filled.peak)
+        return replace(made, policy=self, peak=filled.peak, bound=bound, shared=shared)

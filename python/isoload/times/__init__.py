@@ -6,10 +6,8 @@ others measured are shipped as JSON with this package. ``bench/fit_times.py`` fi
 Seconds in the interface, float64; microseconds in names that end in ``_us``.
 """
 
-from isoload.times.exchanges import AllToAllTime
-from isoload.times.experts import ExpertTime
+from isoload.times.exchanges import AllToAllTime, LayerTime
+from isoload.times.experts import ExpertTime, available
 from isoload.times.file import Times, load
-from isoload.times.layer import LayerTime
-from isoload.times.shipped import available
 
 __all__ = ["AllToAllTime", "ExpertTime", "LayerTime", "Times", "available", "load"]

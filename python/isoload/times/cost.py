@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from isoload.files.reading import MAX_NOTES, parse_json, read_text
+from isoload.files import MAX_NOTES, parse_json, read_text
 from isoload.topology import Topology, as_topology
 
 DEFAULT_BANDWIDTHS = (400.0, 50.0)  # GB/s of a rank, inside a node and between: NVLink 4, one 400 Gb/s NIC

@@ -1,4 +1,4 @@
-"""What dispatch or combine takes, by the tokens of a rank."""
+"""Time of dispatch and combine by the tokens of a rank, and of a whole layer by the loads of its slots."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from isoload.times.shipped import Floats, Row, numbers, read, select
+from isoload.times.experts import ExpertTime, Floats, Row, numbers, read, select
 from isoload.wording import not_one_of
 
 STEPS = ("dispatch", "combine")
@@ -233,3 +233,40 @@ def _sizes(rows: Iterable[Row]) -> str:
 
 def _span(values: set[int]) -> str:
     return f"{min(values)} to {max(values)}" if len(values) > 1 else str(min(values))
+
+
+@dataclass(frozen=True)
+class LayerTime:
+    """Dispatch, the slowest rank's experts, combine, one after the other.
+
+    dispatch, combine: None where nothing travels, or where the experts' kernel was measured with them (megamoe).
+    """
+
+    dispatch: AllToAllTime | None
+    experts: ExpertTime
+    combine: AllToAllTime | None
+
+    def seconds(self, copies: Any, rows: Any, tokens: Any = 0) -> Floats:
+        """[..., 2] from and to what the layer takes; arguments as those of :meth:`parts`."""
+        experts, dispatch, combine = self.parts(copies, rows, tokens)
+        return np.asarray(experts.max(-1)[..., None] + dispatch + combine)
+
+    def parts(self, copies: Any, rows: Any, tokens: Any = 0) -> tuple[Floats, Floats, Floats]:
+        """[..., R] what each rank's experts take; [..., 2] from and to what dispatch takes, and combine.
+
+        Args:
+            copies: [..., R, slots of a rank] that each slot computes.
+            rows: [..., R] that each rank receives: distinct tokens.
+            tokens: [...] that a rank holds before the dispatch, on average.
+        """
+        found, received = numbers("copies", copies), numbers("rows", rows)
+        if found.ndim < 2 or received.shape != found.shape[:-1]:
+            shapes = f"{list(received.shape)} beside copies {list(found.shape)}"
+            raise ValueError(f"rows must be [..., ranks] and copies [..., ranks, slots], got {shapes}")
+        experts = self.experts.seconds(found, received)
+        busiest = np.maximum(received.max(-1) / np.maximum(received.mean(-1), 1e-300), 1)
+        none = np.zeros((*busiest.shape, 2))
+        dispatch, combine = (
+            step.seconds(tokens, busiest) if step else none for step in (self.dispatch, self.combine)
+        )
+        return experts, dispatch, combine

@@ -6,16 +6,20 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from isoload.files.reading import check_keys, is_number, parse_json, read_text
-from isoload.times.exchanges import STEPS, AllToAllTime, Curve, other_size
+from isoload.files import check_keys, is_number, parse_json, read_text
+from isoload.times.exchanges import STEPS, AllToAllTime, Curve, LayerTime, other_size
 from isoload.times.experts import ExpertTime
-from isoload.times.layer import LayerTime
 from isoload.wording import shown
 
 FORMAT, VERSION, UNIT = "isoload times", 1, "microseconds"
 MOST_BYTES = 16 * 2**20
 NEW = "isoload measure writes a new one"
-PLANS = ("exact", "own", "last", "node")  # who chooses replicas, as isoload.advise.Candidate names them
+PLANS = (
+    "exact",
+    "own",
+    "last",
+    "node",
+)  # who chooses replicas, as isoload.analysis.advice.Candidate names them
 
 
 @dataclass(frozen=True)

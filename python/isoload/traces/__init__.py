@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from isoload.trace.joining import join_batches, join_stages, same_layers
 from isoload.traces.identity import Identity
 from isoload.traces.npz import write_trace
 from isoload.traces.record import Ints, Trace, count_batches, trace_errors
-from isoload.traces.recordings import READ_AS, check_layers, joined_trace, read_recordings, read_trace
+from isoload.traces.recordings import (
+    READ_AS,
+    check_layers,
+    join_batches,
+    join_stages,
+    joined_trace,
+    read_recordings,
+    read_trace,
+    same_layers,
+)
 
 __all__ = [
     "READ_AS",

@@ -13,10 +13,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from isoload.files.reading import MAX_EXPERTS, MAX_NOTES, parse_json, read_text
-from isoload.trace.archives import check_bytes, read_arrays
+from isoload.files import MAX_EXPERTS, MAX_NOTES, parse_json, read_text
 from isoload.traces.identity import Identity, identity_from_json, identity_to_json
-from isoload.traces.record import DIMS, Ints, Trace
+from isoload.traces.record import DIMS, Ints, Trace, check_bytes, read_arrays
 from isoload.wording import shown
 
 ARRAYS = (*DIMS, "cluster")

@@ -1,31 +1,152 @@
-"""From paths to recordings: which files belong together, by what they contain.
+"""Find the recordings in a list of paths by the files' contents, and join recordings into one trace.
 
-A recording is one file, or one file per rank. Files of one recording are united in any order, whether they come as a
-folder, a list or a pattern. Files of different recordings are batches. A rank that is missing and a file that is given
-twice are refused.
+A recording is one file, or one file per rank. Files of one recording are united in any order, whether they come as
+a folder, a list or a pattern. Files of different recordings are batches of the same layers, or layers of the stages
+of a pipeline. A missing rank and a file that is given twice are rejected.
 """
 
 from __future__ import annotations
 
 import glob
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-from isoload.files.reading import open_regular
-from isoload.trace.archives import check_bytes, is_npz, read_members
-from isoload.trace.archives import max_bytes as byte_limit
-from isoload.trace.joining import join_batches, join_stages
-from isoload.trace.rank_files import RankFile, check_ranks, recordings_of
-from isoload.trace.tensorrt_llm_statistics import FILE as TENSORRT_FILE
-from isoload.trace.tensorrt_llm_statistics import META_FILE, read_tensorrt_llm
+from isoload.files import open_regular
 from isoload.traces import sglang, shadow
+from isoload.traces.identity import joined, matching_rows
 from isoload.traces.npz import ARRAY_FILES, read_npz
-from isoload.traces.record import Trace
-from isoload.traces.statistics import looks_like_json, read_vllm
+from isoload.traces.record import Ints, Trace, check_bytes, is_npz, read_members
+from isoload.traces.record import max_bytes as byte_limit
+from isoload.traces.shadow import RankFile, check_ranks, recordings_of
+from isoload.traces.statistics import FILE as TENSORRT_FILE
+from isoload.traces.statistics import META_FILE, looks_like_json, read_tensorrt_llm, read_vllm
+
+
+def same_layers(first: Trace, other: Trace) -> Trace:
+    """Return the other trace with the layers of the first, in its order and numbering.
+
+    Raises:
+        ValueError: the two are of different models, layers or numbers of experts.
+    """
+    names = f"trace {first.name}", f"trace {other.name}"
+    if first.num_experts != other.num_experts:
+        raise ValueError(
+            f"num_experts must agree in all traces, {first.name} has {first.num_experts}, "
+            f"{other.name} {other.num_experts}"
+        )
+    rows = matching_rows(first.identity, first.layer_ids, names[0], other.identity, other.layer_ids, names[1])
+    if len(rows) < other.num_layers:
+        raise ValueError(
+            f"layers must agree in all traces, {names[0]} has {first.identity.describe(first.layer_ids)}, "
+            f"{names[1]} has {other.identity.describe(other.layer_ids)}"
+        )
+    identity = joined(first.identity, other.identity, *names)
+    return replace(other.select_layers(rows), layer_ids=first.layer_ids, identity=identity)
+
+
+def join_batches(traces: Sequence[Trace], name: str) -> Trace:
+    """Return one trace with the batches of all, one after the other; each recording is a cluster of its own.
+
+    Per-token choices are kept where every trace has them.
+
+    Raises:
+        ValueError: different models, layers, experts or top_k.
+    """
+    first = traces[0]
+    if len(traces) == 1:
+        return first
+    known = sorted({trace.top_k for trace in traces} - {0})
+    if len(known) > 1:
+        raise ValueError(f"top_k must agree in all traces, got {known}")
+    parts = [first, *(same_layers(first, trace) for trace in traces[1:])]
+    identity = first.identity
+    for part in parts[1:]:
+        identity = joined(identity, part.identity, f"trace {first.name}", f"trace {part.name}")
+    fields: dict[str, Any] = {"counts": np.concatenate([part.batch_counts() for part in parts])}
+    tokens = [_tokens_per_batch(part) for part in parts]
+    if all(batches is not None for batches in tokens):
+        fields["tokens_per_batch"] = np.concatenate([batches for batches in tokens if batches is not None])
+    if all(part.topk_ids is not None and part.topk_ids.shape[2] == first.top_k for part in parts):
+        fields["topk_ids"] = np.concatenate([part.topk_ids for part in parts if part.topk_ids is not None])
+        fields["seq_id"] = _sequences(parts)
+    labels = [part.cluster or [str(number)] * part.num_batches for number, part in enumerate(parts)]
+    return Trace(
+        name,
+        first.num_experts,
+        known[0] if known else 0,
+        cluster=tuple(label for batches in labels for label in batches),
+        layer_ids=first.layer_ids,
+        provenance={"recordings": [{"name": part.name, **part.provenance} for part in parts]},
+        identity=identity,
+        **fields,
+    )
+
+
+def _tokens_per_batch(trace: Trace) -> Ints | None:
+    if trace.tokens_per_batch is None and trace.counts is None and trace.topk_ids is not None:
+        return np.array([len(trace.topk_ids)])
+    return trace.tokens_per_batch
+
+
+def _sequences(parts: Sequence[Trace]) -> Ints | None:
+    """[tokens] distinct sequences in distinct traces; None where some trace does not know its own."""
+    joined_ids, start = [], 0
+    for part in parts:
+        if part.seq_id is None:
+            return None
+        joined_ids.append(part.seq_id - part.seq_id.min() + start)
+        start = int(joined_ids[-1].max()) + 1
+    return np.concatenate(joined_ids)
+
+
+def join_stages(traces: Sequence[Trace], name: str) -> Trace:
+    """Return one trace with the layers of all stages of a pipeline, each with counts of the same batches.
+
+    Args:
+        traces: stages in the order of the pipeline; layers that have the model's own numbers keep them.
+        name: of the new trace.
+
+    Raises:
+        ValueError: stages that recorded different numbers of batches, experts or top_k.
+    """
+    first = traces[0]
+    for trace in traces[1:]:
+        for what in ("num_experts", "num_batches"):
+            one, other = getattr(first, what), getattr(trace, what)
+            if one != other:
+                raise ValueError(
+                    f"{what} must agree in all stages, {first.name} has {one}, {trace.name} has {other}: "
+                    "give the files of one recording, one file per stage"
+                )
+        joined(first.identity, trace.identity, f"trace {first.name}", f"trace {trace.name}")
+    counts = np.concatenate([trace.batch_counts() for trace in traces], axis=1)
+    layers = np.arange(counts.shape[1])
+    for trace in traces:
+        if trace.identity.numbering != "model" and trace.layer_ids != tuple(range(trace.num_layers)):
+            raise ValueError(
+                f"a stage must have a row for each of its MoE layers, trace {trace.name} has "
+                f"{trace.identity.describe(trace.layer_ids)}"
+            )
+    if first.identity.numbering == "model":
+        numbers = np.array([layer for trace in traces for layer in trace.layer_ids])
+        order = numbers.argsort()
+        counts, layers = counts[:, order], numbers[order]
+    return Trace(
+        name,
+        first.num_experts,
+        first.top_k,
+        counts=counts,
+        layer_ids=tuple(layers.tolist()),
+        provenance={**first.provenance, "stages": [trace.name for trace in traces]},
+        identity=first.identity,
+    )
+
 
 Paths = str | Path | Sequence[str | Path]
 SUFFIXES = (".pt", ".npz", ".jsonl")  # what is read of a folder, but for TensorRT-LLM's
@@ -50,7 +171,7 @@ def read_trace(
               layer_ids, identity and provenance as JSON; where it is missing a .json of the same stem may hold them;
             * an .npz that a rank wrote in shadow mode (``ISOLOAD_RECORD``);
             * an SGLang recorder dump (:mod:`isoload.traces.sglang`), one file for each rank;
-            * TensorRT-LLM's expert statistics (:mod:`isoload.trace.tensorrt_llm_statistics`), one for each rank;
+            * TensorRT-LLM's expert statistics (:mod:`isoload.traces.statistics`), one for each rank;
             * vLLM's load statistics, lines of JSON (:mod:`isoload.traces.statistics`);
             * a .pt of one tensor [L, E], the loads that vllm-ascend's offline script reads.
         stages: files whose layers are numbered from 0 are stages of one pipeline, in the order given.

@@ -32,11 +32,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from isoload.files.reading import open_regular
-from isoload.trace.archives import check_bytes
-from isoload.trace.rank_files import RankFile, note_missing
+from isoload.files import open_regular
 from isoload.traces.identity import Identity
-from isoload.traces.record import Ints, check_covered, counts_of_slots
+from isoload.traces.record import Ints, check_bytes, check_covered, counts_of_slots
+from isoload.traces.shadow import RankFile, note_missing
 from isoload.wording import shown
 
 _MAP = "last_physical_to_logical_map"

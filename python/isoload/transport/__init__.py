@@ -1,12 +1,10 @@
 """How loads, weights and rows travel between the ranks: a Group, a Dispatcher over it, and both as a Transport."""
 
-from isoload.transport.agreement import DTYPES, STAGES, checksum, error_code
 from isoload.transport.collective import CollectiveGroup, await_all
 from isoload.transport.dispatcher import Dispatcher, Received
 from isoload.transport.exchanges import SendCounts, Traffic
-from isoload.transport.group import Call, Group
-from isoload.transport.node_dispatcher import NodeDispatcher
-from isoload.transport.row_dispatcher import RowDispatcher
+from isoload.transport.group import DTYPES, STAGES, Call, Group, checksum, error_code
+from isoload.transport.row_dispatcher import NodeDispatcher, RowDispatcher
 from isoload.transport.transport import CollectiveTransport, LocalGroup, LocalTransport, Transport
 
 __all__ = [

@@ -1,22 +1,254 @@
-"""The backends and the choice among them: see isoload.weights.backend."""
+"""Backends of borrowing: how weights reach spare slots and gradients return; the choice of a backend.
+
+Lists run over the ranks that the process owns. held: a rank's W weight stacks [rows, ...]; pools: its W spare
+stacks [spare_slots, ...]; totals: its W gradients [homes, ...], in the pools' dtype or in max(float32, dtype).
+Gradients are added as :func:`isoload.weights.layout.add_back` states: by ascending borrowing rank, then place,
+rounded once.
+
+DeepEP 2.5's EPBuffer pushes experts into its peers' slots over NVLink and adds their gradients. A plan becomes
+DeepEP's ``redundancy_mapping`` [R, spare_slots] int32 on the device: home rank * rows of a rank + home row, -1
+where nothing is borrowed. Source: sgl-deep-ep-v25 0.1.0rc0 (``buffers/ep.py``, ``csrc/buffers/ep.hpp``,
+``include/deep_ep/layout/ep/eplb.cuh``).
+"""
 
 from __future__ import annotations
 
+import inspect
 import logging
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from isoload import ops
+from isoload.checks import capturing
 from isoload.transport import Group
-from isoload.transport.exchanges import num_bytes
-from isoload.transport.peers import Peers
-from isoload.value_checks import capturing
-from isoload.weights.backend import Backend, BorrowPlan
-from isoload.weights.deep_ep import DeepEPBorrow, check_deep_ep
-from isoload.weights.moves import Stacks, Wait, add_back, start_moves
+from isoload.transport.deep_ep import shared_buffer
+from isoload.transport.exchanges import Peers, num_bytes
+from isoload.weights.layout import Address, Move, Stacks, Wait, add_back, as_bytes, start_moves
 from isoload.wording import not_one_of
+
+
+@dataclass(eq=False)
+class BorrowPlan:
+    """What one batch and layer borrows, the same on every rank: from home rows to places in the spare pools.
+
+    slot_to_expert  [P] int32  of the plan: its last spare_slots of every rank say what is borrowed
+    home            [E, 2] int32 rank and weight row of every expert's home
+    home_rows       the same on the host
+    """
+
+    slot_to_expert: Tensor
+    home: Tensor
+    home_rows: Mapping[int, Address]
+    num_ranks: int
+    spare_slots: int
+    _copy: tuple[Tensor, torch.cuda.Event] | None = field(default=None, init=False)
+
+    @property
+    def on_host(self) -> bool:
+        """Whether the plan lies on the host."""
+        return self.slot_to_expert.device.type == "cpu"
+
+    def start_copy(self) -> None:
+        """Begins to copy a device's plan to the host; :attr:`moves` does not wait where dispatch has waited since."""
+        if self.on_host or self._copy is not None:
+            return
+        spare = self.spare
+        pinned = torch.empty(spare.shape, dtype=spare.dtype, pin_memory=True)
+        pinned.copy_(spare, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(spare.device))
+        self._copy = pinned, event
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether :attr:`moves` can be read without a wait."""
+        return self.on_host or (self._copy is not None and bool(self._copy[1].query()))
+
+    @cached_property
+    def moves(self) -> list[Move]:
+        """By borrowing rank, then place of its pool. Waits for a plan on a device."""
+        self.start_copy()
+        spare = self.spare
+        if self._copy is not None:
+            spare, event = self._copy
+            event.synchronize()
+        return [
+            Move(self.home_rows[expert], Address(rank, place))
+            for rank, experts in enumerate(spare.tolist())
+            for place, expert in enumerate(experts)
+            if expert >= 0
+        ]
+
+    @property
+    def rows(self) -> int:
+        """The fewest weight rows that hold every rank's homes, the same on every rank."""
+        return 1 + max(address.row for address in self.home_rows.values())
+
+    @property
+    def spare(self) -> Tensor:
+        """[R, spare_slots] the borrowed experts, -1 = none."""
+        per_rank = self.slot_to_expert.view(self.num_ranks, -1)
+        return per_rank.narrow(1, per_rank.shape[1] - self.spare_slots, self.spare_slots)
+
+
+class Backend(ABC):
+    """How weights are borrowed; one for all layers of a group. All ranks make the same calls in the same order.
+
+    why: the reason for the choice of this backend.
+    """
+
+    why = "the ranks read each other's memory"
+    name: ClassVar[str]
+    reads_moves: ClassVar[bool] = True  # whether the host must have the plan's moves
+    reads_peers: ClassVar[bool] = False  # whether it reads other ranks' memory: of the same shape on all
+
+    def __init__(self, group: Group, peers: Peers | None = None) -> None:
+        self.group, self.peers = group, peers
+
+    @abstractmethod
+    def start(self, stage: str, plan: BorrowPlan, held: Stacks, pools: Stacks) -> Wait:
+        """Begins to copy what the owned ranks borrow into their pools; the result waits for it.
+
+        The field's names: DeepEP's ``lb_prefetch_weights``, MoonEP's ``prefetch_weights``.
+        """
+
+    @abstractmethod
+    def add_back(self, stage: str, plan: BorrowPlan, grads: Stacks, totals: Stacks) -> None:
+        """Adds the gradients of all places to the totals of their homes: the field's ``reduce_grad``."""
+
+    def meet(self) -> None:  # noqa: B027  # only backends that read peers' memory have a reader to wait for
+        """Make what the current stream writes to home rows later wait for peers that still read them. All ranks call it
+        together."""
+
+    def new_stack(self, like: Tensor, rows: int) -> Tensor:
+        """[rows, ...] zeros that this backend can read on every rank."""
+        return like.new_zeros(rows, *like.shape[1:])
+
+    def new_spare(self, like: Tensor, rows: int) -> Tensor:
+        """[rows, ...] zeros that this backend can bring weights to."""
+        return like.new_zeros(rows, *like.shape[1:])
+
+
+ALIGNMENT = 32  # bytes; DeepEP moves multiples of it
+NEEDS = {
+    "lb_prefetch_weights": ("redundant_expert_weights", "expert_weights", "redundancy_mapping"),
+    "lb_reduce_grads": ("redundant_expert_grads", "expert_grads", "redundancy_mapping"),
+}
+
+
+class DeepEPBorrow(Backend):
+    """Neither waits for the host. Gradients are added in float32 in any order: runs need not repeat to the bit.
+
+    The pools, and what gradients need on the way, lie in the region that EPBuffer keeps for it (``borrow_bytes`` of
+    :class:`isoload.transport.deep_ep.DeepEPTransport`), taken in the same order on every rank.
+    """
+
+    name = "deep_ep"
+    reads_moves = False
+
+    def __init__(self, group: Group, peers: Peers | None = None) -> None:
+        super().__init__(group, peers)
+        self.buffer = shared_buffer(group)
+        self._taken = 0
+        self._whole: dict[int, Tensor] = {}  # the pools with their padding, by address
+        self._sent: dict[tuple[object, ...], Tensor] = {}  # gradients where DeepEP reads them, by layout
+
+    def start(self, stage: str, plan: BorrowPlan, held: Stacks, pools: Stacks) -> Wait:
+        own = [padded(as_many(stack, plan.rows)) for stack in held[0]]
+        whole = [self._whole[stack.data_ptr()] for stack in pools[0]]
+        event = self.buffer.lb_prefetch_weights(whole, own, redundancy_mapping(plan))
+        return lambda: event.current_stream_wait()
+
+    def add_back(self, stage: str, plan: BorrowPlan, grads: Stacks, totals: Stacks) -> None:
+        mapping = redundancy_mapping(plan)
+        for w, (grad, total) in enumerate(zip(grads[0], totals[0], strict=True)):
+            sent, size = self._region(w, grad), grad.shape[1:].numel()
+            sent[:, :size] = grad.flatten(1)
+            # as many on every rank, as the mapping counts them
+            sums = sent.new_zeros(plan.rows, sent.shape[1])
+            sums[: len(total), :size] = total.flatten(1)
+            self.buffer.lb_reduce_grads(sent, sums, mapping).current_stream_wait()
+            total.copy_(sums[: len(total), :size].reshape(total.shape))
+
+    def new_spare(self, like: Tensor, rows: int) -> Tensor:
+        """See :meth:`Backend.new_spare`; raises ValueError for what DeepEP cannot move."""
+        if like.dtype == torch.float64:
+            raise ValueError(
+                f"experts must not be float64 for borrow='deep_ep', which adds gradients in float32, got {like.dtype}"
+            )
+        shape = like.shape[1:]
+        whole = self._take(rows, shape.numel() * like.itemsize)
+        pool = whole.view(like.dtype)[:, : shape.numel()].view(rows, *shape)
+        self._whole[pool.data_ptr()] = whole
+        return pool
+
+    def _take(self, rows: int, size: int) -> Tensor:
+        """[rows, bytes] zeros in the buffer's region, size bytes and padding each."""
+        storage: Tensor = self.buffer.runtime.lb_storage
+        size += -size % ALIGNMENT
+        if self._taken + rows * size > len(storage):
+            raise ValueError(
+                f"borrow_bytes must be at least {self._taken + rows * size} for these experts and their gradients, "
+                f"got {len(storage)}"
+            )
+        taken = storage.narrow(0, self._taken, rows * size).view(rows, size)
+        self._taken += rows * size
+        return taken.zero_()
+
+    def _region(self, w: int, like: Tensor) -> Tensor:
+        """[spare_slots, F] float32 for the gradients of stack w, and padding, the same every time."""
+        key = w, like.shape
+        if key not in self._sent:
+            size = like.shape[1:].numel() * torch.float32.itemsize
+            self._sent[key] = self._take(len(like), size).view(torch.float32)
+        return self._sent[key]
+
+
+def padded(stack: Tensor) -> Tensor:
+    """The rows of a contiguous stack, copied behind one another with padding where their size is none of DeepEP's."""
+    missing = -(stack.shape[1:].numel() * stack.itemsize) % ALIGNMENT
+    return F.pad(as_bytes(stack), (0, missing)) if missing else stack
+
+
+def as_many(stack: Tensor, rows: int) -> Tensor:
+    """[rows, ...] contiguous, as many on every rank; a copy only where a rank has fewer homes than others."""
+    if len(stack) >= rows:
+        return stack.narrow(0, 0, rows).contiguous()
+    return torch.cat([stack, stack.new_zeros(rows - len(stack), *stack.shape[1:])])
+
+
+def redundancy_mapping(plan: BorrowPlan) -> Tensor:
+    """[R, spare_slots] int32, contiguous: home rank * plan.rows + home row of every spare slot's expert; -1 = none."""
+    experts = plan.spare
+    home = plan.home[experts.clamp(min=0).long()]
+    ids = home.select(-1, 0) * plan.rows + home.select(-1, 1)
+    return torch.where(experts >= 0, ids, -1).int().contiguous()
+
+
+def check_deep_ep(group: Group) -> None:
+    """Raises ValueError unless the group's transport has an EPBuffer that reaches all ranks over NVLink."""
+    buffer: Any = shared_buffer(group)
+    if buffer is None:
+        raise ValueError("borrow must not be deep_ep without a DeepEPTransport, got 'deep_ep'")
+    for method, names in NEEDS.items():
+        taken = inspect.signature(getattr(buffer, method, lambda: None)).parameters
+        if any(name not in taken for name in names):
+            raise ValueError(
+                f"borrow must not be deep_ep without {method} of DeepEP 2.5, got a {type(buffer).__name__}"
+            )
+    if buffer.num_nvlink_ranks != group.topology.num_ranks:
+        raise ValueError(
+            f"borrow must not be deep_ep where NVLink joins only {buffer.num_nvlink_ranks} of "
+            f"{group.topology.num_ranks} ranks, got 'deep_ep'"
+        )
+
 
 log = logging.getLogger("isoload")
 

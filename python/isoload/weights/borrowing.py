@@ -1,24 +1,31 @@
 """Borrowing: brings the weights of a plan's spare slots for one batch, and returns their gradients.
 
-The pool that holds them is made once and shared by all layers of a group whose experts have the same shapes, so
-its memory is constant whatever the routing. It has two buffers that layers take in turn. By the time of backward
-another layer may have filled the buffer again: then backward brings the weights once more, into the same memory.
+The pool that holds them is made once and shared by all layers of a group whose experts have the same shapes, so its
+memory does not depend on the routing. It has two buffers that layers take in turn. When backward starts, another
+layer may have filled the buffer again: then backward brings the weights once more, into the same memory.
+
+Autograd sees Parameters in and all rows out, replica and borrowed rows included. Gradients of replica rows and of
+borrowed rows return to the home rows, so an optimizer sees each expert once. One function does this, and every rank
+enters it in every backward: no exchange waits for a rank that has nothing to give.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import compress, cycle, islice
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
+from isoload.checks import capturing
 from isoload.placement.placed_layers import PlacedLayers
 from isoload.transport import Group
-from isoload.value_checks import capturing
-from isoload.weights.backend import Backend, BorrowPlan
-from isoload.weights.layout import Layout, home_addresses
-from isoload.weights.moves import Stacks
+from isoload.weights.backends import Backend, BorrowPlan
+from isoload.weights.experts import BorrowedWeights, ExpertWeights
+from isoload.weights.layout import Layout, Move, Stacks, add_back, home_addresses
 from isoload.weights.storage import RankWeights
 
 NUM_BUFFERS = 2
@@ -197,3 +204,189 @@ class Borrowed:
     def add_back(self, grads: Stacks, totals: Stacks) -> None:
         """Adds the gradients [spare_slots, ...] of the pools to the homes' totals."""
         self._of.backend.add_back("borrowed gradients", self.plan, grads, totals)
+
+
+class JoinRows(torch.autograd.Function):
+    """Parameters in, weight rows and borrowed stacks out; the gradients of their rows return to the home rows.
+
+    Inputs, for all owned ranks: received rows (see :func:`join_rows`), then every rank's Parameters; outputs: the same
+    rows, then every rank's weight rows, then every rank's spare stacks if any are borrowed, of stacks that train. Rows
+    pass through so that every rank, also one that holds no weights, enters the exchange of the gradients. Weight rows
+    are whole storages or, where Parameters lie elsewhere, the Parameters and then the storages' replica rows.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        group: Group,
+        ranks: Sequence[RankWeights],
+        trained: Sequence[bool],
+        held: Stacks,
+        replicas: Sequence[Move],
+        borrowed: Borrowed | None,
+        noted: dict[str, Tensor],
+        dtype: torch.dtype | None,
+        num_passed: int,
+        *values: Tensor,
+    ) -> tuple[Tensor, ...]:
+        ctx.group, ctx.ranks, ctx.trained = group, ranks, trained
+        ctx.num_homes = [len(rank.layout.homes) for rank in ranks]
+        ctx.noted, ctx.num_passed, ctx.divisor = noted, num_passed, ranks[0].gradient_divisor
+        ctx.replicas, ctx.borrowed, ctx.own_dtype = replicas, borrowed, held[0][0].dtype
+        # Saved to be found changed: after .to() or a copy, a step on a Parameter shows in no storage's version.
+        ctx.save_for_backward(*noted.values(), *values[num_passed:])
+        joined = [[in_dtype(s, dtype) for s in compress(own, cycle(trained))] for own in held]
+        ctx.widths = list(map(len, joined))
+        pools = [] if borrowed is None else borrowed.pools
+        joined += [list(compress(own, trained)) for own in pools]
+        stacks = [stack.detach() for own in joined for stack in own]
+        return *(rows.view_as(rows) for rows in values[:num_passed]), *stacks
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        check_recomputed(ctx.noted, ctx.saved_tensors)
+        rows, stacks = grads[: ctx.num_passed], grads[ctx.num_passed :]
+        if ctx.borrowed is not None:
+            ctx.borrowed.wait()  # also where no copy was computed: others may wait for what this rank sends
+        totals = iter(_totals(ctx, stacks) if stacks else ())
+        for rank in ctx.ranks if stacks else ():
+            rank.had_gradients = True
+        flags = [trains for _ in ctx.num_homes for trains in ctx.trained]
+        return *(None,) * 9, *rows, *(next(totals) if trains else None for trains in flags)
+
+
+def _totals(ctx: Any, stacks: Sequence[Tensor]) -> list[Tensor]:
+    """The gradients of every rank's home rows, replicas' and borrowed ones' included, of the stacks that train."""
+    joined, borrowed = sum(ctx.widths), len(stacks) - sum(ctx.widths)
+    held = split(stacks, ctx.widths)
+    spare = split(stacks[joined:], [borrowed // len(ctx.widths)] * len(ctx.widths))
+    width, dtype = sum(ctx.trained), stacks[0].dtype
+    # Incoming gradients are only read: a caller may pass the same tensors to backward again, as schedules do that
+    # compute the gradients of inputs and those of weights at different times. Sums get memory of their own.
+    adds = bool(ctx.replicas) or ctx.borrowed is not None or ctx.divisor != 1
+    # Rows that have replicas and are also borrowed would be rounded twice: their sums stay exact in between. So do
+    # gradients of stacks that are computed in another dtype than their Parameters have.
+    both = bool(ctx.replicas) and ctx.borrowed is not None
+    wide = torch.promote_types(torch.promote_types(dtype, ctx.own_dtype), torch.float32)
+    exact = wide if both or dtype != ctx.own_dtype else dtype
+    totals, replicas = [], []
+    for count, own in zip(ctx.num_homes, held, strict=True):
+        totals.append([home_gradient(g, count, exact, copy=adds) for g in own[:width]])
+        replicas.append([g[count:] for g in own] if len(own) == width else own[width:])
+    if ctx.replicas:
+        add_back(ctx.group, "replica gradients", ctx.replicas, replicas, totals)
+    if ctx.borrowed is not None:
+        ctx.borrowed.add_back(spare, totals)
+    if ctx.divisor != 1:
+        totals = [[total.div_(ctx.divisor) for total in own] for own in totals]
+    return [total.to(ctx.own_dtype) for own in totals for total in own]
+
+
+def in_dtype(stack: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Return a stack without gradients, in the dtype that experts compute in; None: its own."""
+    return stack.detach() if dtype is None else stack.detach().to(dtype)
+
+
+def home_gradient(stack: Tensor, count: int, dtype: torch.dtype, copy: bool) -> Tensor:
+    """Return the first rows [count, ...] of an incoming gradient [rows, ...] in a dtype, with memory of their own."""
+    if len(stack) == count and not copy:
+        return stack.contiguous()  # the gradient itself: nothing writes to it
+    return stack[:count].to(dtype, copy=True, memory_format=torch.contiguous_format)
+
+
+def split(values: Sequence[Tensor], widths: Sequence[int]) -> list[list[Tensor]]:
+    """Parts of these widths, in order; others may follow."""
+    rest = iter(values)
+    return [list(islice(rest, width)) for width in widths]
+
+
+def check_recomputed(noted: dict[str, Tensor], saved: Sequence[Tensor]) -> None:
+    """Raises if a checkpoint (use_reentrant=False) recomputed the layer with other choices than the first time.
+
+    The node keeps what the first forward noted; saved tensors are the recompute's. Without one they are the same
+    tensors, which costs no comparison. The reentrant checkpoint keeps no node of the first forward to compare with.
+    """
+    for (name, first), again in zip(noted.items(), saved, strict=False):
+        if not torch.equal(first, again):
+            raise RuntimeError(
+                f"{name} must be the same when a checkpoint recomputes the layer, got others: "
+                "the gate must choose alike for the same rows"
+            )
+
+
+def trained_stacks(ranks: Sequence[RankWeights]) -> list[bool]:
+    """By stack, whether the home rows require gradients, on any of these ranks."""
+    return [
+        any(home.requires_grad for home in homes)
+        for homes in zip(*(r.home_rows() for r in ranks), strict=True)
+    ]
+
+
+def join_rows(
+    group: Group,
+    ranks: Sequence[RankWeights],
+    rows: Sequence[Tensor],
+    replicas: Sequence[Move],
+    borrowed: Borrowed | None,
+    noted: dict[str, Tensor],
+    dtype: torch.dtype | None = None,
+) -> tuple[list[Tensor], list[list[ExpertWeights]]]:
+    """Received rows and, for every owned rank, stacks of all its rows and of what it borrowed, joined to autograd.
+
+    Stacks whose Parameters require no gradient get none, replicas and borrowed rows included, and none travels.
+
+    Args:
+        rows: [N, H] of every owned rank.
+        replicas: the moves from home rows to all replica rows; if there are any, backward exchanges gradients, on every
+            rank.
+        borrowed: by any rank: then it does so, too.
+        noted: what a recompute must find again, see :func:`check_recomputed`.
+        dtype: of the resident stacks, in which they are computed; None: the Parameters' own. Gradients reach the
+            Parameters in the Parameters' dtype.
+    """
+    trained, homes = trained_stacks(ranks), [rank.home_rows() for rank in ranks]
+    held = [
+        rank.stored_rows() if rank.shows_storage() else [*own, *rank.replica_rows()]
+        for rank, own in zip(ranks, homes, strict=True)
+    ]
+    passes = bool(replicas) or borrowed is not None or not any(trained)  # else the node hangs on the weights
+    passed = list(rows) if passes else []
+    given = [*passed, *(stack for own in homes for stack in own)]
+    out: Iterator[Tensor] = iter(
+        JoinRows.apply(group, ranks, trained, held, replicas, borrowed, noted, dtype, len(passed), *given)
+    )
+    rows = [next(out) for _ in passed] if passes else list(rows)
+
+    def joined(stacks: Sequence[Tensor], dtype: torch.dtype | None = dtype) -> list[Tensor]:
+        return [next(out) if t else in_dtype(s, dtype) for s, t in zip(stacks, cycle(trained), strict=False)]
+
+    groups = []
+    for rank, own in zip(ranks, map(joined, held), strict=True):
+        width = len(trained)
+        made = [ExpertWeights(**rank.by_name(own[i : i + width])) for i in range(0, len(own), width)]
+        groups.append([made[0], *(weights for weights in made[1:] if weights.num_slots)])
+    if borrowed is not None:
+        for parts, rank, spare in zip(
+            groups, ranks, (joined(own, None) for own in borrowed.pools), strict=True
+        ):
+            parts.append(BorrowedWeights(**rank.by_name(spare), wait=borrowed.wait))
+    return rows, groups
+
+
+class BringAgain(torch.autograd.Function):
+    """Every rank's rows; before anything behind them goes backward, the weights are brought again."""
+
+    @staticmethod
+    def forward(ctx: Any, borrowed: Borrowed, *rows: Tensor) -> tuple[Tensor, ...]:
+        ctx.borrowed = borrowed
+        ctx.save_for_backward(rows[0].new_zeros(()))
+        return tuple(r.view_as(r) for r in rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        _ = ctx.saved_tensors  # a checkpoint recomputes now, which takes buffers of the pool, and not later
+        ctx.borrowed.begin("borrow backward")
+        ctx.borrowed.proceed()
+        return None, *grads

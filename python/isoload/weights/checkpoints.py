@@ -1,17 +1,35 @@
-"""Where a checkpoint's tensors are: in safetensors files, or in a mapping. Errors name the file and the key."""
+"""Checkpoint: the experts of one layer in a published checkpoint, of which every rank reads its own.
+
+Tensors come from safetensors files or from a mapping; errors name the file and the key. Shapes: E experts, H width
+of a row, I intermediate width.
+
+DeepSeek-V3 has a matrix of e4m3 and its scales [ceil(out / 128), ceil(in / 128)] for each projection:
+``0.gate_proj.weight``, ``0.gate_proj.weight_scale_inv``, ``0.up_proj.weight`` and so on after a layer's prefix. The
+scale multiplies, although its name says otherwise.
+
+gpt-oss has MXFP4, read as bytes or as bfloat16, which holds every value: ``gate_up_proj_blocks`` [E, 2I, H / 32,
+16] uint8 holds two e2m1 values per byte, the lower four bits first; ``gate_up_proj_scales`` [E, 2I, H / 32] uint8 a
+power of two per 32 values, 127 for 1; ``gate_up_proj_bias`` [E, 2I] bfloat16; down_proj likewise.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
+from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from isoload.files.reading import open_regular, parse_json, read_text
+from isoload.files import open_regular, parse_json, read_text
+from isoload.weights.experts import NAMES, Activation, ClampedGLU, ExpertWeights, SwiGLU
+from isoload.weights.quantised import FORMATS, FP8, dequantise
 
 INDEX = "model.safetensors.index.json"
 # safetensors' names of the dtypes that are read; others stay names
@@ -122,3 +140,181 @@ class FileTensors(Tensors):
         found = opened.get_slice(key)
         name: str = found.get_dtype()
         return found, list(found.get_shape()), DTYPES.get(name, name)
+
+
+PARTS = {
+    "gate_up": ("gate_proj.weight", "up_proj.weight"),
+    "down": ("down_proj.weight",),
+    "gate_up_scale": ("gate_proj.weight_scale_inv", "up_proj.weight_scale_inv"),
+    "down_scale": ("down_proj.weight_scale_inv",),
+}
+
+
+class DeepSeekV3Layout:
+    """Reads a layer's stacks as they are, in fp8; prefix: of its experts."""
+
+    activation: ClassVar[Activation] = SwiGLU()
+    sample: ClassVar[str] = "down_scale"  # a small stack
+
+    def __init__(self, tensors: Tensors, prefix: str) -> None:
+        self.tensors, self.prefix = tensors, prefix
+        pattern = re.compile(re.escape(prefix) + r"(\d{1,9})\.")
+        found = sorted({int(match[1]) for key in tensors.keys() if (match := pattern.match(key))})  # noqa: SIM118
+        if found != list(range(len(found))):
+            missing = next(i for i, expert in enumerate(found) if i != expert)
+            raise ValueError(
+                f"{tensors.where('')} must have all experts under {prefix}, got {found[-1]} and no {missing}"
+            )
+        self.num_experts = len(found)
+        shape = tensors.shape(key := f"{prefix}0.gate_proj.weight")
+        if len(shape) != 2:
+            raise ValueError(f"{key} in {tensors.where(key)} must be [I, H], got {shape}")
+        self.intermediate, self.hidden = shape
+
+    def rows(self, name: str, experts: Sequence[int]) -> Tensor | None:
+        """The rows of a stack; None where experts in fp8 have no such stack."""
+        if name not in PARTS:
+            return None
+        dtype = torch.float32 if name.endswith("_scale") else FP8
+        out, columns = self.intermediate, self.hidden
+        if name.startswith("down"):
+            out, columns = columns, out
+        if name.endswith("_scale"):
+            out, columns = FORMATS[FP8, dtype].blocks(out, columns)
+        parts = PARTS[name]
+        stack = torch.empty(len(experts), len(parts), out, columns, dtype=dtype)
+        for row, expert in zip(stack, experts, strict=True):
+            for place, part in zip(row, parts, strict=True):
+                key = f"{self.prefix}{expert}.{part}"
+                place.copy_(self.tensors.read(key, [out, columns], dtype))
+                if dtype != FP8 and not place.isfinite().all():
+                    raise ValueError(f"{key} in {self.tensors.where(key)} must be finite, got nan or inf")
+        if name == "gate_up_scale":
+            return stack
+        return stack.flatten(1, 2)
+
+
+BLOCK = 32  # values that share a scale
+
+
+class GptOssLayout:
+    """Reads a layer's stacks, in bfloat16 or as_bytes; prefix: of its experts."""
+
+    activation: ClassVar[Activation] = ClampedGLU()
+    sample: ClassVar[str] = "down_bias"  # a small stack
+
+    def __init__(self, tensors: Tensors, prefix: str, as_bytes: bool = False) -> None:
+        self.tensors, self.prefix, self.as_bytes = tensors, prefix, as_bytes
+        self.sizes: dict[str, tuple[int, int]] = {}  # of a projection: out, in
+        for name in ("gate_up", "down"):
+            key = f"{prefix}{name}_proj_blocks"
+            shape = tensors.shape(key)
+            if len(shape) != 4 or shape[3] != BLOCK // 2:
+                raise ValueError(
+                    f"{key} in {tensors.where(key)} must be [E, out, in / {BLOCK}, {BLOCK // 2}], got {shape}"
+                )
+            self.num_experts, self.sizes[name] = shape[0], (shape[1], shape[2] * BLOCK)
+
+    def rows(self, name: str, experts: Sequence[int]) -> Tensor | None:
+        """The rows of a stack; None where such experts have no such stack."""
+        is_scale = name.endswith("_scale")
+        if name.endswith("_scale_2") or (is_scale and not self.as_bytes):
+            return None
+        of = name.removesuffix("_bias").removesuffix("_scale")
+        out, columns = self.sizes[of]
+        if name.endswith("_bias"):
+            key, shape = f"{self.prefix}{of}_proj_bias", [self.num_experts, out]
+            rows = [self.tensors.read(key, shape, torch.bfloat16, expert) for expert in experts]
+            return torch.stack(rows) if rows else torch.empty(0, out, dtype=torch.bfloat16)
+        width = columns if not self.as_bytes else columns // (BLOCK if is_scale else 2)
+        stack = torch.empty(len(experts), out, width, dtype=torch.uint8 if self.as_bytes else torch.bfloat16)
+        for row, expert in zip(stack, experts, strict=True):
+            packed, scales, opened = self._read(of, expert)
+            row.copy_((scales if is_scale else packed) if self.as_bytes else opened)
+        return stack
+
+    def _read(self, of: str, expert: int) -> tuple[Tensor, Tensor, Tensor]:
+        """One expert's bytes [out, in / 2], scales [out, in / 32] and values [out, in] of a projection."""
+        (out, columns), key = self.sizes[of], f"{self.prefix}{of}_proj"
+        shape = [self.num_experts, out, columns // BLOCK]
+        packed = self.tensors.read(f"{key}_blocks", [*shape, BLOCK // 2], torch.uint8, expert).flatten(-2)
+        scales = self.tensors.read(f"{key}_scales", shape, torch.uint8, expert)
+        opened = dequantise(packed, scales, dtype=torch.bfloat16)
+        if not opened.isfinite().all():
+            where = self.tensors.where(f"{key}_scales")
+            raise ValueError(
+                f"{key}_scales in {where} must give values of bfloat16, got nan or more for expert {expert}"
+            )
+        return packed, scales, opened
+
+
+Layout = DeepSeekV3Layout | GptOssLayout
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A layer's experts where a model's publisher put them: what :class:`isoload.MoE` takes in place of all stacks.
+
+    Each rank reads the experts that the placement gives it, homes and replicas, when the layer is made; what is wrong
+    with a file is raised there, on all ranks. DeepSeek-V3's stay in fp8; gpt-oss's MXFP4 becomes bfloat16, exactly, or
+    stays as it is, for inference only.
+
+    Args:
+        source: a folder of safetensors files with their index, one such file, or a state_dict with the same names.
+        prefix: of the layer's experts, "model.layers.3.mlp.experts." for example.
+        device: for the weights.
+        as_bytes: whether gpt-oss's stay in MXFP4.
+    """
+
+    source: str | PathLike[str] | Mapping[str, Tensor]
+    prefix: str
+    device: torch.device | str = "cpu"
+    as_bytes: bool = False
+
+    @cached_property
+    def layout(self) -> Layout:
+        """How the checkpoint lays out experts. Raises ValueError where it is none that is known."""
+        tensors: Tensors
+        if isinstance(self.source, Mapping):
+            tensors = StateTensors(self.source)
+        else:
+            tensors = FileTensors(Path(self.source))
+        names = tensors.keys()
+        if f"{self.prefix}0.gate_proj.weight" in names:
+            return DeepSeekV3Layout(tensors, self.prefix)
+        if f"{self.prefix}gate_up_proj_blocks" in names:
+            return GptOssLayout(tensors, self.prefix, self.as_bytes)
+        raise ValueError(
+            f"{tensors.where('')} must have {self.prefix}0.gate_proj.weight (DeepSeek-V3) or "
+            f"{self.prefix}gate_up_proj_blocks (gpt-oss in MXFP4), got neither"
+        )
+
+    @property
+    def num_slots(self) -> int:
+        """E, all experts."""
+        return self.layout.num_experts
+
+    @property
+    def activation(self) -> Activation:
+        """Between the two projections of such experts."""
+        return self.layout.activation
+
+    @cached_property
+    def checksum(self) -> str:
+        """Of a small stack of expert 0: another checkpoint of the same shapes has another."""
+        sample = self.layout.rows(self.layout.sample, (0,))
+        assert sample is not None
+        return hashlib.sha256(sample.view(torch.uint8).numpy().tobytes()).hexdigest()[:14]
+
+    def rows(self, name: str, experts: Sequence[int]) -> Tensor | None:
+        """The rows of a stack for these experts, see ExpertWeights; None where there is no such stack."""
+        stack = self.layout.rows(name, experts)
+        return None if stack is None else stack.to(self.device)
+
+    def trains(self, name: str) -> bool:
+        """Whether a stack's rows are to require gradients: quantised ones cannot."""
+        return self.rows("down_scale", ()) is None
+
+    def read(self, experts: Sequence[int]) -> ExpertWeights:
+        """All stacks of these experts, in this order."""
+        return ExpertWeights(**{name: self.rows(name, experts) for name in NAMES})  # type: ignore[arg-type]

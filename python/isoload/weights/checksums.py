@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from isoload.weights.moves import as_bytes
+from isoload.weights.layout import as_bytes
 
 CHUNK_BYTES = 1 << 25  # of all slots together; three times as much is alive at once
 WORD = 8  # bytes

@@ -1,16 +1,188 @@
-"""Layout: which expert lies in which weight row of which rank. Made on the host from a placement, alike everywhere.
+"""Layout: the expert in each weight row of each rank; Move: the contents of one row into another.
 
-Home rows come first, replica rows behind them; both lie by ascending slot at first, and a new placement leaves them
-where it can. Empty slots, and second slots of one expert on one rank, have no row.
+A layout is made on the host from a placement and is the same on every rank. Home rows come first, then replica
+rows, each by ascending slot at first; a new placement leaves rows where it can. Empty slots, and second slots of
+one expert on one rank, have no row.
+
+A list of moves, the same on every rank, describes a refresh of replicas, the way to a new placement, the experts
+that a batch borrows, and the gradients that return to their rows. Stacks are a rank's tensors [rows, ...], one row
+per expert; lists of stacks run over the ranks that the process owns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import torch
+from torch import Tensor
+
+from isoload.checks import put_on
 from isoload.placement.placed_layers import PlacedLayers
-from isoload.weights.moves import Address, Move
+from isoload.transport import Group, SendCounts
+from isoload.transport.dispatcher import unpack
+
+Stacks = list[list[Tensor]]
+Wait = Callable[[], None]
+
+
+class Address(NamedTuple):
+    """A row of a rank."""
+
+    rank: int
+    row: int
+
+
+class Move(NamedTuple):
+    """Copies the content of one row into another."""
+
+    source: Address
+    target: Address
+
+
+@dataclass(frozen=True, eq=False)
+class RankMoves(SendCounts):
+    """One rank's part of a list of moves.
+
+    leaving    rows that other ranks read, by reading rank, then in order of the list
+    arriving   rows that other ranks fill, by filling rank, then in order of the list
+    copied     rows that are read without leaving the rank
+    filled     rows that these fill
+    """
+
+    leaving: list[int]
+    arriving: list[int]
+    copied: list[int]
+    filled: list[int]
+
+    @staticmethod
+    def of(moves: Sequence[Move], rank: int, num_ranks: int) -> RankMoves:
+        to: list[list[int]] = [[] for _ in range(num_ranks)]
+        of: list[list[int]] = [[] for _ in range(num_ranks)]
+        copied, filled = [], []
+        for source, target in moves:
+            if source.rank == target.rank == rank:
+                copied.append(source.row)
+                filled.append(target.row)
+            elif source.rank == rank:
+                to[target.rank].append(source.row)
+            elif target.rank == rank:
+                of[source.rank].append(target.row)
+        return RankMoves(
+            leaving=[row for rows in to for row in rows],
+            arriving=[row for rows in of for row in rows],
+            sent=list(map(len, to)),
+            got=list(map(len, of)),
+            copied=copied,
+            filled=filled,
+        )
+
+
+def start_moves(group: Group, stage: str, moves: Sequence[Move], sources: Stacks, targets: Stacks) -> Wait:
+    """Reads the sources of all moves and begins the exchange; what it returns waits for the rows and writes them.
+
+    All ranks call it together with the same moves. Sources and targets may be the same stacks: all reads come first.
+
+    Args:
+        stage: that traffic and errors name.
+        moves: no row is the target of two of them.
+        sources: whose rows are read; widths and dtypes are the same on all ranks.
+        targets: whose rows are written, of the same widths and dtypes; contiguous.
+    """
+    parts = parts_of(group, moves)
+    buffers = [pack_rows(stacks, part.leaving) for stacks, part in zip(sources, parts, strict=True)]
+    copies = [pack_rows(stacks, part.copied) for stacks, part in zip(sources, parts, strict=True)]
+    finish = group.start_send(stage, buffers, parts) if travels(moves) else lambda: buffers
+
+    def wait() -> None:
+        arrived = finish()
+        for part, stacks, came, own in zip(parts, targets, arrived, copies, strict=True):
+            put_rows(stacks, part.arriving, came)
+            put_rows(stacks, part.filled, own)
+        for buffer in (*buffers, *copies, *arrived):
+            if buffer.is_cuda:
+                # Another stream may have made it: kept until the current one has done what it has now.
+                buffer.record_stream(torch.cuda.current_stream(buffer.device))
+
+    return wait
+
+
+@torch.no_grad()
+def move_rows(group: Group, stage: str, moves: Sequence[Move], sources: Stacks, targets: Stacks) -> None:
+    """:func:`start_moves`, carried out at once."""
+    start_moves(group, stage, moves, sources, targets)()
+
+
+def add_back(group: Group, stage: str, moves: Sequence[Move], grads: Stacks, totals: Stacks) -> None:
+    """The gradient of the moves: adds the gradients of the targets to the totals of their sources.
+
+    A row's gradients are added by ascending rank that they come from, then in order of the list, in
+    max(float32, dtype), and rounded once: the same sum every time and on every backend.
+
+    Args:
+        stage: that traffic and errors name.
+        moves: that brought the rows.
+        grads: [rows, ...] of the targets' stacks.
+        totals: [rows, ...] of the sources' stacks, in the dtype of the gradients or a wider one.
+    """
+    parts = parts_of(group, moves)
+    buffers = [pack_rows(stacks, part.arriving) for stacks, part in zip(grads, parts, strict=True)]
+    returned = group.send_back(stage, buffers, parts) if travels(moves) else buffers
+    for rank, part, stacks, sums, buffer in zip(group.ranks, parts, grads, totals, returned, strict=True):
+        rows = part.leaving
+        if part.copied:  # at the rank's own place in the order
+            first = sum(part.sent[:rank])
+            rows = [*rows[:first], *part.copied, *rows[first:]]
+            buffer = torch.cat([buffer[:first], pack_rows(stacks, part.filled), buffer[first:]])
+        add_rows(sums, rows, unpack_rows(stacks, buffer))
+
+
+def parts_of(group: Group, moves: Sequence[Move]) -> list[RankMoves]:
+    """The owned ranks' parts."""
+    return [RankMoves.of(moves, rank, group.topology.num_ranks) for rank in group.ranks]
+
+
+def travels(moves: Sequence[Move]) -> bool:
+    """Whether any row leaves its rank: alike on all ranks, as the moves are."""
+    return any(source.rank != target.rank for source, target in moves)
+
+
+def pack_rows(stacks: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
+    """[n, bytes] the picked rows of all stacks side by side."""
+    index = put_on(stacks[0].device, rows)
+    return torch.cat([as_bytes(stack.contiguous()).index_select(0, index) for stack in stacks], dim=1)
+
+
+def put_rows(stacks: Sequence[Tensor], rows: Sequence[int], buffer: Tensor) -> None:
+    """What :func:`pack_rows` packed, into other rows of contiguous stacks."""
+    index = put_on(buffer.device, rows)
+    widths = [stack.shape[1:].numel() * stack.itemsize for stack in stacks]
+    for stack, part in zip(stacks, buffer.split(widths, dim=1), strict=True):
+        as_bytes(stack).index_copy_(0, index, part)
+
+
+def unpack_rows(like: Sequence[Tensor], buffer: Tensor) -> list[Tensor]:
+    """[n, ...] per stack, of the stacks' dtype."""
+    parts = unpack(buffer, [(stack.shape[1:].numel(), stack.dtype) for stack in like])
+    return [part.view(-1, *stack.shape[1:]) for part, stack in zip(parts, like, strict=True)]
+
+
+def as_bytes(stack: Tensor) -> Tensor:
+    """[rows, bytes] uint8, a view of a contiguous stack: copies are the same for every dtype."""
+    # by way of one dimension: a contiguous stack of single elements may have stride 0
+    return stack.view(-1).view(torch.uint8).view(len(stack), stack.shape[1:].numel() * stack.itemsize)
+
+
+def add_rows(totals: Sequence[Tensor], rows: Sequence[int], parts: Sequence[Tensor]) -> None:
+    """Adds parts [n, ...] to the rows of totals, in order, in max(float32, dtype); every row is rounded once."""
+    for total, values in zip(totals, parts, strict=True):
+        exact = torch.promote_types(total.dtype, torch.float32)
+        for row in dict.fromkeys(rows):
+            added = total[row].to(exact)
+            for i in (i for i, other in enumerate(rows) if other == row):
+                added = added + values[i]
+            total[row] = added
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from isoload.weights.moves import Address, Move
+from isoload.weights.layout import Address, Move
 
 Rows = Sequence[Sequence[int]]  # [R][rows of the rank] the expert in each weight row, -1 = none
 

@@ -18,9 +18,9 @@ from isoload.engines.sglang import elastic
 from isoload.engines.sglang.phases import prefill_graphs
 from isoload.engines.sglang.runtime import moe, parallel
 from isoload.engines.tables import engine_topology
-from isoload.integrations.meter import Meter
+from isoload.online.metrics import Meter
 from isoload.policies import make_policy
-from isoload.shared_experts import without_shared_slots
+from isoload.policies.plan import without_shared_slots
 from isoload.topology import Topology
 from isoload.transport import Group
 

@@ -14,7 +14,7 @@ from isoload.engines.sglang import elastic
 from isoload.engines.sglang.layers import EPLB, LAYERS, topology_of
 from isoload.engines.sglang.runtime import moe, parallel
 from isoload.engines.tables import EngineSizes, check_placer, engine_topology, lay_out, running
-from isoload.files.reading import open_regular, read_text
+from isoload.files import open_regular, read_text
 
 NAME = "isoload"
 

@@ -11,8 +11,7 @@ from isoload.engines.seams import SHADOW
 from isoload.engines.sglang import dispatch, placement
 from isoload.engines.sglang.layers import EPLB, LAYERS, Layer
 from isoload.engines.sglang.waterfill import WaterfillBalancer
-from isoload.engines.tables import replica_lists
-from isoload.integrations.known_batch import IDS, SLOTS, is_right, known_balancer, known_placement
+from isoload.engines.tables import IDS, SLOTS, is_right, known_balancer, known_placement, replica_lists
 
 
 def dispatch_info(algorithm: str) -> Any:

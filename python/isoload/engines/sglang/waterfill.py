@@ -10,7 +10,7 @@ from torch import Tensor
 from isoload.balancing.balancer import Balancer
 from isoload.engines.sglang.layers import LAYERS, Layer
 from isoload.placement.placement import Placement
-from isoload.policies.waterfill import WaterfillPolicy
+from isoload.policies.shared import WaterfillPolicy
 from isoload.topology import Topology
 
 

@@ -19,9 +19,9 @@ from isoload.engines.layers import EXCHANGED, JOINED_BY_ALL, EngineLayer, Engine
 from isoload.engines.record import EngineRecord
 from isoload.engines.settings import LOADS, POLICY, SWITCH, Settings, Variable
 from isoload.engines.tables import EngineSizes, check_placer, engine_topology
-from isoload.formats.launch import REDUNDANT
-from isoload.integrations.meter import Meter
-from isoload.integrations.watchdog import Watchdog
+from isoload.online.metrics import Meter
+from isoload.online.switch import Watchdog
+from isoload.placement.engine_files import REDUNDANT
 
 log = logging.getLogger("isoload")
 RankTokens = Literal["own", "same", "gathered"]

@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isoload.engines.tables import replica_lists
+from isoload.engines.tables import IDS, SLOTS, is_right, known_balancer, known_placement, replica_lists
 from isoload.engines.vllm import dispatch
 from isoload.engines.vllm.layers import MODELS, Layer
 from isoload.engines.vllm.placement import make_policy
-from isoload.integrations.known_batch import IDS, SLOTS, is_right, known_balancer, known_placement
 
 
 def first_replica(topk_ids: Tensor, *_: Any) -> Tensor:

@@ -19,13 +19,12 @@ from torch import Tensor
 from isoload.engines.settings import PLACEMENT, Settings
 from isoload.engines.tables import EngineSizes
 from isoload.engines.vllm.layers import is_draft
-from isoload.formats.launch import REDUNDANT
-from isoload.placement.engine_files import UnknownRanks, engine_slots
+from isoload.placement.engine_files import REDUNDANT, UnknownRanks, engine_slots
 from isoload.placement.files import read_placement
 from isoload.placement.placement import Placement
 from isoload.topology import Topology
 from isoload.traces.identity import Identity, matching_rows, spans
-from isoload.transport.agreement import checksum, raise_unlike
+from isoload.transport.group import checksum, raise_unlike
 
 log = logging.getLogger("isoload")
 Original = Callable[..., Any]

@@ -1,18 +1,285 @@
-"""DeepEPTransport: a group over torch.distributed, and DeepEP for the rows."""
+"""DeepEPTransport: a group over torch.distributed, with DeepEP for the rows.
+
+DeepEP takes a route's slots as its experts. Which DeepEP is installed is read from its files: importing one starts
+its compiler and needs a GPU.
+"""
 
 from __future__ import annotations
 
+import importlib
+import importlib.metadata
+import importlib.util
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
 
+from isoload.checks import values_readable
 from isoload.topology import Topology
 from isoload.transport.collective import CollectiveGroup
-from isoload.transport.deep_ep.dispatcher import DeepEPDispatcher
-from isoload.transport.deep_ep.limits import LIMITS, NODE, Shape
-from isoload.transport.deep_ep.packages import load_buffer
-from isoload.transport.group import Group
+from isoload.transport.deep_ep.wires import HIDDEN_MULTIPLE, LIMITS, NODE, Shape, WireHandle, wire_of
+from isoload.transport.dispatcher import FACTS, Dispatcher, Received, anchor, dispatch_facts
+from isoload.transport.exchanges import Owned
+from isoload.transport.group import Call, Group
 from isoload.transport.transport import Transport
+from isoload.wording import not_one_of
+
+
+@dataclass(frozen=True, eq=False)
+class DeepEPHandle:
+    """What combine needs of a dispatch: DeepEP's handle, T, and the link by which gradients find their way back."""
+
+    own: WireHandle
+    num_tokens: int
+    link: Tensor
+
+
+class DeepEPDispatcher(Dispatcher):
+    """One rank per process over DeepEP; rows are bfloat16. All ranks of the group construct it together.
+
+    ``received`` has the rows in DeepEP's order: by source rank, then token, for Buffer and for the other buffers made
+    with ``deterministic=True``, else as they came. Sums are added in float32 and rounded once per rank and once over
+    the ranks, by ascending rank in Buffer, else by the place of a rank's last copy among a token's choices.
+
+    A rank that fails is told to the others before they dispatch: by an exchange on CPU and under ISOLOAD_CHECK=1,
+    elsewhere if the loads' gather carried it and `waits`; else they end by DeepEP's own timeouts.
+
+    Args:
+        group: joins the ranks.
+        buffer: DeepEP's EPBuffer, ElasticBuffer or Buffer over the same processes, made for at least this shape.
+        shape: of a batch.
+        waits: whether the host waits for how many rows come. False: N = R * C always (S * R * C in the low-latency
+            mode), for CUDA graphs.
+        expert_major: whether a row comes once for each of its copies on the rank, by slot, so that experts whose
+            weights lie in the order of slots need not sort; DeepEP adds the copies up. EPBuffer and ElasticBuffer.
+
+    Raises:
+        ValueError: on all ranks: a limit of DeepEP passed, a buffer of another version, or facts that differ.
+    """
+
+    group: CollectiveGroup
+    dtypes = (torch.bfloat16,)
+    hidden_multiple = HIDDEN_MULTIPLE
+
+    def __init__(
+        self,
+        group: CollectiveGroup,
+        buffer: Any,
+        shape: Shape,
+        waits: bool = True,
+        expert_major: bool = False,
+    ) -> None:
+        with group.agreeing("construction") as facts:
+            self.wire = wire_of(buffer, shape, waits, expert_major)
+            facts.update({"shape of DeepEP": shape, "kind of DeepEP": self.wire.kind, "waits": waits})
+            facts["expert_major"] = expert_major
+        self.group, self.shape = group, shape
+        self.max_tokens_per_rank = shape.max_tokens_per_rank
+        self.host_waits = waits
+        self.weights_at_source = self.wire.weights_at_source
+        self.adds_by_rank = self.wire.adds_by_rank
+
+    def dispatch(
+        self, x: Owned, slots: Owned, weights: Owned, slots_per_rank: int, call: Call | None = None
+    ) -> list[Received]:
+        call = self.check_dispatch(x, slots, weights, call)
+        facts: list[tuple[int, ...]] = []
+        with call.at("dispatch"):
+            facts = [self._check(x[0], slots[0], weights[0], slots_per_rank)]
+        self._meet(call, facts, x[0])
+        rows = x[0]
+        # a tensor of our own: DeepEP keeps it until backward, and a route may be written again for the next batch
+        topk_idx = slots[0].to(torch.int64, copy=True, memory_format=torch.contiguous_format)
+        link, got, local, gates, handle = Dispatch.apply(
+            self, topk_idx, self._anchor(), rows.contiguous(), weights[0].contiguous()
+        )
+        traffic = self.group.traffic
+        traffic.host_syncs += self.host_waits
+        traffic.move_to(rows.device)
+        return [Received(got, local, gates, DeepEPHandle(handle, len(rows), link), ends=handle.ends)]
+
+    def combine(self, y: Owned, received: list[Received], own: Owned | None = None) -> Owned:
+        (handle,) = self.check_received(y, received, DeepEPHandle)
+        self.check_own(own, received, [handle.num_tokens])
+        self._refuse_gradients("y", *y, *(own or []))
+        link = handle.link if handle.link.requires_grad else self._anchor()
+        sums: Tensor = Combine.apply(self, handle.own, link, y[0], *(own or []))
+        return [sums]
+
+    def carry_failure(self, call: Call) -> None:
+        self._meet(call, [], torch.empty(0, device=call.device))
+
+    def _meet(self, call: Call, facts: list[tuple[int, ...]], like: Tensor) -> None:
+        """All ranks, before any dispatches: they agree on facts where values can be read."""
+        if values_readable(like):
+            call.agree("dispatch", FACTS, facts)
+        call.raise_failure()
+        if self.host_waits and not values_readable(like):
+            self.group.check()  # what the loads' gather carried: DeepEP would wait for a rank that has failed
+
+    def _check(self, x: Tensor, slots: Tensor, weights: Tensor, slots_per_rank: int) -> tuple[int, ...]:
+        """FACTS of this rank's arguments, or ValueError."""
+        (rank,), shape = self.group.ranks, self.shape
+        facts = dispatch_facts(rank, x, slots, weights, slots_per_rank, shape.num_ranks)
+        if x.dtype not in self.dtypes:
+            raise ValueError(f"x of rank {rank} must be bfloat16 for DeepEP, got {x.dtype}")
+        made = {"hidden": x.shape[1], "top_k": slots.shape[1], "slots_per_rank": slots_per_rank}
+        for name, given in made.items():
+            if given != getattr(shape, name):
+                raise ValueError(
+                    f"{name} of rank {rank} must be {getattr(shape, name)}, as the dispatcher was made for, got {given}"
+                )
+        if len(x) > shape.max_tokens_per_rank:
+            raise ValueError(
+                f"x of rank {rank} must have at most max_tokens_per_rank={shape.max_tokens_per_rank} tokens, "
+                f"got {len(x)}"
+            )
+        self._refuse_gradients("x and weights", x, weights)
+        if values_readable(slots) and LIMITS[self.wire.kind].distinct:
+            ordered = slots.sort(1).values
+            twice = (ordered.diff(dim=1) == 0) & (ordered[:, 1:] >= 0)
+            if twice.any():
+                slot = int(ordered[:, 1:][twice][0])
+                raise ValueError(
+                    f"slots of rank {rank} must differ within a token for DeepEP's {self.wire.kind}, got {slot} twice"
+                )
+        return facts
+
+    def _anchor(self) -> Tensor:
+        """Joins the exchange to autograd on every rank, where it has a backward."""
+        return anchor() if self.wire.differentiable else torch.zeros(())
+
+    def _refuse_gradients(self, name: str, *given: Tensor) -> None:
+        wanted = torch.is_grad_enabled() and any(value.requires_grad for value in given)
+        if wanted and not self.wire.differentiable:
+            raise ValueError(
+                f"{name} must not require a gradient for DeepEP's {self.wire.kind}, which has no backward, "
+                "got requires_grad=True"
+            )
+
+
+class Dispatch(torch.autograd.Function):
+    """x [T, H], weights [T, K] -> link [], rows [N, H], slots [N, K], weights [N, K], the handle."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, of: DeepEPDispatcher, topk_idx: Tensor, _anchor: Tensor, x: Tensor, weights: Tensor
+    ) -> tuple[Any, ...]:
+        with of.group.named("dispatch"):
+            sent = of.wire.dispatch(x, topk_idx, weights)
+        ctx.of, ctx.handle = of, sent.handle
+        ctx.save_for_backward(sent.slots)
+        ctx.mark_non_differentiable(sent.slots)
+        # EPBuffer sends all weights of a token to each of its ranks
+        local = sent.weights.masked_fill(sent.slots < 0, 0)
+        return x.new_zeros(()), sent.rows, sent.slots, local, sent.handle
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _link: Tensor, rows: Tensor, _slots: Any, weights: Tensor, _handle: Any) -> Any:
+        (slots,) = ctx.saved_tensors
+        # Buffer adds the weights of all ranks up: zeros from the others make that sum exact
+        to_weights = weights.masked_fill(slots < 0, 0).contiguous()
+        with ctx.of.group.named("dispatch backward"):
+            returned = ctx.of.wire.combine(rows.contiguous(), ctx.handle, to_weights)
+        return None, None, None, *returned
+
+
+class Combine(torch.autograd.Function):
+    """y [N, H] and, if given, own contributions [T, H] -> [T, H]; the link makes dispatch's backward run."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, of: DeepEPDispatcher, handle: WireHandle, _link: Tensor, y: Tensor, *own: Tensor
+    ) -> Tensor:
+        ctx.of, ctx.handle, ctx.has_own = of, handle, bool(own)
+        with of.group.named("combine"):
+            return of.wire.combine(y.contiguous(), handle, None, own[0].contiguous() if own else None)[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        with ctx.of.group.named("combine backward"):
+            to_y = ctx.of.wire.dispatch_again(grad.contiguous(), ctx.handle)
+        return None, None, grad.new_zeros(()), to_y, *((grad,) if ctx.has_own else ())
+
+
+MODULES = ("deep_ep", "deep_ep_v25")
+BUFFERS = ("EPBuffer", "ElasticBuffer", "Buffer")  # the first that is there is used
+
+
+@dataclass(frozen=True)
+class Package:
+    """An installed DeepEP: its module, its distribution and version, the buffers it has, whether it moves weights."""
+
+    module: str
+    distribution: str
+    version: str
+    buffers: tuple[str, ...]
+    borrows: bool
+
+    def __str__(self) -> str:
+        return f"{self.distribution} {self.version}"
+
+
+def installed() -> list[Package]:
+    """The packages that are there, that with the preferred buffer first; one without buffers is not DeepSeek's."""
+    found = list(_read(MODULES))
+    return sorted(found, key=lambda p: min(map(BUFFERS.index, p.buffers), default=len(BUFFERS)))
+
+
+def load_buffer(name: str | None = None) -> Any:
+    """The class of a buffer, imported.
+
+    Args:
+        name: in BUFFERS; None = the preferred one of what is installed.
+
+    Raises:
+        ValueError: if no installed package has it.
+        RuntimeError: if the package does not start here; its own error says why.
+    """
+    if name is not None and name not in BUFFERS:
+        raise ValueError(not_one_of("kind", BUFFERS, name))
+    for package in installed():
+        wanted = name or next(iter(package.buffers), None)
+        if wanted in package.buffers:
+            return getattr(_start(package), str(wanted))
+    there = ", ".join(f"{p} with {', '.join(p.buffers) or 'no buffer'}" for p in installed()) or "none"
+    raise ValueError(f"DeepEP must be installed with {name or ' or '.join(BUFFERS)}, got {there}")
+
+
+def _start(package: Package) -> Any:
+    try:
+        module = importlib.import_module(package.module)
+    except (ImportError, OSError, AssertionError, RuntimeError) as error:
+        raise RuntimeError(f"{package} does not start here: {type(error).__name__}: {error}") from error
+    bits = getattr(module, "topk_idx_t", None)
+    if str(bits) not in ("torch.int64", "None"):
+        raise ValueError(f"DeepEP must be built with topk_idx_t of torch.int64, got {bits} in {package}")
+    return module
+
+
+def _read(modules: tuple[str, ...]) -> Iterator[Package]:
+    for module in modules:
+        spec = importlib.util.find_spec(module)
+        if spec is None or not spec.submodule_search_locations:
+            continue
+        sources = [p.read_text() for p in Path(next(iter(spec.submodule_search_locations))).rglob("*.py")]
+        text = "\n".join(sources)
+        buffers = tuple(name for name in BUFFERS if re.search(rf"^class {name}\b", text, re.M))
+        written = re.search(r"^__version__ = ['\"](.+)['\"]", text, re.M)
+        name, version = module, written.group(1) if written else "of unknown version"
+        if names := importlib.metadata.packages_distributions().get(module):
+            name, version = names[0], importlib.metadata.version(names[0])
+        borrows = "EPBuffer" in buffers and "def lb_prefetch_weights" in text
+        yield Package(module, name, version, buffers, borrows)
+
 
 ALLOCATION = 2 * 2**20  # DeepEP 2.5 sizes its regions in steps of this
 _BUFFER = ("DeepEP buffer",)

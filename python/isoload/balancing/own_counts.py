@@ -1,9 +1,19 @@
-"""OwnCounts: one layer's counts and targets, and the split of the copies of the sources that a process plans for."""
+"""Own counts: how a Balancer plans with loads="own" or "node", where ranks do not all meet in the forward.
+
+Every source, a rank or a node, splits its own copies by :func:`isoload.ops.plan_own` towards targets. It keeps its
+counts, decayed. From time to time, outside of any graph, all ranks exchange their counts (one gather for all
+layers), split the sums exactly, and take from that split the part of each rank's load that a source should cause. A
+source that levelled only its own copies would undo what sources of other domains make up for. Between exchanges no
+source waits for another, and none can change another's plans. The ranks of a node gather their counts in each batch
+and divide the node's split exactly.
+
+Shared experts stay on the rank of their token: their copies are counted before a source splits the routed ones.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -16,8 +26,7 @@ from isoload.placement.placed_layers import PlacedLayers
 from isoload.placement.placement import Placement
 from isoload.policies import Policy
 from isoload.policies.exact import ExactPolicy
-from isoload.shared_experts import shared_copies, widened
-from isoload.steps import in_backward
+from isoload.policies.plan import in_backward, shared_copies, widened
 from isoload.transport import Call, Group
 
 Loads = Literal["gathered", "node", "own", "last"]
@@ -294,3 +303,28 @@ def share_in_node(
         return [ops.share(loads, send_counts, tables, size, ranks[0])]
     rows = ops.share(loads, send_counts, tables, size)
     return [rows[rank] for rank in ranks]
+
+
+def make_own_counts(
+    loads: Loads, tokens: str, placement: Placement, group: Group, price: bool
+) -> OwnCounts | None:
+    """What a Balancer with these loads keeps; None where all ranks' loads are gathered."""
+    per_node, ranks = placement.topology.ranks_per_node, placement.topology.num_ranks
+    if loads not in get_args(Loads) or (loads != "gathered" and tokens == "same"):
+        raise ValueError(
+            f"loads must be gathered or, where tokens are own, node, own or last, got {loads!r} for {tokens!r} "
+            "tokens"
+        )
+    if loads == "node" and per_node in (1, ranks):
+        rule = "own where a node has one rank" if per_node == 1 else "gathered where one node has all ranks"
+        raise ValueError(f"loads must be {rule}, got 'node' for ranks_per_node={per_node}")
+    if price and loads in ("gathered", "last"):
+        raise ValueError(f"price must be False where loads are {loads}: there are no targets, got True")
+    if loads == "gathered":
+        return None
+    if loads == "node" and group.topology.ranks_per_node != per_node:
+        raise ValueError(
+            f"placement must have the group's ranks_per_node={group.topology.ranks_per_node} for loads='node', got "
+            f"{per_node}"
+        )
+    return LastCounts(placement, group) if loads == "last" else OwnCounts(placement, group, loads, price)

@@ -1,1 +1,0 @@
-"""Grouped expert compute: the weights of a rank's slots, copies in slot order, grouped GEMMs."""
