@@ -7,7 +7,7 @@
 # make fuzz   random placements, policies, layers and lost processes, SECONDS=60 long; SEED=N is one case again
 # make build  rebuild the compiled ops in place (seconds)
 # make wheels  dist/: one wheel for Python 3.10 to 3.13, or newer, and any torch from 2.11 on
-# make lint   ruff, mypy, clang-format
+# make lint   ruff, mypy, import-linter, clang-format
 # make cuda-check  compiles the CUDA ops for three architectures; needs nvcc, no GPU (a quarter of an hour;
 #             ISOLOAD_CUDA_ARCH=sm_90 for one alone)
 # make kernels-check  runs the Triton kernels in Triton's interpreter and compiles them; needs no GPU (a minute)
@@ -39,12 +39,14 @@ WORKERS ?= 2
 ifeq ($(VENV),0)
 PY := $(PYTHON)
 CLANG_FORMAT := clang-format
+LINT_IMPORTS := lint-imports
 READY := build/.installed
 TESTED := $(READY)
 GPU_READY :=
 else
 PY := $(VENV)/bin/python
 CLANG_FORMAT := $(VENV)/bin/clang-format
+LINT_IMPORTS := $(VENV)/bin/lint-imports
 READY := $(VENV)/.installed
 TESTED := $(VENV)/.installed-with-tests
 GPU_READY := $(TESTED)
@@ -108,6 +110,7 @@ lint: $(TESTED)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
+	PYTHONPATH=python $(LINT_IMPORTS) --no-cache
 	$(CLANG_FORMAT) --dry-run --Werror $(SOURCES) $(shell find tests/native -type f)
 
 cuda-check: $(READY)

@@ -7,8 +7,8 @@ Fairness ledger
   Batches: the other half, cut into batches of as many tokens as a row says, all layers.
 - own: tokens lie on 8 ranks in turn, as before an all-to-all; each rank chooses replicas for its own rows.
 - same: all ranks hold all tokens, as with tensor parallelism alone.
-- vLLM's rule (a hash of the row) is tests/real_engines/harness/vllm_cpu.py's, which `make test-vllm` compares with vLLM's
-  own kernel, row by row. It is Triton for GPUs: no times here.
+- vLLM's rule (a hash of the row) is tests/real_engines/harness/vllm_cpu.py's, which `make test-vllm` compares with
+  vLLM's own kernel, row by row. It is Triton for GPUs: no times here.
 - isoload, all counts: policy exact by the counts of all ranks, as with ISOLOAD_LOADS=gathered. isoload, own counts:
   each rank by its own, targets exchanged every 16 batches; of 1,024 tokens there are four, which have none.
 """

@@ -39,7 +39,7 @@ def test_names_come_when_they_are_used() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["records.placement", "ops", "weights.shard", "cli.app", "replay.simulate"]
+    "module", ["placement.placement", "ops", "weights.shard", "cli.app", "analysis.simulate"]
 )
 def test_any_module_may_be_the_first(module: str) -> None:
     assert run(f"import isoload.{module}; from isoload import MoE; print(MoE.__name__)") == "MoE\n"

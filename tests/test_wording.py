@@ -12,12 +12,12 @@ import pytest
 from typer.testing import CliRunner
 
 import isoload
-from isoload import analysis, times
-from isoload.analysis.models import layer_time
+from isoload.analysis.models import find_model, layer_time
 from isoload.cli.app import app
 from isoload.engines.settings import Settings
 from isoload.placers import parse_placer
 from isoload.policies import make_policy, parse_policy
+from isoload.times.experts import read, select
 from isoload.traces.record import with_top_k
 from isoload.wording import nearest, not_one_of, saving, two_digits
 from support.documents import PLAIN
@@ -32,14 +32,14 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "a placer": (lambda: isoload.place(np.ones((1, 4)), 2, placer="ebpl"), "eplb"),
     "a placer's option": (lambda: parse_placer("scenario:mvoes=3"), "moves"),
     "a format": (lambda: isoload.placement.files.check_format("sg-lang", "p.json"), "sglang"),
-    "a model": (lambda: analysis.find_model("deepseek-v33"), "deepseek-v3"),
+    "a model": (lambda: find_model("deepseek-v33"), "deepseek-v3"),
     "a model's K": (lambda: with_top_k(isoload.read_trace(SHIPPED), "deepsek-v3"), "deepseek-v3"),
-    "a GPU": (lambda: layer_time("h20", "sglang", "decode", analysis.find_model("deepseek-v3"), 8), "h200"),
+    "a GPU": (lambda: layer_time("h20", "sglang", "decode", find_model("deepseek-v3"), 8), "h200"),
     "an engine": (
-        lambda: layer_time("h200", "sglan", "decode", analysis.find_model("deepseek-v3"), 8),
+        lambda: layer_time("h200", "sglan", "decode", find_model("deepseek-v3"), 8),
         "sglang",
     ),
-    "a GPU of the tables": (lambda: times.shipped.select(times.shipped.read("experts"), gpu="h20"), "h200"),
+    "a GPU of the tables": (lambda: select(read("experts"), gpu="h20"), "h200"),
     "a variable": (lambda: Settings.read({"ISOLOAD_MODE": "shadw"}), "shadow"),
     "a variable's policy": (lambda: Settings.read({"ISOLOAD_POLICY": "exat"}), "exact"),
 }

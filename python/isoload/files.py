@@ -12,11 +12,12 @@ import stat
 import sys
 import unicodedata
 from pathlib import Path
-from typing import Any, BinaryIO
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from isoload.wording import shown
+
+if TYPE_CHECKING:
+    import numpy as np
 
 MAX_TEXT = 2**28  # bytes: a placement of 100 layers with 65536 slots is smaller
 MAX_NOTES = 2**24  # of what only describes: a cost file, a trace's provenance, a checkpoint's index
@@ -25,8 +26,6 @@ MAX_ARRAYS = 2**30  # of a trace's arrays as they lie in its files, unfolded
 MAX_EXPERTS = 2**16  # far above any model's; an id beyond is damage, and memory goes with their number
 MAX_LAYERS = 2**12  # above any model's; SGLang's files have a row for every layer up to the last
 MAX_NUMBER = 2.0**127  # of float32, which holds weights, speeds and bandwidths
-
-Rows = np.ndarray[Any, np.dtype[np.int64]]
 
 
 def open_regular(path: Path) -> BinaryIO:
@@ -75,7 +74,9 @@ def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is no number of JSON")
 
 
-def integer_rows(key: str, rows: Any, layers: list[Any] | None = None, least: int = -1) -> Rows:
+def integer_rows(
+    key: str, rows: Any, layers: list[Any] | None = None, least: int = -1
+) -> np.ndarray[Any, np.dtype[np.int64]]:
     """[L, P] int64 from a list of L lists of P integers, least or more; key, and names of layers, are for messages."""
     if not isinstance(rows, list) or not rows:
         raise ValueError(f"{key} must be a list of layers, got {shown(rows)}")
@@ -88,6 +89,8 @@ def integer_rows(key: str, rows: Any, layers: list[Any] | None = None, least: in
         if set(map(type, row)) != {int} or min(row) < least or max(row) >= 2**31:
             wrong = next(value for value in row if type(value) is not int or not least <= value < 2**31)
             raise ValueError(f"{key} must be integers from {least} on, layer {name} has {shown(wrong)}")
+    import numpy as np  # here, so that commands print their help without NumPy
+
     return np.array(rows, dtype=np.int64)
 
 

@@ -143,7 +143,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "ridge": (lambda: prediction.fit(make_trace(), ridge=0), "ridge must be above 0, got 0"),
     "no weights": (lambda: prediction.Linear([]), "weights must be of at least one layer, got none"),
     "shape": (lambda: prediction.Linear([ZERO[:, :1]]), r"weights must be float64 \[1, 2, 2\] in layer 0, got"),
-    "fractions": (lambda: prediction.Linear([ZERO + 0.5]), "weights must be integers of at most 2097152 in size, those"),
+    "fractions": (
+        lambda: prediction.Linear([ZERO + 0.5]),
+        "weights must be integers of at most 2097152 in size, those",
+    ),
     "size": (lambda: prediction.Linear([ZERO + MOST + 1]), "weights must be integers of at most 2097152 in size"),
     "layer": (lambda: prediction.Last(2).predict(2), r"layer must be in 0..1, got 2"),
     "earlier": (lambda: prediction.Linear([ZERO]).predict(0, []), "earlier must hold the loads of 1 layers"),

@@ -98,7 +98,7 @@ def test_a_page_that_cannot_be_drawn_leaves_no_placement(monkeypatch: pytest.Mon
         raise ValueError("charts must be drawn, got none")
 
     monkeypatch.setattr(
-        import_module("isoload.analysis.pages.page"), "draw", fails
+        import_module("isoload.analysis.pages"), "draw", fails
     )  # of that name is a function, too
     assert refused([*PLACE, "--html", "page.html"]) == "charts must be drawn, got none"
 

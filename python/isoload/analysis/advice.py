@@ -248,8 +248,8 @@ class Answer:
 class Step:
     """Milliseconds from the low to the high end of the all-to-all's range, a mean over batches.
 
-    stages: of a rank in the mean, in the order of :class:`isoload.analysis.timeline.Timeline`, then "waiting"; their sum
-    is the step's. halved_ms: of the step in two half batches, of which one computes while the other exchanges.
+    stages: of a rank in the mean, in the order of :class:`isoload.analysis.timeline.Timeline`, then "waiting"; their
+    sum is the step's. halved_ms: of the step in two half batches, of which one computes while the other exchanges.
     """
 
     ms: Span

@@ -43,9 +43,9 @@ class Forecast:
     Args:
         predict: perfect: the loads themselves. last: those of the batch before; nothing for the first one. linear:
             by :func:`isoload.balancing.prediction.fit` on the fold's calibration batches, path: by
-            :func:`isoload.balancing.prediction.tabulate`; the first layer's as last. popularity: each source's copies in the shares
-            of the calibration batches. none: nothing. A number: each choice is kept with this probability, else drawn
-            from the calibration batches' counts.
+            :func:`isoload.balancing.prediction.tabulate`; the first layer's as last. popularity: each source's
+            copies in the shares of the calibration batches. none: nothing. A number: each choice is kept with this
+            probability, else drawn from the calibration batches' counts.
         seed: of that draw, whose stream is ``np.random.default_rng((seed, batch))``.
 
     No loads at all make a policy borrow nothing.

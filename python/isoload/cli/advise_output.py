@@ -347,8 +347,8 @@ class PageText(NamedTuple):
 class PagePhase(NamedTuple):
     """The advice on one phase, and what its charts are drawn from.
 
-    layers: the trace's numbers. times: constants by phase, see :func:`isoload.analysis.details.by_tokens`. judge: batches
-    with so many tokens on a rank.
+    layers: the trace's numbers. times: constants by phase, see :func:`isoload.analysis.details.by_tokens`. judge:
+    batches with so many tokens on a rank.
     """
 
     advice: Advice

@@ -14,11 +14,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from isoload.files import MAX_LAYERS, Rows, check_keys, integer_rows
+from isoload.files import MAX_LAYERS, check_keys, integer_rows
 from isoload.placement.placement import Placement
 from isoload.topology import Topology
 from isoload.traces.identity import HOW, Identity, Numbering
 from isoload.wording import shown
+
+Rows = np.ndarray[Any, np.dtype[np.int64]]
 
 SGLANG = "physical_to_logical_map"
 VLLM = "eplb_initial_mapping"  # its record_type

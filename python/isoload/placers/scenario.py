@@ -130,8 +130,8 @@ class ScenarioPlacer(Placer):
         moves: with ``before``, most slots of a layer that may get another expert. None: any number.
         least_gain: with ``before``, a layer keeps its slots unless its mean imbalance on the scenarios falls by so much
             or more (0.02 = two percent of the mean load). Without ``before`` it has no effect.
-        near: search on for fewer rows to other nodes at the same load (:mod:`isoload.placers.scenario`), where traces have
-            per-token choices and ranks span 2 to 64 nodes. False, or search=False: leave that out.
+        near: search on for fewer rows to other nodes at the same load, where traces have per-token choices
+            and ranks span 2 to 64 nodes. False, or search=False: leave that out.
         pinned: homes stay where they are, for layers of :class:`isoload.weights.shard.Shard`: with ``before`` its
             homes, else experts in order, E/R on a rank (rounded up; the last ranks hold fewer). Only the room left gets
             replicas, so that the result may be worse than ``eplb``'s, which moves homes too.

@@ -258,8 +258,8 @@ class SpillCostPolicy(FillPolicy):
     """The cheapest of several levels of the largest load, where imports and exports have a price.
 
     A level costs its largest load, the imports of the busiest importer and the exports of the busiest exporter. An
-    import or export costs as many copies as could be computed in its time (:func:`isoload.times.cost.break_even`), by the
-    topology's bandwidths, or DEFAULT_BANDWIDTHS if it has none; no expert moves with fewer copies. Starts from the
+    import or export costs as many copies as could be computed in its time (:func:`isoload.times.cost.break_even`), by
+    the topology's bandwidths, or DEFAULT_BANDWIDTHS if it has none; no expert moves with fewer copies. Starts from the
     exact split over resident replicas; no rank's load passes the largest of that.
 
     Options: expert_bytes (weights of one expert), token_us (microseconds per copy in a large GEMM), min_chunk (copies;
