@@ -44,12 +44,12 @@ def between_graphs(reason: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
 
     def decorate(call: Callable[P, T]) -> Callable[P, T]:
         @functools.wraps(call)
-        def run(*args: P.args, **how: P.kwargs) -> T:
+        def run(*args: P.args, **kwargs: P.kwargs) -> T:
             if torch.compiler.is_compiling():
                 torch._dynamo.graph_break(msg=reason)  # which says why; the next line would too, but not that
-                result: T = torch.compiler.disable(call)(*args, **how)
+                result: T = torch.compiler.disable(call)(*args, **kwargs)
                 return result
-            return call(*args, **how)
+            return call(*args, **kwargs)
 
         return run
 
@@ -74,8 +74,8 @@ def run_in_graph(
     parameters = layer.expert_parameters()
     whole = all(type(parameter) is nn.Parameter for parameter in parameters)  # no DTensor
     if not whole or any(weights.reads_elsewhere for weights in layer.weights):
-        apart: list[Tensor] = _run_apart(layer, rows, chosen, num_tokens)
-        return apart
+        eager: list[Tensor] = _run_apart(layer, rows, chosen, num_tokens)
+        return eager
     ids, weights = [ids for ids, _ in chosen], [weights for _, weights in chosen]
     trained = [p for p in parameters if p.requires_grad]
     frozen = [p for p in parameters if not p.requires_grad]
@@ -142,10 +142,10 @@ def run_layer(
     if not records:
         return [*outputs, torch.empty(0, dtype=torch.uint8)]
     number = next(_numbers)
-    made = _recordings[number] = Recording(number.to_bytes(8, "little"))
-    made.outputs = outputs
-    made.inputs = [*leaves, *gates, *(p for p in layer.expert_parameters() if p.requires_grad)]
-    return [*(output.detach() for output in outputs), made.ticket()]
+    recording = _recordings[number] = Recording(number.to_bytes(8, "little"))
+    recording.outputs = outputs
+    recording.inputs = [*leaves, *gates, *(p for p in layer.expert_parameters() if p.requires_grad)]
+    return [*(output.detach() for output in outputs), recording.ticket()]
 
 
 @run_layer.register_fake
@@ -157,14 +157,19 @@ def _(_handle: Tensor, rows: list[Tensor], *others: Any) -> list[Tensor]:
 @torch.library.custom_op("isoload::run_layer_backward", mutates_args=(), tags=torch.Tag.cudagraph_unsafe)
 def run_layer_backward(ticket: Tensor, grads: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:
     """The gradients of a recording's inputs (rows, weights, trained Parameters), from those of its outputs."""
-    made = _recordings[int.from_bytes(bytes(ticket.tolist()), "little")]
+    recording = _recordings[int.from_bytes(bytes(ticket.tolist()), "little")]
     with _outside_of_ops(records=True):
         # The recording ends with its ticket: backward may come again until then. A rank without experts has Parameters,
         # of no rows, which nothing is computed from.
-        found = torch.autograd.grad(
-            made.outputs, made.inputs, grads, retain_graph=True, allow_unused=True, materialize_grads=True
+        gradients = torch.autograd.grad(
+            recording.outputs,
+            recording.inputs,
+            grads,
+            retain_graph=True,
+            allow_unused=True,
+            materialize_grads=True,
         )
-    return [grad.clone() for grad in found]
+    return [grad.clone() for grad in gradients]
 
 
 @run_layer_backward.register_fake
@@ -180,8 +185,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
 
 def _backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
     ticket, *inputs = ctx.saved_tensors
-    found = iter(run_layer_backward(ticket, grads[:-1], inputs))
-    to_rows, to_weights, to_trained = (list(itertools.islice(found, count)) for count in ctx.counts)
+    gradients = iter(run_layer_backward(ticket, grads[:-1], inputs))
+    to_rows, to_weights, to_trained = (list(itertools.islice(gradients, count)) for count in ctx.counts)
     nothing = [None] * ctx.num_frozen, None, None, None
     return None, to_rows, [None] * len(to_rows), to_weights, to_trained, *nothing
 
@@ -198,10 +203,10 @@ def _outside_of_ops(records: bool) -> Iterator[None]:
         yield
 
 
-def _check_own(layer: Layer, given: Sequence[Tensor]) -> None:
+def _check_own(layer: Layer, inputs: Sequence[Tensor]) -> None:
     """Raises ValueError where compiled code computes with other Parameters than those that the layer has now."""
-    own = sorted(layer.expert_parameters(), key=lambda parameter: not parameter.requires_grad)
-    for mine, other in zip(own, given, strict=True):
+    parameters = sorted(layer.expert_parameters(), key=lambda parameter: not parameter.requires_grad)
+    for mine, other in zip(parameters, inputs, strict=True):
         if (mine.data_ptr(), mine.shape) != (other.data_ptr(), other.shape):
             raise ValueError(
                 "expert Parameters in compiled code must be those of the layer, unchanged within that code, got others "

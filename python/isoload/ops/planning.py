@@ -71,8 +71,8 @@ def plan_exact(
         rank: the source rank whose send_counts are wanted; None = nobody's.
     """
     options = split_options(tables, tolerance, budget, objective, ranks_per_node, sweeps)
-    where = (tables.data, tables.num_ranks, tables.num_slots)
-    return ExactSplit(*call(_plan_exact, loads, *where, fixed, ticks, pour, *options, rank))
+    layout = (tables.data, tables.num_ranks, tables.num_slots)
+    return ExactSplit(*call(_plan_exact, loads, *layout, fixed, ticks, pour, *options, rank))
 
 
 def split_options(
@@ -193,8 +193,8 @@ def plan_lp(
     usual_tolerance, usual_iterations = LIMITS[dtype]
     tolerance = usual_tolerance if tolerance is None else tolerance
     iterations = usual_iterations if iterations is None else iterations
-    where = (tables.data, tables.num_ranks, tables.num_slots)
-    return LpSplit(*call(_plan_lp, loads, *where, base, dtype == torch.float64, tolerance, iterations))
+    layout = (tables.data, tables.num_ranks, tables.num_slots)
+    return LpSplit(*call(_plan_lp, loads, *layout, base, dtype == torch.float64, tolerance, iterations))
 
 
 _plan_own = op("plan_own", lambda a: ints(a.counts, *a.tables.shape[:-1], a.num_slots))
@@ -242,8 +242,8 @@ def plan_own(
     Returns:
         [P] int32 (leading L as above): a row for :func:`route`.
     """
-    where = (tables.data, tables.num_ranks, tables.num_slots)
-    return call(_plan_own, counts, *where, offset, fixed, ticks, recent, sent, source, layer, sweeps)
+    layout = (tables.data, tables.num_ranks, tables.num_slots)
+    return call(_plan_own, counts, *layout, offset, fixed, ticks, recent, sent, source, layer, sweeps)
 
 
 _round_split = op("round_split", lambda a: ints(a.split, *a.split.shape))
@@ -325,5 +325,5 @@ def plan_joint(
         tolerance, budget, ticks, objective, sweeps: as in :func:`plan_exact`.
     """
     options = split_options(tables, tolerance, budget, objective, ranks_per_node, sweeps)
-    where = (tables.data, tables.num_ranks, tables.num_slots)
-    return JointSplit(*call(_plan_joint, loads, *where, num_shared, first_shared, ticks, *options, rank))
+    layout = (tables.data, tables.num_ranks, tables.num_slots)
+    return JointSplit(*call(_plan_joint, loads, *layout, num_shared, first_shared, ticks, *options, rank))

@@ -142,8 +142,8 @@ def route(
     """
     num_shared, first_shared, home, row, strict = NO_COLUMNS if shared is None else shared
     columns = (row, num_shared, first_shared, home, strict)
-    where = (send_counts, tables.data, tables.num_experts, tables.num_ranks)
-    return call(_route, counted.ids, counted.numbers, counted.parts, *where, *columns)
+    layout = (send_counts, tables.data, tables.num_experts, tables.num_ranks)
+    return call(_route, counted.ids, counted.numbers, counted.parts, *layout, *columns)
 
 
 def route_sampled(
@@ -294,8 +294,8 @@ def balance_own(
     Raises:
         ValueError: naming the argument, the rule and the value; ``recent`` and ``sent`` are then as they were.
     """
-    where = (tables.data, tables.num_experts, tables.num_ranks, tables.num_slots)
-    return call(_balance_own, topk_ids, *where, offset, ticks, recent, sent, source, layer, sweeps)
+    layout = (tables.data, tables.num_experts, tables.num_ranks, tables.num_slots)
+    return call(_balance_own, topk_ids, *layout, offset, ticks, recent, sent, source, layer, sweeps)
 
 
 def _fake_balance_same(a: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -333,9 +333,9 @@ def balance_same(
         ValueError: naming the argument, the rule and the value.
     """
     options = split_options(tables, tolerance, budget, objective, ranks_per_node, sweeps)
-    where = (tables.data, tables.num_experts, tables.num_ranks, tables.num_slots)
-    found = call(_balance_same, topk_ids, *where, ticks, *options)
-    slots, loads, quota, peak, bound, telemetry = found
+    layout = (tables.data, tables.num_experts, tables.num_ranks, tables.num_slots)
+    results = call(_balance_same, topk_ids, *layout, ticks, *options)
+    slots, loads, quota, peak, bound, telemetry = results
     return slots, loads, ExactSplit(quota, peak, bound, telemetry, quota)
 
 

@@ -263,16 +263,16 @@ class Exchanges(Shared, ABC):
         """What make() returned when the key was new, the same object from then on: for all layers of the group."""
         if key not in self._memo:
             self._memo[key] = make()
-        made: T = self._memo[key]
-        return made
+        value: T = self._memo[key]
+        return value
 
     def reset_traffic(self) -> None:
         """Counts from zero. The rows stay where they were: a dispatch would move them, and the host wait for that."""
         self.traffic = Traffic.of(self.topology.num_ranks, self.traffic.rows.device)
 
-    def check_owned(self, name: str, given: Sequence[object]) -> None:
+    def check_owned(self, name: str, entries: Sequence[object]) -> None:
         """Raises ValueError unless a list has an entry per owned rank."""
-        if len(given) != len(self.ranks):
+        if len(entries) != len(self.ranks):
             raise ValueError(
-                f"{name} must have one entry per owned rank ({len(self.ranks)}), got {len(given)}"
+                f"{name} must have one entry per owned rank ({len(self.ranks)}), got {len(entries)}"
             )

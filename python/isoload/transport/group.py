@@ -59,12 +59,13 @@ def rank_failed(rank: int, stage: str) -> str:
     return f"rank {rank} failed in stage {stage}, so all ranks stop; its own error says why"
 
 
-def raise_unlike(name: str, values: Sequence[object], first: int = 0, why: str = "") -> None:
+def raise_unlike(name: str, values: Sequence[object], first: int = 0, reason: str = "") -> None:
     """Raises ValueError if the values of the ranks from first on differ, naming the first rank that does."""
     for rank, value in enumerate(values, first):
         if value != values[0]:
             raise ValueError(
-                f"{name} must be the same on all ranks, got {values[0]} on rank {first} and {value} on rank {rank}{why}"
+                f"{name} must be the same on all ranks, got {values[0]} on rank {first} and {value} on rank "
+                f"{rank}{reason}"
             )
 
 
@@ -86,9 +87,9 @@ def raise_other_stage(headers: Tensor, first: int = 0) -> None:
     rows = [bytes(row) for row in headers.tolist()]
     stages = [row[:STAGE_BYTES].rstrip(b"\0").decode(errors="replace") for row in rows]
     sizes = [int.from_bytes(row[STAGE_BYTES:], "little") for row in rows]
-    why = ": all ranks make the same calls in the same order"
-    raise_unlike("stage", stages, first, why)
-    raise_unlike(f"bytes per row of stage {stages[0]}", sizes, first, why)
+    reason = ": all ranks make the same calls in the same order"
+    raise_unlike("stage", stages, first, reason)
+    raise_unlike(f"bytes per row of stage {stages[0]}", sizes, first, reason)
 
 
 def checksum(value: object) -> int:
@@ -100,12 +101,12 @@ def placement_facts(placement: Placement, layer: int) -> dict[str, int]:
     """What all ranks must hold alike of one layer."""
     slots, homes = placement.arrays
     weight = placement.weight_array
-    held = {
+    tensors = {
         "slot_to_expert": slots[layer].tolist(),
         "home_slot": homes[layer].tolist(),
         "replica_weight": None if weight is None else weight[layer].tolist(),
     }
-    return {f"checksum of {name}": checksum(value) for name, value in held.items()}
+    return {f"checksum of {name}": checksum(value) for name, value in tensors.items()}
 
 
 FACT_RANGE = 2**31 - 1  # facts travel as int32 beside the loads: larger ones by their remainder
@@ -259,15 +260,15 @@ class Group(Exchanges):
         with call:
             yield call.facts
         error = call.failure
-        said = None if error is None else f"{type(error).__name__}: {error}"
-        gathered = self.gather_objects(stage, call.facts if said is None else said)
+        failure = None if error is None else f"{type(error).__name__}: {error}"
+        gathered = self.gather_objects(stage, call.facts if failure is None else failure)
         if error is not None:
             raise error
-        for rank, given in enumerate(gathered):
-            if isinstance(given, str):
-                raise ValueError(f"{rank_failed(rank, stage)}: {given}")
+        for rank, answer in enumerate(gathered):
+            if isinstance(answer, str):
+                raise ValueError(f"{rank_failed(rank, stage)}: {answer}")
         for name in gathered[0]:
-            raise_unlike(name, [given[name] for given in gathered])
+            raise_unlike(name, [answer[name] for answer in gathered])
 
 
 def _raise_gathered(first: Sequence[int], device: torch.device) -> None:
