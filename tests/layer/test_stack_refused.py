@@ -46,9 +46,7 @@ def other_backend() -> list[isoload.MoE]:
 def held(
     capacity: int | None = 15, model: Model = MODEL, predict: Any = "lookahead", **how: Any
 ) -> LibraStack:
-    return LibraStack(
-        layers(LocalTransport(MODEL.topology, capacity), model, **how), prediction, local="held"
-    )
+    return LibraStack(layers(LocalTransport(MODEL.topology, capacity), model, **how), predict, local="held")
 
 
 def by_nodes() -> LocalTransport:

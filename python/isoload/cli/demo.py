@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from isoload.traces import Trace
 
 # A link in a checkout, files in a wheel.
-SHIPPED = Path(__file__).parents[1] / "traces" / "gptoss20b_decode.npz"
+SHIPPED = Path(__file__).parents[1] / "shipped_traces" / "gptoss20b_decode.npz"
 HIDDEN, INNER = 64, 128
 LARGEST_DIFFERENCE = 1e-5  # between two orders of summing in float32, at these widths
 MAX_RANKS = 32  # processes that one machine is asked for
