@@ -36,6 +36,10 @@ Tokens = Literal["own", "same"]
 Gather = Literal["sources", "sum"]
 
 
+# Arguments of earlier versions, with what replaces them.
+REMOVED = {"price": "the targets of loads='own' and 'node' need none"}
+
+
 class Counter(Protocol):
     """What counts every batch: an :class:`isoload.online.Recorder`."""
 
@@ -63,8 +67,6 @@ class Balancer:
         gather: "sources": of gathered loads all ranks have those of every source, [R, E]. "sum": only their sum [E], by
             an all-reduce. Each rank then cuts its own copies by :func:`isoload.ops.share_alone`, so that a slot gets
             about its quota. Not for shared experts, nor for policies that need loads per source.
-        price: whether targets are corrected by what came of the last ones, see
-            isoload.balancing.targets.new_price.
         min_tokens: with fewer tokens over all ranks nothing is gathered or planned: each expert goes to its ``static``
             replica, shared ones stay home, and last_plan is None. The same on all ranks.
         shared_columns: whether topk_ids carry the shared experts in their last columns, as
@@ -86,7 +88,6 @@ class Balancer:
         shared_columns: bool = True,
         loads: Loads = "gathered",
         gather: Gather = "sources",
-        price: bool = False,
         layer_id: int | None = None,
         **options: Any,
     ) -> None:
@@ -110,7 +111,7 @@ class Balancer:
         self._checksums: dict[str, int] = {}
         with self.group.agreeing("construction") as facts:
             self.layer = layer = position(placement, layer, layer_id)
-            self.own_counts = make_own_counts(loads, tokens, placement, self.group, price)
+            self.own_counts = make_own_counts(loads, tokens, placement, self.group)
             if group is not None and group.topology.num_ranks != num_ranks:
                 raise ValueError(
                     f"placement must be for the group's {group.topology.num_ranks} ranks, got {num_ranks}"
@@ -126,11 +127,13 @@ class Balancer:
                 )
             if min_tokens < 0:
                 raise ValueError(f"min_tokens must be at least 0, got {min_tokens}")
+            if removed := next((name for name in options if name in REMOVED), None):
+                raise ValueError(f"{removed}= was removed: {REMOVED[removed]}")
             self.policy = make_policy(policy, options)
             self.placed_on(torch.device("cpu"))  # refuses a layer that is not there
             self.prepare_load(placement)()
             facts.update({"layer": layer, "policy": self.policy, "min_tokens": min_tokens})
-            facts.update({"tokens": tokens, "loads": loads, "price": price, "gather": gather})
+            facts.update({"tokens": tokens, "loads": loads, "gather": gather})
             facts.update(placement_facts(placement, layer))
         if self.own_counts is not None:
             self.own_counts.join()

@@ -71,13 +71,12 @@ class OwnCounts:
     sent   [n, 3, R] int64   what they sent to ranks, as it keeps that. The last row is of the last batch, planned or
                              not; over the ranks of a node it adds up to ``size`` times what the node sent
     offset [n, R] int32      what each takes ranks to carry already; 0 before the first exchange and after a load
-    price  [2, R] int64      see :func:`new_price`, and the targets' sum that it is of; None without one
     last                     of the last batch; None where it was not planned
 
     All stay where they are once a batch has been on a device, so captured graphs read what an exchange writes.
     """
 
-    def __init__(self, placement: Placement, group: Group, word: Loads, price: bool) -> None:
+    def __init__(self, placement: Placement, group: Group, word: Loads) -> None:
         self.group, self.word, self.by_node = group, word, word == "node"
         self.size = placement.topology.ranks_per_node if self.by_node else 1  # ranks of a source
         self.sources = list(dict.fromkeys(rank // self.size for rank in group.ranks))
@@ -92,7 +91,6 @@ class OwnCounts:
             self.recent = torch.zeros(n, placement.num_routed, dtype=torch.int64)
             self.sent = torch.zeros(n, 3, num_ranks, dtype=torch.int64)
             self.offset = torch.zeros(n, num_ranks, dtype=torch.int32)
-            self.price = torch.zeros(2, num_ranks, dtype=torch.int64) if price else None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_first": None}
@@ -114,9 +112,8 @@ class OwnCounts:
     def reset(self) -> None:
         """Forgets what is of the placement: targets, and where copies went."""
         self.last = None
-        for kept in (self.offset, self.sent[:, 0], self.sent[:, 2], self.price):
-            if kept is not None:
-                kept.zero_()
+        for kept in (self.offset, self.sent[:, 0], self.sent[:, 2]):
+            kept.zero_()
 
     def gather(self, rows: list[Tensor], call: Call) -> Tensor:
         """Counts for :meth:`split`: [n, E] of the owned ranks or, by node, [R, E], of the owned nodes' ranks.
@@ -234,7 +231,6 @@ class OwnCounts:
                 self.recent, self.sent, self.offset = (
                     kept.to(device) for kept in (self.recent, self.sent, self.offset)
                 )
-                self.price = None if self.price is None else self.price.to(device)
 
 
 class LastCounts(OwnCounts):
@@ -250,7 +246,7 @@ class LastCounts(OwnCounts):
     """
 
     def __init__(self, placement: Placement, group: Group) -> None:
-        super().__init__(placement, group, "last", price=False)
+        super().__init__(placement, group, "last")
         num_slots = placement.topology.num_ranks * placement.slots_per_rank
         with torch.inference_mode(False):  # else only inference could write it
             self.quota = torch.zeros(num_slots, dtype=torch.int32)
@@ -305,9 +301,7 @@ def share_in_node(
     return [rows[rank] for rank in ranks]
 
 
-def make_own_counts(
-    loads: Loads, tokens: str, placement: Placement, group: Group, price: bool
-) -> OwnCounts | None:
+def make_own_counts(loads: Loads, tokens: str, placement: Placement, group: Group) -> OwnCounts | None:
     """What a Balancer with these loads keeps; None where all ranks' loads are gathered."""
     per_node, ranks = placement.topology.ranks_per_node, placement.topology.num_ranks
     if loads not in get_args(Loads) or (loads != "gathered" and tokens == "same"):
@@ -318,8 +312,6 @@ def make_own_counts(
     if loads == "node" and per_node in (1, ranks):
         rule = "own where a node has one rank" if per_node == 1 else "gathered where one node has all ranks"
         raise ValueError(f"loads must be {rule}, got 'node' for ranks_per_node={per_node}")
-    if price and loads in ("gathered", "last"):
-        raise ValueError(f"price must be False where loads are {loads}: there are no targets, got True")
     if loads == "gathered":
         return None
     if loads == "node" and group.topology.ranks_per_node != per_node:
@@ -327,4 +319,4 @@ def make_own_counts(
             f"placement must have the group's ranks_per_node={group.topology.ranks_per_node} for loads='node', got "
             f"{per_node}"
         )
-    return LastCounts(placement, group) if loads == "last" else OwnCounts(placement, group, loads, price)
+    return LastCounts(placement, group) if loads == "last" else OwnCounts(placement, group, loads)
