@@ -54,6 +54,18 @@ def test_route_realises_every_quota(policy, placement):
         assert torch.equal(torch.where(slots < 0, -1, held), torch.cat(ids))
 
 
+def test_exact_active_needs_fewest_slots(placement):
+    """One source's few tokens: no rank reads more slots than under exact, and each expert is read once."""
+    loads = gather(draw_ids(seed=5, tokens=2))
+    used = {}
+    for policy in ("exact", "exact_active"):
+        plan = isoload.plan(loads, placement, 0, policy)
+        assert isoload.policies.plan.plan_errors(plan, loads) == []
+        used[policy] = (plan.quota.view(RANKS, -1) > 0).sum(1)
+    assert int(used["exact_active"].max()) <= int(used["exact"].max())
+    assert int(used["exact_active"].sum()) == int((loads.sum(0) > 0).sum())
+
+
 @pytest.mark.parametrize("policy", [*QUOTA_POLICIES, *SAMPLED_POLICIES])
 def test_all_layers_at_once_equal_one_by_one(policy, placement):
     loads = torch.stack([gather(draw_ids(seed)) for seed in range(LAYERS)])
@@ -292,7 +304,7 @@ BAD_CALLS = {
     ),
     "share of summed loads": (
         lambda s: isoload.share(s.good.sum(0, dtype=torch.int32), s.plan),
-        "rank must be given where loads are one source's own counts, got None",
+        r"loads must be per source rank, \[\d+, \d+\], got \[\d+\]",
     ),
     "share device": (
         lambda s: isoload.share(s.good.to("meta"), s.plan),

@@ -33,11 +33,13 @@ from isoload.transport.group import placement_facts
 from isoload.wording import amount
 
 Tokens = Literal["own", "same"]
-Gather = Literal["sources", "sum"]
 
 
 # Arguments of earlier versions, with what replaces them.
-REMOVED = {"price": "the targets of loads='own' and 'node' need none"}
+REMOVED = {
+    "gather": "the counts of every source are gathered",
+    "price": "the targets of loads='own' and 'node' need none",
+}
 
 
 class Counter(Protocol):
@@ -64,9 +66,6 @@ class Balancer:
             of each node, gathered there. "own": by each rank's own, with no exchange in the forward. Both split towards
             targets that :meth:`exchange` renews, see :mod:`isoload.balancing.own_counts`. "last": by those of batches
             before the last :meth:`exchange`. The policy is then exact, shared experts stay home, and last_plan is None.
-        gather: "sources": of gathered loads all ranks have those of every source, [R, E]. "sum": only their sum [E], by
-            an all-reduce. Each rank then cuts its own copies by :func:`isoload.ops.share_alone`, so that a slot gets
-            about its quota. Not for shared experts, nor for policies that need loads per source.
         min_tokens: with fewer tokens over all ranks nothing is gathered or planned: each expert goes to its ``static``
             replica, shared ones stay home, and last_plan is None. The same on all ranks.
         shared_columns: whether topk_ids carry the shared experts in their last columns, as
@@ -87,7 +86,6 @@ class Balancer:
         min_tokens: int = 0,
         shared_columns: bool = True,
         loads: Loads = "gathered",
-        gather: Gather = "sources",
         layer_id: int | None = None,
         **options: Any,
     ) -> None:
@@ -104,8 +102,7 @@ class Balancer:
         self.loads, self.batch = loads, 0  # batches so far
         self.last_plan: Plan | None = None
         self.recorder: Counter | None = None  # counts every batch, planned or not
-        self.last_loads: Tensor | None = None  # [R, E] of the last plan, [E] where only sums are gathered
-        self.summed = gather == "sum"
+        self.last_loads: Tensor | None = None  # [R, E] of the last plan
         self._own: dict[torch.device, PlacedLayers] = {}
         self._steps: dict[torch.device, Tensor] = {}  # [] int64, batches that drew: read by captured graphs
         self._checksums: dict[str, int] = {}
@@ -116,15 +113,6 @@ class Balancer:
                 raise ValueError(
                     f"placement must be for the group's {group.topology.num_ranks} ranks, got {num_ranks}"
                 )
-            if gather not in ("sources", "sum") or (self.summed and (tokens, loads) != ("own", "gathered")):
-                raise ValueError(
-                    f"gather must be sources or, where tokens are own and loads gathered, sum, got {gather!r} for "
-                    f"{tokens} tokens and {loads} loads"
-                )
-            if self.summed and placement.num_shared:
-                raise ValueError(
-                    f"gather must be sources for a placement with shared experts, got 'sum' for {placement.num_shared}"
-                )
             if min_tokens < 0:
                 raise ValueError(f"min_tokens must be at least 0, got {min_tokens}")
             if removed := next((name for name in options if name in REMOVED), None):
@@ -133,7 +121,7 @@ class Balancer:
             self.placed_on(torch.device("cpu"))  # refuses a layer that is not there
             self.prepare_load(placement)()
             facts.update({"layer": layer, "policy": self.policy, "min_tokens": min_tokens})
-            facts.update({"tokens": tokens, "loads": loads, "gather": gather})
+            facts.update({"tokens": tokens, "loads": loads})
             facts.update(placement_facts(placement, layer))
         if self.own_counts is not None:
             self.own_counts.join()
@@ -157,10 +145,6 @@ class Balancer:
         if self.own_counts is not None:
             self.own_counts.check(policy)
         policy.check(self.placement)
-        if self.summed and policy.needs == "per_source":
-            raise ValueError(
-                f"gather must be sources for policy {policy.name}, which needs loads per source, got 'sum'"
-            )
         self._policy = policy
         needs_no_gather = (
             self.own_counts.word == "own"
@@ -281,8 +265,6 @@ class Balancer:
             counted = count_owned(topk_ids, self.placement, self.shared_columns)
             rows = [found.counts for found in counted]
             self._record(rows, counted[0].ids)
-            if more is not None and self.summed:
-                raise ValueError(f"more must be None where only sums are gathered, got {len(more)} rows")
             if more is not None:
                 rows = [torch.cat(parts) for parts in zip(rows, more, strict=True)]
         self.last_plan = self.last_loads = None
@@ -297,7 +279,7 @@ class Balancer:
         if gathers:
             if call.failure is not None and call.device is None:
                 call.device = self._device()
-            loads = call.gather_loads(rows, width, summed=self.summed)
+            loads = call.gather_loads(rows, width)
         else:
             loads = rows[0].unsqueeze(0) if len(rows) == 1 else torch.stack(rows)
         if planned and not gathers:  # rank 0 stands for the one source there is
@@ -322,7 +304,7 @@ class Balancer:
         if isinstance(self._policy, Seeded):
             last = self._steps.get(loads.device)
             step = next_step(first_step(loads.device) if last is None else last)
-        rank = self.ranks[0] if len(self.ranks) == 1 and not self.summed else None
+        rank = self.ranks[0] if len(self.ranks) == 1 else None
         made = plan_and_share(
             loads, placed, self._policy, rank, filled=filled, keep_local=keep_local, step=step
         )
@@ -336,7 +318,6 @@ class Balancer:
         for i, (rank, counted) in enumerate(zip(self.ranks, batch.counted, strict=True)):
             sent = None if batch.send_counts is None else batch.send_counts[i]
             if made is not None:
-                loads = counted.counts if self.summed else loads
                 slots.append(route_counted(counted, loads, made, rank, send_counts=sent))
             elif sent is not None:
                 slots.append(route_sent(counted, sent, placed, rank))

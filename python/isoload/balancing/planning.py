@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isoload import ops
 from isoload.checks import values_readable
 from isoload.ops import Counted, Order
 from isoload.placement.placed_layers import PlacedLayers
@@ -214,9 +213,7 @@ def share(loads: Tensor, plan: Plan, rank: int | None = None, order: Order = "lo
     """How many copies source ranks send to each slot: every rank computes its own row, nothing is exchanged.
 
     Args:
-        loads: [R, E] (or [L, R, E]) int32, those of the plan. Or, where only summed counts were exchanged, [E] (or
-            [L, E]), the rank's own counts: the shares of all ranks then add up to about the quota, see
-            :func:`isoload.ops.share_alone`.
+        loads: [R, E] (or [L, R, E]) int32, those of the plan.
         plan: with a quota. Where only its shared experts are sampled, their slots are 0 here.
         rank: one source rank -> [P]; None: all -> [R, P].
         order: "locality" or "rank_major", see :func:`isoload.ops.share`. Policies that fix the share ignore it.
@@ -238,22 +235,9 @@ def share_routed(loads: Tensor, plan: Plan, rank: int | None, order: Order = "lo
     if loads.device != plan.bound.device:
         raise ValueError(f"loads must be on the plan's device {plan.bound.device}, got {loads.device}")
     placed, sources = plan.placed, list(plan.placed.shape_per_source)
-    alone = loads.shape == placed.home_slot.shape and not placed.num_shared
-    if not alone and loads.shape != placed.shape_per_source:
-        raise ValueError(
-            f"loads must be per source rank, {sources}, or one source's own counts, "
-            f"{list(placed.home_slot.shape)}, got {list(loads.shape)}"
-        )
+    if loads.shape != placed.shape_per_source:
+        raise ValueError(f"loads must be per source rank, {sources}, got {list(loads.shape)}")
     if rank is not None and not 0 <= rank < plan.tables.num_ranks:
         raise ValueError(f"rank must be in 0..{plan.tables.num_ranks - 1}, got {rank}")
-    if not alone:
-        routed = loads.narrow(-1, 0, plan.tables.num_experts) if placed.num_shared else loads
-        return plan.policy.share(routed, plan, rank, order)
-    if rank is None:
-        raise ValueError("rank must be given where loads are one source's own counts, got None")
-    if plan.policy.needs == "per_source":
-        raise ValueError(
-            f"loads must be per source rank, {sources}, for policy {plan.policy.name}, got one source's own "
-            f"counts {list(loads.shape)}"
-        )
-    return ops.share_alone(loads, plan.quota, plan.tables, rank)
+    routed = loads.narrow(-1, 0, plan.tables.num_experts) if placed.num_shared else loads
+    return plan.policy.share(routed, plan, rank, order)

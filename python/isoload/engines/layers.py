@@ -52,7 +52,7 @@ class LoneRank(LocalGroup):
     def _gather(self, *given: Any, **how: Any) -> NoReturn:
         raise RuntimeError("nothing may be exchanged where ranks may go, as they would be waited for")
 
-    _swap = _sum = _gather
+    _swap = _gather
 
 
 class EngineLayer:

@@ -129,7 +129,6 @@ class Group(Exchanges):
         errors: list[int] | None = None,
         facts: Mapping[str, int] | None = None,
         in_node: bool = False,
-        summed: bool = False,
     ) -> Tensor:
         """Every rank's counts, or that it failed: minus its code in their place; beside them facts that must be equal.
 
@@ -140,10 +139,9 @@ class Group(Exchanges):
                 are readable (on CPU; elsewhere under ISOLOAD_CHECK=1), else they stay here.
             in_node: only the ranks of a node meet, after :meth:`join_node`; rows of other nodes are 0, and their
                 failures and facts not heard of. Their caller agrees on the length of counts.
-            summed: the counts are added up in one all-reduce, in which each rank has columns of its own for the rest.
 
         Returns:
-            loads [R, E] int32, the same on all ranks; summed [E].
+            loads [R, E] int32, the same on all ranks.
 
         Raises:
             ValueError: the same on all ranks, naming rank and stage, if any rank has an error, or the first fact that
@@ -163,20 +161,11 @@ class Group(Exchanges):
         rows = [
             row.new_full(row.shape, -code) if code else row for row, code in zip(counts, errors, strict=True)
         ]
-        if summed:  # a rank's first count again, in columns of its own
-            rows = [torch.cat([row, row.narrow(0, 0, 1)]) for row in rows]
         if compared:
             rows = [torch.cat([row, row.new_tensor(list(compared.values()))]) for row in rows]
-        if summed:
-            rows = [own_columns(*of, width, num_ranks) for of in zip(rows, self.ranks, strict=True)]
         self.traffic.bytes["gather"] += sum(map(num_bytes, rows))
-        if summed:
-            total = self._sum("gather", rows)
-            loads, of_ranks = total.narrow(0, 0, width), total.narrow(0, width, len(total) - width)
-            gathered = of_ranks.view(num_ranks, -1)
-        else:
-            gathered = self._gather("gather", rows, in_node)
-            loads = gathered.narrow(1, 0, width) if compared else gathered
+        gathered = self._gather("gather", rows, in_node)
+        loads = gathered.narrow(1, 0, width) if compared else gathered
         first = gathered.select(1, 0)
         if torch.compiler.is_compiling() and loads.device.type == "cpu":
             checked: Tensor = loads_of(loads, first)
@@ -277,14 +266,6 @@ def _raise_gathered(first: Sequence[int], device: torch.device) -> None:
     raise_failure([max(-count, 0) for count in first])
 
 
-def own_columns(row: Tensor, rank: int, width: int, num_ranks: int) -> Tensor:
-    """[width + R * F] the first width of a row [width + F], and the rest in the rank's columns among zeros."""
-    each = len(row) - width
-    beside = row.narrow(0, width, each)
-    own = torch.nn.functional.pad(beside, (rank * each, (num_ranks - 1 - rank) * each))
-    return torch.cat([row.narrow(0, 0, width), own])
-
-
 class Call:
     """One call of all ranks: what went wrong in this process, and what all of them must hold alike.
 
@@ -345,7 +326,7 @@ class Call:
             self.later(self)
         raise self.failure
 
-    def gather_loads(self, counts: Owned, width: int, in_node: bool = False, summed: bool = False) -> Tensor:
+    def gather_loads(self, counts: Owned, width: int, in_node: bool = False) -> Tensor:
         """:meth:`Group.gather_loads` of counts [width] each, which are not read where this process has failed."""
         group, errors, failed = self.group, None, self.failure is not None
         if failed:
@@ -354,7 +335,7 @@ class Call:
         elif self.limit is not None:
             counts = [torch.minimum(row, self.limit) for row in counts]
         try:
-            loads = group.gather_loads(counts, errors, {**self.facts, **self.in_gather}, in_node, summed)
+            loads = group.gather_loads(counts, errors, {**self.facts, **self.in_gather}, in_node)
         except ValueError as error:
             if in_node:  # other nodes have not met this one yet
                 self.failure = error if self.failure is None else self.failure
