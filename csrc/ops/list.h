@@ -63,8 +63,6 @@ namespace isoload {
      "-> Tensor") \
   OP(share_by_rank, \
      "(Tensor loads, Tensor quota, Tensor tables, int ranks_per_node, bool locality) -> Tensor") \
-  OP(share_alone, \
-     "(Tensor counts, Tensor quota, Tensor tables, int source, bool past, Tensor(a!)? recent) -> Tensor") \
   OP(route, \
      "(Tensor topk_ids, Tensor numbers, Tensor parts, Tensor send_counts, Tensor tables, " \
      "int num_experts, int num_ranks, Tensor? shared_row, int num_shared, int first_shared, int home, " \
@@ -113,9 +111,6 @@ namespace isoload {
         "the limits") \
   FAULT(kShareQuota, \
         "share: quota must conserve loads") \
-  FAULT(kShareAloneQuota, \
-        "share_alone: counts must be part of the loads that quota was made from; where that is past, neither " \
-        "may be negative, and counts be 0 for an expert without a replica") \
   FAULT(kRouteId, \
         "route: topk_ids must be in -1..E-1") \
   FAULT(kRouteShare, \

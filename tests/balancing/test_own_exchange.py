@@ -201,7 +201,7 @@ def test_refuses_layers_that_do_not_belong_together() -> None:
         "balancers must be alike in loads, got own and node": Balancer(
             make_placement(), group=own.group, loads="node"
         ),
-        "loads must be own, node or last where counts are exchanged, got gathered": Balancer(
+        "loads must be own or node where counts are exchanged, got gathered": Balancer(
             make_placement(), group=own.group
         ),
     }
@@ -209,7 +209,7 @@ def test_refuses_layers_that_do_not_belong_together() -> None:
         with pytest.raises(ValueError, match=message):
             own.exchange(other)
     with pytest.raises(
-        ValueError, match="loads must be own, node or last where counts are exchanged, got gathered"
+        ValueError, match="loads must be own or node where counts are exchanged, got gathered"
     ):
         Balancer(make_placement(), tokens="same").exchange()
 

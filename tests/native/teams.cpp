@@ -30,7 +30,7 @@ class Lane {
     solve<4>(2);
     solve<4>(Answers::kCut);
     for (int i = 0; i < 6 && to_.exact().ok(); ++i) share(i);
-    if (to_.exact().ok()) solve_active(), share_alone();
+    if (to_.exact().ok()) solve_active();
     finish(to_.own, split_own(team_, in_, tables(), to_.workspace.data(), to_.own.data()));
     relax(to_.relaxed);
     relax(to_.relaxed_double);
@@ -171,14 +171,6 @@ class Lane {
     if (team_.rank() == 0) plan.planned = planned;
     finish(plan.quota, 3 * uint64_t(*out.peak) + 5 * uint64_t(*out.bound) + 7 * uint64_t(planned) +
                            11 * uint64_t(out.telemetry[3]));
-  }
-
-  void share_alone() {
-    const int32_t* counts = in_.loads.data() + int64_t(in_.row) * in_.E;
-    const int32_t* quota = to_.exact().quota.data();
-    const ShareAloneProblem problem{in_.E, in_.P(), tables(), counts, quota, in_.row};
-    const bool fits = isoload::share_alone(team_, problem, to_.alone.data()) < 0;
-    finish(to_.alone, fits);
   }
 
   template <class Real>

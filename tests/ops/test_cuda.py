@@ -88,8 +88,6 @@ def test_tables_plans_and_shares() -> None:
             assert_same(case.name, ops.share, loads, quota, tables, per_node, None, order)
             assert_same(case.name, ops.share, loads, quota, tables, per_node, R // 2, order)
             assert_same(case.name, ops.share_by_rank, loads, quota, tables, per_node, order)
-        assert_same(case.name, ops.share_alone, loads[R // 2], quota, tables, R // 2)
-        assert_same(case.name, ops.share_alone, loads[R // 2], quota // 2, tables, R // 2, past=True)
 
 
 def test_layers_at_once() -> None:
@@ -103,7 +101,6 @@ def test_layers_at_once() -> None:
     assert_same("layers", ops.share, loads, quota, tables, 4)
     assert_same("layers", ops.share, loads, quota, tables, 4, 3)
     assert_same("layers", ops.share_by_rank, loads, quota, tables, 4)
-    assert_same("layers", ops.share_alone, loads[:, 3].contiguous(), quota, tables, 3)
     assert_same("layers", ops.plan_own, loads[:, 3], tables, loads[:, 2, :8], 3)
 
 

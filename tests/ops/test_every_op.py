@@ -37,7 +37,6 @@ LAYERED = {
     "candidates='visited', ticks=tokens, limits=9 * tokens",
     "share": "loads=loads.expand(3, 4, 4), quota=quota.expand(3, 8), tables=OF_LAYERS, rank=1, order='rank_major'",
     "share_by_rank": "loads=loads.expand(3, 4, 4), quota=quota.expand(3, 8), tables=OF_LAYERS, order='rank_major'",
-    "share_alone": "counts=counts.expand(3, 4), quota=quota.expand(3, 8), tables=OF_LAYERS, source=0",
 }
 OTHERS = [
     ("count", "num_shared=2"),
@@ -47,7 +46,6 @@ OTHERS = [
     ("plan_own", "fixed=NONE + 1, ticks=NONE + 1024, source=1"),
     ("balance_own", "topk_ids=topk_ids.int(), ticks=NONE + 1024, source=1"),
     ("balance_same", "topk_ids=topk_ids.int(), ranks_per_node=2"),
-    ("share_alone", "counts=9 * counts, past=True, recent=torch.arange(4)"),
     ("route", "counted=ops.count(IDS.int(), 4)"),
     ("route_sampled", "step=torch.tensor(3), rank=1"),
     ("route_shared", "slots=slots.int(), source_quota=3 * source_quota, num_shared=3, rank=1, strict=True"),

@@ -169,18 +169,6 @@ MUTANTS = {
     "own-rank level left out of share": Mutant(
         "csrc/algorithms/share.h", "in_.locality ? load(t_.ranks[j], t_.order[i]) : 0", "0", "share"
     ),
-    "every source rounds alike": Mutant(
-        "csrc/algorithms/share_alone.h",
-        "uint32_t(source) * 0x9e3779b9u",
-        "0 * uint32_t(source)",
-        "share_alone::test_offsets_spread_so_that_roundings_cancel",
-    ),
-    "a cut product in 32 bits": Mutant(
-        "csrc/algorithms/share_alone.h",
-        "product = n * part,",
-        "product = static_cast<int32_t>(n * part),",
-        "share_alone::test_all_copies_of_the_largest_batch",
-    ),
     "an active slot too many": Mutant(
         "csrc/algorithms/plan_active.h",
         "(ws_.active[t_.ranks[j]] + 1) >",

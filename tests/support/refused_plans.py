@@ -193,7 +193,6 @@ sent=NONE.long() | sent must be contiguous with 12 numbers, got [4]
 offset=offset - 1 | offset must be in 0..2^20, got -1 for rank 0
 offset=offset[:3] | offset must have shape [4], got [3]
 layer=-1 | layer must be in 0..2^31-1, got -1
-[plan_own balance_own share_alone]
 source=4 | source must be in 0..3, got 4
 [replica_tables]
 slot_to_expert=slot_to_expert.float() | slot_to_expert must be int32, got float32

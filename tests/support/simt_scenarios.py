@@ -129,7 +129,6 @@ def refused(x: Layer) -> torch.Tensor:
         lambda: ops.plan_waterfill(-x.copies, x.tokens).share,
         lambda: ops.plan_fill(loads, *spares).telemetry,
         lambda: ops.top_up(loads, *spares).telemetry,
-        lambda: ops.share_alone(loads[RANK], x.quota, x.tables, RANK),
         lambda: ops.plan_own(loads[RANK], x.tables, x.loads[0][: len(x.loads)], RANK),
         lambda: ops.balance_own(x.ids, x.tables, -1 - x.fixed, RANK)[0] + 1,
     ]

@@ -64,8 +64,8 @@ class Balancer:
             waterfill or joint where the placement has shared experts.
         loads: "gathered": a batch is planned by all ranks' counts, gathered in the forward; certified. "node": by those
             of each node, gathered there. "own": by each rank's own, with no exchange in the forward. Both split towards
-            targets that :meth:`exchange` renews, see :mod:`isoload.balancing.own_counts`. "last": by those of batches
-            before the last :meth:`exchange`. The policy is then exact, shared experts stay home, and last_plan is None.
+            targets that :meth:`exchange` renews, see :mod:`isoload.balancing.own_counts`. The policy is
+            then exact, shared experts stay home, and last_plan is None.
         min_tokens: with fewer tokens over all ranks nothing is gathered or planned: each expert goes to its ``static``
             replica, shared ones stay home, and last_plan is None. The same on all ranks.
         shared_columns: whether topk_ids carry the shared experts in their last columns, as

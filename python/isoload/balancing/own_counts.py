@@ -20,7 +20,6 @@ from torch import Tensor
 
 from isoload import ops
 from isoload.balancing.routing import fixed_copies
-from isoload.ops.results import RECENT_LOSS
 from isoload.ops.tables import ReplicaTables
 from isoload.placement.placed_layers import PlacedLayers
 from isoload.placement.placement import Placement
@@ -29,7 +28,7 @@ from isoload.policies.exact import ExactPolicy
 from isoload.policies.plan import in_backward, shared_copies, widened
 from isoload.transport import Call, Group
 
-Loads = Literal["gathered", "node", "own", "last"]
+Loads = Literal["gathered", "node", "own"]
 
 
 def described(failure: BaseException) -> str:
@@ -233,46 +232,6 @@ class OwnCounts:
                 )
 
 
-class LastCounts(OwnCounts):
-    """What a Balancer keeps with loads="last", where a batch is not even planned by its own counts.
-
-    At an exchange the sums of all ranks' decayed counts are split exactly. Until the next one every rank cuts its
-    copies of an expert in the proportions of that split, from a start of its own on a golden-ratio grid, so that the
-    roundings of many ranks nearly cancel. Before the first exchange, and after a load, an expert's replicas share
-    alike.
-
-    quota [P] int32: says proportions, alike on all ranks; 0 for all replicas of an expert: level. As the rest it stays
-    where it is. Offsets are not used, and of ``sent`` not the first row.
-    """
-
-    def __init__(self, placement: Placement, group: Group) -> None:
-        super().__init__(placement, group, "last")
-        num_slots = placement.topology.num_ranks * placement.slots_per_rank
-        with torch.inference_mode(False):  # else only inference could write it
-            self.quota = torch.zeros(num_slots, dtype=torch.int32)
-
-    def reset(self) -> None:
-        super().reset()
-        self.quota.zero_()
-
-    def send(
-        self, i: int, counts: Tensor, fixed: Tensor | None, placed: PlacedLayers, layer: int, is_new: bool
-    ) -> Tensor:
-        recent, to = self.recent[i] if is_new else None, self.sent[i]
-        sent = ops.share_alone(counts, self.quota, placed.tables, self.sources[i], past=True, recent=recent)
-        if is_new:
-            torch.sum(sent.view(to.shape[1], -1), 1, out=to[2])
-            if fixed is not None:
-                to[1].add_((fixed.long() << 16) - (to[1] * RECENT_LOSS >> 16))
-                to[2].add_(fixed)
-        return sent
-
-    def move(self, device: torch.device) -> None:
-        super().move(device)
-        with torch.inference_mode(False):
-            self.quota = self.quota.to(device)
-
-
 def at_home(counts: Tensor, source: int, placed: PlacedLayers) -> Tensor:
     """[R] int32 shared copies that a source's ranks send home, from their counts [n, E], shared experts included."""
     assert placed.shared_home is not None
@@ -301,13 +260,17 @@ def share_in_node(
     return [rows[rank] for rank in ranks]
 
 
+REMOVED_LOADS = {"last": "loads='last' was removed: use loads='own'"}
+
+
 def make_own_counts(loads: Loads, tokens: str, placement: Placement, group: Group) -> OwnCounts | None:
     """What a Balancer with these loads keeps; None where all ranks' loads are gathered."""
     per_node, ranks = placement.topology.ranks_per_node, placement.topology.num_ranks
+    if loads in REMOVED_LOADS:
+        raise ValueError(REMOVED_LOADS[loads])
     if loads not in get_args(Loads) or (loads != "gathered" and tokens == "same"):
         raise ValueError(
-            f"loads must be gathered or, where tokens are own, node, own or last, got {loads!r} for {tokens!r} "
-            "tokens"
+            f"loads must be gathered or, where tokens are own, node or own, got {loads!r} for {tokens!r} tokens"
         )
     if loads == "node" and per_node in (1, ranks):
         rule = "own where a node has one rank" if per_node == 1 else "gathered where one node has all ranks"
@@ -319,4 +282,4 @@ def make_own_counts(loads: Loads, tokens: str, placement: Placement, group: Grou
             f"placement must have the group's ranks_per_node={group.topology.ranks_per_node} for loads='node', got "
             f"{per_node}"
         )
-    return LastCounts(placement, group) if loads == "last" else OwnCounts(placement, group, loads)
+    return OwnCounts(placement, group, loads)

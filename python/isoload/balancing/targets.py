@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from isoload import ops
-from isoload.balancing.own_counts import LastCounts, OwnCounts
+from isoload.balancing.own_counts import OwnCounts
 from isoload.checks import capturing
 from isoload.ops.results import ONE_OFFSET, RECENT_LOSS
 from isoload.ops.tables import ReplicaTables
@@ -147,7 +147,7 @@ class OwnLayer(Protocol):
 
 
 def exchange(balancers: Sequence[OwnLayer]) -> Exchanged:
-    """Renews the targets of layers with loads="own" or "node", the quotas of "last", in one gather. All ranks call it.
+    """Renews the targets of layers with loads="own" or "node", in one gather. All ranks call it.
 
     Every 16 batches or so, outside of CUDA graphs, at a step's boundary; ranks without tokens, too. Until the next one
     no batch waits for another source.
@@ -175,25 +175,19 @@ def exchange(balancers: Sequence[OwnLayer]) -> Exchanged:
     fixed = of_ranks[:, :, 1]
     data = torch.stack([of.tables.data for of in placed])
     tables = replace(placed[0].tables, data=data)
-    exchanged = Exchanged(_imbalance(last.sum(1), topology))
-    if isinstance(first, LastCounts):
-        for own, quota in zip(owned, exact_quota(*scaled(counts, fixed), tables, topology), strict=True):
-            assert isinstance(own, LastCounts), "an exchange is of layers alike"
-            own.quota.copy_(quota)
-        return exchanged
     slots = torch.stack([of.slot_to_expert for of in placed])
     for i, source in enumerate(first.sources):
         renewed_offsets = offsets(counts, last.sum(2), source, tables, slots, topology, fixed)
         for of, offset in zip(owned, renewed_offsets, strict=True):
             of.offset[i].copy_(offset)
-    return exchanged
+    return Exchanged(_imbalance(last.sum(1), topology))
 
 
 def _checked(balancers: Sequence[OwnLayer]) -> list[OwnCounts]:
     """The layers' counts, if they can be exchanged together."""
     owned = [of.own_counts for of in balancers if of.own_counts is not None]
     if len(owned) < len(balancers):
-        raise ValueError("loads must be own, node or last where counts are exchanged, got gathered")
+        raise ValueError("loads must be own or node where counts are exchanged, got gathered")
     for i, (of, own) in enumerate(zip(balancers, owned, strict=True)):
         if of.group is not balancers[0].group:
             raise ValueError(f"balancers must be of one group, got another for the one at {i}")

@@ -37,7 +37,6 @@ EXCHANGED = {
     "gathered": "loads gathered: one gather per layer",
     "node": f"loads node: one gather per layer within each node, {_TARGETS}",
     "own": f"loads own: no collective in a pass, {_TARGETS}",
-    "last": f"loads last: no collective in a pass, counts exchanged every {EXCHANGE_EVERY} passes",
     "alone": "loads own: nothing is exchanged, as ranks may go",
 }
 

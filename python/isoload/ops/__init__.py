@@ -41,7 +41,6 @@ from isoload.ops.routing import (
     route_shared,
     route_shared_sampled,
     share,
-    share_alone,
     share_by_rank,
 )
 from isoload.ops.spare_slots import Within, addresses, borrow, borrow_backward, plan_fill, top_up
@@ -87,7 +86,6 @@ __all__ = [
     "route_shared",
     "route_shared_sampled",
     "share",
-    "share_alone",
     "share_by_rank",
     "top_up",
 ]
