@@ -65,9 +65,9 @@ def test_values() -> None:
 
 
 def test_a_policy_for_each_phase() -> None:
-    text = "decode=exact_active, prefill=exact:tolerance=0.01:objective=packed"
+    text = "decode=exact_active, prefill=exact:tolerance=0.01:budget=9"
     settings = Settings.read({"ISOLOAD_POLICY": text})
-    exact = isoload.POLICIES["exact"](tolerance=0.01, objective="packed")
+    exact = isoload.POLICIES["exact"](tolerance=0.01, budget=9)
     assert settings.policies_for(False) == {"prefill": exact, "decode": isoload.POLICIES["exact_active"]()}
     assert settings.phased and not settings.places_shared
     assert not Settings.read({"ISOLOAD_POLICY": "prefill=lp,decode=lp"}).phased

@@ -65,16 +65,13 @@ class Lane {
   }
 
   void run(const Pouring& pour, AllPoured& all) {
-    for (int i = 0; i < 3; ++i) {
-      const auto candidates = static_cast<Candidates>(i);
-      if (Answers::fits(in_, 0))
-        solve<1>(pour, candidates, all[i]);
-      else if (Answers::fits(in_, 1))
-        solve<2>(pour, candidates, all[i]);
-      else
-        solve<4>(pour, candidates, all[i]);
-    }
-    solve<4>(pour, Candidates::all, all[3]);
+    if (Answers::fits(in_, 0))
+      solve<1>(pour, all[0]);
+    else if (Answers::fits(in_, 1))
+      solve<2>(pour, all[0]);
+    else
+      solve<4>(pour, all[0]);
+    solve<4>(pour, all[1]);
   }
 
  private:
@@ -118,12 +115,11 @@ class Lane {
   }
 
   template <int W>
-  void solve(const Pouring& pour, Candidates candidates, Poured& poured) {
+  void solve(const Pouring& pour, Poured& poured) {
     const WaterfillProblem problem{
         .R = in_.R,
         .per_node = in_.ranks_per_node,
         .per_token = pour.per_token,
-        .candidates = candidates,
         .copies = pour.copies.data(),
         .tokens = pour.tokens.data(),
         .ticks = ticks(),
@@ -233,7 +229,7 @@ struct Run {
   ToppedUp one_topped, many_topped;
   int refused = 0, augmented = 0, raised = 0, cut = 0;  // instances on which this part of the solver had work
   int converged = 0;                                    // of plan_lp
-  int poured = 0, moved = 0, rerouted = 0, stranded = 0;  // of plan_waterfill
+  int poured = 0, moved = 0, rerouted = 0;  // of plan_waterfill
   int lent = 0, sought = 0, full = 0;                     // of plan_fill
   int topped = 0;                                         // of top_up
   bool failed = false;
@@ -277,8 +273,7 @@ struct Run {
     converged += one.relaxed.ok && one.relaxed.numbers(instance.P())[0] > 0 &&
                  one.relaxed.numbers(instance.P())[1] == 0;
     cut += ok && one.plans[Answers::kCut].telemetry[3];
-    const bool all_ok = one_poured[0].status == WaterfillStatus::ok,
-               visited_ok = one_poured[2].status == WaterfillStatus::ok;
+    const bool all_ok = one_poured[0].status == WaterfillStatus::ok;
     poured += all_ok;
     const bool leveled = one_leveled.fits, lends = one_leveled.telemetry[0] > 0;
     lent += leveled && lends && !filling.far_import;
@@ -291,7 +286,6 @@ struct Run {
         break;
       }
     rerouted += all_ok && one_poured[0].paths > 0;
-    stranded += visited_ok && one_poured[2].certificate[0] > one_poured[2].certificate[1];
   }
 };
 
@@ -328,9 +322,9 @@ int main(int argc, char** argv) {
   if (run.failed) return 1;
   std::printf(
       "1 and %d lanes agree on %d instances: %d refused, %d augmented, %d raised, %d cut, "
-      "%d converged, %d poured, %d moved, %d rerouted, %d stranded, %d lent, %d sought, %d full, "
+      "%d converged, %d poured, %d moved, %d rerouted, %d lent, %d sought, %d full, "
       "%d topped\n",
       threads, run.instances, run.refused, run.augmented, run.raised, run.cut, run.converged, run.poured,
-      run.moved, run.rerouted, run.stranded, run.lent, run.sought, run.full, run.topped);
+      run.moved, run.rerouted, run.lent, run.sought, run.full, run.topped);
   return 0;
 }

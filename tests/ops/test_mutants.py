@@ -82,18 +82,6 @@ MUTANTS = {
         "if (false)",
         "plan_exact_objectives::test_equals_reference",
     ),
-    "a barrier removed from the packed start": Mutant(
-        "csrc/algorithms/start.h",
-        "      falling[before] = t.order[i];\n    });\n    team.sync();",
-        "      falling[before] = t.order[i];\n    });",
-        "teams",
-    ),
-    "a full rank takes a closing replica's copies": Mutant(
-        "csrc/algorithms/start.h",
-        "cap[t.ranks[to]] - load[t.ranks[to]] < copies",
-        "cap[t.ranks[to]] < copies",
-        "plan_exact_objectives",
-    ),
     "ties flipped": Mutant(
         "csrc/algorithms/plan_exact_paths.h",
         "key(last_hop ? room(r) : 0, r); k > most",
@@ -271,12 +259,6 @@ MUTANTS = {
         "return spare(a, budget) < spare(b, budget);",
         "return a < b;",
         "route_shared::test_is_near_the_best_matching",
-    ),
-    "strict tokens sent anywhere": Mutant(
-        "csrc/cpu/route_shared.h",
-        "if (!in.strict) {",
-        "{",
-        "route_shared::test_strict_never_leaves_the_visited_ranks",
     ),
     "static forgets the node": Mutant(
         "python/isoload/policies/exact.py",

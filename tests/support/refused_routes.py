@@ -96,7 +96,7 @@ source_quota=source_quota.new_zeros(1025) | source_quota must have 1..1024 ranks
 source_quota=-source_quota | source_quota must not be negative, got -1 for rank 0
 source_quota=source_quota + 1 | source_quota must sum to num_shared copies of every token with a slot, 3, got
     7
-num_shared=2, strict=True | source_quota must sum to num_shared copies of every token with a slot, 6, got 3
+num_shared=2 | source_quota must sum to num_shared copies of every token with a slot, 6, got 3
 slots_per_rank=0 | slots_per_rank must be in 1..536870911, got 0
 slots_per_rank=2**30 | slots_per_rank must be in 1..536870911, got 1073741824
 num_shared=0 | num_shared must be in 1..1024, got 0

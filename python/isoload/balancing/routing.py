@@ -88,9 +88,7 @@ def shared_columns(plan: Plan, rank: int) -> ops.SharedColumns | None:
     placed, by_rank = plan.placed, plan.shared.by_rank
     row = None if by_rank is None else by_rank.select(0, rank)
     home = placed.home_rank(rank) if row is None else rank
-    return ops.SharedColumns(
-        placed.num_shared, placed.first_shared, home, row, strict=plan.shared.rule == "limit"
-    )
+    return ops.SharedColumns(placed.num_shared, placed.first_shared, home, row)
 
 
 def route_sent(counted: Counted, send_counts: Tensor, placed: PlacedLayers, rank: int) -> Tensor:

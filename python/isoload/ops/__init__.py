@@ -10,7 +10,6 @@ Raises (all): ValueError naming the argument, the rule and the value. Values are
 from isoload.ops.counting import count, group_copies, number_rows, pack_rows
 from isoload.ops.library import check_device, device_errors
 from isoload.ops.planning import (
-    Candidates,
     Objective,
     plan_active,
     plan_exact,
@@ -48,7 +47,6 @@ from isoload.ops.tables import replica_tables
 
 __all__ = [
     "ActiveSplit",
-    "Candidates",
     "Counted",
     "ExactSplit",
     "JointSplit",

@@ -102,8 +102,8 @@ def route(
     Returns:
         [T, K] slots in the dtype of the ids; -1 where they are -1. DeepEP's ``topk_idx``.
     """
-    num_shared, first_shared, home, row, strict = NO_COLUMNS if shared is None else shared
-    columns = (row, num_shared, first_shared, home, strict)
+    num_shared, first_shared, home, row = NO_COLUMNS if shared is None else shared
+    columns = (row, num_shared, first_shared, home)
     where = (send_counts, tables.data, tables.num_experts, tables.num_ranks)
     return call(_route, counted.ids, counted.numbers, counted.parts, *where, *columns)
 
@@ -147,8 +147,6 @@ def route_shared(
     slots_per_rank: int,
     rank: int,
     num_shared: int = 1,
-    *,
-    strict: bool = False,
 ) -> Tensor:
     """The rank of every shared copy on this rank, exactly as often as the rank's share says.
 
@@ -163,13 +161,11 @@ def route_shared(
         slots_per_rank: S; slot p is on rank p // S.
         rank: this rank, the home of its tokens.
         num_shared: shared experts, 1..1024.
-        strict: a token never goes to a rank it does not visit, but stays home; the other ranks' copies are then
-            upper limits.
 
     Returns:
         [T, num_shared] int32 ranks; -1 for a token without a slot.
     """
-    return call(_route_shared, slots, source_quota, slots_per_rank, rank, num_shared, strict)
+    return call(_route_shared, slots, source_quota, slots_per_rank, rank, num_shared)
 
 
 SharedRule = Literal["static", "dynamic", "blog", "blog_all"]

@@ -116,9 +116,8 @@ class Policy:
         if by_rank is None:
             home = torch.where((slots >= 0).any(1, keepdim=True), placed.home_rank(rank), -1)
             return home.to(torch.int32).expand(-1, placed.num_shared)
-        strict = plan.shared.rule == "limit"
         size, row = placed.host.slots_per_rank, by_rank.select(0, rank)
-        return ops.route_shared(slots, row, size, rank, placed.num_shared, strict=strict)
+        return ops.route_shared(slots, row, size, rank, placed.num_shared)
 
 
 @dataclass(frozen=True)

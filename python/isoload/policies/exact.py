@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -32,10 +33,11 @@ class ExactPolicy(Policy):
     """The least possible peak over all integer quotas.
 
     Options: tolerance (relative; 0 = exact, ``peak == bound``), budget (most augmentations; None = no limit),
-    objective (which of the splits with this peak: "spread", "local" or "packed", see :func:`isoload.ops.plan_exact`).
+    objective (which of the splits with this peak: "spread" or "local", see :func:`isoload.ops.plan_exact`).
     """
 
     name = "exact"
+    removed: ClassVar[Mapping[str, str]] = {"objective=packed": "use policy exact_active"}
     tolerance: float = 0.0
     budget: int | None = None
     objective: Objective = "spread"
