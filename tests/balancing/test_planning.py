@@ -8,7 +8,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import isoload
-from isoload.balancing import planning
 from support.small_batches import (
     EXPERTS,
     LAYERS,
@@ -201,7 +200,7 @@ def test_tokens_that_cannot_be_are_refused(name, num_shared, alive, readable, mo
     loads = torch.ones(4, 8 + num_shared, dtype=torch.int32)
     loads[:, 8:] = torch.tensor(tokens).unsqueeze(1)
     if not readable:
-        monkeypatch.setattr(planning, "values_readable", lambda _loads: False)
+        monkeypatch.setattr(isoload.policies.base, "values_readable", lambda _loads: False)
     for policy in ("shared_local", "waterfill", "joint", "exact", "none", "waterfill_sampled"):
         if policy == "waterfill_sampled" and (alive or num_shared > 1):
             continue

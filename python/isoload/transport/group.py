@@ -17,7 +17,7 @@ from isoload.checks import capturing, may_be_kept, put_on, values_readable
 from isoload.ops.library import device_errors, error_word, raise_broken
 from isoload.placement.placement import Placement
 from isoload.topology import Topology
-from isoload.transport.exchanges import Exchanges, Owned, PerRank, num_bytes
+from isoload.transport.exchanges import Exchanges, Owned, PerRank
 from isoload.wording import not_one_of
 
 STAGE_BYTES = 40  # of a stage's name, where ranks tell each other
@@ -108,6 +108,7 @@ def placement_facts(placement: Placement, layer: int) -> dict[str, int]:
     return {f"checksum of {name}": checksum(value) for name, value in held.items()}
 
 
+LENGTH = ("length of counts",)
 FACT_RANGE = 2**31 - 1  # facts travel as int32 beside the loads: larger ones by their remainder
 
 
@@ -148,22 +149,27 @@ class Group(Exchanges):
                 differs. At once on CPU; errors on a GPU at the next :meth:`Call.swap_counts` or, where a dispatcher
                 makes none, at the next :meth:`check`. In a CUDA graph likewise, for every replay.
         """
-        self.check_owned("counts", counts)
-        self.check_owned("errors", errors := [0] * len(counts) if errors is None else errors)
+        if len(counts) != len(self.ranks) or (errors is not None and len(errors) != len(self.ranks)):
+            self.check_owned("counts", counts)
+            self.check_owned("errors", errors or [])
+        agreed: list[tuple[int, ...]] = []
         for rank, row in zip(self.ranks, counts, strict=True):
             if row.dim() != 1 or row.dtype != torch.int32:
                 raise ValueError(
                     f"counts of rank {rank} must be [E] int32, got {list(row.shape)} {row.dtype}"
                 )
-        self.agree_new("gather", ("length of counts",), [(len(row),) for row in counts], counts[0].device)
-        compared = {k: v % FACT_RANGE for k, v in (facts or {}).items()} if values_readable(counts[0]) else {}
-        width, num_ranks = len(counts[0]), self.topology.num_ranks
-        rows = [
-            row.new_full(row.shape, -code) if code else row for row, code in zip(counts, errors, strict=True)
-        ]
-        if compared:
-            rows = [torch.cat([row, row.new_tensor(list(compared.values()))]) for row in rows]
-        self.traffic.bytes["gather"] += sum(map(num_bytes, rows))
+            agreed.append((len(row),))
+        if (LENGTH, *agreed) not in self._agreed:
+            self.agree_new("gather", LENGTH, agreed, counts[0].device)
+        compared = facts if facts and values_readable(counts[0]) else {}
+        width, rows, values = len(counts[0]), [], []
+        for value in compared.values():
+            values.append(value % FACT_RANGE)
+        beside = counts[0].new_tensor(values) if compared else None
+        for row, code in zip(counts, errors or [0] * len(counts), strict=True):
+            own = row.new_full(row.shape, -code) if code else row
+            rows.append(own if beside is None else torch.cat([own, beside]))
+        self.traffic.bytes["gather"] += len(rows) * rows[0].numel() * rows[0].itemsize
         gathered = self._gather("gather", rows, in_node)
         loads = gathered.narrow(1, 0, width) if compared else gathered
         first = gathered.select(1, 0)
@@ -175,17 +181,23 @@ class Group(Exchanges):
             torch.minimum(self._replayed, first, out=self._replayed)
             self._captures = True
             return loads
-        # A copy: who writes to the loads, which are the caller's, hides no failure.
-        self._unread = first.clone() if self._unread is None else torch.minimum(self._unread, first)
+        if compared and first.device.type == "cpu" and not self._captures:
+            codes = first.tolist()
+            if min(codes) < 0:  # a rank that failed has no facts to compare
+                _raise_gathered(codes, first.device)
+        else:
+            # A copy: who writes to the loads, which are the caller's, hides no failure.
+            self._unread = first.clone() if self._unread is None else torch.minimum(self._unread, first)
         if self._replayed is None and may_be_kept(first):
             with torch.inference_mode(False):  # else only inference could write it
                 self._replayed = torch.zeros(first.shape, dtype=first.dtype, device=first.device)
-        if compared or first.device.type == "cpu":  # a rank that failed has no facts to compare
+        if self._unread is not None and (compared or first.device.type == "cpu"):
             self.check()
         if compared:
-            met = self.topology.node_of(self.ranks[0]) if in_node else range(num_ranks)
-            facts_of_ranks = gathered[met.start : met.stop, -len(compared) :].tolist()
-            raise_disagreement(list(compared), facts_of_ranks, met.start)
+            near = self.topology.node_of(self.ranks[0]) if in_node else range(len(gathered))
+            told = gathered[near.start : near.stop, width:]
+            if not told.eq(told[0]).all():
+                raise_disagreement(list(compared), told.tolist(), near.start)
         return loads
 
     def check(self) -> None:
