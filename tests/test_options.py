@@ -62,7 +62,7 @@ def test_a_layer_without_freedom_refuses_what_its_others_would() -> None:
     """Regression: exact:objective=nonsense raised at the first layer that had replicas, in its first batch."""
     topology = isoload.Topology(2)
     placement = isoload.place(torch.ones(1, 4), topology)
-    with pytest.raises(ValueError, match="^objective must be one of spread, local, packed, got 'nonsense'$"):
+    with pytest.raises(ValueError, match="^objective must be one of spread, local, got 'nonsense'$"):
         isoload.Balancer(placement, 0, "exact", isoload.LocalGroup(topology), objective="nonsense")
 
 
@@ -90,7 +90,7 @@ def test_text(kind: str, text: str, wanted: dict[str, Any]) -> None:
     [
         ("exact:budget", "policy must be written name:option=value, got 'exact:budget'"),
         ("exact:speed=1", "option must be one of tolerance, budget, objective for policy exact, got 'speed'"),
-        ("exact:objective=x", "option objective must be one of spread, local, packed, got 'x'"),
+        ("exact:objective=x", "option objective must be one of spread, local, got 'x'"),
         ("exact:budget=x", "option budget must be of type int, None, got 'x'"),
         ("fast:budget=1", "policy must be one of none, static"),
         ("exact:budget=1:budget=2", "option budget must be given once, got 'exact:budget=1:budget=2'"),

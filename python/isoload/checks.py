@@ -45,6 +45,8 @@ def parse(kind: str, classes: Mapping[str, type[Made]], text: str) -> tuple[str,
             raise ValueError(f"option {key} must be given once, got {text!r}")
         given[key] = value
     types = types_of(_find(kind, classes, name, given))
+    for key, value in given.items():
+        _refuse_removed(classes[name], key, value)
     options = {key: _read(key, value, types[key]) for key, value in given.items()}
     make(kind, classes, name, options)
     return name, options
@@ -55,9 +57,16 @@ def check_options(made: Any) -> None:
     for name, types in types_of(type(made)).items():
         value = getattr(made, name)
         if not any(_is(value, kind) for kind in types):
+            _refuse_removed(type(made), name, value)
             raise ValueError(f"{name} must be {_listed(types)}, got {value!r}{_nearest(value, types)}")
         if isinstance(value, float) and not isfinite(value):
             raise ValueError(f"{name} must be finite, got {value}")
+
+
+def _refuse_removed(made: type, name: str, value: Any) -> None:
+    """Raise ValueError for a value that an option had in an earlier version, naming what replaces it."""
+    if use := getattr(made, "removed", {}).get(f"{name}={value}"):
+        raise ValueError(f"{name}={value} was removed: {use}")
 
 
 def types_of(made: type) -> dict[str, tuple[Any, ...]]:

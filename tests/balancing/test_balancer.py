@@ -324,6 +324,9 @@ BAD = {
     "layer": (lambda p, g: Balancer(p, 9, group=g), r"layer must be in 0\.\.2, got 9"),
     "borrows": (lambda p, g: Balancer(p, policy="llep", group=g), "spare_slots must be at least 1 for policy llep"),
     "dims": (lambda p, g: Balancer(p, tokens="same")(torch.zeros(3, dtype=torch.int64)), r"topk_ids must be \[T, K\]"),
+    "last": (lambda p, g: Balancer(p, group=g, loads="last"), "loads='last' was removed: use loads='own'"),
+    "gather": (lambda p, g: Balancer(p, group=g, gather="sum"), "gather= was removed: the counts of"),
+    "price": (lambda p, g: Balancer(p, group=g, loads="own", price=True), "price= was removed: .* need none"),
     "load": (
         lambda p, g: Balancer(p, group=g).load(isoload.place(torch.ones(1, EXPERTS), make_topology(), 6)),
         "placement must have the layer's num_layers=3, got 1",

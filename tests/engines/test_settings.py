@@ -65,9 +65,9 @@ def test_values() -> None:
 
 
 def test_a_policy_for_each_phase() -> None:
-    text = "decode=exact_active, prefill=exact:tolerance=0.01:objective=packed"
+    text = "decode=exact_active, prefill=exact:tolerance=0.01:budget=9"
     settings = Settings.read({"ISOLOAD_POLICY": text})
-    exact = isoload.POLICIES["exact"](tolerance=0.01, objective="packed")
+    exact = isoload.POLICIES["exact"](tolerance=0.01, budget=9)
     assert settings.policies_for(False) == {"prefill": exact, "decode": isoload.POLICIES["exact_active"]()}
     assert settings.phased and not settings.places_shared
     assert not Settings.read({"ISOLOAD_POLICY": "prefill=lp,decode=lp"}).phased
@@ -116,7 +116,8 @@ BAD = {
     ("ISOLOAD_POLICY", "prefill=exact,decode=best"): "ISOLOAD_POLICY: policy must be one of",
     ("ISOLOAD_POLICY", "prefill=,decode=exact"): "ISOLOAD_POLICY: policy must be one of",
     ("ISOLOAD_POLICY", "prefill=llep,decode=exact"): "ISOLOAD_POLICY must not borrow weights",
-    ("ISOLOAD_LOADS", "all"): "ISOLOAD_LOADS must be one of gathered, own, node, last, got 'all'",
+    ("ISOLOAD_LOADS", "all"): "ISOLOAD_LOADS must be one of gathered, own, node, got 'all'",
+    ("ISOLOAD_LOADS", "last"): "ISOLOAD_LOADS=last was removed: use own",
     ("ISOLOAD_PLACER", "best"): "ISOLOAD_PLACER: placer must be one of",
     (
         "ISOLOAD_PLACER",
@@ -178,7 +179,7 @@ def test_refuses(name: str, value: str) -> None:
         Settings.read({name: value})
 
 
-@pytest.mark.parametrize("loads", ["own", "node", "last"])
+@pytest.mark.parametrize("loads", ["own", "node"])
 @pytest.mark.parametrize(
     "policy",
     ["dynamic", "lp", "grace_sampled", "joint", "prefill=exact,decode=lp", "prefill=lp,decode=exact"],

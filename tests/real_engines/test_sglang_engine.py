@@ -32,7 +32,7 @@ ATTACHED = {
     "ISOLOAD_REPORT_SECONDS": "0.2",
     "ISOLOAD_CHECK_WEIGHTS": "1",
     "SGLANG_LOG_EXPERT_LOCATION_METADATA": "1",
-    "ISOLOAD_POLICY": "prefill=exact,decode=exact:objective=packed",
+    "ISOLOAD_POLICY": "prefill=exact,decode=exact_active",
 }
 
 
@@ -111,12 +111,11 @@ def test_each_phase_has_its_policy(placed: Path, balanced: EngineRun) -> None:
     placement, told_apart = Placement(table, Topology(RANKS), 16), set()
     for batch in balanced.batches[0][: EPLB["eplb_rebalance_num_iterations"] * LAYERS]:
         phase = "prefill" if len(batch.ids) > len(PROMPTS) else "decode"
-        spread, packed = (
-            Balancer(placement, batch.layer, "exact", tokens="same", objective=of)(batch.ids)
-            for of in ("spread", "packed")
+        level, active = (
+            Balancer(placement, batch.layer, of, tokens="same")(batch.ids) for of in ("exact", "exact_active")
         )
-        assert torch.equal(batch.slots, packed if phase == "decode" else spread)
-        told_apart |= {phase} if not torch.equal(spread, packed) else set()
+        assert torch.equal(batch.slots, active if phase == "decode" else level)
+        told_apart |= {phase} if not torch.equal(level, active) else set()
     assert told_apart == {"prefill", "decode"}
 
 

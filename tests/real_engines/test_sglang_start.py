@@ -198,7 +198,7 @@ def test_the_log_says_whose_counts(
         (
             {},
             {"ISOLOAD_LOADS": "gathered"},
-            "ISOLOAD_LOADS must be own or last behind .* got 'gathered'",
+            "ISOLOAD_LOADS must be own behind .* got 'gathered'",
         ),
         ({}, {"ISOLOAD_LOADS": "node"}, "where ranks without tokens join no gather .* got 'node'"),
         (
@@ -208,8 +208,8 @@ def test_the_log_says_whose_counts(
         ),
         (
             {"elastic_ep_backend": "mooncake"},
-            {"ISOLOAD_LOADS": "last"},
-            "--elastic-ep-backend must come with .* dynamic and ISOLOAD_LOADS own, got 'mooncake' .* last",
+            {"ISOLOAD_LOADS": "node"},
+            "--elastic-ep-backend must come with .* dynamic and ISOLOAD_LOADS own, got 'mooncake' .* node",
         ),
         (
             {"elastic_ep_backend": "mooncake"},
@@ -379,11 +379,11 @@ UNUSED = [
     ),
     (
         {"ep_dispatch_algorithm": "static", "moe_a2a_backend": "deepep"},
-        {"ISOLOAD_LOADS": "last", "ISOLOAD_POLICY": "exact", "ISOLOAD_RECORD_EVERY": "8"},
+        {"ISOLOAD_LOADS": "own", "ISOLOAD_POLICY": "exact", "ISOLOAD_RECORD_EVERY": "8"},
         [
             "ISOLOAD_POLICY=exact has no effect: SGLang's own --ep-dispatch-algorithm static chooses replicas. Pass "
             "--ep-dispatch-algorithm dynamic, or unset ISOLOAD_POLICY",
-            "ISOLOAD_LOADS=last has no effect: SGLang's own --ep-dispatch-algorithm static chooses replicas. Pass "
+            "ISOLOAD_LOADS=own has no effect: SGLang's own --ep-dispatch-algorithm static chooses replicas. Pass "
             "--ep-dispatch-algorithm dynamic, or unset ISOLOAD_LOADS",
             "ISOLOAD_RECORD_EVERY=8 has no effect: no passes are recorded. Set ISOLOAD_MODE=shadow, or unset "
             "ISOLOAD_RECORD_EVERY",

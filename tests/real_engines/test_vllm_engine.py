@@ -31,7 +31,7 @@ ATTACHED = {
     "ISOLOAD_REPORT_SECONDS": "0.2",
     "ISOLOAD_CHECK_WEIGHTS": "1",
 }
-PHASES = {"ISOLOAD_POLICY": "prefill=exact,decode=exact:objective=packed"}
+PHASES = {"ISOLOAD_POLICY": "prefill=exact,decode=exact_active"}
 Oracle = tuple[Path, list[list[int]]]
 
 
@@ -142,13 +142,13 @@ def test_each_phase_has_its_policy(balanced: EngineRun) -> None:
     told_apart = set()
     for batch in balanced.batches[0]:
         placement = isoload.Placement(batch.table.int().view(1, -1), isoload.Topology(RANKS), 16)
-        spread, packed = (
-            isoload.Balancer(placement, policy="exact", tokens="same", objective=of)(batch.ids)
-            for of in ("spread", "packed")
+        level, active = (
+            isoload.Balancer(placement, policy=of, tokens="same")(batch.ids)
+            for of in ("exact", "exact_active")
         )
         prefill = len(batch.ids) > 4
-        assert torch.equal(batch.slots, spread if prefill else packed)
-        told_apart |= {prefill} if not torch.equal(spread, packed) else set()
+        assert torch.equal(batch.slots, level if prefill else active)
+        told_apart |= {prefill} if not torch.equal(level, active) else set()
     assert told_apart == {True, False}
 
 

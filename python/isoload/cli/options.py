@@ -69,7 +69,7 @@ FORMATS = "isoload, tensorrt-llm, sglang, vllm, vllm-list, vllm-ascend"
 CALIBRATIONS = "first-half, interleaved, all, leave-one-out, leave-cluster-out"
 ASSIGNMENTS = "contiguous, round-robin"
 PREDICTIONS = "perfect, last, linear, path, popularity, none"
-LOADS = "gathered, node, own, last"
+LOADS = "gathered, node, own"
 CALIBRATE_DEFAULT = (
     "Default: leave-cluster-out where batches have clusters, else first-half; of one batch all."
 )

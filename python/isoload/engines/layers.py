@@ -37,7 +37,6 @@ EXCHANGED = {
     "gathered": "loads gathered: one gather per layer",
     "node": f"loads node: one gather per layer within each node, {_TARGETS}",
     "own": f"loads own: no collective in a pass, {_TARGETS}",
-    "last": f"loads last: no collective in a pass, counts exchanged every {EXCHANGE_EVERY} passes",
     "alone": "loads own: nothing is exchanged, as ranks may go",
 }
 
@@ -52,7 +51,7 @@ class LoneRank(LocalGroup):
     def _gather(self, *given: Any, **how: Any) -> NoReturn:
         raise RuntimeError("nothing may be exchanged where ranks may go, as they would be waited for")
 
-    _swap = _sum = _gather
+    _swap = _gather
 
 
 class EngineLayer:

@@ -32,7 +32,7 @@ RECORD, RECORD_EVERY = Variable("ISOLOAD_RECORD"), Variable("ISOLOAD_RECORD_EVER
 SWITCH = Variable("ISOLOAD_SWITCH")  # a file
 PLACEMENT = Variable("ISOLOAD_PLACEMENT")  # a file
 MODES = ("on", "off", "shadow")
-ALL_LOADS = ("gathered", "own", "node", "last")
+ALL_LOADS = ("gathered", "own", "node")
 PHASES = ("prefill", "decode")
 
 
@@ -150,6 +150,8 @@ def _check_mode(mode: str, record: str, seconds: float, policy: str | None, swit
 
 
 def _check_loads(loads: str, policy: str | None) -> None:
+    if loads == "last":
+        raise ValueError(f"{LOADS.name}=last was removed: use own")
     if loads not in ALL_LOADS:
         raise ValueError(not_one_of(LOADS.name, ALL_LOADS, loads))
     if loads != "gathered" and any(of.name != "exact" for of in _policies(policy).values()):

@@ -27,7 +27,7 @@ class BalanceLog:
             if step % 50 == 0:
                 writer.add_scalars("train", balance.read(), step)  # or wandb.log(balance.read())
 
-    Only layers whose plans are made from loads of all ranks have an imbalance: with loads="own" or "last", and with
+    Only layers whose plans are made from loads of all ranks have an imbalance: with loads="own", and with
     policies that sample, no rank knows it.
 
     Args:

@@ -64,17 +64,17 @@ def in_backward() -> bool:
 
 TOO_MANY = 2**31  # copies of a batch
 
-Rule = Literal["home", "by_rank", "limit", "sample"]
+Rule = Literal["home", "by_rank", "sample"]
 
 
 @dataclass(frozen=True, eq=False)
 class SharedPlan:
     """Where the shared copies of one batch go. Fields may have a leading L.
 
-    rule                  "home": to the source's own rank; "by_rank": as that says; "limit": not more than it
-                          says, what a token cannot use stays home; "sample": every token draws a rank
+    rule                  "home": to the source's own rank; "by_rank": as that says; "sample": every token
+                          draws a rank
     tokens  [R] int32     tokens of source rank s that need the shared experts: n copies each
-    by_rank [R, R] int32  shared copies, all n experts together, that source s sends to rank d; rules by_rank and limit
+    by_rank [R, R] int32  shared copies, all n experts together, that source s sends to rank d; rule by_rank
     copies  [R, R] int32  routed copies that source s sends to rank d, where the rule uses them
     in_quota              whether the quota of the policy's plan has these copies already
     """

@@ -267,13 +267,6 @@ class CollectiveGroup(Group):
             _all_gather(gathered[near.start : near.stop].flatten(), rows[0], group=node or self.process_group)
         return gathered
 
-    def _sum(self, stage: str, rows: Owned) -> Tensor:
-        total = rows[0].clone()
-        with self.named(stage):
-            self._meet(stage, total, total.nbytes)
-            dist.all_reduce(total, group=self.process_group)
-        return total
-
     def join_node(self) -> dist.ProcessGroup:
         def make() -> dist.ProcessGroup:
             assert self.process_group is not None

@@ -163,7 +163,7 @@ class Exchanges(Shared, ABC):
     """R ranks that exchange tensors; lists run over ``ranks``, those that this process owns.
 
     Every rank makes the same calls in the same order. Each exchange has a stage, which names it in errors and in
-    ``traffic.bytes``. A subclass moves the bytes: ``_gather``, ``_swap`` and ``gather_objects``, if it can ``_sum`` and
+    ``traffic.bytes``. A subclass moves the bytes: ``_gather``, ``_swap`` and ``gather_objects``, if it can
     ``_start_gather``.
 
     Args:
@@ -191,10 +191,6 @@ class Exchanges(Shared, ABC):
     @abstractmethod
     def _gather(self, stage: str, rows: Owned, in_node: bool = False) -> Tensor:
         """[R, F] the row [F] of every rank; in_node: only of the ranks of the owned ones' nodes, 0 of the others."""
-
-    def _sum(self, stage: str, rows: Owned) -> Tensor:
-        """[F] the rows [F] of all ranks, added up."""
-        return self._gather(stage, rows).sum(0, dtype=rows[0].dtype)
 
     @abstractmethod
     def _swap(

@@ -158,7 +158,7 @@ class Layers(EngineLayers[Layer]):
             )
         if algorithm == "dynamic" and loads in JOINED_BY_ALL:
             raise ValueError(
-                f"{LOADS.name} must be own or last behind --ep-dispatch-algorithm dynamic over an all-to-all backend, "
+                f"{LOADS.name} must be own behind --ep-dispatch-algorithm dynamic over an all-to-all backend, "
                 f"where ranks without tokens join no gather (behind lp they do), got {loads!r}"
             )
         return loads
