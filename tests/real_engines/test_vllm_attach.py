@@ -28,7 +28,7 @@ import isoload
 from isoload.cli.engines import ENGINES, look
 from isoload.engines.seams import Seam, read_seams, wrong_check
 from isoload.engines.settings import Settings
-from isoload.engines.vllm import MODELS, layers, self_check
+from isoload.engines.vllm import MODELS, self_check
 from isoload.engines.vllm.placement import make_policy
 
 AROUND = [seam for seam in read_seams("vllm") if seam.kind == "around"]
@@ -216,13 +216,7 @@ def test_doctor_says_what_would_attach(value: str) -> None:
     assert "its functions are as isoload expects and a known batch comes out right; attaches" in detail
 
 
-@pytest.mark.parametrize(
-    ("policy", "said"),
-    [("exact", "exact"), ("prefill=exact,decode=exact_active", "exact in prefill, exact_active in decode")],
-)
-def test_a_drafts_layers_are_planned_as_the_models_are(
-    loader: pytest.MonkeyPatch, policy: str, said: str
-) -> None:
+def test_a_drafts_layers_are_planned_as_the_models_are(loader: pytest.MonkeyPatch) -> None:
     """In vLLM's own state of EPLB, to which it adds a draft of experts first, with replicas of its own."""
     group = SimpleNamespace(world_size=2, rank_in_group=0, device_group=None)
     for module in (parallel_state, eplb_state):
@@ -230,9 +224,8 @@ def test_a_drafts_layers_are_planned_as_the_models_are(
     loader.setattr(parallel_state, "get_node_count", lambda: 1)
     loader.setattr(eplb_state, "get_eplb_group", lambda: group)
     loader.setattr(eplb_state, "create_eplb_communicator", lambda **_: None)
-    loader.setattr(layers, "most_decoded", lambda *_, **__: 4)
     loader.setenv("ISOLOAD_VLLM", "1")
-    loader.setenv("ISOLOAD_POLICY", policy)
+    loader.setenv("ISOLOAD_POLICY", "exact_active")
     plugins.load_general_plugins()
     parallel = SimpleNamespace(
         enable_elastic_ep=False, data_parallel_size=1, tensor_parallel_size=2, num_ubatches=0, use_ubatching=False,
@@ -255,7 +248,7 @@ def test_a_drafts_layers_are_planned_as_the_models_are(
             assert torch.bincount(slots.flatten() // 4).tolist() == [8, 8], (
                 "each of two experts has two replicas"
             )
-            assert layer.policy_name == said
+            assert layer.policy_name == "exact_active"
 
 
 def moe_model() -> SimpleNamespace:

@@ -68,7 +68,6 @@ class EngineRecord:
         self.metrics = Metrics()
         self.phase = "decode"  # of the pass under way
         self.passes = 0  # forward passes so far
-        self.active = True  # whether passes are kept
         self._ended = False  # whether the pass under way is counted already
         self._kept: list[tuple[int, str]] = []  # number and phase of the recorder's batches
         self._since = time.monotonic()
@@ -112,12 +111,6 @@ class EngineRecord:
         self.flush()
         self.tables = tables.clone()
 
-    def turn(self, active: bool) -> None:
-        """Whether passes are kept from here on."""
-        if self.active and not active:
-            self.flush()
-        self.active = active
-
     def flush(self) -> None:
         """Hands what is kept to the thread; the host waits for the device."""
         self._since = time.monotonic()
@@ -135,7 +128,7 @@ class EngineRecord:
         if self._ended:
             return
         self._ended, self.passes = True, self.passes + 1
-        if not self.active or self.passes % self.settings.record_every:
+        if self.passes % self.settings.record_every:
             self.recorder.skip()
             return
         self.recorder.step()

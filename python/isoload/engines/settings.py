@@ -138,8 +138,8 @@ def _check_mode(mode: str, record: str, seconds: float, policy: str | None, swit
         raise ValueError(not_one_of(MODE.name, MODES, mode))
     if switch and mode != "on":
         raise ValueError(f"{SWITCH.name} must come with {MODE.name}=on, got {mode!r}")
-    if record and mode != "shadow" and not switch:
-        raise ValueError(f"{RECORD.name} must come with {MODE.name}=shadow or {SWITCH.name}, got {mode!r}")
+    if record and mode != "shadow":
+        raise ValueError(f"{RECORD.name} must come with {MODE.name}=shadow, got {mode!r}")
     if record and not os.path.isdir(record):
         raise ValueError(f"{RECORD.name} must be a folder that is there, got {record!r}")
     if mode == "shadow" and not record and not seconds:

@@ -59,7 +59,7 @@ def update_metadata(
         if LAYERS.by_id:
             LAYERS.follow(self, moe().ep_dispatch_algorithm)
             LAYERS.check_moved(update_layer_ids)
-        elif LAYERS.record is not None:
+        elif LAYERS.record is not None:  # in shadow mode
             LAYERS.record.moved(self.physical_to_logical_map_cpu)
     LAYERS.watch.progressed()
 
@@ -116,11 +116,9 @@ def map_dynamic(original: Original, topk_ids: Tensor, info: Any, *more: Any, **n
     if num_valid is None and layer.switch is None:
         return slots
     theirs = original(topk_ids, info, *more, **named).to(slots.dtype)
-    stands = layer.standing(slots, theirs)
-    if layer.record is not None:
-        layer.record.add(layer.balancer.layer, stands.view(rows.shape), num_valid)
+    chosen = slots if layer.switch is None else layer.switch.choose(slots, theirs)
     # Rows of padding keep SGLang's own replica: some of its kernels take no -1.
-    return stands if num_valid is None else torch.where(slots < 0, theirs, stands)
+    return chosen if num_valid is None else torch.where(slots < 0, theirs, chosen)
 
 
 def map_solved(topk_ids: Tensor, info: Any, log2phy_prob: Tensor) -> Tensor:

@@ -7,11 +7,12 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from isoload.balancing.balancer import Balancer
-from isoload.engines.layers import JOINED_BY_ALL, EngineLayer, EngineLayers, LoneRank
+from isoload.engines.layers import EXCHANGED, JOINED_BY_ALL, EngineLayer, EngineLayers, LoneRank
 from isoload.engines.record import EngineRecord
 from isoload.engines.settings import CHECK, LOADS, PHASES, PLACER, POLICY, SWITCH, Settings, Variable
 from isoload.engines.sglang import elastic
@@ -19,7 +20,7 @@ from isoload.engines.sglang.phases import prefill_graphs
 from isoload.engines.sglang.runtime import moe, parallel
 from isoload.engines.tables import engine_topology
 from isoload.online.metrics import Meter
-from isoload.policies import make_policy
+from isoload.policies import Policy, make_policy
 from isoload.policies.plan import without_shared_slots
 from isoload.topology import Topology
 from isoload.transport import Group
@@ -35,6 +36,35 @@ class Layer(EngineLayer):
         super().__init__(balancer, meter)
         self.num_valid: Tensor | None = None  # of the batch that comes next: rows from here on are padding
         self.shared: Tensor | None = None  # [T, 1] rank of every token's shared copy; Waterfill takes it
+        self.policies: dict[str, Policy] = {}  # by phase, where they differ
+
+    def plan_by(self, policies: dict[str, Policy]) -> None:
+        """Take a policy for each phase; raise ValueError where one of them cannot plan this layer."""
+        self.policies = policies if len(set(policies.values())) > 1 else {}
+        for policy in self.policies.values():
+            self.balancer.policy = policy
+
+    def turn(self, phase: Callable[[], str]) -> None:
+        """Let the phase's policy plan the next batch, in a graph that is captured now too.
+
+        The phase must be the same on all ranks. Ranks that gather loads compare their policies there; others could not
+        find a difference.
+        """
+        if not self.policies:
+            return
+        if torch.compiler.is_compiling():
+            raise RuntimeError(
+                f"{POLICY.name} must be one for prefill and decode where the router is traced into one graph of both"
+            )
+        policy = self.policies[phase()]
+        if self.balancer.policy is not policy:
+            self.balancer.policy = policy
+
+    @property
+    def policy_name(self) -> str:
+        """The policy's name; of each phase where they differ."""
+        phases = ", ".join(f"{policy.name} in {phase}" for phase, policy in self.policies.items())
+        return phases or super().policy_name
 
     def solve(self, topk_ids: Tensor) -> Tensor:
         """[T, K] physical ids of the routed copies, from [T, K] logical ones; all ranks together, also with T = 0."""
@@ -130,7 +160,9 @@ class Layers(EngineLayers[Layer]):
         same = chosen.moe_a2a_backend == "none"
         loads, group = ("gathered", None) if same else (self.loads_of(algorithm), self.group(topology))
         for i in range(metadata.num_layers):
-            self.add(Layer(self.balancer(i, policies, group, loads), self.own_meter()), policies)
+            layer = Layer(self.balancer(i, policies["decode"], group, loads), self.own_meter())
+            layer.plan_by(policies)
+            self.add(layer)
 
     def count(self, metadata: Any) -> None:
         """In shadow mode: makes the record of an ExpertLocationMetadata, or tells it where the experts are now."""
@@ -166,7 +198,7 @@ class Layers(EngineLayers[Layer]):
     def add_shared(self, layer: Layer) -> None:
         """Waterfill is on in this layer: the shared expert's copies are planned with the routed ones."""
         old, policies = layer.balancer, self.settings.policies_for(shared=True)
-        layer.balancer = self.balancer(old.layer, policies, old.group, "gathered", num_shared=1)
+        layer.balancer = self.balancer(old.layer, policies["decode"], old.group, "gathered", num_shared=1)
         layer.plan_by(policies)
 
     def phase_now(self) -> str:
@@ -185,6 +217,11 @@ class Layers(EngineLayers[Layer]):
     @property
     def chooses(self) -> bool:
         return bool(self.by_id or self.num_waterfill)
+
+    def exchanged(self) -> str:
+        """Return what the ranks exchange so that copies are level."""
+        ways = {EXCHANGED[way_of(layer.balancer)] for layer in self.by_id.values()}
+        return " and ".join(sorted(ways))
 
     def places(self) -> bool:
         """Whether SGLang's rebalances lay experts out with isoload's placer."""
@@ -252,6 +289,13 @@ class Layers(EngineLayers[Layer]):
         stays = f"SGLang's --ep-dispatch-algorithm {algorithm}, which chooses as ever"
         log.info(f"isoload: in shadow behind {stays}: {self.record.kept()}")
         self.say_unused({})
+
+
+def way_of(balancer: Balancer) -> str:
+    """Return the key in EXCHANGED."""
+    if isinstance(balancer.group, LoneRank):
+        return "alone"
+    return "same" if balancer.tokens == "same" else balancer.loads
 
 
 def model_name(runner: Any) -> str:

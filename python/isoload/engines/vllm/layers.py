@@ -33,18 +33,6 @@ class Layer(EngineLayer):
     def __init__(self, balancer: Balancer, meter: Meter | None, runner: Any, tokens: RankTokens) -> None:
         super().__init__(balancer, meter)
         self.runner, self.tokens = runner, tokens
-        self.decode_tokens = 0  # most of a rank's pass of decode, where each phase has a policy
-
-    def phase(self, num_rows: int) -> str:
-        """Of the pass under way, by what all ranks agree about: the tokens of the fullest one, padded; vLLM says no
-        more. A graph has the same number whenever it is replayed. num_rows: of this rank, where all hold the same."""
-        from vllm.forward_context import get_forward_context
-
-        agreed = get_forward_context().dp_metadata
-        if agreed is None and self.tokens == "own":
-            raise RuntimeError("vLLM must say how many tokens each rank has where these are its own")
-        tokens = num_rows if agreed is None else int(agreed.num_tokens_across_dp_cpu.max())
-        return "prefill" if tokens > self.decode_tokens else "decode"
 
     def describe(self) -> str:
         """What ranks hold, and what they exchange so that copies are level."""
@@ -73,17 +61,14 @@ class Layer(EngineLayer):
                 f"layer {self.balancer.layer}: vLLM must exchange tokens as when its model was loaded, "
                 f"do_naive_dispatch_combine is now {self.runner.do_naive_dispatch_combine}"
             )
-        self.turn(lambda: self.phase(len(topk_ids)))
         ids = topk_ids if topk_ids.dtype in (torch.int32, torch.int64) else topk_ids.to(torch.int32)
         # Gathered rows are all ranks', the number of unpadded ones is this rank's: planned by it, ranks would differ.
         padding_after = None if self.tokens == "gathered" else num_unpadded_tokens
         slots = counted = self.slots(ids, padding_after)
-        if theirs is not None:
-            slots = counted = self.standing(slots, theirs)
+        if self.switch is not None and theirs is not None:
+            slots = counted = self.switch.choose(slots, theirs)
         if (self.tokens == "gathered" or theirs is not None) and num_unpadded_tokens is not None:
             counted = slots.masked_fill(padding(slots, num_unpadded_tokens), -1)
-        if self.record is not None:
-            self.record.add(self.balancer.layer, slots if self.tokens == "gathered" else counted)
         expert_load_view += count(counted, len(expert_load_view)) * record_enabled
         return slots.to(topk_ids.dtype)
 
@@ -97,6 +82,7 @@ class ModelLayers(EngineLayers[Layer]):
     """All layers of one model, the served one or a draft."""
 
     engine = "vLLM"
+    draft = False  # whether the model drafts for the served one
 
     def engine_group(self) -> dist.ProcessGroup:
         from vllm.distributed.parallel_state import get_ep_group
@@ -121,20 +107,16 @@ class ModelLayers(EngineLayers[Layer]):
         tables = state.physical_to_logical_map.cpu()
         topology = engine_topology(get_ep_group().world_size, get_node_count())
         experts = state.model.num_logical_experts
-        if self.recorded and not parallel.enable_elastic_ep:
+        if not self.draft and not parallel.enable_elastic_ep:
             check_sizes(state, parallel, topology.num_ranks)
         check_placer("--enable-eplb", self.settings.placer, tables, experts, topology)
         self.place(tables, experts, topology, state.physical_to_logical_map.device)
-        policies = self.settings.policies_for(shared=False)
+        policy = self.settings.policies_for(shared=False)["decode"]
         loads = self.settings.loads_for("own" if self.settings.policy is None else "gathered")
         held, kept = tokens_by_layer(state, parallel, loads)
         for i, tokens in held.items():
-            most = None if self.switch is None else most_decoded(parallel, tokens == "gathered")
-            made = self.balancer(i, policies, self.group(topology) if tokens == "own" else None, loads)
-            layer = Layer(made, self.own_meter(), state.model.moe_layers[i], tokens)
-            self.add(layer, policies, state.model_name, most)
-            if layer.policies:
-                layer.decode_tokens = most_decoded(parallel, gathered=False)
+            balancer = self.balancer(i, policy, self.group(topology) if tokens == "own" else None, loads)
+            self.add(Layer(balancer, self.own_meter(), state.model.moe_layers[i], tokens))
         return kept
 
     def count(self, state: Any, parallel: Any, name: str) -> dict[int, Counted]:
@@ -183,7 +165,7 @@ class ModelLayers(EngineLayers[Layer]):
         log.info(f"isoload: attached to vLLM's EPLB of {name}: {dispatch}placer {self.settings.placer}")
         for reason, number in kept.items():
             log.info(f"isoload: vLLM's own choice of replicas stays on {number} layers of {name}: {reason}")
-        if self.recorded:  # a draft model may hold other tokens than the served one
+        if not self.draft:  # a draft model may hold other tokens than the served one
             self.say_unused(self.unused())
 
     def unused(self) -> dict[Variable, str]:
@@ -303,6 +285,11 @@ class Models:
 
     def start(self, settings: Settings) -> None:
         """Of a process whose hooks are attached; it has no model yet."""
+        if settings.phased:
+            raise ValueError(
+                f"{POLICY.name} with a policy for each phase was removed in 0.2 in vLLM, whose batches mix "
+                f"phases: use one policy, got {settings.policy!r}"
+            )
         self.settings, self.in_shadow = settings, settings.mode == "shadow"
         seconds = 0 if self.in_shadow else settings.report_seconds
         self.meter = Meter("vLLM", seconds) if seconds else None
@@ -315,7 +302,7 @@ class Models:
         """Takes a model whose experts vLLM has placed; of drafts, which come first, no plans are measured. All ranks
         call it together. name: as served; empty: the state's."""
         layers, name = ModelLayers(), name or state.model_name
-        layers.settings, layers.recorded = self.settings, not draft
+        layers.settings, layers.draft = self.settings, draft
         if self.in_shadow:
             if not draft:
                 self._keep(state, layers, layers.count(state, parallel, name))
