@@ -54,8 +54,11 @@ def floor_of(module: str) -> int:
 
 
 def imported(path: Path) -> Iterator[str]:
-    """Dotted isoload modules that a file imports, for type checkers alone included."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    """Dotted isoload modules that a file imports when it runs: those for type checkers alone are left out."""
+    tree = ast.parse(path.read_text())
+    typed = [n for n in tree.body if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"]
+    skipped = {child for block in typed for child in ast.walk(block)}
+    for node in (node for node in ast.walk(tree) if node not in skipped):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "isoload":
             base = ".".join(node.module.split(".")[1:])
             for alias in node.names:

@@ -26,7 +26,8 @@ from torch import Tensor
 from isoload import ops
 from isoload.checks import check_options, make, parse
 from isoload.ops import Order
-from isoload.placement.placed_layers import HostPlacement, PlacedLayers
+from isoload.placement.placed_layers import PlacedLayers
+from isoload.placement.placement import Placement
 from isoload.policies.plan import Plan, rank_cost
 
 GOLDEN = 0x9E3779B97F4A7C15  # spreads layer, step and rank over the 64-bit seeds of sampled routes
@@ -88,7 +89,7 @@ class Policy:
         if not torch.compiler.is_compiling():  # in a graph policies are made of checked ones
             check_options(self)
 
-    def check(self, placement: HostPlacement) -> None:
+    def check(self, placement: Placement) -> None:
         """Raises ValueError for a placement that it cannot plan, whatever the loads."""
 
     def fill(self, demand: Demand, placed: PlacedLayers) -> PlacedLayers:

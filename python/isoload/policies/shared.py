@@ -15,7 +15,8 @@ from torch import Tensor
 
 from isoload import ops
 from isoload.ops import Candidates, Objective, Order
-from isoload.placement.placed_layers import HostPlacement, PlacedLayers
+from isoload.placement.placed_layers import PlacedLayers
+from isoload.placement.placement import Placement
 from isoload.policies.base import EVEN, Demand, Policy, exact_plan, make_policy, solve
 from isoload.policies.exact import EvenPolicy, ExactPolicy
 from isoload.policies.plan import Plan, Rule, SharedPlan, rank_cost, shared_copies, widened
@@ -47,7 +48,7 @@ class SharedPolicy(Policy, ABC):
     def borrows(self) -> bool:  # type: ignore[override]
         return self.routed_policy.borrows
 
-    def check(self, placement: HostPlacement) -> None:
+    def check(self, placement: Placement) -> None:
         if not placement.num_shared:
             raise ValueError(f"placement must have shared experts for policy {self.name}, got num_shared=0")
         self.routed_policy.check(placement)
@@ -177,7 +178,7 @@ class WaterfillPolicy(SharedPolicy):
     name = "waterfill"
     candidates: Candidates = "all"
 
-    def check(self, placement: HostPlacement) -> None:
+    def check(self, placement: Placement) -> None:
         super().check(placement)
         # else a rank's shared copies would have no candidate that is alive
         topology, live = placement.topology, placement.topology.live_ranks
