@@ -99,14 +99,14 @@ def test_the_file_of_sglang() -> None:
     assert len({s.name for s in seams}) == len(seams)
     assert all(s.why and s.read_from and s.target.startswith("sglang.srt.") for s in seams)
     assert not any(name.split(".")[0] == "sglang" for name in sys.modules)
-    from isoload.engines.sglang import HOOKS, self_check
+    from isoload.engines.sglang import CHECKS, HOOKS
 
     hooked = [s for s in seams if s.kind in ("replace", "around")]
     older = {s.older.rsplit(".", 1)[-1] for s in hooked if s.older}
     in_shadow, on = ({s.name for s in of_mode(hooked, mode)} for mode in ("shadow", "on"))
     assert in_shadow - on == {"_post_process_topk_ids"} and len(in_shadow) == 5
     assert in_shadow | on | older == set(HOOKS)
-    assert {option for s in seams for option in s.serves} == set(self_check.CHECKS)
+    assert {option for s in seams for option in s.serves} == set(CHECKS)
 
 
 def test_the_file_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,9 +26,8 @@ from torch import Tensor
 import isoload
 from isoload import Balancer
 from isoload.engines.sglang import LAYERS, dispatch
-from isoload.engines.sglang.layers import Layer
-from isoload.engines.sglang.phases import prefill_graphs
-from isoload.engines.sglang.waterfill import WaterfillBalancer
+from isoload.engines.sglang.dispatch import WaterfillBalancer
+from isoload.engines.sglang.layers import Layer, prefill_graphs
 from isoload.online import switch
 
 

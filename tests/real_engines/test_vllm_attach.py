@@ -28,7 +28,7 @@ import isoload
 from isoload.cli.engines import ENGINES, look
 from isoload.engines.seams import Seam, read_seams, wrong_check
 from isoload.engines.settings import Settings
-from isoload.engines.vllm import MODELS, self_check
+from isoload.engines.vllm import CHECKS, MODELS
 from isoload.engines.vllm.placement import make_policy
 
 AROUND = [seam for seam in read_seams("vllm") if seam.kind == "around"]
@@ -67,7 +67,7 @@ def test_the_installed_package_has_the_entry_point() -> None:
 def test_every_seam_is_as_the_file_says() -> None:
     assert not [fault for of in read_seams("vllm") if (fault := of.at_home().fault())]
     MODELS.start(Settings.read({}))
-    assert not [wrong for check in self_check.CHECKS.items() if (wrong := wrong_check(*check))]
+    assert not [wrong for check in CHECKS.items() if (wrong := wrong_check(*check))]
     MODELS.start(Settings.read({}))
 
 

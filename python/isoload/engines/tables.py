@@ -1,9 +1,6 @@
-"""Tables of replicas: from an engine's physical-to-logical map to a Placement, and back.
-
-It also makes the Placement of ISOLOAD_PLACER when an engine rebalances, and a batch with a known best split by
-which a plug-in checks its own hooks: six experts on two ranks of four slots, experts 0 and 1 with a replica on each
-rank. All tokens choose expert 0, so an optimal split halves it.
-"""
+"""Engines' tables of replicas: from their physical-to-logical map to a Placement, and from a Placement to theirs; the
+Placement that ISOLOAD_PLACER makes when an engine rebalances; and a batch whose best split is known, for a plug-in's
+check of its own hooks before any is in place."""
 
 from __future__ import annotations
 
@@ -188,6 +185,8 @@ class EngineSizes(NamedTuple):
         return self.option.replace("{}", str(number))
 
 
+# A known batch: six experts on two ranks of four slots; experts 0 and 1 have a replica on each rank. All tokens choose
+# expert 0, so an optimal split halves it.
 SLOTS = torch.tensor([[0, 1, 2, 3, 0, 1, 4, 5]])
 IDS = torch.tensor([[0, 1], [0, 2], [0, 4], [0, 1]], dtype=torch.int32)
 NUM_EXPERTS, NUM_RANKS = 6, 2

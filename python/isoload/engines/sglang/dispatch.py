@@ -1,4 +1,5 @@
-"""Hooks of SGLang's dispatch: logical to physical ids, behind --ep-dispatch-algorithm dynamic and lp.
+"""Hooks of SGLang's dispatch: logical to physical ids, behind --ep-dispatch-algorithm dynamic and lp; and the shared
+experts of --enable-waterfill.
 
 dynamic  Without an all-to-all backend all ranks hold the same tokens and compute the same plan. With one each plans its
          own, and SGLang calls nothing on a rank without tokens: no forward pass may hold an exchange.
@@ -11,18 +12,20 @@ rebalances, too: `_post_process_topk_ids` returns the slots of the routed copies
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from isoload.balancing.balancer import Balancer
 from isoload.engines.layers import JOINED_BY_ALL
 from isoload.engines.settings import CHECK, SWITCH
-from isoload.engines.sglang.layers import LAYERS, Layer, model_name
-from isoload.engines.sglang.phases import phase_of
+from isoload.engines.sglang.layers import LAYERS, Layer, model_name, moe, phase_of
 from isoload.engines.sglang.placement import check_at_start, check_file
-from isoload.engines.sglang.runtime import moe
+from isoload.placement.placement import Placement
+from isoload.policies.shared import WaterfillPolicy
+from isoload.topology import Topology
 
 Original = Callable[..., Any]
 MOVED = "routed_experts_weights_of_layer"  # a model's weights that SGLang moves when experts move
@@ -45,35 +48,6 @@ def set_metadata(original: Original, value: Any, *more: Any, **named: Any) -> No
         raise ValueError(
             f"{SWITCH.name} must come with --ep-dispatch-algorithm dynamic, with isoload behind it, got {algorithm!r}"
         )
-
-
-def update_metadata(
-    original: Original, self: Any, other: Any, update_layer_ids: list[int], *more: Any, **named: Any
-) -> None:
-    """Around ExpertLocationMetadata.update, SGLang's rebalancing behind a pass: the tables of the Balancers follow in
-    place."""
-    from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
-
-    original(self, other, update_layer_ids, *more, **named)
-    if self is get_global_expert_location_metadata():
-        if LAYERS.by_id:
-            LAYERS.follow(self, moe().ep_dispatch_algorithm)
-            LAYERS.check_moved(update_layer_ids)
-        elif LAYERS.record is not None:  # in shadow mode
-            LAYERS.record.moved(self.physical_to_logical_map_cpu)
-    LAYERS.watch.progressed()
-
-
-def rebalance(original: Original, self: Any, *more: Any, **named: Any) -> Iterator[None]:
-    """Around EPLBManager.rebalance, a generator that comes back between two chunks of layers, once in a pass."""
-    LAYERS.watch.enter()
-    try:
-        for _ in original(self, *more, **named):
-            LAYERS.watch.leave(pending=True)
-            yield
-            LAYERS.watch.enter()
-    finally:
-        LAYERS.watch.leave(pending=False)
 
 
 def init_lplb_solvers(*, model_config: Any) -> None:
@@ -199,3 +173,94 @@ def forward(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     if LAYERS.meter is not None and LAYERS.meter.report_if_due():
         LAYERS.check_device()
     return result
+
+
+class WaterfillBalancer:
+    """Made by SGLang for each TopK and HashTopK. All ranks make and call them together.
+
+    Behind lp the layer's plan has decided about the shared copies already (policy joint, unless ISOLOAD_POLICY says
+    another); else, and in draft models, they fill the ranks beside the routed copies as these lie (policy waterfill).
+    num_routed_experts is P, the slots of all ranks; shared_weight that of the shared expert's output, in older versions
+    the inverse of routed_scaling_factor, or 1 where that is 0.
+    """
+
+    flag = "--enable-waterfill"
+
+    def __init__(
+        self,
+        num_routed_experts: int,
+        world_size: int,
+        rank: int,
+        layer_id: int,
+        shared_weight: float | None = None,
+        *,
+        routed_scaling_factor: float | None = None,
+    ) -> None:
+        if (shared_weight is None) == (routed_scaling_factor is None):
+            raise ValueError(
+                "one of shared_weight and routed_scaling_factor must be given, "
+                f"got {shared_weight} and {routed_scaling_factor}"
+            )
+        if num_routed_experts % world_size:
+            raise ValueError(
+                f"num_routed_experts must be a multiple of {world_size}, got {num_routed_experts}"
+            )
+        if shared_weight is None:
+            shared_weight = 1 / routed_scaling_factor if routed_scaling_factor else 1.0
+        self.slots_per_rank, self.shared_weight = num_routed_experts // world_size, shared_weight
+        self.layer: Layer | None = None
+        layer = LAYERS.by_id.get(layer_id)
+        # The model's own layers come before those of draft models, whose numbers may be the same.
+        if layer is not None and layer.plans_shared:
+            LAYERS.add_shared(layer)
+            self.layer = layer
+        else:
+            LAYERS.num_waterfill, LAYERS.waterfill_flag = LAYERS.num_waterfill + 1, self.flag
+            self.balancer = fixed_routed(num_routed_experts, world_size)
+
+    def expand_topk(self, topk_output: Any, num_tokens: int) -> Any:
+        """topk_ids [T, K] of routed slots -> [T, K + 1] with the shared slots between them; and its weight.
+
+        Every rank's shared slot is its last, so that routed slot p becomes ``p + p // S``. A row without a routed
+        copy gets shared slot -1 and weight 0, as has every id of -1.
+        """
+        ids, weights = topk_output.topk_ids, topk_output.topk_weights
+        shared_rank = None if self.layer is None else self.layer.take_shared(num_tokens)
+        if shared_rank is not None:
+            # One shared slot lies behind the routed ones of each rank; -1 stays.
+            routed = ids + ids.div(self.slots_per_rank, rounding_mode="floor").clamp(min=0)
+            slots = torch.cat([routed, self._slot(ids, shared_rank)], dim=1)
+        elif self.layer is None:
+            slots = cast(Tensor, self.balancer(ids.contiguous()))
+        else:
+            raise RuntimeError(
+                "Waterfill must come after the layer's plan, which was not made for this batch"
+            )
+        shared = torch.where(slots[:, -1:] >= 0, self.shared_weight, 0.0).to(weights.dtype)
+        weights = torch.cat([weights.masked_fill(ids < 0, 0.0), shared], dim=1)
+        return topk_output._replace(topk_ids=slots, topk_weights=weights)
+
+    def _slot(self, ids: Tensor, rank: Tensor) -> Tensor:
+        """[T, 1] the shared slot of a rank; -1 where SGLang has masked the row since."""
+        live = (rank >= 0) & (ids >= 0).any(1, keepdim=True)
+        size = self.slots_per_rank
+        return torch.where(live, rank * (size + 1) + size, -1).to(ids.dtype)
+
+
+class DeepEPWaterfillBalancer(WaterfillBalancer):
+    """Of this name in SGLang up to 0.5.15."""
+
+    flag = "--enable-deepep-waterfill"
+
+
+def fixed_routed(num_slots: int, num_ranks: int) -> Balancer:
+    """Every slot an expert of its own, which nothing can move, and a shared expert on every rank."""
+    per_rank = torch.arange(num_slots, dtype=torch.int32).view(num_ranks, -1)
+    shared = torch.full((num_ranks, 1), num_slots, dtype=torch.int32)
+    slots, topology = torch.cat([per_rank, shared], dim=1).view(1, -1), Topology(num_ranks)
+    placement, policy = (
+        Placement(slots, topology, num_slots + 1, num_shared=1),
+        WaterfillPolicy(routed="none"),
+    )
+    group = LAYERS.group(topology) if num_ranks > 1 else None
+    return Balancer(placement, policy=policy, group=group, shared_columns=False)

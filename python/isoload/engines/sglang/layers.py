@@ -1,5 +1,9 @@
 """The Balancers of one process, by layer: made when SGLang has its expert locations, refreshed in place when it moves
-experts. LAYERS is the only state of the plug-in."""
+experts. LAYERS is the only state of the plug-in.
+
+Beside them what they read of SGLang: its options and ranks, the phase of a pass, and which ranks are gone. SGLang's
+modules are imported inside of functions, which only its processes call.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +19,6 @@ from isoload.balancing.balancer import Balancer
 from isoload.engines.layers import EXCHANGED, JOINED_BY_ALL, EngineLayer, EngineLayers, LoneRank
 from isoload.engines.record import EngineRecord
 from isoload.engines.settings import CHECK, LOADS, PHASES, PLACER, POLICY, SWITCH, Settings, Variable
-from isoload.engines.sglang import elastic
-from isoload.engines.sglang.phases import prefill_graphs
-from isoload.engines.sglang.runtime import moe, parallel
 from isoload.engines.tables import engine_topology
 from isoload.online.metrics import Meter
 from isoload.policies import Policy, make_policy
@@ -27,6 +28,7 @@ from isoload.transport import Group
 
 log = logging.getLogger("isoload")
 EPLB = "--eplb-algorithm isoload"
+UNAGREED = "SGLANG_SCHEDULER_SKIP_ALL_GATHER"
 
 
 class Layer(EngineLayer):
@@ -100,7 +102,7 @@ class Layer(EngineLayer):
 
 
 class Layers(EngineLayers[Layer]):
-    """All layers of this process. SGLang's modules are imported inside of functions, which only its processes call."""
+    """All layers of this process."""
 
     engine = "SGLang"
 
@@ -120,10 +122,10 @@ class Layers(EngineLayers[Layer]):
         return int(parallel().moe_ep_rank)
 
     def own_rank(self) -> int:
-        return self.engine_rank() + elastic.joined_behind()
+        return self.engine_rank() + joined_behind()
 
     def group(self, topology: Topology) -> Group:
-        return super().group(topology) if elastic.backend() is None else LoneRank(topology, self.own_rank())
+        return super().group(topology) if elastic_backend() is None else LoneRank(topology, self.own_rank())
 
     def follow(self, metadata: Any, algorithm: str) -> None:
         """Takes SGLang's ExpertLocationMetadata: Balancers are made, or refreshed in place where there are some.
@@ -131,7 +133,7 @@ class Layers(EngineLayers[Layer]):
         Args:
             algorithm: "dynamic" or "lp"; the same on all ranks.
         """
-        tables = elastic.live_tables(metadata)
+        tables = live_tables(metadata)
         if self.refresh(tables):
             return
         switched = self.settings.switch is not None
@@ -140,7 +142,7 @@ class Layers(EngineLayers[Layer]):
                 f"{SWITCH.name} must come with --ep-dispatch-algorithm dynamic and without --pp-size, got "
                 f"{algorithm!r} and {parallel().pp_size}"
             )
-        if (given := elastic.backend()) is not None and (switched or self.settings.check_weights):
+        if (given := elastic_backend()) is not None and (switched or self.settings.check_weights):
             raise ValueError(
                 f"--elastic-ep-backend must come without {SWITCH.name} and {CHECK.name}, by which all ranks meet, got "
                 f"{given!r} with one"
@@ -183,7 +185,7 @@ class Layers(EngineLayers[Layer]):
     def loads_of(self, algorithm: str) -> str:
         """Whose counts plan the batches of an all-to-all backend's ranks, which hold tokens of their own."""
         loads = self.settings.loads_for("own" if algorithm == "dynamic" else "gathered")
-        if (given := elastic.backend()) is not None and (algorithm, loads) != ("dynamic", "own"):
+        if (given := elastic_backend()) is not None and (algorithm, loads) != ("dynamic", "own"):
             raise ValueError(
                 f"--elastic-ep-backend must come with --ep-dispatch-algorithm dynamic and {LOADS.name} own, got "
                 f"{given!r} with {algorithm} and {loads}"
@@ -305,6 +307,81 @@ def model_name(runner: Any) -> str:
 
 def topology_of(metadata: Any) -> Topology:
     return engine_topology(metadata.ep_size, parallel().nnodes)
+
+
+def moe() -> Any:
+    """The options of MoE layers."""
+    from sglang.srt.runtime_context import get_exec
+
+    return get_exec().moe
+
+
+def parallel() -> Any:
+    """Which ranks there are."""
+    from sglang.srt.runtime_context import get_parallel
+
+    return get_parallel()
+
+
+def phase_of(batch: Any) -> str:
+    """Of a ForwardBatch, the same on all ranks: prefill wherever one has some, as SGLang's all-to-all has it. A mixed
+    batch is prefill, a draft's verification decode."""
+    mode = batch.forward_mode
+    prefill = batch.is_extend_in_batch or (mode.is_extend() and not mode.is_target_verify())
+    return "prefill" if prefill else "decode"
+
+
+def prefill_graphs() -> Callable[[], bool]:
+    """SGLang's own word whether what runs now is captured for prefill, where each phase has a policy.
+
+    Raises:
+        ValueError: ranks would not agree, or this SGLang says no such word.
+    """
+    from sglang.srt.utils import get_bool_env_var
+
+    one = f"{POLICY.name} must be one for prefill and decode"
+    if get_bool_env_var(UNAGREED):
+        raise ValueError(f"{one} where {UNAGREED} is set, by which ranks agree on no phase")
+    try:
+        from sglang.srt.model_executor.runner_utils.prefill_graph import is_in_prefill_graph_scope
+    except ImportError:
+        raise ValueError(f"{one} with this SGLang, which does not say which graphs are of prefill") from None
+    found: Callable[[], bool] = is_in_prefill_graph_scope
+    return found
+
+
+def elastic_backend() -> str | None:
+    """SGLang's --elastic-ep-backend."""
+    backend: str | None = moe().elastic_ep_backend
+    return backend
+
+
+def joined_behind() -> int:
+    """By how much this process's rank is larger than SGLang counts it, where it has joined a running engine."""
+    return int(parallel().ep_join_rank_offset) if moe().is_ep_scale_joiner else 0
+
+
+def live_tables(metadata: Any) -> Tensor:
+    """[L, P] the expert in each slot of an ExpertLocationMetadata, on the host; -1 on ranks that are gone.
+
+    An expert of which no copy is left keeps its slots there, and the log names it.
+    """
+    tables: Tensor = metadata.physical_to_logical_map_cpu
+    if elastic_backend() is None:
+        return tables
+    from sglang.srt.elastic_ep.elastic_ep import ElasticEPStateManager
+
+    state = ElasticEPStateManager.instance()
+    if state is None or bool((alive := state.active_ranks_cpu[: metadata.ep_size] != 0).all()):
+        return tables
+    gone = ~alive.repeat_interleave(tables.shape[1] // metadata.ep_size)
+    live = tables.masked_fill(gone, -1)
+    for layer, (row, left) in enumerate(zip(tables, live, strict=True)):
+        if lost := sorted(set(range(metadata.num_logical_experts)) - set(left.tolist())):
+            live[layer] = torch.where(torch.isin(row, torch.tensor(lost)), row, left)
+            ranks = (~alive).nonzero().flatten().tolist()
+            log.error(f"isoload: layer {layer} has no copy left of experts {lost}: ranks {ranks} are gone")
+    return live
 
 
 LAYERS = Layers()

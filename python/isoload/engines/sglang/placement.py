@@ -1,34 +1,31 @@
-"""--eplb-algorithm isoload: SGLang's rebalancing lays experts out with a placer of isoload's registry."""
+"""Where SGLang's experts are placed: its rebalances, --eplb-algorithm isoload, and the file that it starts from."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from isoload.engines.sglang import elastic
-from isoload.engines.sglang.layers import EPLB, LAYERS, topology_of
-from isoload.engines.sglang.runtime import moe, parallel
+from isoload.engines.sglang.layers import EPLB, LAYERS, elastic_backend, moe, parallel, topology_of
 from isoload.engines.tables import EngineSizes, check_placer, engine_topology, lay_out, running
 from isoload.files import open_regular, read_text
 
+Original = Callable[..., Any]
 NAME = "isoload"
-
-
 CHOSEN = object()  # what compute_algorithm returns for this name, in place of a member of SGLang's Enum
 
 
-def compute_algorithm(original: Callable[..., Any], raw_algorithm: str, *more: Any, **named: Any) -> Any:
+def compute_algorithm(original: Original, raw_algorithm: str, *more: Any, **named: Any) -> Any:
     """Around SGLang's of this name."""
     return CHOSEN if raw_algorithm == NAME else original(raw_algorithm, *more, **named)
 
 
 def rebalance_experts(
-    original: Callable[..., Any],
+    original: Original,
     tokens_per_expert: Tensor,
     num_physical_experts: int,
     num_local_physical_experts: int,
@@ -50,6 +47,35 @@ def rebalance_experts(
     placer = LAYERS.settings.placer
     placed = lay_out(tokens_per_expert, topology, num_local_physical_experts, placer, before)
     return tuple(table.to(device) for table in placed)
+
+
+def update_metadata(
+    original: Original, self: Any, other: Any, update_layer_ids: list[int], *more: Any, **named: Any
+) -> None:
+    """Around ExpertLocationMetadata.update, SGLang's rebalancing behind a pass: the tables of the Balancers follow in
+    place."""
+    from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
+
+    original(self, other, update_layer_ids, *more, **named)
+    if self is get_global_expert_location_metadata():
+        if LAYERS.by_id:
+            LAYERS.follow(self, moe().ep_dispatch_algorithm)
+            LAYERS.check_moved(update_layer_ids)
+        elif LAYERS.record is not None:  # in shadow mode
+            LAYERS.record.moved(self.physical_to_logical_map_cpu)
+    LAYERS.watch.progressed()
+
+
+def rebalance(original: Original, self: Any, *more: Any, **named: Any) -> Iterator[None]:
+    """Around EPLBManager.rebalance, a generator that comes back between two chunks of layers, once in a pass."""
+    LAYERS.watch.enter()
+    try:
+        for _ in original(self, *more, **named):
+            LAYERS.watch.leave(pending=True)
+            yield
+            LAYERS.watch.enter()
+    finally:
+        LAYERS.watch.leave(pending=False)
 
 
 def check_at_start(metadata: Any) -> None:
@@ -75,7 +101,7 @@ def check_file(model_config: Any) -> None:
         return
     given = moe().init_expert_location
     # While ranks may join SGLang adds their slots to those of the file, and checks the sum.
-    if given == "trivial" or elastic.backend() is not None:
+    if given == "trivial" or elastic_backend() is not None:
         return
     from sglang.srt.eplb.expert_location import ModelConfigForExpertLocation
 
