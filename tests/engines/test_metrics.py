@@ -107,14 +107,14 @@ def test_threads_make_one_of_a_name(client: Any, monkeypatch: pytest.MonkeyPatch
         made.append(given[0])
         return stock(*given, **named, registry=None)
 
-    metrics._made.cache_clear()
+    metrics._create.cache_clear()
     monkeypatch.setattr(client, "Gauge", gauge)
     try:
         with ThreadPoolExecutor(8) as pool:
             models = [Metrics("SGLang", f"model {i}", str(i), on=True) for i in range(16)]
             list(pool.map(lambda of: [of.set("attached", 1) for _ in range(50)], models))
     finally:
-        metrics._made.cache_clear()
+        metrics._create.cache_clear()
         for collector in {*client.REGISTRY._names_to_collectors.values()}:
             if getattr(collector, "_name", "").startswith("isoload_"):
                 client.REGISTRY.unregister(collector)

@@ -166,7 +166,7 @@ def serve_own(rank: int, ranks: int) -> dict[str, Any]:
             batches = draw_step(step, rank)
             found.append(list(threads.map(lambda ids: route(state, ids, len(ids)), batches)))
             dispatch.step(lambda *_, **__: None, holder, is_dummy=not batches)
-    counts = MODELS.of(state).by_id[1].balancer.own_counts  # type: ignore[union-attr]
+    counts = MODELS.layers(state).by_id[1].balancer.own_counts  # type: ignore[union-attr]
     assert counts is not None
     return {"found": found, "offset": counts.offset[0]}
 
@@ -206,7 +206,7 @@ def switched(rank: int, ranks: int, folder: str) -> list[tuple[bool, str]]:
     switch.READ_EVERY = 0.0
     path = Path(folder, f"switch{rank}")
     state = add_model(rank, ranks, ISOLOAD_SWITCH=str(path))
-    layers = MODELS.of(state)
+    layers = MODELS.layers(state)
     assert layers is not None and layers.switch is not None
     holder, passes = SimpleNamespace(model_states={"model": state}), []
     for number in range(AGREE_EVERY * 6):

@@ -48,7 +48,7 @@ def served(attached: None, placement: isoload.Placement) -> Iterator[Any]:
 
 def slots_of(placement: isoload.Placement, layer: int) -> Tensor:
     info = info_of(placement, "dynamic", layer)
-    info.isoload_layer, info.isoload_num_valid = LAYERS.of(layer), None
+    info.isoload_layer, info.isoload_num_valid = LAYERS.layer(layer), None
     return dispatch.map_dynamic(_topk_ids_logical_to_physical_dynamic, draw(30), info)
 
 
@@ -136,10 +136,10 @@ def test_a_rebalance_in_chunks_is_watched_between_them(
     going = sglang_placement.rebalance(rebalance, None)
     found = []
     for _ in going:
-        now = LAYERS.watch._now
+        now = LAYERS.watch._rebalance
         assert now is not None and now.entered is None and now.left is not None
         found.append(now.passes)
-    assert chunks == ["first", "second"] and found == [1, 0] and LAYERS.watch._now is None
+    assert chunks == ["first", "second"] and found == [1, 0] and LAYERS.watch._rebalance is None
 
 
 def test_a_chunk_that_never_comes_is_named(attached: None, caplog: pytest.LogCaptureFixture) -> None:
@@ -159,4 +159,4 @@ def test_a_chunk_that_never_comes_is_named(attached: None, caplog: pytest.LogCap
     (record,) = caplog.records
     assert "isoload SGLang: EPLB has stalled" in record.getMessage()
     going.close()
-    assert LAYERS.watch._now is None, "SGLang has dropped it"
+    assert LAYERS.watch._rebalance is None, "SGLang has dropped it"

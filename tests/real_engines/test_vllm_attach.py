@@ -241,7 +241,7 @@ def test_a_drafts_layers_are_planned_as_the_models_are(loader: pytest.MonkeyPatc
         state.add_model(moe_model(), config, **given)
     with override_forward_context(ForwardContext({}, {}, {})):
         for of in state.model_states.values():
-            (layer,) = MODELS.of(of).by_id.values()  # type: ignore[union-attr]
+            (layer,) = MODELS.layers(of).by_id.values()  # type: ignore[union-attr]
             counted = torch.zeros(8, dtype=torch.int32)
             maps = of.logical_to_physical_map[0], of.logical_replica_count[0]
             slots = base_router.eplb_map_to_physical_and_record(ids, counted, *maps, torch.tensor(True))

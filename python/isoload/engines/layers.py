@@ -49,7 +49,7 @@ class LoneRank(LocalGroup):
         super().__init__(topology)
         self.ranks = (rank,)
 
-    def _gather(self, *given: Any, **how: Any) -> NoReturn:
+    def _gather(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise RuntimeError("nothing may be exchanged where ranks may go, as they would be waited for")
 
     _swap = _sum = _gather

@@ -69,7 +69,7 @@ class EngineRecord:
         self.phase = "decode"  # of the pass under way
         self.passes = 0  # forward passes so far
         self._ended = False  # whether the pass under way is counted already
-        self._kept: list[tuple[int, str]] = []  # number and phase of the recorder's batches
+        self._recorded: list[tuple[int, str]] = []  # number and phase of the recorder's batches
         self._since = time.monotonic()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="isoload-record")
         atexit.register(self.close)
@@ -80,7 +80,7 @@ class EngineRecord:
         copies = count(without_padding(ids, num_valid), self.tables.shape[1])
         self.recorder.add(layer, [copies], self, slots.shape[1])
 
-    def kept(self, layers: int | None = None) -> str:
+    def summary(self, layers: int | None = None) -> str:
         """What is recorded, in words; layers: of the model's, how many are counted."""
         number = self.recorder.num_layers if layers is None else layers
         return f"1 of {self.settings.record_every} passes is recorded, in {number} layers"
@@ -93,7 +93,7 @@ class EngineRecord:
     def clear(self) -> None:
         """Forgets what warm-ups and captures of graphs have counted."""
         self.recorder.clear()
-        self._kept = []
+        self._recorded = []
 
     def step_ended(self) -> None:
         """A forward pass is over, outside of any graph."""
@@ -132,21 +132,22 @@ class EngineRecord:
             self.recorder.skip()
             return
         self.recorder.step()
-        self._kept.append((self.passes, self.phase))
+        self._recorded.append((self.passes, self.phase))
 
     def _take(self) -> RankLoads | None:
-        if not self._kept:
+        if not self._recorded:
             return None
-        copies, kept = self.recorder.counts().numpy().copy(), self._kept  # the thread's own, on a CPU too
+        copies = self.recorder.counts().numpy().copy()  # the thread's own, on a CPU too
+        recorded = self._recorded
         self.clear()
-        passes, phases = zip(*kept, strict=True)
+        passes, phases = zip(*recorded, strict=True)
         if self.decode_tokens is not None:
             tokens = copies.sum(-1).max(1) / max(self.recorder.top_k, 1)  # [B]
             phases = tuple("prefill" if n > self.decode_tokens else "decode" for n in tokens)
         table = self.tables.numpy().astype(np.int32)
-        of = self.num_experts, self.recorder.top_k, self.rank, self.topology, self.tokens, self.started
+        facts = self.num_experts, self.recorder.top_k, self.rank, self.topology, self.tokens, self.started
         identity = Identity(NUMBERING.get(self.engine, "order"), model=self.model)
-        return RankLoads(copies, table, passes, phases, *of, self.model, identity)
+        return RankLoads(copies, table, passes, phases, *facts, self.model, identity)
 
     def _tell(self, taken: RankLoads) -> None:
         """In the thread, whose failure must not be the engine's, nor go unseen."""
@@ -168,16 +169,16 @@ class EngineRecord:
         before, after, routed = before_and_after(taken)
         alone = f"; {OWN}" if self.tokens == "own" else ""
         for phase in sorted(set(taken.phases)):
-            of = [i for i, name in enumerate(taken.phases) if name == phase and routed[i].any()]
-            if of:
-                self._say(phase, before[of].mean(0), after[of].mean(0), len(of), alone)
-                self._measure(phase, before[of], after[of], routed[of])
+            batches = [i for i, name in enumerate(taken.phases) if name == phase and routed[i].any()]
+            if batches:
+                self._say(phase, before[batches].mean(0), after[batches].mean(0), len(batches), alone)
+                self._measure(phase, before[batches], after[batches], routed[batches])
 
     def _measure(self, phase: str, before: Floats, after: Floats, routed: Bools) -> None:
         """[B, L] of a phase; the passes in which a layer had no copy count for none of its figures."""
         some = routed.any(0)
-        for plan, found in (("engine", before), ("isoload", after)):
-            means = np.nanmean(np.where(routed, found, np.nan)[:, some], axis=0)
+        for plan, imbalance in (("engine", before), ("isoload", after)):
+            means = np.nanmean(np.where(routed, imbalance, np.nan)[:, some], axis=0)
             self.metrics.set_imbalance(phase, plan, means)
 
     def _say(self, phase: str, before: Floats, after: Floats, passes: int, alone: str) -> None:

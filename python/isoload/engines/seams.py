@@ -59,17 +59,17 @@ class Seam:
     def fault(self) -> str | None:
         """What is not as expected, in one line; None if nothing is."""
         try:
-            found = pkgutil.resolve_name(self.target)
+            member = pkgutil.resolve_name(self.target)
         except Exception as error:
             return f"{self.target} cannot be found ({type(error).__name__}: {error})"
         if self.kind == "fields":
-            missing = [name for name in self.signatures if name not in field_names(found)]
+            missing = [name for name in self.signatures if name not in field_names(member)]
             return f"{self.target} has no field {missing[0]}" if missing else None
-        most = bare_signature(found)
-        if any(str(part) in self.signatures for part in (most, *shortened(most, self.kind))):
+        signature = bare_signature(member)
+        if any(str(part) in self.signatures for part in (signature, *shortened(signature, self.kind))):
             return None
         wanted = " or ".join(self.signatures)
-        return f"{self.target} must take {wanted} (as in {self.read_from}), got {most}"
+        return f"{self.target} must take {wanted} (as in {self.read_from}), got {signature}"
 
 
 def read_seams(engine: str) -> list[Seam]:
@@ -77,10 +77,8 @@ def read_seams(engine: str) -> list[Seam]:
     text = resources.files(__package__).joinpath(f"{engine}_seams.json").read_text()
     file, lists = json.loads(text), ("signatures", "serves")
     return [
-        Seam(
-            read_from=file["read_from"], **(given | {key: tuple(given[key]) for key in lists if key in given})
-        )
-        for given in file["seams"]
+        Seam(read_from=file["read_from"], **(row | {key: tuple(row[key]) for key in lists if key in row}))
+        for row in file["seams"]
     ]
 
 
@@ -132,8 +130,10 @@ def shortened(signature: inspect.Signature, kind: Kind) -> Iterator[inspect.Sign
 
 def field_names(record: type) -> set[str]:
     """Fields and properties of a dataclass or NamedTuple."""
-    own = [field.name for field in fields(record)] if is_dataclass(record) else getattr(record, "_fields", ())
-    return {*own, *(name for name, value in vars(record).items() if isinstance(value, property))}
+    names = (
+        [field.name for field in fields(record)] if is_dataclass(record) else getattr(record, "_fields", ())
+    )
+    return {*names, *(name for name, value in vars(record).items() if isinstance(value, property))}
 
 
 @dataclass(frozen=True)
@@ -180,8 +180,8 @@ class PlugIn:
             reason = f"{f'isoload: {self.engine} is not as isoload expects' if live else whole}: {'; '.join(wrong)}"
             if settings.strict:
                 raise SystemExit(f"{reason} (ISOLOAD_STRICT=1 refuses to start)")
-            rest = f"Attached to {', '.join(live)}" if live else f"{self.engine} runs as without isoload"
-            log.error(f"{reason}. {rest}")
+            result = f"Attached to {', '.join(live)}" if live else f"{self.engine} runs as without isoload"
+            log.error(f"{reason}. {result}")
 
     def attach(self, settings: Settings) -> list[str]:
         """Hooks what it can, see :meth:`attach_options`, and returns what is not as expected, a line each."""
@@ -193,9 +193,9 @@ class PlugIn:
         Returns:
             What is not as expected, a line each, which names the options that stay without; and those attached.
         """
-        given = [seam.at_home() for seam in self.seams or read_seams(self.engine.lower())]
-        seams = of_mode(given, settings.mode)
-        others = set(options_of(given)) - set(options_of(seams))
+        all_seams = [seam.at_home() for seam in self.seams or read_seams(self.engine.lower())]
+        seams = of_mode(all_seams, settings.mode)
+        others = set(options_of(all_seams)) - set(options_of(seams))
         checks = {name: check for name, check in self.checks.items() if name not in others}
         options = options_of(seams) or [self.engine]
         wrong: list[str] = []
@@ -227,12 +227,12 @@ class PlugIn:
 
 def of_mode(seams: Sequence[Seam], mode: str) -> list[Seam]:
     """Those that shadow mode needs, or the other options, with only these options named."""
-    found = []
+    needed = []
     for seam in seams:
         serves = tuple(option for option in seam.serves if (option == SHADOW) == (mode == "shadow"))
         if serves or not seam.serves:
-            found.append(replace(seam, serves=serves))
-    return found
+            needed.append(replace(seam, serves=serves))
+    return needed
 
 
 def options_of(seams: Sequence[Seam]) -> list[str]:

@@ -69,32 +69,32 @@ class Settings:
     @classmethod
     def read(cls, environ: Mapping[str, str] | None = None) -> Settings:
         """From the environment."""
-        given = os.environ if environ is None else environ
-        policy, loads = (_text(of, given) or None for of in (POLICY, LOADS))
-        placer = _text(PLACER, given)
+        environ = os.environ if environ is None else environ
+        policy, loads = (_text(variable, environ) or None for variable in (POLICY, LOADS))
+        placer = _text(PLACER, environ)
         _policies(policy)
         if loads is not None:
             _check_loads(loads, policy)
         _check_placer(placer)
-        report, stalled = _seconds(REPORT, given), _seconds(STALLED, given)
-        mode, record, switch = _text(MODE, given), _text(RECORD, given), _text(SWITCH, given)
+        report, stalled = _seconds(REPORT, environ), _seconds(STALLED, environ)
+        mode, record, switch = _text(MODE, environ), _text(RECORD, environ), _text(SWITCH, environ)
         _check_mode(mode, record, report, policy, switch)
-        if mode == "shadow" and is_on(CHECK, given):
+        if mode == "shadow" and is_on(CHECK, environ):
             raise ValueError(
                 f"{CHECK.name} must be 0 where {MODE.name} is shadow, which checks no weights, got '1'"
             )
-        every = _text(RECORD_EVERY, given)
+        every = _text(RECORD_EVERY, environ)
         if not (every.isdecimal() and 0 < len(every) < 10 and int(every)):
             raise ValueError(f"{RECORD_EVERY.name} must be a whole number of at least 1, got {every!r}")
         return cls(
-            is_on(STRICT, given), policy, loads, placer, report, is_on(CHECK, given), stalled,
-            mode, record or None, int(every), switch or None, _text(PLACEMENT, given) or None,
+            is_on(STRICT, environ), policy, loads, placer, report, is_on(CHECK, environ), stalled,
+            mode, record or None, int(every), switch or None, _text(PLACEMENT, environ) or None,
         )  # fmt: skip
 
     @property
     def places_shared(self) -> bool:
         """Whether the policy asked for is one of shared experts."""
-        return any(isinstance(of, SharedPolicy) for of in _policies(self.policy).values())
+        return any(isinstance(policy, SharedPolicy) for policy in _policies(self.policy).values())
 
     @property
     def phased(self) -> bool:
@@ -152,7 +152,9 @@ def _check_mode(mode: str, record: str, seconds: float, policy: str | None, swit
 def _check_loads(loads: str, policy: str | None) -> None:
     if loads not in ALL_LOADS:
         raise ValueError(not_one_of(LOADS.name, ALL_LOADS, loads))
-    if loads != "gathered" and any(of.name != "exact" for of in _policies(policy).values()):
+    if loads != "gathered" and any(
+        phase_policy.name != "exact" for phase_policy in _policies(policy).values()
+    ):
         raise ValueError(
             f"{POLICY.name} must be exact where {LOADS.name} is {loads}: other policies need the counts of all ranks "
             f"({LOADS.name}=gathered), got {policy!r}"

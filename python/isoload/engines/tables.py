@@ -62,10 +62,10 @@ def replica_lists(placement: Placement) -> ReplicaLists:
     num = torch.zeros(len(slots), experts, dtype=torch.int64).scatter_add_(1, slots, torch.ones_like(slots))
     lists = torch.full((len(slots), experts, int(num.max())), -1)
     by_expert = slots.argsort(dim=1, stable=True)
-    held = slots.gather(1, by_expert)
+    sorted_experts = slots.gather(1, by_expert)
     first = num.cumsum(1) - num  # position of an expert's first slot in by_expert
-    column = torch.arange(slots.shape[1]) - first.gather(1, held)
-    lists[torch.arange(len(slots)).unsqueeze(1), held, column] = by_expert
+    column = torch.arange(slots.shape[1]) - first.gather(1, sorted_experts)
+    lists[torch.arange(len(slots)).unsqueeze(1), sorted_experts, column] = by_expert
     return ReplicaLists(slots, lists, num)
 
 
@@ -73,21 +73,21 @@ def keep_slots(slots: Tensor, before: Tensor, num_ranks: int) -> Tensor:
     """[L, P] the same experts on every rank, those that were there [L, P] in their slots of before."""
     size = slots.shape[1] // num_ranks
     new, old = slots.reshape(-1, size), before.reshape(-1, size)
-    kept, left = torch.full_like(new, -1), torch.ones_like(new, dtype=torch.bool)
+    result, left = torch.full_like(new, -1), torch.ones_like(new, dtype=torch.bool)
     for slot in range(new.shape[1]):
         stays = left & (new == old[:, slot : slot + 1])
-        found = stays.any(dim=1).nonzero().flatten()
-        kept[found, slot] = old[found, slot]
-        left[found, stays[found].int().argmax(dim=1)] = False  # one of several slots of an expert
-    kept[kept < 0] = new[left]  # as many in every row
-    return kept.view_as(slots)
+        rows = stays.any(dim=1).nonzero().flatten()
+        result[rows, slot] = old[rows, slot]
+        left[rows, stays[rows].int().argmax(dim=1)] = False  # one of several slots of an expert
+    result[result < 0] = new[left]  # as many in every row
+    return result.view_as(slots)
 
 
 def arrivals(before: Tensor, after: Tensor, rank: int, num_ranks: int) -> dict[int, int]:
     """By layer how many experts came to a rank from others: distinct ones of its slots of after, that none of its slots
     of before had. Both [L, P] expert in each slot, -1: none."""
     size = before.shape[1] // num_ranks
-    old, new = (of[:, rank * size : (rank + 1) * size].tolist() for of in (before, after))
+    old, new = (table[:, rank * size : (rank + 1) * size].tolist() for table in (before, after))
     return {i: len(set(b) - set(a) - {-1}) for i, (a, b) in enumerate(zip(old, new, strict=True)) if a != b}
 
 
@@ -205,5 +205,7 @@ def is_right(slots: Tensor, valid: int) -> bool:
     rows = slots[:valid]
     per_rank = torch.bincount(rows.flatten().long() // 4, minlength=NUM_RANKS)
     half = -(-int(per_rank.sum()) // NUM_RANKS)
-    held = SLOTS[0][rows.long()]
-    return slots.dtype == IDS.dtype and torch.equal(held.int(), IDS[:valid]) and int(per_rank.max()) == half
+    experts = SLOTS[0][rows.long()]
+    return (
+        slots.dtype == IDS.dtype and torch.equal(experts.int(), IDS[:valid]) and int(per_rank.max()) == half
+    )

@@ -106,7 +106,7 @@ class Metrics:
 
     def __init__(self, engine: str = "", model: str = "", rank: str = "", on: bool = False) -> None:
         self.on = on and _client() is not None
-        self._own = model, engine, rank
+        self._labels = model, engine, rank
         self._children: dict[tuple[str, ...], Any] = {}
 
     def set(self, name: str, value: float, *labels: str) -> None:
@@ -132,17 +132,17 @@ class Metrics:
         Args:
             policy, placer: "engine" where the engine's own stand.
         """
-        self.set("info", 1, version_of("isoload"), version_of(self._own[1].lower()), policy, placer)
+        self.set("info", 1, version_of("isoload"), version_of(self._labels[1].lower()), policy, placer)
         for name, metric in METRICS.items():
             if not metric.labels and metric.kind != "gauge":
                 self._tell(name, (), lambda child: None)
         if self.on:
-            log.filters = [of for of in log.filters if not isinstance(of, _CountErrors)]
+            log.filters = [entry for entry in log.filters if not isinstance(entry, _CountErrors)]
             log.addFilter(_CountErrors(self))
-            if MULTIPROCESS not in os.environ and self._own[2] == "0":
+            if MULTIPROCESS not in os.environ and self._labels[2] == "0":
                 log.warning(
-                    f"isoload {self._own[1]}: metrics stay in this process: {MULTIPROCESS} is not set (SGLang sets it "
-                    "with --enable-metrics, vLLM with --api-server-count; else set it to an empty folder)"
+                    f"isoload {self._labels[1]}: metrics stay in this process: {MULTIPROCESS} is not set (SGLang sets "
+                    "it with --enable-metrics, vLLM with --api-server-count; else set it to an empty folder)"
                 )
 
     def _tell(self, name: str, labels: tuple[str, ...], tell: Callable[[Any], None]) -> None:
@@ -154,13 +154,13 @@ class Metrics:
         except OSError as error:
             self.on = False
             log.warning(
-                f"isoload {self._own[1]}: no metrics from here on, as {name} cannot be written: {error}"
+                f"isoload {self._labels[1]}: no metrics from here on, as {name} cannot be written: {error}"
             )
 
     def _child(self, name: str, labels: tuple[str, ...]) -> Any:
         key = (name, *labels)
         if key not in self._children:
-            self._children[key] = _metric(name).labels(*self._own, *labels)
+            self._children[key] = _metric(name).labels(*self._labels, *labels)
         return self._children[key]
 
 
@@ -190,18 +190,18 @@ def tell_refused(engine: str) -> None:
 
 def _metric(name: str) -> Any:
     with _LOCK:  # prometheus_client refuses a second one of a name
-        return _made(name)
+        return _create(name)
 
 
 @cache
-def _made(name: str) -> Any:
+def _create(name: str) -> Any:
     client, metric = _client(), METRICS[name]
-    made, labels = f"isoload_{name}", LABELS + metric.labels
+    full_name, labels = f"isoload_{name}", LABELS + metric.labels
     if metric.kind == "gauge":
-        return client.Gauge(made, metric.text, labels, multiprocess_mode=metric.counts)
+        return client.Gauge(full_name, metric.text, labels, multiprocess_mode=metric.counts)
     if metric.kind == "counter":
-        return client.Counter(made, metric.text, labels)
-    return client.Histogram(made, metric.text, labels, buckets=metric.buckets)
+        return client.Counter(full_name, metric.text, labels)
+    return client.Histogram(full_name, metric.text, labels, buckets=metric.buckets)
 
 
 @cache
@@ -251,18 +251,18 @@ class Meter:
         self._calls, self._host_seconds = 0, 0.0
         self._since = time.monotonic()
 
-    def add(self, layer: int, loads: Tensor, made: Plan, host_seconds: float) -> None:
+    def add(self, layer: int, loads: Tensor, planned: Plan, host_seconds: float) -> None:
         """One batch: [R, E] loads, their plan, and how long the host took for the call."""
         if layer not in self._sums:
             with torch.inference_mode(False):  # else only inference could add to it
                 self._sums[layer] = torch.zeros(COLUMNS, dtype=torch.float64, device=loads.device)
-        mean = loads.sum(dtype=torch.float64) / made.topology.copies_per_cost
-        even = plan(loads, made.placed, None, "even").peak
+        mean = loads.sum(dtype=torch.float64) / planned.topology.copies_per_cost
+        even = plan(loads, planned.placed, None, "even").peak
         assert even is not None
         some, least = mean > 0, mean.clamp(min=1e-9)
         row = [some, some * even / least]
-        if made.peak is not None:
-            row += [some * made.peak / least, some & (made.peak == made.bound), some]
+        if planned.peak is not None:
+            row += [some * planned.peak / least, some & (planned.peak == planned.bound), some]
         self._sums[layer][: len(row)] += torch.stack([value.to(torch.float64) for value in row])
         self._calls += 1
         self._host_seconds += host_seconds

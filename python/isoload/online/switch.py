@@ -141,46 +141,46 @@ class Watchdog:
         self.engine, self.seconds = engine, seconds
         self.worker: threading.Thread | None = None
         self.metrics = Metrics()
-        self._now: Rebalance | None = None  # replaced, never changed: another thread reads it
+        self._rebalance: Rebalance | None = None  # replaced, never changed: another thread reads it
         self._named: tuple[float | None, threading.Thread | None] = None, None  # stall and thread, once each
         self._thread: threading.Thread | None = None
 
     def enter(self) -> None:
         """The engine goes to where it begins or continues a rebalance."""
         if self._thread is None and self.seconds:
-            given = weakref.ref(self), self.seconds
-            self._thread = threading.Thread(target=_watch, args=given, name="isoload-watchdog", daemon=True)
+            args = weakref.ref(self), self.seconds
+            self._thread = threading.Thread(target=_watch, args=args, name="isoload-watchdog", daemon=True)
             self._thread.start()
         now = time.monotonic()
-        of = self._now or Rebalance(now, now)
-        self._now = of._replace(entered=now, passes=of.passes + 1)
+        rebalance = self._rebalance or Rebalance(now, now)
+        self._rebalance = rebalance._replace(entered=now, passes=rebalance.passes + 1)
 
     def leave(self, pending: bool) -> None:
         """It has returned; pending: a rebalance is not over. One that has moved experts is counted at its end."""
-        if (of := self._now) is None:
+        if (rebalance := self._rebalance) is None:
             return
         now = time.monotonic()
-        self._now = of._replace(entered=None, left=now) if pending else None
-        if not pending and of.since > of.began:
+        self._rebalance = rebalance._replace(entered=None, left=now) if pending else None
+        if not pending and rebalance.since > rebalance.began:
             self.metrics.add("rebalances_total")
-            self.metrics.observe("rebalance_seconds", now - of.began)
+            self.metrics.observe("rebalance_seconds", now - rebalance.began)
 
     def progressed(self) -> None:
         """Experts have arrived in a layer or more, and the engine routes to them."""
-        if (of := self._now) is not None:
+        if (rebalance := self._rebalance) is not None:
             now = time.monotonic()
-            self._now = Rebalance(of.began, now, None if of.entered is None else now)
+            self._rebalance = Rebalance(rebalance.began, now, None if rebalance.entered is None else now)
 
     def look(self) -> None:
         """An error line for what is new, the metrics for what is."""
-        of, worker, (stall, thread) = self._now, self.worker, self._named
-        age = 0.0 if of is None else of.stalled(time.monotonic())
+        rebalance, worker, (stall, thread) = self._rebalance, self.worker, self._named
+        age = 0.0 if rebalance is None else rebalance.stalled(time.monotonic())
         dead = worker is not None and not worker.is_alive()
-        if of is not None and age >= self.seconds and stall != of.since:
-            stall = of.since
+        if rebalance is not None and age >= self.seconds and stall != rebalance.since:
+            stall = rebalance.since
             log.error(
                 f"isoload {self.engine}: EPLB has stalled: no layer's experts have arrived for {age:.0f} s "
-                f"(passes: {of.passes}). Copies go where experts last arrived"
+                f"(passes: {rebalance.passes}). Copies go where experts last arrived"
             )
         if dead and thread is not worker:
             thread = worker
@@ -191,11 +191,11 @@ class Watchdog:
         self.metrics.set("rebalance_thread_dead", float(dead))
 
 
-def _watch(given: weakref.ref[Watchdog], seconds: float) -> None:
+def _watch(reference: weakref.ref[Watchdog], seconds: float) -> None:
     """Until the watchdog is dropped."""
     while True:
         time.sleep(seconds)
-        if (watchdog := given()) is None:
+        if (watchdog := reference()) is None:
             return
         watchdog.look()
         del watchdog

@@ -26,7 +26,7 @@ class WeightCheck:
     group    the expert-parallel ranks
     strict   a wrong slot ends the process; else detach() is called
     detach   what isoload does about a wrong slot; returns what that is, in words
-    own      by layer [E]: every expert's checksum, as loaded
+    expected by layer [E]: every expert's checksum, as loaded
     """
 
     engine: str
@@ -34,7 +34,7 @@ class WeightCheck:
     group: dist.ProcessGroup
     strict: bool
     detach: Callable[[], str]
-    own: dict[int, Tensor] = field(default_factory=dict)
+    expected: dict[int, Tensor] = field(default_factory=dict)
     wrong: dict[int, int] = field(default_factory=dict)  # slots of each layer, when last it was checked
     metrics: Metrics = field(default_factory=Metrics)
 
@@ -50,7 +50,7 @@ class WeightCheck:
         if not (layers := sorted(self.weights)):
             return
         tables, sums = slot_to_expert[layers], self._sums(layers)
-        self.own = dict(zip(layers, expert_checksums(sums, tables, num_experts), strict=True))
+        self.expected = dict(zip(layers, expert_checksums(sums, tables, num_experts), strict=True))
         self._judge(layers, tables, sums, "at load")
 
     def moved(self, slot_to_expert: Tensor, layers: Sequence[int] | None = None) -> None:
@@ -75,10 +75,10 @@ class WeightCheck:
         return ranks.cpu().view(num_ranks, *local.shape).transpose(0, 1).flatten(1)
 
     def _judge(self, layers: Sequence[int], tables: Tensor, sums: Tensor, when: str) -> None:
-        own = torch.stack([self.own[layer] for layer in layers])
-        wrong = wrong_slots(sums, tables, own, layers, dist.get_world_size(self.group))
+        expected = torch.stack([self.expected[layer] for layer in layers])
+        wrong = wrong_slots(sums, tables, expected, layers, dist.get_world_size(self.group))
         for layer in layers:
-            self.wrong[layer] = sum(of.layer == layer for of in wrong)
+            self.wrong[layer] = sum(slot.layer == layer for slot in wrong)
         self.metrics.set("wrong_slots", sum(self.wrong.values()))
         if not wrong:
             if dist.get_rank(self.group) == 0:
@@ -95,9 +95,9 @@ class WeightCheck:
 def named(wrong: Sequence[WrongSlot]) -> str:
     """The first of them, and how many more."""
     texts = [
-        f"layer {of.layer}, rank {of.rank}, slot {of.slot} should hold expert {of.expert} and holds "
-        f"{'what is no expert as loaded' if of.holds is None else f'expert {of.holds}'}"
-        for of in wrong[:NAMED]
+        f"layer {entry.layer}, rank {entry.rank}, slot {entry.slot} should hold expert {entry.expert} and holds "
+        f"{'what is no expert as loaded' if entry.holds is None else f'expert {entry.holds}'}"
+        for entry in wrong[:NAMED]
     ]
     more = len(wrong) - NAMED
     return "; ".join(texts) + (f"; and {more} more" if more > 0 else "")

@@ -79,13 +79,13 @@ def check_waterfill() -> bool:
     from sglang.srt.layers.moe.topk import StandardTopKOutput
 
     ids = torch.tensor([[0, 3], [-1, -1], [2, -1]], dtype=torch.int32)
-    output = StandardTopKOutput(torch.ones(3, 2), ids, torch.zeros(3, 4))
+    routed = StandardTopKOutput(torch.ones(3, 2), ids, torch.zeros(3, 4))
     want = torch.tensor([[0, 3, 4], [-1, -1, -1], [2, -1, 4]], dtype=torch.int32)
     right = True
     for weight in ({"shared_weight": 0.5}, {"routed_scaling_factor": 2.0}):
-        made = WaterfillBalancer(4, 1, 0, -1, **weight).expand_topk(output, 3)
-        right &= torch.equal(made.topk_ids, want)
-        right &= torch.equal(made.topk_weights, torch.tensor([[1, 1, 0.5], [0, 0, 0], [1, 0, 0.5]]))
+        output = WaterfillBalancer(4, 1, 0, -1, **weight).expand_topk(routed, 3)
+        right &= torch.equal(output.topk_ids, want)
+        right &= torch.equal(output.topk_weights, torch.tensor([[1, 1, 0.5], [0, 0, 0], [1, 0, 0.5]]))
     return right
 
 
@@ -94,14 +94,14 @@ def check_placement() -> bool:
     from sglang.srt.eplb.eplb_algorithms import compute_algorithm, rebalance_experts
 
     counts = torch.tensor([[[90, 30, 5, 5, 5, 5]]])
-    made = {}
+    tables = {}
     for name in ("auto", placement.NAME):
         chosen = placement.compute_algorithm(compute_algorithm, name, None, 1)
-        made[name] = placement.rebalance_experts(rebalance_experts, counts, 8, 4, None, 1, chosen)
-    ours, theirs = made[placement.NAME], made["auto"]
+        tables[name] = placement.rebalance_experts(rebalance_experts, counts, 8, 4, None, 1, chosen)
+    ours, theirs = tables[placement.NAME], tables["auto"]
     same = all(a.dtype == b.dtype and a.dim() == b.dim() for a, b in zip(ours, theirs, strict=True))
-    held = ours[0].gather(1, ours[1].flatten(1).clamp(min=0)).view_as(ours[1])
-    right = torch.where(ours[1] < 0, torch.arange(6).view(1, 6, 1), held) == torch.arange(6).view(1, 6, 1)
+    experts = ours[0].gather(1, ours[1].flatten(1).clamp(min=0)).view_as(ours[1])
+    right = torch.where(ours[1] < 0, torch.arange(6).view(1, 6, 1), experts) == torch.arange(6).view(1, 6, 1)
     return same and bool(right.all()) and int(ours[2].sum()) == 8
 
 
@@ -110,22 +110,24 @@ def check_resolve() -> bool:
     from sglang.srt.layers.moe.topk import resolve_routing_inputs
 
     rows = torch.tensor(3)
-    found = dispatch.resolve_routing_inputs(
+    result = dispatch.resolve_routing_inputs(
         resolve_routing_inputs, layer_id=0, is_draft=True, num_token_non_padded=rows
     )
-    return found == (rows, None)
+    return result == (rows, None)
 
 
 def check_shadow() -> bool:
     """The results of SGLang's function are those that come back, and a draft's copies are none."""
-    before, slots, of = LAYERS.record, torch.tensor([[4, 1], [0, 2], [-1, -1]]), known_placement()
+    before, slots, known = LAYERS.record, torch.tensor([[4, 1], [0, 2], [-1, -1]]), known_placement()
     device = torch.device("cpu")
-    record = EngineRecord(LAYERS.settings, "", "", 0, SLOTS, of.num_experts, of.topology, "same", device)
-    given, LAYERS.record = (slots, object(), slots), record
+    record = EngineRecord(
+        LAYERS.settings, "", "", 0, SLOTS, known.num_experts, known.topology, "same", device
+    )
+    routed, LAYERS.record = (slots, object(), slots), record
     try:
-        found = [
+        results = [
             dispatch.post_process(
-                lambda *_, **__: given, slots, layer_id=0, expert_location_dispatch_info=info
+                lambda *_, **__: routed, slots, layer_id=0, expert_location_dispatch_info=info
             )
             for info in (object(), None)
         ]
@@ -133,7 +135,7 @@ def check_shadow() -> bool:
         LAYERS.record = before
         record.close()
     counted = torch.bincount(torch.tensor([4, 1, 0, 2]), minlength=SLOTS.shape[1])
-    return all(of is given for of in found) and torch.equal(record.recorder._now[0], counted)
+    return all(result is routed for result in results) and torch.equal(record.recorder._now[0], counted)
 
 
 CHECKS = {

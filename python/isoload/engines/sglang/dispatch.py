@@ -69,7 +69,7 @@ def init_lplb_solvers(*, model_config: Any) -> None:
 def resolve_routing_inputs(original: Original, *, layer_id: int, **named: Any) -> tuple[Tensor | None, Any]:
     """Around SGLang's of this name, where a layer's batch, its padding and its number are known together."""
     num_valid, info = original(layer_id=layer_id, **named)
-    layer = LAYERS.of(layer_id)
+    layer = LAYERS.layer(layer_id)
     if info is not None and layer is not None:
         if info.ep_dispatch_algorithm == "dynamic":
             layer.turn(LAYERS.phase_now)

@@ -87,8 +87,8 @@ class Layer(EngineLayer):
     @property
     def plans_shared(self) -> bool:
         """Whether Waterfill's shared copies can join the plan: one of all counts, which has none yet."""
-        of = self.balancer
-        return of.tokens == "own" and of.loads == "gathered" and not of.placement.num_shared
+        balancer = self.balancer
+        return balancer.tokens == "own" and balancer.loads == "gathered" and not balancer.placement.num_shared
 
     def take_shared(self, num_tokens: int) -> Tensor | None:
         """[T, 1] the ranks that the plan of this batch chose for the shared copies, once; None: nothing was planned."""
@@ -142,10 +142,10 @@ class Layers(EngineLayers[Layer]):
                 f"{SWITCH.name} must come with --ep-dispatch-algorithm dynamic and without --pp-size, got "
                 f"{algorithm!r} and {parallel().pp_size}"
             )
-        if (given := elastic_backend()) is not None and (switched or self.settings.check_weights):
+        if (backend := elastic_backend()) is not None and (switched or self.settings.check_weights):
             raise ValueError(
                 f"--elastic-ep-backend must come without {SWITCH.name} and {CHECK.name}, by which all ranks meet, got "
-                f"{given!r} with one"
+                f"{backend!r} with one"
             )
         self.by_id = {}
         topology, device = topology_of(metadata), metadata.physical_to_logical_map.device
@@ -185,10 +185,10 @@ class Layers(EngineLayers[Layer]):
     def loads_of(self, algorithm: str) -> str:
         """Whose counts plan the batches of an all-to-all backend's ranks, which hold tokens of their own."""
         loads = self.settings.loads_for("own" if algorithm == "dynamic" else "gathered")
-        if (given := elastic_backend()) is not None and (algorithm, loads) != ("dynamic", "own"):
+        if (backend := elastic_backend()) is not None and (algorithm, loads) != ("dynamic", "own"):
             raise ValueError(
                 f"--elastic-ep-backend must come with --ep-dispatch-algorithm dynamic and {LOADS.name} own, got "
-                f"{given!r} with {algorithm} and {loads}"
+                f"{backend!r} with {algorithm} and {loads}"
             )
         if algorithm == "dynamic" and loads in JOINED_BY_ALL:
             raise ValueError(
@@ -207,7 +207,7 @@ class Layers(EngineLayers[Layer]):
         """Of the pass under way; of a graph that is captured, what it will be replayed for."""
         return "prefill" if self.in_prefill_graph is not None and self.in_prefill_graph() else self.phase
 
-    def of(self, layer_id: int) -> Layer | None:
+    def layer(self, layer_id: int) -> Layer | None:
         """The layer whose replicas isoload chooses."""
         return None if self.detached else self.by_id.get(layer_id)
 
@@ -260,8 +260,8 @@ class Layers(EngineLayers[Layer]):
         """Return why variables have no effect behind SGLang's options, as :meth:`Settings.unused` takes it."""
         reasons = {}
         if not self.by_id:
-            own = f"SGLang's own --ep-dispatch-algorithm {moe().ep_dispatch_algorithm} chooses replicas"
-            reasons = dict.fromkeys((POLICY, LOADS), f"{own}. Pass --ep-dispatch-algorithm dynamic")
+            choice = f"SGLang's own --ep-dispatch-algorithm {moe().ep_dispatch_algorithm} chooses replicas"
+            reasons = dict.fromkeys((POLICY, LOADS), f"{choice}. Pass --ep-dispatch-algorithm dynamic")
         elif all(layer.balancer.tokens == "same" for layer in self.by_id.values()):
             reasons[LOADS] = (
                 "all ranks hold the same tokens without an all-to-all backend, so each has the counts of all. "
@@ -289,7 +289,7 @@ class Layers(EngineLayers[Layer]):
             )
             return
         stays = f"SGLang's --ep-dispatch-algorithm {algorithm}, which chooses as ever"
-        log.info(f"isoload: in shadow behind {stays}: {self.record.kept()}")
+        log.info(f"isoload: in shadow behind {stays}: {self.record.summary()}")
         self.say_unused({})
 
 
@@ -339,15 +339,15 @@ def prefill_graphs() -> Callable[[], bool]:
     """
     from sglang.srt.utils import get_bool_env_var
 
-    one = f"{POLICY.name} must be one for prefill and decode"
+    rule = f"{POLICY.name} must be one for prefill and decode"
     if get_bool_env_var(UNAGREED):
-        raise ValueError(f"{one} where {UNAGREED} is set, by which ranks agree on no phase")
+        raise ValueError(f"{rule} where {UNAGREED} is set, by which ranks agree on no phase")
     try:
         from sglang.srt.model_executor.runner_utils.prefill_graph import is_in_prefill_graph_scope
     except ImportError:
-        raise ValueError(f"{one} with this SGLang, which does not say which graphs are of prefill") from None
-    found: Callable[[], bool] = is_in_prefill_graph_scope
-    return found
+        raise ValueError(f"{rule} with this SGLang, which does not say which graphs are of prefill") from None
+    in_scope: Callable[[], bool] = is_in_prefill_graph_scope
+    return in_scope
 
 
 def elastic_backend() -> str | None:

@@ -99,9 +99,9 @@ def check_file(model_config: Any) -> None:
     """
     if not {"dynamic", "lp", EPLB} - LAYERS.lost:  # an older SGLang may have no get_exec
         return
-    given = moe().init_expert_location
+    path = moe().init_expert_location
     # While ranks may join SGLang adds their slots to those of the file, and checks the sum.
-    if given == "trivial" or elastic_backend() is not None:
+    if path == "trivial" or elastic_backend() is not None:
         return
     from sglang.srt.eplb.expert_location import ModelConfigForExpertLocation
 
@@ -111,8 +111,8 @@ def check_file(model_config: Any) -> None:
     redundant, option = moe().ep_num_redundant_experts, "--ep-num-redundant-experts {}"
     experts = model.num_logical_experts
     sizes = EngineSizes(model.num_layers, experts, redundant, parallel().ep_size, option, True)
-    source = f"--init-expert-location {given:.200}"
-    content = read_location(given)
+    source = f"--init-expert-location {path:.200}"
+    content = read_location(path)
     if (counts := content.get("logical_count")) is not None:
         *_, layers, counted = torch.as_tensor(counts).shape
         if counted != experts:
@@ -130,11 +130,11 @@ def check_file(model_config: Any) -> None:
             )
 
 
-def read_location(given: str) -> dict[str, Any]:
+def read_location(path: str) -> dict[str, Any]:
     """Return the content of --init-expert-location, a file or JSON text, as SGLang reads it."""
-    if given.endswith(".pt"):
-        with open_regular(Path(given)) as file:
+    if path.endswith(".pt"):
+        with open_regular(Path(path)) as file:
             content: dict[str, Any] = torch.load(file, weights_only=True, map_location="cpu")
         return content
-    text = read_text(Path(given)) if given.endswith(".json") else given
+    text = read_text(Path(path)) if path.endswith(".json") else path
     return dict(json.loads(text))

@@ -69,12 +69,12 @@ def check_policy() -> bool:
     from vllm.distributed.eplb.policy import DefaultEplbPolicy
 
     loads, known = torch.tensor([[90, 30, 5, 5, 5, 5]], dtype=torch.int32), known_placement()
-    made = [
+    maps = [
         policy.rebalance_experts(loads, SLOTS.shape[1], 1, 1, known.topology.num_ranks, SLOTS)
         for policy in (make_policy(MODELS.settings.placer), DefaultEplbPolicy)
     ]
-    alike = all(getattr(made[0], name) == getattr(made[1], name) for name in ("shape", "dtype", "device"))
-    return alike and made[0].unique().tolist() == list(range(known.num_experts))
+    alike = all(getattr(maps[0], name) == getattr(maps[1], name) for name in ("shape", "dtype", "device"))
+    return alike and maps[0].unique().tolist() == list(range(known.num_experts))
 
 
 CHECKS = {"eplb_map_to_physical_and_record": check_dispatch, "rebalance_experts": check_policy}

@@ -35,7 +35,7 @@ def commit(
     _commit_eplb_maps_for_layer: an asynchronous one has moved those of one."""
     original(model_state, new_physical_to_logical_map, *([] if layer is None else [layer]), **named)
     MODELS.watch.progressed()
-    layers = MODELS.of(model_state)
+    layers = MODELS.layers(model_state)
     if layers is not None and layers.by_id:
         layers.follow(new_physical_to_logical_map, layer)
         layers.check_moved(None if layer is None else [layer])
@@ -66,8 +66,8 @@ def map_and_record(
     if replaces_padding or layer.switch is not None:
         unrecorded = torch.zeros_like(record_enabled)
         theirs = original(topk_ids, expert_load_view, *maps, unrecorded, num_unpadded_tokens, **named)
-    given = topk_ids, expert_load_view, record_enabled, num_unpadded_tokens
-    slots = layer.map_and_record(*given, None if layer.switch is None else theirs)
+    batch = topk_ids, expert_load_view, record_enabled, num_unpadded_tokens
+    slots = layer.map_and_record(*batch, None if layer.switch is None else theirs)
     if num_unpadded_tokens is None or not replaces_padding:
         return slots
     # Rows of padding keep vLLM's own replica: some of its kernels take no -1.

@@ -36,8 +36,8 @@ class Layer(EngineLayer):
 
     def describe(self) -> str:
         """What ranks hold, and what they exchange so that copies are level."""
-        held = {"own": f"tokens of their own, {EXCHANGED[self.balancer.loads]}", "same": EXCHANGED["same"]}
-        return held.get(self.tokens, "tokens gathered before they are routed, no collective")
+        texts = {"own": f"tokens of their own, {EXCHANGED[self.balancer.loads]}", "same": EXCHANGED["same"]}
+        return texts.get(self.tokens, "tokens gathered before they are routed, no collective")
 
     def map_and_record(
         self,
@@ -113,21 +113,21 @@ class ModelLayers(EngineLayers[Layer]):
         self.place(tables, experts, topology, state.physical_to_logical_map.device)
         policy = self.settings.policies_for(shared=False)["decode"]
         loads = self.settings.loads_for("own" if self.settings.policy is None else "gathered")
-        held, kept = tokens_by_layer(state, parallel, loads)
-        for i, tokens in held.items():
+        layer_tokens, left = tokens_by_layer(state, parallel, loads)
+        for i, tokens in layer_tokens.items():
             balancer = self.balancer(i, policy, self.group(topology) if tokens == "own" else None, loads)
             self.add(Layer(balancer, self.own_meter(), state.model.moe_layers[i], tokens))
-        return kept
+        return left
 
     def count(self, state: Any, parallel: Any, name: str) -> dict[int, Counted]:
         """In shadow mode: makes the record of an EplbModelState, under a name in metrics; the layers that it counts."""
         from vllm.distributed.parallel_state import get_ep_group, get_node_count
 
-        held, kept = tokens_by_layer(state, parallel, "own")
+        layer_tokens, left = tokens_by_layer(state, parallel, "own")
         if not parallel.enable_elastic_ep:
             check_sizes(state, parallel, get_ep_group().world_size)
-        group, kinds = get_ep_group(), {tokens == "own" for tokens in held.values()}
-        for reason, number in kept.items():
+        group, kinds = get_ep_group(), {tokens == "own" for tokens in layer_tokens.values()}
+        for reason, number in left.items():
             log.info(f"isoload: in shadow {number} layers of {state.model_name} are not counted: {reason}")
         if len(kinds) != 1:
             log.error(
@@ -138,14 +138,14 @@ class ModelLayers(EngineLayers[Layer]):
             self.settings, self.engine, state.model_name, group.rank_in_group, state.physical_to_logical_map.cpu(),
             state.model.num_logical_experts, engine_topology(group.world_size, get_node_count()),
             "own" if kinds.pop() else "same", state.physical_to_logical_map.device,
-            most_decoded(parallel, "gathered" in held.values()),
+            most_decoded(parallel, "gathered" in layer_tokens.values()),
         )  # fmt: skip
         self.measure(name, "engine", {})
         if not record.rank:
             stays = f"vLLM's EPLB of {state.model_name}, which chooses and rebalances as ever"
-            log.info(f"isoload: in shadow behind {stays}: {record.kept(len(held))}")
+            log.info(f"isoload: in shadow behind {stays}: {record.summary(len(layer_tokens))}")
             self.say_unused({})
-        return {i: Counted(record, i, tokens == "gathered") for i, tokens in held.items()}
+        return {i: Counted(record, i, tokens == "gathered") for i, tokens in layer_tokens.items()}
 
     def follow(self, rows: Tensor, layer: int | None = None) -> None:
         """Takes new locations: [L, P] of all layers, or [P] of one."""
@@ -156,14 +156,14 @@ class ModelLayers(EngineLayers[Layer]):
         MODELS.by_map = {at: layer for at, layer in MODELS.by_map.items() if layer not in self.by_id.values()}
         return super().detach()
 
-    def announce(self, name: str, kept: Counter[str]) -> None:
+    def announce(self, name: str, left: Counter[str]) -> None:
         """What is attached, and what is not, of one rank for all."""
         if self.engine_rank():
             return
-        held = " and ".join(sorted({layer.describe() for layer in self.by_id.values()}))
-        dispatch = f"replicas ({held}), {self.describe()}; " if self.by_id else ""
+        ways = " and ".join(sorted({layer.describe() for layer in self.by_id.values()}))
+        dispatch = f"replicas ({ways}), {self.describe()}; " if self.by_id else ""
         log.info(f"isoload: attached to vLLM's EPLB of {name}: {dispatch}placer {self.settings.placer}")
-        for reason, number in kept.items():
+        for reason, number in left.items():
             log.info(f"isoload: vLLM's own choice of replicas stays on {number} layers of {name}: {reason}")
         if not self.draft:  # a draft model may hold other tokens than the served one
             self.say_unused(self.unused())
@@ -171,8 +171,8 @@ class ModelLayers(EngineLayers[Layer]):
     def unused(self) -> dict[Variable, str]:
         """Return why variables have no effect on this model, as :meth:`Settings.unused` takes it."""
         if not self.by_id:
-            own = "vLLM's own choice of replicas stays on every layer. Start vLLM without what the lines above name"
-            return dict.fromkeys((POLICY, LOADS), own)
+            choice = "vLLM's own choice of replicas stays on every layer. Start vLLM without what the lines above name"
+            return dict.fromkeys((POLICY, LOADS), choice)
         if any(layer.tokens == "own" for layer in self.by_id.values()):
             return {}
         same = "all ranks route the same tokens, so each has the counts of all"
@@ -245,14 +245,14 @@ def tokens_of(runner: Any, parallel: Any, loads: str) -> tuple[RankTokens | None
 
 def tokens_by_layer(state: Any, parallel: Any, loads: str) -> tuple[dict[int, RankTokens], Counter[str]]:
     """:func:`tokens_of` the layers of an EplbModelState; of the others how many vLLM keeps, by reason."""
-    held, kept = dict[int, RankTokens](), Counter[str]()
+    layer_tokens, left = dict[int, RankTokens](), Counter[str]()
     for i, runner in enumerate(state.model.moe_layers):
         tokens, reason = tokens_of(runner, parallel, loads)
         if tokens is None:
-            kept[reason] += 1
+            left[reason] += 1
         else:
-            held[i] = tokens
-    return held, kept
+            layer_tokens[i] = tokens
+    return layer_tokens, left
 
 
 def is_draft(args: Sequence[Any], named: Mapping[str, Any]) -> bool:
@@ -305,33 +305,33 @@ class Models:
         layers.settings, layers.draft = self.settings, draft
         if self.in_shadow:
             if not draft:
-                self._keep(state, layers, layers.count(state, parallel, name))
+                self._register(state, layers, layers.count(state, parallel, name))
             return
         layers.meter = None if draft else self.meter
-        kept = layers.make(state, parallel)
-        self._keep(state, layers, layers.by_id)
-        layers.announce(state.model_name, kept)
+        left = layers.make(state, parallel)
+        self._register(state, layers, layers.by_id)
+        layers.announce(state.model_name, left)
         weights = dict(enumerate(state.model.expert_weights)) if self.settings.report_seconds else {}
-        layers.measure(name, self.settings.placer, weights, sum(kept.values()))
+        layers.measure(name, self.settings.placer, weights, sum(left.values()))
         if not draft:
             self.watch.metrics = layers.metrics
         if self.settings.check_weights:
             layers.check_loaded(dict(enumerate(state.model.expert_weights)))
 
-    def _keep(self, state: Any, layers: ModelLayers, held: Mapping[int, Layer | Counted]) -> None:
+    def _register(self, state: Any, layers: ModelLayers, by_layer: Mapping[int, Layer | Counted]) -> None:
         """Until vLLM drops the model, so that its addresses may be another's."""
-        maps = {state.logical_to_physical_map[i].data_ptr(): layer for i, layer in held.items()}
+        maps = {state.logical_to_physical_map[i].data_ptr(): layer for i, layer in by_layer.items()}
         self.by_state[id(state)] = layers
         self.by_map.update(maps)
         weakref.finalize(state, self._forget, id(state), list(maps))
 
-    def of(self, state: Any) -> ModelLayers | None:
+    def layers(self, state: Any) -> ModelLayers | None:
         """The model's, by its EplbModelState."""
         return self.by_state.get(id(state))
 
     def step_ended(self, states: Iterable[Any]) -> None:
         """A forward pass over these EplbModelStates is over, on all ranks, a dummy one too."""
-        for layers in filter(None, map(self.of, states)):
+        for layers in filter(None, map(self.layers, states)):
             layers.step_ended()
 
     def check_device(self) -> None:

@@ -105,10 +105,10 @@ class Start:
             )
         size = f"isoload place --ranks {num_ranks} --slots-per-rank {(experts + redundant) // num_ranks}"
         if states_ranks and placement.topology.num_ranks != num_ranks:
-            own = placement.topology.num_ranks
+            ranks = placement.topology.num_ranks
             raise ValueError(
-                f"{self.source} has {own} ranks but the engine has {num_ranks} expert-parallel ranks: start {own}, or "
-                f"pass a file made by {size}"
+                f"{self.source} has {ranks} ranks but the engine has {num_ranks} expert-parallel ranks: start {ranks}, "
+                f"or pass a file made by {size}"
             )
         try:
             num_slots = engine_slots(placement).shape[1]
@@ -125,8 +125,8 @@ class Start:
         engine = [str(model_config.model), *([served] if isinstance(served, str) else served)]
         if not placement.identity.model:
             return
-        own = plain(placement.identity.model)
-        if not any(same_model(own, plain(name)) for name in engine):
+        model = plain(placement.identity.model)
+        if not any(same_model(model, plain(name)) for name in engine):
             raise ValueError(
                 f"{self.source} is of the model {placement.identity.model} but vLLM serves {engine[0]}: pass a file of "
                 f"this model, or where both are the same pass --served-model-name {placement.identity.model}"
@@ -157,10 +157,10 @@ def plain(name: str) -> str:
     return name.rstrip("/").rpartition("/")[2].lower()
 
 
-def same_model(one: str, other: str) -> bool:
+def same_model(name: str, other: str) -> bool:
     """Whether two plain names differ by parts at their end alone: deepseek-v3 and deepseek-v3-0324 are the same model,
     deepseek-v3.2 is another."""
-    short, long = sorted((one, other), key=len)
+    short, long = sorted((name, other), key=len)
     return long == short or (long.startswith(short) and long[len(short)] in "-_")
 
 
