@@ -234,11 +234,11 @@ def test_a_seam_is_found_in_its_older_home(engine: None) -> None:
     there = replace(
         seam("route.Balancer", "replace", "(rank, layer_id, weight=1.0)"), older="made_up_engine.Balancer"
     )
-    assert there.at_home().fault() is None and there.at_home().name == "Balancer"
+    assert there.located().fault() is None and there.located().name == "Balancer"
     newer = replace(seam("Balancer", "replace", "()"), older="made_up_engine.dispatch")
-    assert newer.at_home() == newer, "the newer home is taken where both are there"
+    assert newer.located() == newer, "the newer home is taken where both are there"
     gone = replace(there, older="made_up_engine.nowhere")
-    assert "made_up_engine.route.Balancer cannot be found" in str(gone.at_home().fault())
+    assert "made_up_engine.route.Balancer cannot be found" in str(gone.located().fault())
 
 
 @pytest.mark.parametrize("strict", ["0", "1"])
@@ -272,8 +272,8 @@ def test_an_older_home_stands_in_for_one_that_is_gone_alone(tmp_path, monkeypatc
     def moved(target):
         return Seam(target, "replace", ("(ids)",), "1", "places", older="engine_old.place")
 
-    assert moved("engine_gone.place").at_home().target == "engine_old.place"
-    broken = moved("engine_broken.place").at_home()
+    assert moved("engine_gone.place").located().target == "engine_old.place"
+    broken = moved("engine_broken.place").located()
     assert broken.target == "engine_broken.place" and "RuntimeError: no driver" in broken.fault()
 
 

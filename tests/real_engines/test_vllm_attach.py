@@ -65,7 +65,7 @@ def test_the_installed_package_has_the_entry_point() -> None:
 
 
 def test_every_seam_is_as_the_file_says() -> None:
-    assert not [fault for of in read_seams("vllm") if (fault := of.at_home().fault())]
+    assert not [fault for of in read_seams("vllm") if (fault := of.located().fault())]
     MODELS.start(Settings.read({}))
     assert not [wrong for check in CHECKS.items() if (wrong := wrong_check(*check))]
     MODELS.start(Settings.read({}))
@@ -167,21 +167,9 @@ def test_strict_refuses_a_moved_seam(loader: pytest.MonkeyPatch, move) -> None:
         plugins.load_general_plugins()
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [
-        ("ISOLOAD_VLLM", "yes", "ISOLOAD_VLLM must be 0 or 1, got 'yes'"),
-        ("ISOLOAD_POLICY", "llep", "ISOLOAD_POLICY must not borrow weights"),
-        ("ISOLOAD_LOADS", "all", "ISOLOAD_LOADS must be one of gathered, own, node, last, got 'all'"),
-        ("ISOLOAD_PLACER", "nobody", "ISOLOAD_PLACER: placer must be one of"),
-    ],
-)
-def test_a_bad_value_refuses_to_start(
-    loader: pytest.MonkeyPatch, name: str, value: str, message: str
-) -> None:
-    loader.setenv("ISOLOAD_VLLM", "1")
-    loader.setenv(name, value)
-    with pytest.raises(SystemExit, match=message):
+def test_a_bad_value_refuses_to_start(loader: pytest.MonkeyPatch) -> None:
+    loader.setenv("ISOLOAD_VLLM", "yes")
+    with pytest.raises(SystemExit, match="ISOLOAD_VLLM must be 0 or 1, got 'yes'"):
         plugins.load_general_plugins()
 
 

@@ -183,13 +183,13 @@ class EngineLayers(ABC, Generic[AnyLayer]):
         self.slot_bytes = {i: sum(t.nbytes // len(t) for t in tensors) for i, tensors in weights.items()}
         policies = sorted({layer.policy_name for layer in self.by_id.values()})
         self.metrics.begin("+".join(policies) or "engine", placer)
-        self.tell_attached()
+        self.set_attached()
         self.watch.metrics = self.metrics
         for user in (*self.by_id.values(), self.own_meter(), self.record):
             if user is not None:
                 user.metrics = self.metrics
 
-    def tell_attached(self) -> None:
+    def set_attached(self) -> None:
         """Set the metric of whether isoload chooses, or counts in shadow mode."""
         attached = self.chooses or self.settings.mode == "shadow"
         switched_on = self.switch is None or self.switch.on
@@ -231,8 +231,8 @@ class EngineLayers(ABC, Generic[AnyLayer]):
                 balancer.prepare_load(placements[balancer.placement.num_shared]) for balancer in changed
             ]
         if self.metrics.on:
-            came = arrivals(self.tables, tables, self.own_rank(), self._topology.num_ranks)
-            moved = {i: number for i, number in came.items() if i in self.slot_bytes}
+            arrived = arrivals(self.tables, tables, self.own_rank(), self._topology.num_ranks)
+            moved = {i: number for i, number in arrived.items() if i in self.slot_bytes}
             self.metrics.add("experts_moved_total", sum(moved.values()))
             self.metrics.add("bytes_moved_total", sum(n * self.slot_bytes[i] for i, n in moved.items()))
         self.tables, self._placements = tables.clone(), placements
@@ -259,12 +259,12 @@ class EngineLayers(ABC, Generic[AnyLayer]):
             self.weights.moved(self.tables, layers)
 
     def detach(self) -> str:
-        """Leave the choice of replicas to the engine from the next batch on, on all ranks; return that in words.
+        """Leave the choice of replicas to the engine from the next batch on, on all ranks; return a sentence about it.
 
         Layers stay and follow rebalances all the same: captured graphs read and write their memory.
         """
         self.detached, self.weights = True, None
-        self.tell_attached()
+        self.set_attached()
         text = f"{self.engine} chooses replicas from now on"
         if self.switch is None:
             return f"{text}; graphs that were captured keep isoload's choice"
@@ -282,7 +282,7 @@ class EngineLayers(ABC, Generic[AnyLayer]):
         if self.record is not None:
             self.record.step_ended()
         if self.switch is not None and not self.detached and self.switch.step_ended():
-            self.tell_attached()
+            self.set_attached()
         if self.metrics.on:
             free = sum(layer.ran and layer.balancer.has_freedom for layer in self.by_id.values())
             left = self.detached or (self.switch is not None and not self.switch.on)
@@ -314,7 +314,7 @@ class EngineLayers(ABC, Generic[AnyLayer]):
         """Return the meter of the first rank: all ranks make the same plans."""
         return self.meter if self.meter is not None and self.engine_rank() == 0 else None
 
-    def say_unused(self, reasons: Mapping[Variable, str]) -> None:
+    def warn_unused(self, reasons: Mapping[Variable, str]) -> None:
         """Log the variables that are set without effect.
 
         Args:

@@ -51,7 +51,7 @@ class Loans:
 def loans(placement: Placement, slots: Sequence[int], rank: int) -> Loans:
     """What every slot needs that is not its expert's home.
 
-    placement: its first layer says where homes are. slots: [P] expert of every slot that has copies; -1 = none.
+    placement: its first layer has the home slots. slots: [P] expert of every slot that has copies; -1 = none.
     """
     size, ranks = placement.slots_per_rank, placement.topology.num_ranks
     homes = placement.arrays[1][0].tolist()
@@ -104,7 +104,7 @@ class Lend(torch.autograd.Function):
         return None, None, None, None, rows, *of_experts
 
 
-# What the dispatcher does not do, and the value of the option that says so.
+# Options of what the dispatcher does not do, with the value that leaves it out.
 REFUSED: dict[str, Any] = {
     "moe_expert_capacity_factor": None,
     "moe_router_padding_for_quantization": False,
@@ -170,20 +170,20 @@ class BalancedTokenDispatcher(MoETokenDispatcher):  # type: ignore[misc]  # Mega
             int(((local >= 0) & (local < num_own)).sum()),
             int((local >= num_own).sum()),
         )
-        if home_copies + borrowed_copies != (came := int((received.slots >= 0).sum())):
+        if home_copies + borrowed_copies != (num_copies := int((received.slots >= 0).sum())):
             raise RuntimeError(
-                f"all {came} copies must come to experts of this rank, {home_copies + borrowed_copies} did"
+                f"all {num_copies} copies must come to experts of this rank, {home_copies + borrowed_copies} did"
             )
         groups = [(0, num_own, home_copies), (num_own, lent_to, borrowed_copies)]
         # One place at least, as run_experts has it: no product of zero rows.
         places = [min(max(number, 1), local.numel()) for *_, number in groups]
-        homes, others = (
+        homes, borrowed_groups = (
             group_copies(local, first, size, number)
             for (first, size, _), number in zip(groups, places, strict=True)
         )
         # For combine: what dispatch brought, the borrowed experts' stacks [n, ...] in the order of an expert's
         # Parameters, and where the copies of the own and of the borrowed experts are.
-        self._received, self._borrowed, self._homes, self._away = received, borrowed, homes, others
+        self._received, self._borrowed, self._homes, self._away = received, borrowed, homes, borrowed_groups
         return rows, received.weights
 
     def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -308,8 +308,8 @@ def balance(
     Args:
         model: with experts of SequentialMLP, the local spec; each rank has those that Megatron gave it.
         policy: a name in isoload.POLICIES or a Policy; options go with the name.
-        placement: of every layer alike, its first; each expert at home on the rank that has it. None: these alone, and
-            spare_slots.
+        placement: its first layer, for every MoELayer; each expert's home slot is on the rank that has the expert. None:
+            the experts without replicas, and spare_slots.
         spare_slots: experts that a rank can borrow at a time, where there is no placement. None: 2 if the policy
             borrows, else 0.
         ranks_per_node: of the expert-parallel group; 0 = all on one node.

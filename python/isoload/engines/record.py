@@ -1,5 +1,5 @@
 """EngineRecord: shadow mode. The engine chooses; what it chose is counted on the device, and off the hot path written
-to files and said in the log, beside what isoload's plan of the same copies would have given."""
+to files and logged, together with what isoload's plan of the same copies would have given."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class EngineRecord:
         num_experts: E, routed.
         tokens: "own", or "same" where all ranks hold the same: then the first rank alone writes.
         device: where the engine routes.
-        decode_tokens: most tokens that this process routes in a pass of decode, where the engine does not say
+        decode_tokens: most tokens that this process routes in a pass of decode, where the engine does not set
             :attr:`phase` before a pass ends: a pass of more has prefill.
     """
 
@@ -81,7 +81,7 @@ class EngineRecord:
         self.recorder.add(layer, [copies], self, slots.shape[1])
 
     def summary(self, layers: int | None = None) -> str:
-        """What is recorded, in words; layers: of the model's, how many are counted."""
+        """Return how many passes and layers are recorded; layers: how many of the model's are counted."""
         number = self.recorder.num_layers if layers is None else layers
         return f"1 of {self.settings.record_every} passes is recorded, in {number} layers"
 
@@ -112,17 +112,17 @@ class EngineRecord:
         self.tables = tables.clone()
 
     def flush(self) -> None:
-        """Hands what is kept to the thread; the host waits for the device."""
+        """Hand the recorded passes to the thread; the host waits for the device."""
         self._since = time.monotonic()
-        if taken := self._take():
-            self._thread.submit(self._tell, taken)
+        if rank_loads := self._take():
+            self._thread.submit(self._publish, rank_loads)
 
     def close(self) -> None:
         """At the process's end, where it comes to that: engines may be killed."""
         atexit.unregister(self.close)
         self._thread.shutdown()
-        if taken := self._take():
-            self._tell(taken)
+        if rank_loads := self._take():
+            self._publish(rank_loads)
 
     def _end(self) -> None:
         if self._ended:
@@ -149,29 +149,29 @@ class EngineRecord:
         identity = Identity(NUMBERING.get(self.engine, "order"), model=self.model)
         return RankLoads(copies, table, passes, phases, *facts, self.model, identity)
 
-    def _tell(self, taken: RankLoads) -> None:
-        """In the thread, whose failure must not be the engine's, nor go unseen."""
+    def _publish(self, rank_loads: RankLoads) -> None:
+        """Run in the background thread. Exceptions are logged and never reach the engine."""
         try:
             if self.settings.record is not None and (self.tokens == "own" or self.rank == 0):
-                taken.save(self.settings.record)
+                rank_loads.save(self.settings.record)
             if self.settings.report_seconds and self.rank == 0:
-                self._report(taken)
+                self._report(rank_loads)
         except Exception:
             log.exception(f"isoload {self.engine}: what shadow mode counted is lost")
 
-    def _report(self, taken: RankLoads) -> None:
-        if not taken.slot_copies.any():
-            passes = f"{len(taken.passes)} passes of {self.model or 'the model'}"
+    def _report(self, rank_loads: RankLoads) -> None:
+        if not rank_loads.slot_copies.any():
+            passes = f"{len(rank_loads.passes)} passes of {self.model or 'the model'}"
             log.warning(
                 f"isoload {self.engine}: shadow mode has seen no copy in {passes}: they are not counted"
             )
             return
-        before, after, routed = before_and_after(taken)
+        before, after, routed = before_and_after(rank_loads)
         alone = f"; {OWN}" if self.tokens == "own" else ""
-        for phase in sorted(set(taken.phases)):
-            batches = [i for i, name in enumerate(taken.phases) if name == phase and routed[i].any()]
+        for phase in sorted(set(rank_loads.phases)):
+            batches = [i for i, name in enumerate(rank_loads.phases) if name == phase and routed[i].any()]
             if batches:
-                self._say(phase, before[batches].mean(0), after[batches].mean(0), len(batches), alone)
+                self._log(phase, before[batches].mean(0), after[batches].mean(0), len(batches), alone)
                 self._measure(phase, before[batches], after[batches], routed[batches])
 
     def _measure(self, phase: str, before: Floats, after: Floats, routed: Bools) -> None:
@@ -181,7 +181,7 @@ class EngineRecord:
             means = np.nanmean(np.where(routed, imbalance, np.nan)[:, some], axis=0)
             self.metrics.set_imbalance(phase, plan, means)
 
-    def _say(self, phase: str, before: Floats, after: Floats, passes: int, alone: str) -> None:
+    def _log(self, phase: str, before: Floats, after: Floats, passes: int, alone: str) -> None:
         """[L] means of a phase."""
         text = ", ".join(
             f"{name} {np.quantile(before, part):.3f} -> {np.quantile(after, part):.3f}"
@@ -193,10 +193,13 @@ class EngineRecord:
         )
 
 
-def before_and_after(taken: RankLoads) -> tuple[Floats, Floats, Bools]:
+def before_and_after(rank_loads: RankLoads) -> tuple[Floats, Floats, Bools]:
     """[B, L] imbalance as routed, and as planned, of the layers that have copies; [B, L] whether a pass has some."""
-    layers = np.flatnonzero(taken.slot_copies.any((0, 2)))
-    copies, table = taken.slot_copies[:, layers], torch.from_numpy(taken.slot_to_expert[layers])
-    placement = Placement(table, taken.topology, taken.num_experts)
-    before, after = routed_imbalance(placement, copies), exact_imbalance(placement, taken.counts[:, layers])
+    layers = np.flatnonzero(rank_loads.slot_copies.any((0, 2)))
+    copies, table = rank_loads.slot_copies[:, layers], torch.from_numpy(rank_loads.slot_to_expert[layers])
+    placement = Placement(table, rank_loads.topology, rank_loads.num_experts)
+    before, after = (
+        routed_imbalance(placement, copies),
+        exact_imbalance(placement, rank_loads.counts[:, layers]),
+    )
     return before, after, np.asarray(copies.any(-1))

@@ -18,7 +18,7 @@ from importlib import import_module, resources
 from typing import Any, Literal
 
 from isoload.engines.settings import Settings, Variable, is_on
-from isoload.online.metrics import tell_refused
+from isoload.online.metrics import set_refused
 
 log = logging.getLogger("isoload")
 Kind = Literal["replace", "around", "call", "fields"]
@@ -46,8 +46,8 @@ class Seam:
     serves: tuple[str, ...] = ()
     older: str = ""
 
-    def at_home(self) -> Seam:
-        """With the older path as target, where the engine has that alone."""
+    def located(self) -> Seam:
+        """Return the seam with the path that the engine has: the older one where it has that alone."""
         moved = self.older and not is_there(self.target) and is_there(self.older)
         return replace(self, target=self.older) if moved else self
 
@@ -102,7 +102,7 @@ def missing_package(seams: Sequence[Seam]) -> str | None:
 
 
 def is_there(target: str) -> bool:
-    """Whether the engine has it; what fails in another way as it is imported is there, and its fault says so."""
+    """Whether the engine has it; what fails in another way as it is imported is there, and its fault has the reason."""
     try:
         pkgutil.resolve_name(target)
     except (ImportError, AttributeError):
@@ -122,10 +122,10 @@ def bare_signature(function: Any) -> inspect.Signature:
 def shortened(signature: inspect.Signature, kind: Kind) -> Iterator[inspect.Signature]:
     """Without its last parameters, as long as these have defaults: what a newer version has added, hooks around pass on
     and calls leave out. What replaces a function would drop it."""
-    left = list(signature.parameters.values())
-    while kind != "replace" and left and left[-1].default is not inspect.Parameter.empty:
-        left.pop()
-        yield signature.replace(parameters=left)
+    parameters = list(signature.parameters.values())
+    while kind != "replace" and parameters and parameters[-1].default is not inspect.Parameter.empty:
+        parameters.pop()
+        yield signature.replace(parameters=parameters)
 
 
 def field_names(record: type) -> set[str]:
@@ -174,7 +174,7 @@ class PlugIn:
         except ValueError as error:
             raise SystemExit(f"isoload: {error}") from None
         if settings.report_seconds and not live:
-            tell_refused(self.engine)
+            set_refused(self.engine)
         if wrong:
             whole = f"isoload: not attached to {self.engine}, which is not as isoload expects"
             reason = f"{f'isoload: {self.engine} is not as isoload expects' if live else whole}: {'; '.join(wrong)}"
@@ -193,10 +193,10 @@ class PlugIn:
         Returns:
             What is not as expected, a line each, which names the options that stay without; and those attached.
         """
-        all_seams = [seam.at_home() for seam in self.seams or read_seams(self.engine.lower())]
+        all_seams = [seam.located() for seam in self.seams or read_seams(self.engine.lower())]
         seams = of_mode(all_seams, settings.mode)
-        others = set(options_of(all_seams)) - set(options_of(seams))
-        checks = {name: check for name, check in self.checks.items() if name not in others}
+        other_options = set(options_of(all_seams)) - set(options_of(seams))
+        checks = {name: check for name, check in self.checks.items() if name not in other_options}
         options = options_of(seams) or [self.engine]
         wrong: list[str] = []
         lost: set[str] = set()

@@ -1,4 +1,4 @@
-"""The environment variables of the plug-ins: how an engine that isoload cannot give options to is told what to do."""
+"""The environment variables of the plug-ins: the options of isoload inside of an engine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from isoload.wording import not_one_of
 
 
 class Variable(NamedTuple):
-    """One environment variable; docs/sglang.md and docs/vllm.md say what each means."""
+    """One environment variable; docs/sglang.md and docs/vllm.md define each."""
 
     name: str
     default: str = ""
@@ -38,7 +38,7 @@ PHASES = ("prefill", "decode")
 
 @dataclass(frozen=True)
 class Settings:
-    """What the variables say that all engines have, checked.
+    """Checked values of the variables that all engines have.
 
     policy          as written; None = the plug-in's default
     loads           as Balancer's; None = the plug-in's default

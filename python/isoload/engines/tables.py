@@ -55,7 +55,7 @@ def placement_of(
 
 
 def replica_lists(placement: Placement) -> ReplicaLists:
-    """Raises ValueError for empty slots, which these tables cannot say."""
+    """Raises ValueError for empty slots, which these tables cannot hold."""
     slots, experts = placement.slot_to_expert.long(), placement.num_experts
     if (slots < 0).any():
         raise ValueError("placement must fill every slot, got one that is empty")

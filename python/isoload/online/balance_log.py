@@ -28,7 +28,7 @@ class BalanceLog:
                 writer.add_scalars("train", balance.read(), step)  # or wandb.log(balance.read())
 
     Only layers whose plans are made from loads of all ranks have an imbalance: with loads="own" or "last", and with
-    policies that sample, no rank knows it.
+    policies that sample, no rank has it.
 
     Args:
         model: with isoload's layers in it; its own forward must be called, since the hook is behind it.

@@ -101,7 +101,7 @@ class Metrics:
     """Those of one model on one rank; without ``on``, and without prometheus_client, calls do nothing.
 
     Called from several threads. prometheus_client is imported when an object that is on is made: it must not be before
-    the engine has said in PROMETHEUS_MULTIPROC_DIR where its processes write, which is so when a model is loaded.
+    the engine has set PROMETHEUS_MULTIPROC_DIR, where its processes write, which is so when a model is loaded.
     """
 
     def __init__(self, engine: str = "", model: str = "", rank: str = "", on: bool = False) -> None:
@@ -110,13 +110,13 @@ class Metrics:
         self._children: dict[tuple[str, ...], Any] = {}
 
     def set(self, name: str, value: float, *labels: str) -> None:
-        self._tell(name, labels, lambda child: child.set(value))
+        self._update(name, labels, lambda child: child.set(value))
 
     def add(self, name: str, value: float = 1, *labels: str) -> None:
-        self._tell(name, labels, lambda child: child.inc(value))
+        self._update(name, labels, lambda child: child.inc(value))
 
     def observe(self, name: str, seconds: float) -> None:
-        self._tell(name, (), lambda child: child.observe(seconds))
+        self._update(name, (), lambda child: child.observe(seconds))
 
     def set_imbalance(self, phase: str, plan: str, layers: Sequence[float]) -> None:
         """Of every layer that has one its mean imbalance."""
@@ -135,7 +135,7 @@ class Metrics:
         self.set("info", 1, version_of("isoload"), version_of(self._labels[1].lower()), policy, placer)
         for name, metric in METRICS.items():
             if not metric.labels and metric.kind != "gauge":
-                self._tell(name, (), lambda child: None)
+                self._update(name, (), lambda child: None)
         if self.on:
             log.filters = [entry for entry in log.filters if not isinstance(entry, _CountErrors)]
             log.addFilter(_CountErrors(self))
@@ -145,12 +145,12 @@ class Metrics:
                     "it with --enable-metrics, vLLM with --api-server-count; else set it to an empty folder)"
                 )
 
-    def _tell(self, name: str, labels: tuple[str, ...], tell: Callable[[Any], None]) -> None:
+    def _update(self, name: str, labels: tuple[str, ...], change: Callable[[Any], None]) -> None:
         """A file that cannot be written ends the metrics, not the engine."""
         if not self.on:
             return
         try:
-            tell(self._child(name, labels))
+            change(self._child(name, labels))
         except OSError as error:
             self.on = False
             log.warning(
@@ -182,7 +182,7 @@ def version_of(module: str) -> str:
     return str(getattr(sys.modules.get(module), "__version__", "unknown"))
 
 
-def tell_refused(engine: str) -> None:
+def set_refused(engine: str) -> None:
     """isoload_attached 0 of a process to which isoload has not attached, if it has a place for metrics already."""
     if MULTIPROCESS in os.environ or "prometheus_client" in sys.modules:
         Metrics(engine, on=True).set("attached", 0)
@@ -317,7 +317,7 @@ def before_and_after(layers: list[LayerReport]) -> tuple[list[float], list[float
 
 
 def line(name: str, layers: list[LayerReport], plan_seconds: float | None) -> str:
-    """What a report says in the log; plan_seconds: of the host per layer and batch."""
+    """Return a report's line for the log; plan_seconds: of the host per layer and batch."""
     before, after = before_and_after(layers)
     planned, worst = (sum(after) / len(after), max(after)) if after else (float("nan"), float("nan"))
     if not before:

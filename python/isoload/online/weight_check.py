@@ -1,4 +1,4 @@
-"""The check of ISOLOAD_CHECK_WEIGHTS: whether every slot holds the weights of the expert that the engine's map says."""
+"""The check of ISOLOAD_CHECK_WEIGHTS: whether every slot holds the weights of its expert in the engine's map."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ NAMED = 8  # wrong slots in one line
 
 @dataclass
 class WeightCheck:
-    """Of one model's layers, over the ranks of a group, which call it together and all say the same.
+    """Of one model's layers, over the ranks of a group, which call it together and log the same.
 
     engine   its name, for lines
     weights  by layer the weights and scales of this rank's slots, [P/R, ...] each
     group    the expert-parallel ranks
     strict   a wrong slot ends the process; else detach() is called
-    detach   what isoload does about a wrong slot; returns what that is, in words
+    detach   what isoload does about a wrong slot; returns a sentence about it
     expected by layer [E]: every expert's checksum, as loaded
     """
 
@@ -86,7 +86,7 @@ class WeightCheck:
             return
         line = f"isoload {self.engine}: weights are not those of their experts {when}: {named(wrong)}"
         if self.strict:
-            # An engine may log an Exception and go on, and may take SystemExit without a word.
+            # An engine may log an Exception and go on, and may exit without a line.
             log.critical(f"{line}. ISOLOAD_STRICT=1 ends the process")
             raise SystemExit(line)
         log.error(f"{line}. {self.detach()}")
@@ -99,5 +99,5 @@ def named(wrong: Sequence[WrongSlot]) -> str:
         f"{'what is no expert as loaded' if entry.holds is None else f'expert {entry.holds}'}"
         for entry in wrong[:NAMED]
     ]
-    more = len(wrong) - NAMED
-    return "; ".join(texts) + (f"; and {more} more" if more > 0 else "")
+    num_more = len(wrong) - NAMED
+    return "; ".join(texts) + (f"; and {num_more} more" if num_more > 0 else "")

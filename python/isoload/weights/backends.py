@@ -38,7 +38,7 @@ from isoload.wording import not_one_of
 class BorrowPlan:
     """What one batch and layer borrows, the same on every rank: from home rows to places in the spare pools.
 
-    slot_to_expert  [P] int32  of the plan: its last spare_slots of every rank say what is borrowed
+    slot_to_expert  [P] int32  of the plan: its last spare_slots of every rank hold what is borrowed
     home            [E, 2] int32 rank and weight row of every expert's home
     home_rows       the same on the host
     """
@@ -369,7 +369,7 @@ class Pull(Backend):
 
 
 class Copy(Pull):
-    """Copy engines read from peers, as the plan's copy on the host says: no multiprocessor is used."""
+    """Copy engines read from peers, by the plan's copy on the host: no multiprocessor is used."""
 
     name = "copy"
     reads_moves = True

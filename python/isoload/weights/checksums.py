@@ -1,4 +1,4 @@
-"""Checksums of the weights in every slot, and the slots that do not hold the expert that a map says."""
+"""Checksums of the weights in every slot, and the slots that do not hold their expert in a map."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LAST_SHIFT = 31
 
 
 class WrongSlot(NamedTuple):
-    """A slot whose weights are not those of the expert that its layer's map says.
+    """A slot whose weights are not those of its expert in the layer's map.
 
     layer   its number
     rank    on which it lies

@@ -97,8 +97,8 @@ def start_moves(group: Group, stage: str, moves: Sequence[Move], sources: Stacks
 
     def wait() -> None:
         arrived = finish()
-        for part, stacks, came, copied in zip(parts, targets, arrived, copies, strict=True):
-            put_rows(stacks, part.arriving, came)
+        for part, stacks, arrived_rows, copied in zip(parts, targets, arrived, copies, strict=True):
+            put_rows(stacks, part.arriving, arrived_rows)
             put_rows(stacks, part.filled, copied)
         for buffer in (*buffers, *copies, *arrived):
             if buffer.is_cuda:

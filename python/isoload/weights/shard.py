@@ -268,14 +268,16 @@ def move_state(
     for name, key in sorted({field[:2] for rank in ranks for field in state_fields(optimizer, rank)}):
         states = [optimizer.state[getattr(rank, name)] for rank in ranks]
         counts = [len(after[rank].homes) for rank in group.ranks]
-        rooms = [_make_room(state[key], count) for state, count in zip(states, counts, strict=True)]
+        stacks = [_resized(state[key], count) for state, count in zip(states, counts, strict=True)]
         for chunk in chunks:
-            move_rows(group, "placement state", chunk, [[room] for room in rooms], [[room] for room in rooms])
-        for state, room, count in zip(states, rooms, counts, strict=True):
-            state[key] = room if len(room) == count else room[:count].clone()
+            move_rows(
+                group, "placement state", chunk, [[stack] for stack in stacks], [[stack] for stack in stacks]
+            )
+        for state, stack, count in zip(states, stacks, counts, strict=True):
+            state[key] = stack if len(stack) == count else stack[:count].clone()
 
 
-def _make_room(tensor: Tensor, count: int) -> Tensor:
+def _resized(tensor: Tensor, count: int) -> Tensor:
     """The tensor with at least so many rows, contiguous."""
     missing = count - len(tensor)
     if missing <= 0:

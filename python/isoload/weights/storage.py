@@ -94,7 +94,7 @@ def no_distributed_checkpoint(key: str) -> str:
 
 
 def check_kind(key: str, loaded: Tensor, stored: Tensor) -> None:
-    """Raises ValueError where loading would cast quantised weights, whose values say nothing alone, or scales."""
+    """Raises ValueError where loading would cast scales, or quantised weights, which have no meaning without them."""
     plain = loaded.dtype in DTYPES and stored.dtype in DTYPES and "_scale" not in key.rpartition(".")[2]
     if loaded.dtype != stored.dtype and not plain:
         raise ValueError(f"{key} must be {stored.dtype} as the layer's experts, got {loaded.dtype}")
@@ -141,7 +141,7 @@ class RankWeights(nn.Module):
     Args:
         layout: the experts of its rows.
         dense: the stacks of all E experts, or their checkpoint, from which the rank takes its own.
-        num_rows: weight rows to make room for; those that the layout does not use hold zeros.
+        num_rows: weight rows of the storage; those that the layout does not use hold zeros.
         spare_slots: the last local slots, for borrowed experts, whose rows count on from num_rows.
         new_stack: (like, rows) -> [rows, ...] zeros: where the storages come from.
     """

@@ -31,10 +31,10 @@ Original = Callable[..., Any]
 MOVED = "routed_experts_weights_of_layer"  # a model's weights that SGLang moves when experts move
 
 
-def set_metadata(original: Original, value: Any, *more: Any, **named: Any) -> None:
+def set_metadata(original: Original, value: Any, *args: Any, **kwargs: Any) -> None:
     """Around set_global_expert_location_metadata: the Balancers of `dynamic`, and in shadow mode the record, are made
     here, before any batch and any graph."""
-    original(value, *more, **named)
+    original(value, *args, **kwargs)
     if value is None:
         return
     if LAYERS.settings.mode == "shadow":
@@ -66,9 +66,9 @@ def init_lplb_solvers(*, model_config: Any) -> None:
         set_global_lplb_solver(layer_id, layer)
 
 
-def resolve_routing_inputs(original: Original, *, layer_id: int, **named: Any) -> tuple[Tensor | None, Any]:
+def resolve_routing_inputs(original: Original, *, layer_id: int, **kwargs: Any) -> tuple[Tensor | None, Any]:
     """Around SGLang's of this name, where a layer's batch, its padding and its number are known together."""
-    num_valid, info = original(layer_id=layer_id, **named)
+    num_valid, info = original(layer_id=layer_id, **kwargs)
     layer = LAYERS.layer(layer_id)
     if info is not None and layer is not None:
         if info.ep_dispatch_algorithm == "dynamic":
@@ -79,17 +79,17 @@ def resolve_routing_inputs(original: Original, *, layer_id: int, **named: Any) -
     return num_valid, info
 
 
-def map_dynamic(original: Original, topk_ids: Tensor, info: Any, *more: Any, **named: Any) -> Tensor:
+def map_dynamic(original: Original, topk_ids: Tensor, info: Any, *args: Any, **kwargs: Any) -> Tensor:
     """Around _topk_ids_logical_to_physical_dynamic."""
     layer: Layer | None = getattr(info, "isoload_layer", None)
     if layer is None or info.ep_dispatch_algorithm != "dynamic":
-        return cast(Tensor, original(topk_ids, info, *more, **named))
+        return cast(Tensor, original(topk_ids, info, *args, **kwargs))
     num_valid = info.isoload_num_valid
     rows = topk_ids if topk_ids.dim() == 2 else topk_ids.view(-1, 1)
     slots = layer.slots(rows, num_valid).view(topk_ids.shape)
     if num_valid is None and layer.switch is None:
         return slots
-    theirs = original(topk_ids, info, *more, **named).to(slots.dtype)
+    theirs = original(topk_ids, info, *args, **kwargs).to(slots.dtype)
     chosen = slots if layer.switch is None else layer.switch.choose(slots, theirs)
     # Rows of padding keep SGLang's own replica: some of its kernels take no -1.
     return chosen if num_valid is None else torch.where(slots < 0, theirs, chosen)
@@ -107,12 +107,12 @@ def map_solved(topk_ids: Tensor, info: Any, log2phy_prob: Tensor) -> Tensor:
 def post_process(original: Original, *args: Any, **kwargs: Any) -> Any:
     """Around _post_process_topk_ids, in shadow mode."""
     result = original(*args, **kwargs)
-    named = dict(zip(NAMES, args, strict=False)) | kwargs
-    info, slots = named.get("expert_location_dispatch_info"), result[2]
+    arguments = dict(zip(NAMES, args, strict=False)) | kwargs
+    info, slots = arguments.get("expert_location_dispatch_info"), result[2]
     if LAYERS.record is not None and info is not None and slots is not None:
         # On AMD rows of padding are those of expert 0, elsewhere they are -1.
-        num_valid = named.get("num_token_non_padded") if torch.version.hip else None
-        LAYERS.record.add(named["layer_id"], slots, num_valid)
+        num_valid = arguments.get("num_token_non_padded") if torch.version.hip else None
+        LAYERS.record.add(arguments["layer_id"], slots, num_valid)
     return result
 
 
@@ -122,12 +122,12 @@ NAMES = (  # of _post_process_topk_ids
 )  # fmt: skip
 
 
-def initialize(original: Original, self: Any, *more: Any, **named: Any) -> None:
+def initialize(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
     """Around ModelRunner.initialize, which reads --init-expert-location, runs and captures batches that no user sent,
     and at whose end it is known what every layer does."""
     if not self.is_draft_worker:
         check_file(getattr(self, "model_config", None))
-    original(self, *more, **named)
+    original(self, *args, **kwargs)
     if self.is_draft_worker:
         return
     if LAYERS.settings.mode == "shadow":
@@ -178,7 +178,7 @@ def forward(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
 class WaterfillBalancer:
     """Made by SGLang for each TopK and HashTopK. All ranks make and call them together.
 
-    Behind lp the layer's plan has decided about the shared copies already (policy joint, unless ISOLOAD_POLICY says
+    Behind lp the layer's plan has decided about the shared copies already (policy joint, unless ISOLOAD_POLICY names
     another); else, and in draft models, they fill the ranks beside the routed copies as these lie (policy waterfill).
     num_routed_experts is P, the slots of all ranks; shared_weight that of the shared expert's output, in older versions
     the inverse of routed_scaling_factor, or 1 where that is 0.

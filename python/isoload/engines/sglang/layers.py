@@ -32,7 +32,7 @@ UNAGREED = "SGLANG_SCHEDULER_SKIP_ALL_GATHER"
 
 
 class Layer(EngineLayer):
-    """Behind lp it stands where SGLang has an LPLBSolver: ``solve(topk_ids)``."""
+    """One MoE layer. Behind lp it replaces SGLang's LPLBSolver: ``solve(topk_ids)``."""
 
     def __init__(self, balancer: Balancer, meter: Meter | None) -> None:
         super().__init__(balancer, meter)
@@ -151,15 +151,15 @@ class Layers(EngineLayers[Layer]):
         topology, device = topology_of(metadata), metadata.physical_to_logical_map.device
         self.place(tables, metadata.num_logical_experts, topology, device)
         # A policy of shared experts comes with Waterfill, which SGLang makes when it has loaded the model.
-        chosen = moe()
+        options = moe()
         waterfill = any(
-            getattr(chosen, f"enable_{name}", False) for name in ("waterfill", "deepep_waterfill")
+            getattr(options, f"enable_{name}", False) for name in ("waterfill", "deepep_waterfill")
         )
         waits = self.settings.places_shared and waterfill and "Waterfill" not in self.lost
         exact = dict.fromkeys(PHASES, make_policy("exact"))
         policies = exact if waits else self.settings.policies_for(shared=False)
         self.in_prefill_graph = prefill_graphs() if self.settings.phased else None
-        same = chosen.moe_a2a_backend == "none"
+        same = options.moe_a2a_backend == "none"
         loads, group = ("gathered", None) if same else (self.loads_of(algorithm), self.group(topology))
         for i in range(metadata.num_layers):
             layer = Layer(self.balancer(i, policies["decode"], group, loads), self.own_meter())
@@ -167,9 +167,9 @@ class Layers(EngineLayers[Layer]):
             self.add(layer)
 
     def count(self, metadata: Any) -> None:
-        """In shadow mode: makes the record of an ExpertLocationMetadata, or tells it where the experts are now."""
-        chosen, tables = moe(), metadata.physical_to_logical_map_cpu
-        if chosen.eplb_algorithm == "isoload":
+        """In shadow mode: make the record of an ExpertLocationMetadata, or update where the experts are."""
+        options, tables = moe(), metadata.physical_to_logical_map_cpu
+        if options.eplb_algorithm == "isoload":
             raise ValueError(
                 "--eplb-algorithm must be one of SGLang's where ISOLOAD_MODE is shadow, got 'isoload'"
             )
@@ -178,7 +178,7 @@ class Layers(EngineLayers[Layer]):
             return
         self.record = EngineRecord(
             self.settings, self.engine, "", self.own_rank(), tables, metadata.num_logical_experts,
-            topology_of(metadata), "same" if chosen.moe_a2a_backend == "none" else "own",
+            topology_of(metadata), "same" if options.moe_a2a_backend == "none" else "own",
             metadata.physical_to_logical_map.device,
         )  # fmt: skip
 
@@ -232,7 +232,7 @@ class Layers(EngineLayers[Layer]):
         return bool(moe().eplb_algorithm == "isoload")
 
     def announce(self) -> None:
-        """The line that says what is attached, of one rank for all; when the model is loaded."""
+        """Log on one rank what is attached, when the model is loaded."""
         if self.by_id and not any(layer.balancer.placement.num_shared for layer in self.by_id.values()):
             self.settings.policies_for(shared=False)
         if self.engine_rank():
@@ -254,7 +254,7 @@ class Layers(EngineLayers[Layer]):
                 f"{' and '.join(sorted(without))}"
             )
         if without:  # an older SGLang may have no get_exec
-            self.say_unused(self.unused())
+            self.warn_unused(self.unused())
 
     def unused(self) -> dict[Variable, str]:
         """Return why variables have no effect behind SGLang's options, as :meth:`Settings.unused` takes it."""
@@ -290,7 +290,7 @@ class Layers(EngineLayers[Layer]):
             return
         stays = f"SGLang's --ep-dispatch-algorithm {algorithm}, which chooses as ever"
         log.info(f"isoload: in shadow behind {stays}: {self.record.summary()}")
-        self.say_unused({})
+        self.warn_unused({})
 
 
 def way_of(balancer: Balancer) -> str:
@@ -332,10 +332,10 @@ def phase_of(batch: Any) -> str:
 
 
 def prefill_graphs() -> Callable[[], bool]:
-    """SGLang's own word whether what runs now is captured for prefill, where each phase has a policy.
+    """Return SGLang's function of whether a graph of prefill is being captured, where each phase has a policy.
 
     Raises:
-        ValueError: ranks would not agree, or this SGLang says no such word.
+        ValueError: ranks would not agree, or this SGLang has no such function.
     """
     from sglang.srt.utils import get_bool_env_var
 

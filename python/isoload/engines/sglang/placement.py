@@ -19,9 +19,9 @@ NAME = "isoload"
 CHOSEN = object()  # what compute_algorithm returns for this name, in place of a member of SGLang's Enum
 
 
-def compute_algorithm(original: Original, raw_algorithm: str, *more: Any, **named: Any) -> Any:
+def compute_algorithm(original: Original, raw_algorithm: str, *args: Any, **kwargs: Any) -> Any:
     """Around SGLang's of this name."""
-    return CHOSEN if raw_algorithm == NAME else original(raw_algorithm, *more, **named)
+    return CHOSEN if raw_algorithm == NAME else original(raw_algorithm, *args, **kwargs)
 
 
 def rebalance_experts(
@@ -32,13 +32,13 @@ def rebalance_experts(
     num_groups: int | None,
     num_nodes: int,
     algorithm: Any,
-    *more: Any,
-    **named: Any,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     """Around SGLang's of this name: counts [batches, L, E] -> its three tables, on the device of the counts."""
     if algorithm is not CHOSEN:
         sizes = num_physical_experts, num_local_physical_experts, num_groups, num_nodes
-        return original(tokens_per_expert, *sizes, algorithm, *more, **named)
+        return original(tokens_per_expert, *sizes, algorithm, *args, **kwargs)
     from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
 
     device, metadata = tokens_per_expert.device, get_global_expert_location_metadata()
@@ -50,13 +50,13 @@ def rebalance_experts(
 
 
 def update_metadata(
-    original: Original, self: Any, other: Any, update_layer_ids: list[int], *more: Any, **named: Any
+    original: Original, self: Any, other: Any, update_layer_ids: list[int], *args: Any, **kwargs: Any
 ) -> None:
     """Around ExpertLocationMetadata.update, SGLang's rebalancing behind a pass: the tables of the Balancers follow in
     place."""
     from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
 
-    original(self, other, update_layer_ids, *more, **named)
+    original(self, other, update_layer_ids, *args, **kwargs)
     if self is get_global_expert_location_metadata():
         if LAYERS.by_id:
             LAYERS.follow(self, moe().ep_dispatch_algorithm)
@@ -66,11 +66,11 @@ def update_metadata(
     LAYERS.watch.progressed()
 
 
-def rebalance(original: Original, self: Any, *more: Any, **named: Any) -> Iterator[None]:
+def rebalance(original: Original, self: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
     """Around EPLBManager.rebalance, a generator that comes back between two chunks of layers, once in a pass."""
     LAYERS.watch.enter()
     try:
-        for _ in original(self, *more, **named):
+        for _ in original(self, *args, **kwargs):
             LAYERS.watch.leave(pending=True)
             yield
             LAYERS.watch.enter()

@@ -29,11 +29,11 @@ def commit(
     model_state: Any,
     new_physical_to_logical_map: Tensor,
     layer: int | None = None,
-    **named: Any,
+    **kwargs: Any,
 ) -> None:
     """Around _commit_eplb_maps: a rebalance has moved the experts of all layers; and around
     _commit_eplb_maps_for_layer: an asynchronous one has moved those of one."""
-    original(model_state, new_physical_to_logical_map, *([] if layer is None else [layer]), **named)
+    original(model_state, new_physical_to_logical_map, *([] if layer is None else [layer]), **kwargs)
     MODELS.watch.progressed()
     layers = MODELS.layers(model_state)
     if layers is not None and layers.by_id:
@@ -51,13 +51,13 @@ def map_and_record(
     logical_replica_count: Tensor,
     record_enabled: Tensor,
     num_unpadded_tokens: Tensor | None = None,
-    **named: Any,
+    **kwargs: Any,
 ) -> Tensor:
     """Around eplb_map_to_physical_and_record."""
     layer = MODELS.by_map.get(logical_to_physical_map.data_ptr())
     maps = logical_to_physical_map, logical_replica_count
     if layer is None or isinstance(layer, Counted):
-        theirs = original(topk_ids, expert_load_view, *maps, record_enabled, num_unpadded_tokens, **named)
+        theirs = original(topk_ids, expert_load_view, *maps, record_enabled, num_unpadded_tokens, **kwargs)
         if layer is not None:
             layer.record.add(layer.layer, theirs, None if layer.gathered else num_unpadded_tokens)
         return cast(Tensor, theirs)
@@ -65,7 +65,7 @@ def map_and_record(
     theirs = None
     if replaces_padding or layer.switch is not None:
         unrecorded = torch.zeros_like(record_enabled)
-        theirs = original(topk_ids, expert_load_view, *maps, unrecorded, num_unpadded_tokens, **named)
+        theirs = original(topk_ids, expert_load_view, *maps, unrecorded, num_unpadded_tokens, **kwargs)
     batch = topk_ids, expert_load_view, record_enabled, num_unpadded_tokens
     slots = layer.map_and_record(*batch, None if layer.switch is None else theirs)
     if num_unpadded_tokens is None or not replaces_padding:

@@ -113,21 +113,21 @@ class ModelLayers(EngineLayers[Layer]):
         self.place(tables, experts, topology, state.physical_to_logical_map.device)
         policy = self.settings.policies_for(shared=False)["decode"]
         loads = self.settings.loads_for("own" if self.settings.policy is None else "gathered")
-        layer_tokens, left = tokens_by_layer(state, parallel, loads)
+        layer_tokens, skipped = tokens_by_layer(state, parallel, loads)
         for i, tokens in layer_tokens.items():
             balancer = self.balancer(i, policy, self.group(topology) if tokens == "own" else None, loads)
             self.add(Layer(balancer, self.own_meter(), state.model.moe_layers[i], tokens))
-        return left
+        return skipped
 
     def count(self, state: Any, parallel: Any, name: str) -> dict[int, Counted]:
         """In shadow mode: makes the record of an EplbModelState, under a name in metrics; the layers that it counts."""
         from vllm.distributed.parallel_state import get_ep_group, get_node_count
 
-        layer_tokens, left = tokens_by_layer(state, parallel, "own")
+        layer_tokens, skipped = tokens_by_layer(state, parallel, "own")
         if not parallel.enable_elastic_ep:
             check_sizes(state, parallel, get_ep_group().world_size)
         group, kinds = get_ep_group(), {tokens == "own" for tokens in layer_tokens.values()}
-        for reason, number in left.items():
+        for reason, number in skipped.items():
             log.info(f"isoload: in shadow {number} layers of {state.model_name} are not counted: {reason}")
         if len(kinds) != 1:
             log.error(
@@ -144,7 +144,7 @@ class ModelLayers(EngineLayers[Layer]):
         if not record.rank:
             stays = f"vLLM's EPLB of {state.model_name}, which chooses and rebalances as ever"
             log.info(f"isoload: in shadow behind {stays}: {record.summary(len(layer_tokens))}")
-            self.say_unused({})
+            self.warn_unused({})
         return {i: Counted(record, i, tokens == "gathered") for i, tokens in layer_tokens.items()}
 
     def follow(self, rows: Tensor, layer: int | None = None) -> None:
@@ -156,17 +156,17 @@ class ModelLayers(EngineLayers[Layer]):
         MODELS.by_map = {at: layer for at, layer in MODELS.by_map.items() if layer not in self.by_id.values()}
         return super().detach()
 
-    def announce(self, name: str, left: Counter[str]) -> None:
-        """What is attached, and what is not, of one rank for all."""
+    def announce(self, name: str, skipped: Counter[str]) -> None:
+        """Log on one rank what is attached, and what is not."""
         if self.engine_rank():
             return
         ways = " and ".join(sorted({layer.describe() for layer in self.by_id.values()}))
         dispatch = f"replicas ({ways}), {self.describe()}; " if self.by_id else ""
         log.info(f"isoload: attached to vLLM's EPLB of {name}: {dispatch}placer {self.settings.placer}")
-        for reason, number in left.items():
+        for reason, number in skipped.items():
             log.info(f"isoload: vLLM's own choice of replicas stays on {number} layers of {name}: {reason}")
         if not self.draft:  # a draft model may hold other tokens than the served one
-            self.say_unused(self.unused())
+            self.warn_unused(self.unused())
 
     def unused(self) -> dict[Variable, str]:
         """Return why variables have no effect on this model, as :meth:`Settings.unused` takes it."""
@@ -211,7 +211,7 @@ def most_decoded(parallel: Any, gathered: bool) -> int:
 
 
 def tokens_of(runner: Any, parallel: Any, loads: str) -> tuple[RankTokens | None, str]:
-    """What a rank holds when it routes, as vLLM's layer and configuration say; the same on all ranks.
+    """What a rank holds when it routes, by vLLM's layer and configuration; the same on all ranks.
 
     own       rows of its own, which an all-to-all exchanges afterwards
     same      the rows that all ranks hold
@@ -245,32 +245,32 @@ def tokens_of(runner: Any, parallel: Any, loads: str) -> tuple[RankTokens | None
 
 def tokens_by_layer(state: Any, parallel: Any, loads: str) -> tuple[dict[int, RankTokens], Counter[str]]:
     """:func:`tokens_of` the layers of an EplbModelState; of the others how many vLLM keeps, by reason."""
-    layer_tokens, left = dict[int, RankTokens](), Counter[str]()
+    layer_tokens, skipped = dict[int, RankTokens](), Counter[str]()
     for i, runner in enumerate(state.model.moe_layers):
         tokens, reason = tokens_of(runner, parallel, loads)
         if tokens is None:
-            left[reason] += 1
+            skipped[reason] += 1
         else:
             layer_tokens[i] = tokens
-    return layer_tokens, left
+    return layer_tokens, skipped
 
 
-def is_draft(args: Sequence[Any], named: Mapping[str, Any]) -> bool:
+def is_draft(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether EplbState.add_model(model, model_config, model_name=None) is given a draft: vLLM names these alone, from
     0.32 on; before that their configuration states it."""
-    config = named.get("model_config", args[1] if len(args) > 1 else None)
-    named_draft = named.get("model_name", args[2] if len(args) > 2 else None) is not None
+    config = kwargs.get("model_config", args[1] if len(args) > 1 else None)
+    named_draft = kwargs.get("model_name", args[2] if len(args) > 2 else None) is not None
     return named_draft or getattr(config, "runner_type", None) == "draft"
 
 
-def served_name(args: Sequence[Any], named: Mapping[str, Any]) -> str:
+def served_name(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
     """That of vLLM's own metrics, of what EplbState.add_model is given; empty: a configuration without one."""
-    config = named.get("model_config", args[1] if len(args) > 1 else None)
+    config = kwargs.get("model_config", args[1] if len(args) > 1 else None)
     return str(getattr(config, "served_model_name", None) or "")
 
 
 class Counted(NamedTuple):
-    """A layer in shadow mode; gathered: its rows are those of all ranks, of which vLLM says no padding."""
+    """A layer in shadow mode; gathered: its rows are those of all ranks, whose padding vLLM does not give."""
 
     record: EngineRecord
     layer: int
@@ -308,11 +308,11 @@ class Models:
                 self._register(state, layers, layers.count(state, parallel, name))
             return
         layers.meter = None if draft else self.meter
-        left = layers.make(state, parallel)
+        skipped = layers.make(state, parallel)
         self._register(state, layers, layers.by_id)
-        layers.announce(state.model_name, left)
+        layers.announce(state.model_name, skipped)
         weights = dict(enumerate(state.model.expert_weights)) if self.settings.report_seconds else {}
-        layers.measure(name, self.settings.placer, weights, sum(left.values()))
+        layers.measure(name, self.settings.placer, weights, sum(skipped.values()))
         if not draft:
             self.watch.metrics = layers.metrics
         if self.settings.check_weights:

@@ -164,19 +164,19 @@ def same_model(name: str, other: str) -> bool:
     return long == short or (long.startswith(short) and long[len(short)] in "-_")
 
 
-def initialize_model(original: Original, vllm_config: Any, **named: Any) -> Any:
+def initialize_model(original: Original, vllm_config: Any, **kwargs: Any) -> Any:
     """Around vLLM's function of this name, which makes a model that has no weights yet. Composed models make their
     parts by it, too."""
     from vllm.distributed.parallel_state import get_ep_group
     from vllm.model_executor.models.interfaces import get_mixture_of_experts_model
 
-    model_config = named.get("model_config") or vllm_config.model_config
+    model_config = kwargs.get("model_config") or vllm_config.model_config
     checks = not START.depth and getattr(model_config, "runner_type", "") != "draft"
     if checks:
         START.check_options(vllm_config.parallel_config, vllm_config.additional_config)
     START.depth += 1
     try:
-        model = original(vllm_config, **named)
+        model = original(vllm_config, **kwargs)
     finally:
         START.depth -= 1
     if checks:
@@ -190,12 +190,12 @@ def initialize_model(original: Original, vllm_config: Any, **named: Any) -> Any:
     return model
 
 
-def add_model(original: Original, self: Any, *args: Any, **named: Any) -> None:
+def add_model(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
     """Around EplbState.add_model, at whose end a loaded model's experts lie by vLLM's default map, on all ranks."""
     before = set(self.model_states)
-    original(self, *args, **named)
-    draft = is_draft(args, named)
-    config = named.get("model_config", args[1] if len(args) > 1 else None)
+    original(self, *args, **kwargs)
+    draft = is_draft(args, kwargs)
+    config = kwargs.get("model_config", args[1] if len(args) > 1 else None)
     for key, state in self.model_states.items():
         if key not in before and not draft:
             move(state, config, self.parallel_config)
