@@ -308,8 +308,8 @@ def balance(
     Args:
         model: with experts of SequentialMLP, the local spec; each rank has those that Megatron gave it.
         policy: a name in isoload.POLICIES or a Policy; options go with the name.
-        placement: its first layer, for every MoELayer; each expert's home slot is on the rank that has the expert. None:
-            the experts without replicas, and spare_slots.
+        placement: its first layer, for every MoELayer; each expert's home slot is on the rank that has it. None: the
+            experts without replicas, and spare_slots.
         spare_slots: experts that a rank can borrow at a time, where there is no placement. None: 2 if the policy
             borrows, else 0.
         ranks_per_node: of the expert-parallel group; 0 = all on one node.
