@@ -1,4 +1,4 @@
-"""What an engine replays from a CUDA graph: the switch's flags, shadow mode's counts, weights' checksums. On a GPU."""
+"""What an engine replays from a CUDA graph: the switch's flag, shadow mode's counts, weights' checksums. On a GPU."""
 
 from __future__ import annotations
 
