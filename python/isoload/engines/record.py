@@ -31,7 +31,7 @@ OWN = "this rank's copies alone: isoload report joins all ranks"
 
 
 class EngineRecord:
-    """The layers of one model on one rank.
+    """Record of one model's layers on one rank.
 
     Nothing is exchanged between ranks. Of so many passes one is kept, by its number, so that the files of all ranks
     have the same ones. All ranks must run the same number of passes, as where every pass holds an all-to-all.
@@ -75,7 +75,8 @@ class EngineRecord:
         atexit.register(self.close)
 
     def add(self, layer: int, slots: Tensor, num_valid: Tensor | None = None) -> None:
-        """Counts [T, K] slots of a layer's batch, in a captured graph too; -1 and rows from num_valid on are none."""
+        """Count slots [T, K] of a layer's batch, in a captured graph too; -1 and rows from num_valid on are left
+        out."""
         ids = slots if slots.dtype in (torch.int32, torch.int64) else slots.to(torch.int32)
         copies = count(without_padding(ids, num_valid), self.tables.shape[1])
         self.recorder.add(layer, [copies], self, slots.shape[1])
@@ -86,17 +87,17 @@ class EngineRecord:
         return f"1 of {self.settings.record_every} passes is recorded, in {number} layers"
 
     def begin(self) -> None:
-        """Before a pass: the first one forgets what was counted ahead of it, in graphs' captures and warm-ups."""
+        """Begin a pass; before the first, drop what captures of graphs and warm-ups have counted."""
         if not self.passes:
             self.recorder.skip()
 
     def clear(self) -> None:
-        """Forgets what warm-ups and captures of graphs have counted."""
+        """Drop what warm-ups and captures of graphs have counted."""
         self.recorder.clear()
         self._recorded = []
 
     def step_ended(self) -> None:
-        """A forward pass is over, outside of any graph."""
+        """Count a forward pass, outside of any graph."""
         self._end()
         self._ended = False
         due = self.settings.report_seconds and time.monotonic() - self._since > self.settings.report_seconds
@@ -104,7 +105,7 @@ class EngineRecord:
             self.flush()
 
     def moved(self, tables: Tensor) -> None:
-        """The engine moves experts behind a pass: the slots' experts are now [L, P]."""
+        """Take the experts [L, P] in each slot after the engine has moved them."""
         self._end()
         if torch.equal(tables, self.tables):
             return
@@ -118,7 +119,7 @@ class EngineRecord:
             self._thread.submit(self._publish, rank_loads)
 
     def close(self) -> None:
-        """At the process's end, where it comes to that: engines may be killed."""
+        """Write what is recorded, at the process's end; an engine that is killed loses it."""
         atexit.unregister(self.close)
         self._thread.shutdown()
         if rank_loads := self._take():
@@ -175,14 +176,15 @@ class EngineRecord:
                 self._measure(phase, before[batches], after[batches], routed[batches])
 
     def _measure(self, phase: str, before: Floats, after: Floats, routed: Bools) -> None:
-        """[B, L] of a phase; the passes in which a layer had no copy count for none of its figures."""
+        """Set a phase's metrics from [B, L]; passes in which a layer had no copy are left out of the layer's
+        figures."""
         some = routed.any(0)
         for plan, imbalance in (("engine", before), ("isoload", after)):
             means = np.nanmean(np.where(routed, imbalance, np.nan)[:, some], axis=0)
             self.metrics.set_imbalance(phase, plan, means)
 
     def _log(self, phase: str, before: Floats, after: Floats, passes: int, alone: str) -> None:
-        """[L] means of a phase."""
+        """Log the means [L] of a phase."""
         text = ", ".join(
             f"{name} {np.quantile(before, part):.3f} -> {np.quantile(after, part):.3f}"
             for name, part in (("half of the layers up to", 0.5), ("nine in ten", 0.9), ("worst", 1.0))
@@ -194,7 +196,8 @@ class EngineRecord:
 
 
 def before_and_after(rank_loads: RankLoads) -> tuple[Floats, Floats, Bools]:
-    """[B, L] imbalance as routed, and as planned, of the layers that have copies; [B, L] whether a pass has some."""
+    """Return [B, L] imbalance as routed and as planned, of layers that have copies, and [B, L] whether a pass has
+    some."""
     layers = np.flatnonzero(rank_loads.slot_copies.any((0, 2)))
     copies, table = rank_loads.slot_copies[:, layers], torch.from_numpy(rank_loads.slot_to_expert[layers])
     placement = Placement(table, rank_loads.topology, rank_loads.num_experts)

@@ -57,7 +57,7 @@ class Seam:
         return self.target.rsplit(".", 1)[-1]
 
     def fault(self) -> str | None:
-        """What is not as expected, in one line; None if nothing is."""
+        """Return what is not as expected, in one line; None: nothing."""
         try:
             member = pkgutil.resolve_name(self.target)
         except Exception as error:
@@ -73,7 +73,7 @@ class Seam:
 
 
 def read_seams(engine: str) -> list[Seam]:
-    """The seams of an engine, from ``<engine>_seams.json`` beside this file."""
+    """Return the seams of an engine, from ``<engine>_seams.json`` in this folder."""
     text = resources.files(__package__).joinpath(f"{engine}_seams.json").read_text()
     file, lists = json.loads(text), ("signatures", "serves")
     return [
@@ -102,7 +102,8 @@ def missing_package(seams: Sequence[Seam]) -> str | None:
 
 
 def is_there(target: str) -> bool:
-    """Whether the engine has it; what fails in another way as it is imported is there, and its fault has the reason."""
+    """Return whether the engine has the target; what fails in another way as it is imported is there, and its fault has
+    the reason."""
     try:
         pkgutil.resolve_name(target)
     except (ImportError, AttributeError):
@@ -113,7 +114,7 @@ def is_there(target: str) -> bool:
 
 
 def bare_signature(function: Any) -> inspect.Signature:
-    """Names, kinds and defaults of the parameters, without annotations; of a class those of its constructor."""
+    """Return names, kinds and defaults of the parameters, without annotations; of a class those of its constructor."""
     signature = inspect.signature(function)
     bare = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
     return signature.replace(parameters=bare, return_annotation=inspect.Signature.empty)
@@ -129,7 +130,7 @@ def shortened(signature: inspect.Signature, kind: Kind) -> Iterator[inspect.Sign
 
 
 def field_names(record: type) -> set[str]:
-    """Fields and properties of a dataclass or NamedTuple."""
+    """Return the fields and properties of a dataclass or NamedTuple."""
     names = (
         [field.name for field in fields(record)] if is_dataclass(record) else getattr(record, "_fields", ())
     )
@@ -156,7 +157,8 @@ class PlugIn:
     seams: Sequence[Seam] = ()
 
     def attach_or_leave(self) -> None:
-        """What an entry point calls. Engines log an Exception of a plug-in and go on, so a refusal leaves the process.
+        """Attach, from an entry point. Engines log an Exception of a plug-in and go on, so a refusal leaves the
+        process.
 
         Raises:
             SystemExit: a variable has a value that it must not have; or, with ISOLOAD_STRICT=1, the engine is not as
@@ -184,11 +186,11 @@ class PlugIn:
             log.error(f"{reason}. {result}")
 
     def attach(self, settings: Settings) -> list[str]:
-        """Hooks what it can, see :meth:`attach_options`, and returns what is not as expected, a line each."""
+        """Hook what can be, see :meth:`attach_options`, and return what is not as expected, a line each."""
         return self.attach_options(settings)[0]
 
     def attach_options(self, settings: Settings) -> tuple[list[str], list[str]]:
-        """Hooks every option whose seams and known batch are as expected; without options everything or nothing.
+        """Hook every option whose seams and known batch are as expected; without options everything or nothing.
 
         Returns:
             What is not as expected, a line each, which names the options that stay without; and those attached.
@@ -226,7 +228,7 @@ class PlugIn:
 
 
 def of_mode(seams: Sequence[Seam], mode: str) -> list[Seam]:
-    """Those that shadow mode needs, or the other options, with only these options named."""
+    """Return the seams of shadow mode, or of the other options, with only these options named."""
     needed = []
     for seam in seams:
         serves = tuple(option for option in seam.serves if (option == SHADOW) == (mode == "shadow"))
@@ -236,12 +238,12 @@ def of_mode(seams: Sequence[Seam], mode: str) -> list[Seam]:
 
 
 def options_of(seams: Sequence[Seam]) -> list[str]:
-    """All that they serve, once each."""
+    """Return every option that seams serve, once each."""
     return list(dict.fromkeys(option for seam in seams for option in seam.serves))
 
 
 def wrong_check(name: str, check: Callable[[], bool]) -> str | None:
-    """What a check of a known batch finds wrong, in one line; None if nothing is."""
+    """Return what a check of a known batch finds wrong, in one line; None: nothing."""
     try:
         return None if check() else f"a known batch comes out wrong behind {name}"
     except Exception as error:

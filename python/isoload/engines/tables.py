@@ -17,7 +17,7 @@ from isoload.topology import Topology
 
 
 class ReplicaLists(NamedTuple):
-    """A placement as EPLB's callers take it.
+    """A placement as EPLB's callers take it: three tables.
 
     physical_to_logical  [L, P] int64  expert in each slot
     logical_to_physical  [L, E, X] int64  slots of every expert, ascending, -1 behind the last; X = most replicas
@@ -30,14 +30,14 @@ class ReplicaLists(NamedTuple):
 
 
 def engine_topology(num_ranks: int, num_nodes: int) -> Topology:
-    """R ranks on as many nodes; on one node where these do not divide the ranks."""
+    """Return a topology of R ranks on so many nodes; on one node where these do not divide the ranks."""
     return Topology(num_ranks, num_ranks // num_nodes if num_ranks % num_nodes == 0 else num_ranks)
 
 
 def placement_of(
     physical_to_logical: Tensor, num_experts: int, topology: Topology, num_shared: int = 0
 ) -> Placement:
-    """From an engine's map.
+    """Return the Placement of an engine's map.
 
     Args:
         physical_to_logical: [L, P] routed expert in each slot.
@@ -55,7 +55,7 @@ def placement_of(
 
 
 def replica_lists(placement: Placement) -> ReplicaLists:
-    """Raises ValueError for empty slots, which these tables cannot hold."""
+    """Return a placement's tables; raise ValueError for empty slots, which the tables cannot hold."""
     slots, experts = placement.slot_to_expert.long(), placement.num_experts
     if (slots < 0).any():
         raise ValueError("placement must fill every slot, got one that is empty")
@@ -70,7 +70,7 @@ def replica_lists(placement: Placement) -> ReplicaLists:
 
 
 def keep_slots(slots: Tensor, before: Tensor, num_ranks: int) -> Tensor:
-    """[L, P] the same experts on every rank, those that were there [L, P] in their slots of before."""
+    """Return [L, P] the same experts on every rank, with those that were on it in their slots of before [L, P]."""
     size = slots.shape[1] // num_ranks
     new, old = slots.reshape(-1, size), before.reshape(-1, size)
     result, left = torch.full_like(new, -1), torch.ones_like(new, dtype=torch.bool)
@@ -84,8 +84,8 @@ def keep_slots(slots: Tensor, before: Tensor, num_ranks: int) -> Tensor:
 
 
 def arrivals(before: Tensor, after: Tensor, rank: int, num_ranks: int) -> dict[int, int]:
-    """By layer how many experts came to a rank from others: distinct ones of its slots of after, that none of its slots
-    of before had. Both [L, P] expert in each slot, -1: none."""
+    """Return by layer how many experts came to a rank from others: distinct experts of its slots of after that none of
+    its slots of before had. Both [L, P] expert in each slot, -1: none."""
     size = before.shape[1] // num_ranks
     old, new = (table[:, rank * size : (rank + 1) * size].tolist() for table in (before, after))
     return {i: len(set(b) - set(a) - {-1}) for i, (a, b) in enumerate(zip(old, new, strict=True)) if a != b}
@@ -102,7 +102,7 @@ def running(before: Tensor | None, num_slots: int) -> Tensor | None:
 def lay_out(
     counts: Tensor, topology: Topology, slots_per_rank: int, placer: str, before: Tensor | None
 ) -> ReplicaLists:
-    """By a placer of the registry; one that can starts from where the experts lie, so that fewer move.
+    """Lay experts out by a placer of the registry; one that can starts from where the experts lie, so that fewer move.
 
     Args:
         counts: [L, E] or [batches, L, E] copies per routed expert.
@@ -117,7 +117,7 @@ def lay_out(
 
 
 def check_placer(option: str, placer: str, tables: Tensor, num_experts: int, topology: Topology) -> None:
-    """A layout as an engine's rebalance will want one, so that none fails while tokens are served."""
+    """Make a layout as an engine's rebalance will, so that no rebalance fails while tokens are served."""
     layers, num_slots = tables.shape
     before, size = running(tables, num_slots), num_slots // topology.num_ranks
     try:
@@ -201,7 +201,7 @@ def known_balancer() -> Balancer:
 
 
 def is_right(slots: Tensor, valid: int) -> bool:
-    """Whether the valid rows are split as well as can be, over slots of their experts."""
+    """Return whether the valid rows of the known batch are split optimally, over slots of their experts."""
     rows = slots[:valid]
     per_rank = torch.bincount(rows.flatten().long() // 4, minlength=NUM_RANKS)
     half = -(-int(per_rank.sum()) // NUM_RANKS)

@@ -26,7 +26,7 @@ MULTIPROCESS = "PROMETHEUS_MULTIPROC_DIR"
 
 
 class Metric(NamedTuple):
-    """One, exported as isoload_<name>.
+    """One metric, exported as isoload_<name>.
 
     buckets: upper bounds of a histogram, seconds. counts: of several processes with the same labels, as pipeline stages
     have, the value of which gauge is scraped.
@@ -98,7 +98,7 @@ _LOCK = threading.Lock()
 
 
 class Metrics:
-    """Those of one model on one rank; without ``on``, and without prometheus_client, calls do nothing.
+    """Metrics of one model on one rank; without ``on``, and without prometheus_client, calls do nothing.
 
     Called from several threads. prometheus_client is imported when an object that is on is made: it must not be before
     the engine has set PROMETHEUS_MULTIPROC_DIR, where its processes write, which is so when a model is loaded.
@@ -119,7 +119,7 @@ class Metrics:
         self._update(name, (), lambda child: child.observe(seconds))
 
     def set_imbalance(self, phase: str, plan: str, layers: Sequence[float]) -> None:
-        """Of every layer that has one its mean imbalance."""
+        """Set the quantiles over layers, each with its mean imbalance."""
         if self.on and len(layers):
             for quantile in QUANTILES:
                 value = float(np.quantile(layers, quantile))
@@ -127,7 +127,7 @@ class Metrics:
                 self.set("balancedness", 1 / value, phase, plan, str(quantile))
 
     def begin(self, policy: str, placer: str) -> None:
-        """When the model is loaded: versions, and counters from 0, without which the first event is no change.
+        """Begin when the model is loaded: set versions, and counters to 0, without which the first event is no change.
 
         Args:
             policy, placer: "engine" where the engine's own stand.
@@ -146,7 +146,7 @@ class Metrics:
                 )
 
     def _update(self, name: str, labels: tuple[str, ...], change: Callable[[Any], None]) -> None:
-        """A file that cannot be written ends the metrics, not the engine."""
+        """Change a metric; a file that cannot be written ends the metrics, not the engine."""
         if not self.on:
             return
         try:
@@ -165,7 +165,7 @@ class Metrics:
 
 
 class _CountErrors(logging.Filter):
-    """Of isoload's own logger; every line passes."""
+    """Count the error lines of isoload's own logger; every line passes."""
 
     def __init__(self, metrics: Metrics) -> None:
         super().__init__()
@@ -178,12 +178,12 @@ class _CountErrors(logging.Filter):
 
 
 def version_of(module: str) -> str:
-    """Of what this process has imported."""
+    """Return the version of a module that this process has imported."""
     return str(getattr(sys.modules.get(module), "__version__", "unknown"))
 
 
 def set_refused(engine: str) -> None:
-    """isoload_attached 0 of a process to which isoload has not attached, if it has a place for metrics already."""
+    """Set isoload_attached to 0 in a process to which isoload has not attached, if metrics can be written already."""
     if MULTIPROCESS in os.environ or "prometheus_client" in sys.modules:
         Metrics(engine, on=True).set("attached", 0)
 
@@ -240,8 +240,8 @@ class LayerReport:
 
 
 class Meter:
-    """Sums per layer, on the plans' device: written in place, so that captured graphs go on counting. The engine's name
-    begins every line, and so many seconds lie between two."""
+    """Sums per layer, on the plans' device: written in place, so that captured graphs count too. The engine's name
+    begins every line; lines are so many seconds apart."""
 
     def __init__(self, name: str, seconds: float) -> None:
         self.name, self.seconds = name, seconds
@@ -252,7 +252,7 @@ class Meter:
         self._since = time.monotonic()
 
     def add(self, layer: int, loads: Tensor, planned: Plan, host_seconds: float) -> None:
-        """One batch: [R, E] loads, their plan, and how long the host took for the call."""
+        """Add one batch: [R, E] loads, their plan, and how long the host took for the call."""
         if layer not in self._sums:
             with torch.inference_mode(False):  # else only inference could add to it
                 self._sums[layer] = torch.zeros(COLUMNS, dtype=torch.float64, device=loads.device)
@@ -268,19 +268,20 @@ class Meter:
         self._host_seconds += host_seconds
 
     def add_exchange(self, imbalance: Tensor) -> None:
-        """What an exchange found out of L layers: [L] float64; nan: no rank sent a copy."""
+        """Add the imbalance [L] float64 of an exchange; nan: no rank sent a copy."""
         some = ~imbalance.isnan()
         row = torch.stack([some.to(imbalance.dtype), torch.where(some, imbalance, 0.0)])
         self._sent = row if self._sent is None else self._sent + row
 
     def read_sent(self) -> list[LayerReport]:
-        """As :meth:`read`, of layers whose loads are not gathered, numbered as they were exchanged."""
+        """Return what :meth:`read` does for layers whose loads are not gathered, numbered in the order of the
+        exchange."""
         sums = [] if self._sent is None else self._sent.T.tolist()
         self._sent = None
         return [LayerReport(i, int(n), None, total / n, 0) for i, (n, total) in enumerate(sums) if n]
 
     def read(self) -> list[LayerReport]:
-        """All layers since the last reading, which begins anew; the host waits for the device."""
+        """Return all layers since the last reading, and begin anew; the host waits for the device."""
         reports = []
         for layer in sorted(self._sums):
             batches, before, after, certified, peaks = self._sums[layer].tolist()
@@ -293,7 +294,7 @@ class Meter:
         return reports
 
     def report_if_due(self) -> bool:
-        """A log line and the metrics, if anything was planned; whether the interval was over."""
+        """Log a line and set the metrics, if anything was planned; return whether the interval was over."""
         if time.monotonic() - self._since < self.seconds:
             return False
         self._since = time.monotonic()
@@ -311,7 +312,7 @@ class Meter:
 
 
 def before_and_after(layers: list[LayerReport]) -> tuple[list[float], list[float]]:
-    """Those of the layers that have them."""
+    """Return the imbalance before and after of the layers that have them."""
     before = [layer.before for layer in layers if layer.before is not None]
     return before, [layer.after for layer in layers if layer.after is not None]
 

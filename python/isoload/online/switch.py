@@ -109,7 +109,7 @@ def parse(text: str) -> bool:
 
 
 class Rebalance(NamedTuple):
-    """One under way.
+    """A rebalance under way.
 
     began    times are those of time.monotonic()
     since    when it began or last made progress
@@ -125,13 +125,14 @@ class Rebalance(NamedTuple):
     passes: int = 0
 
     def stalled(self, now: float) -> float:
-        """Seconds without progress. Only passes count: no engine moves experts while it has no requests."""
+        """Return the seconds without progress. Only passes count: no engine moves experts while it has no requests."""
         inside = 0.0 if self.entered is None else now - self.entered
         return max(inside, 0.0 if self.left is None else self.left - self.since)
 
 
 class Watchdog:
-    """Looks from a thread of its own, once in so many seconds, since the engine's may never come back; 0: never.
+    """Thread that looks once in so many seconds whether a rebalance stalls; 0: never. The engine's thread may never
+    return, so the watchdog has its own.
 
     The engine's hooks call :meth:`enter`, :meth:`leave` and :meth:`progressed` in the thread that runs passes, and keep
     ``worker``, the engine's thread of rebalances, if it has one.
@@ -146,7 +147,7 @@ class Watchdog:
         self._thread: threading.Thread | None = None
 
     def enter(self) -> None:
-        """The engine goes to where it begins or continues a rebalance."""
+        """Note that the engine begins or continues a rebalance."""
         if self._thread is None and self.seconds:
             args = weakref.ref(self), self.seconds
             self._thread = threading.Thread(target=_watch, args=args, name="isoload-watchdog", daemon=True)
@@ -156,7 +157,8 @@ class Watchdog:
         self._rebalance = rebalance._replace(entered=now, passes=rebalance.passes + 1)
 
     def leave(self, pending: bool) -> None:
-        """It has returned; pending: a rebalance is not over. One that has moved experts is counted at its end."""
+        """Note that the engine's call has returned; pending: a rebalance is not over. One that has moved experts is
+        counted."""
         if (rebalance := self._rebalance) is None:
             return
         now = time.monotonic()
@@ -166,13 +168,13 @@ class Watchdog:
             self.metrics.observe("rebalance_seconds", now - rebalance.began)
 
     def progressed(self) -> None:
-        """Experts have arrived in a layer or more, and the engine routes to them."""
+        """Note that experts have arrived in a layer or more, and that the engine routes to them."""
         if (rebalance := self._rebalance) is not None:
             now = time.monotonic()
             self._rebalance = Rebalance(rebalance.began, now, None if rebalance.entered is None else now)
 
     def look(self) -> None:
-        """An error line for what is new, the metrics for what is."""
+        """Log an error for each new stall or ended thread, and set the metrics."""
         rebalance, worker, (stall, thread) = self._rebalance, self.worker, self._named
         age = 0.0 if rebalance is None else rebalance.stalled(time.monotonic())
         dead = worker is not None and not worker.is_alive()
@@ -192,7 +194,7 @@ class Watchdog:
 
 
 def _watch(reference: weakref.ref[Watchdog], seconds: float) -> None:
-    """Until the watchdog is dropped."""
+    """Look until the watchdog is dropped."""
     while True:
         time.sleep(seconds)
         if (watchdog := reference()) is None:

@@ -19,7 +19,7 @@ NAMED = 8  # wrong slots in one line
 
 @dataclass
 class WeightCheck:
-    """Of one model's layers, over the ranks of a group, which call it together and log the same.
+    """Check of one model's weights over the ranks of a group, which call it together and log the same.
 
     engine   its name, for lines
     weights  by layer the weights and scales of this rank's slots, [P/R, ...] each
@@ -39,7 +39,7 @@ class WeightCheck:
     metrics: Metrics = field(default_factory=Metrics)
 
     def loaded(self, slot_to_expert: Tensor, num_experts: int) -> None:
-        """Takes every expert's weights from its lowest slot; replicas must have the same.
+        """Take every expert's checksum from its lowest slot; replicas must have the same.
 
         Args:
             slot_to_expert: [L, P] on the host, as the model was loaded.
@@ -54,7 +54,7 @@ class WeightCheck:
         self._judge(layers, tables, sums, "at load")
 
     def moved(self, slot_to_expert: Tensor, layers: Sequence[int] | None = None) -> None:
-        """After a rebalance of some layers, or of all.
+        """Check some layers, or all, after a rebalance.
 
         Args:
             slot_to_expert: [L, P] on the host, as the engine routes now.
@@ -67,7 +67,7 @@ class WeightCheck:
             self._judge(layers, slot_to_expert[layers], self._sums(layers), "after a rebalance")
 
     def _sums(self, layers: Sequence[int]) -> Tensor:
-        """[L, P] of all ranks' slots, on the host, which waits once."""
+        """Return checksums [L, P] of all ranks' slots, on the host, which waits once."""
         local = torch.stack([slot_checksums(self.weights[layer]) for layer in layers])
         num_ranks = dist.get_world_size(self.group)
         ranks = local.new_empty(num_ranks * local.numel())
@@ -93,7 +93,7 @@ class WeightCheck:
 
 
 def named(wrong: Sequence[WrongSlot]) -> str:
-    """The first of them, and how many more."""
+    """Return the first wrong slots in words, and how many more there are."""
     texts = [
         f"layer {entry.layer}, rank {entry.rank}, slot {entry.slot} should hold expert {entry.expert} and holds "
         f"{'what is no expert as loaded' if entry.holds is None else f'expert {entry.holds}'}"

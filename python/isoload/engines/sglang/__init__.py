@@ -56,7 +56,7 @@ def dispatch_info(algorithm: str) -> Any:
 
 
 def check_dynamic() -> bool:
-    """Through SGLang's own choice of the function, with and without rows of padding."""
+    """Check map_dynamic with SGLang's own function, with and without rows of padding."""
     from sglang.srt.eplb.expert_location_dispatch import _topk_ids_logical_to_physical_dynamic as stock
 
     info, right = dispatch_info("dynamic"), True
@@ -75,7 +75,7 @@ def check_lp() -> bool:
 
 
 def check_waterfill() -> bool:
-    """On one rank, in both spellings of the last argument."""
+    """Check WaterfillBalancer on one rank, in both spellings of the last argument."""
     from sglang.srt.layers.moe.topk import StandardTopKOutput
 
     ids = torch.tensor([[0, 3], [-1, -1], [2, -1]], dtype=torch.int32)
@@ -90,7 +90,7 @@ def check_waterfill() -> bool:
 
 
 def check_placement() -> bool:
-    """Tables in the shapes and types of SGLang's own, which other names still get."""
+    """Check that tables have the shapes and types of SGLang's own, which other names still get."""
     from sglang.srt.eplb.eplb_algorithms import compute_algorithm, rebalance_experts
 
     counts = torch.tensor([[[90, 30, 5, 5, 5, 5]]])
@@ -106,7 +106,7 @@ def check_placement() -> bool:
 
 
 def check_resolve() -> bool:
-    """A draft model's layers have no dispatch, so nothing is put there."""
+    """Check that a draft model's layers, which have no dispatch, stay as they are."""
     from sglang.srt.layers.moe.topk import resolve_routing_inputs
 
     rows = torch.tensor(3)
@@ -117,7 +117,7 @@ def check_resolve() -> bool:
 
 
 def check_shadow() -> bool:
-    """The results of SGLang's function are those that come back, and a draft's copies are none."""
+    """Check that the results of SGLang's function come back unchanged, and that a draft's copies are not counted."""
     before, slots, known = LAYERS.record, torch.tensor([[4, 1], [0, 2], [-1, -1]]), known_placement()
     device = torch.device("cpu")
     record = EngineRecord(
@@ -163,7 +163,7 @@ attach = PLUG_IN.attach
 
 
 def attach_or_leave() -> None:
-    """What SGLang's entry point calls.
+    """Attach to SGLang; its entry point calls this.
 
     Raises:
         SystemExit: as PlugIn.attach_or_leave; or ISOLOAD_PLACEMENT is set, which SGLang has an option for.

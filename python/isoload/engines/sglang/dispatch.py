@@ -32,8 +32,8 @@ MOVED = "routed_experts_weights_of_layer"  # a model's weights that SGLang moves
 
 
 def set_metadata(original: Original, value: Any, *args: Any, **kwargs: Any) -> None:
-    """Around set_global_expert_location_metadata: the Balancers of `dynamic`, and in shadow mode the record, are made
-    here, before any batch and any graph."""
+    """Wrap set_global_expert_location_metadata: make the Balancers of `dynamic`, or in shadow mode the record, before
+    any batch and any graph."""
     original(value, *args, **kwargs)
     if value is None:
         return
@@ -51,7 +51,8 @@ def set_metadata(original: Original, value: Any, *args: Any, **kwargs: Any) -> N
 
 
 def init_lplb_solvers(*, model_config: Any) -> None:
-    """Replaces SGLang's of this name: Layers for solvers. After a rebalance they are there already, and refreshed."""
+    """Replace SGLang's function: pass Layers for solvers. After a rebalance the Layers exist already, and are
+    refreshed."""
     from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
     from sglang.srt.eplb.lplb_solver import assert_lplb_supported_model, set_global_lplb_solver
 
@@ -67,7 +68,7 @@ def init_lplb_solvers(*, model_config: Any) -> None:
 
 
 def resolve_routing_inputs(original: Original, *, layer_id: int, **kwargs: Any) -> tuple[Tensor | None, Any]:
-    """Around SGLang's of this name, where a layer's batch, its padding and its number are known together."""
+    """Wrap SGLang's function, which has a layer's batch, its padding and its number together."""
     num_valid, info = original(layer_id=layer_id, **kwargs)
     layer = LAYERS.layer(layer_id)
     if info is not None and layer is not None:
@@ -80,7 +81,7 @@ def resolve_routing_inputs(original: Original, *, layer_id: int, **kwargs: Any) 
 
 
 def map_dynamic(original: Original, topk_ids: Tensor, info: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """Around _topk_ids_logical_to_physical_dynamic."""
+    """Wrap _topk_ids_logical_to_physical_dynamic: return the slots of isoload's plan."""
     layer: Layer | None = getattr(info, "isoload_layer", None)
     if layer is None or info.ep_dispatch_algorithm != "dynamic":
         return cast(Tensor, original(topk_ids, info, *args, **kwargs))
@@ -96,7 +97,7 @@ def map_dynamic(original: Original, topk_ids: Tensor, info: Any, *args: Any, **k
 
 
 def map_solved(topk_ids: Tensor, info: Any, log2phy_prob: Tensor) -> Tensor:
-    """Replaces _topk_ids_logical_to_physical_probability: the Layer's solve() has mapped these ids already."""
+    """Replace _topk_ids_logical_to_physical_probability: the Layer's solve() has mapped these ids already."""
     if log2phy_prob.shape != topk_ids.shape:
         raise RuntimeError(
             f"solved ids must be those of topk_ids {list(topk_ids.shape)}, got {list(log2phy_prob.shape)}"
@@ -105,7 +106,7 @@ def map_solved(topk_ids: Tensor, info: Any, log2phy_prob: Tensor) -> Tensor:
 
 
 def post_process(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Around _post_process_topk_ids, in shadow mode."""
+    """Wrap _post_process_topk_ids in shadow mode: count the slots that SGLang chose."""
     result = original(*args, **kwargs)
     arguments = dict(zip(NAMES, args, strict=False)) | kwargs
     info, slots = arguments.get("expert_location_dispatch_info"), result[2]
@@ -123,7 +124,7 @@ NAMES = (  # of _post_process_topk_ids
 
 
 def initialize(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Around ModelRunner.initialize, which reads --init-expert-location, runs and captures batches that no user sent,
+    """Wrap ModelRunner.initialize, which reads --init-expert-location, runs and captures batches that no user sent,
     and at whose end it is known what every layer does."""
     if not self.is_draft_worker:
         check_file(getattr(self, "model_config", None))
@@ -143,7 +144,7 @@ def initialize(original: Original, self: Any, *args: Any, **kwargs: Any) -> None
 
 
 def weights_of(model: Any) -> Mapping[int, Sequence[Tensor]]:
-    """By layer what SGLang moves when experts move."""
+    """Return by layer the weights that SGLang moves when experts move."""
     weights = getattr(model, MOVED, None)
     if weights is None:
         raise ValueError(
@@ -153,7 +154,7 @@ def weights_of(model: Any) -> Mapping[int, Sequence[Tensor]]:
 
 
 def forward(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Around ModelRunner.forward, in which graphs are replayed and experts move: what is exchanged comes after it.
+    """Wrap ModelRunner.forward, in which graphs are replayed and experts move; exchanges run after the pass.
 
     SGLang counts the same passes towards its own rebalances: with attention data parallelism ranks without requests run
     idle ones. Reports wait for the device, once per interval.
@@ -176,7 +177,7 @@ def forward(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 class WaterfillBalancer:
-    """Made by SGLang for each TopK and HashTopK. All ranks make and call them together.
+    """Replacement of SGLang's WaterfillBalancer, one for each TopK and HashTopK. All ranks make and call them together.
 
     Behind lp the layer's plan has decided about the shared copies already (policy joint, unless ISOLOAD_POLICY names
     another); else, and in draft models, they fill the ranks beside the routed copies as these lie (policy waterfill).
@@ -219,7 +220,7 @@ class WaterfillBalancer:
             self.balancer = fixed_routed(num_routed_experts, world_size)
 
     def expand_topk(self, topk_output: Any, num_tokens: int) -> Any:
-        """topk_ids [T, K] of routed slots -> [T, K + 1] with the shared slots between them; and its weight.
+        """Return topk_ids [T, K + 1] with the shared slots, from [T, K] routed slots, and their weights.
 
         Every rank's shared slot is its last, so that routed slot p becomes ``p + p // S``. A row without a routed
         copy gets shared slot -1 and weight 0, as has every id of -1.
@@ -241,20 +242,21 @@ class WaterfillBalancer:
         return topk_output._replace(topk_ids=slots, topk_weights=weights)
 
     def _slot(self, ids: Tensor, rank: Tensor) -> Tensor:
-        """[T, 1] the shared slot of a rank; -1 where SGLang has masked the row since."""
+        """Return [T, 1] the shared slot of a rank; -1 where SGLang has masked the row since."""
         live = (rank >= 0) & (ids >= 0).any(1, keepdim=True)
         size = self.slots_per_rank
         return torch.where(live, rank * (size + 1) + size, -1).to(ids.dtype)
 
 
 class DeepEPWaterfillBalancer(WaterfillBalancer):
-    """Of this name in SGLang up to 0.5.15."""
+    """The class's name in SGLang up to 0.5.15."""
 
     flag = "--enable-deepep-waterfill"
 
 
 def fixed_routed(num_slots: int, num_ranks: int) -> Balancer:
-    """Every slot an expert of its own, which nothing can move, and a shared expert on every rank."""
+    """Return a Balancer in which every slot is an expert of its own, which cannot move, and every rank has a shared
+    expert."""
     per_rank = torch.arange(num_slots, dtype=torch.int32).view(num_ranks, -1)
     shared = torch.full((num_ranks, 1), num_slots, dtype=torch.int32)
     slots, topology = torch.cat([per_rank, shared], dim=1).view(1, -1), Topology(num_ranks)

@@ -69,7 +69,8 @@ class Layer(EngineLayer):
         return phases or super().policy_name
 
     def solve(self, topk_ids: Tensor) -> Tensor:
-        """[T, K] physical ids of the routed copies, from [T, K] logical ones; all ranks together, also with T = 0."""
+        """Return [T, K] physical ids of the routed copies, from [T, K] logical ones; all ranks call it together,
+        also with T = 0."""
         num_valid, self.num_valid = self.num_valid, None
         self.turn(LAYERS.phase_now)
         slots = self.slots(topk_ids, num_valid)
@@ -91,7 +92,7 @@ class Layer(EngineLayer):
         return balancer.tokens == "own" and balancer.loads == "gathered" and not balancer.placement.num_shared
 
     def take_shared(self, num_tokens: int) -> Tensor | None:
-        """[T, 1] the ranks that the plan of this batch chose for the shared copies, once; None: nothing was planned."""
+        """Return [T, 1] the ranks of the shared copies in the plan of this batch, once; None: nothing was planned."""
         shared, self.shared = self.shared, None
         if shared is not None and len(shared) != num_tokens:
             raise RuntimeError(
@@ -128,7 +129,7 @@ class Layers(EngineLayers[Layer]):
         return super().group(topology) if elastic_backend() is None else LoneRank(topology, self.own_rank())
 
     def follow(self, metadata: Any, algorithm: str) -> None:
-        """Takes SGLang's ExpertLocationMetadata: Balancers are made, or refreshed in place where there are some.
+        """Take SGLang's ExpertLocationMetadata: make the Balancers, or refresh those that exist in place.
 
         Args:
             algorithm: "dynamic" or "lp"; the same on all ranks.
@@ -183,7 +184,7 @@ class Layers(EngineLayers[Layer]):
         )  # fmt: skip
 
     def loads_of(self, algorithm: str) -> str:
-        """Whose counts plan the batches of an all-to-all backend's ranks, which hold tokens of their own."""
+        """Return whose counts plan the batches of an all-to-all backend's ranks, which hold tokens of their own."""
         loads = self.settings.loads_for("own" if algorithm == "dynamic" else "gathered")
         if (backend := elastic_backend()) is not None and (algorithm, loads) != ("dynamic", "own"):
             raise ValueError(
@@ -198,17 +199,17 @@ class Layers(EngineLayers[Layer]):
         return loads
 
     def add_shared(self, layer: Layer) -> None:
-        """Waterfill is on in this layer: the shared expert's copies are planned with the routed ones."""
+        """Plan the copies of this layer's shared expert with the routed ones, as Waterfill is on."""
         old, policies = layer.balancer, self.settings.policies_for(shared=True)
         layer.balancer = self.balancer(old.layer, policies["decode"], old.group, "gathered", num_shared=1)
         layer.plan_by(policies)
 
     def phase_now(self) -> str:
-        """Of the pass under way; of a graph that is captured, what it will be replayed for."""
+        """Return the phase of the pass under way; while a graph is captured, the phase it will be replayed in."""
         return "prefill" if self.in_prefill_graph is not None and self.in_prefill_graph() else self.phase
 
     def layer(self, layer_id: int) -> Layer | None:
-        """The layer whose replicas isoload chooses."""
+        """Return the layer with this number if isoload chooses its replicas."""
         return None if self.detached else self.by_id.get(layer_id)
 
     def detach(self) -> str:
@@ -274,7 +275,7 @@ class Layers(EngineLayers[Layer]):
         return reasons
 
     def announce_shadow(self, model: str) -> None:
-        """The same in shadow mode, whose record of a model begins."""
+        """Begin a model's record in shadow mode, and log it on one rank."""
         if self.record is None:
             return
         self.record.clear()
@@ -301,7 +302,7 @@ def way_of(balancer: Balancer) -> str:
 
 
 def model_name(runner: Any) -> str:
-    """As SGLang's own metrics have it, of a ModelRunner."""
+    """Return a ModelRunner's model as SGLang's own metrics name it."""
     return str(runner.server_args.served_model_name or runner.model_config.model_path)
 
 
@@ -310,22 +311,22 @@ def topology_of(metadata: Any) -> Topology:
 
 
 def moe() -> Any:
-    """The options of MoE layers."""
+    """Return SGLang's options of MoE layers."""
     from sglang.srt.runtime_context import get_exec
 
     return get_exec().moe
 
 
 def parallel() -> Any:
-    """Which ranks there are."""
+    """Return SGLang's ranks and groups."""
     from sglang.srt.runtime_context import get_parallel
 
     return get_parallel()
 
 
 def phase_of(batch: Any) -> str:
-    """Of a ForwardBatch, the same on all ranks: prefill wherever one has some, as SGLang's all-to-all has it. A mixed
-    batch is prefill, a draft's verification decode."""
+    """Return a ForwardBatch's phase, the same on all ranks: prefill wherever one rank has some, as in SGLang's
+    all-to-all. A mixed batch is prefill, a draft's verification decode."""
     mode = batch.forward_mode
     prefill = batch.is_extend_in_batch or (mode.is_extend() and not mode.is_target_verify())
     return "prefill" if prefill else "decode"
@@ -351,18 +352,18 @@ def prefill_graphs() -> Callable[[], bool]:
 
 
 def elastic_backend() -> str | None:
-    """SGLang's --elastic-ep-backend."""
+    """Return SGLang's --elastic-ep-backend."""
     backend: str | None = moe().elastic_ep_backend
     return backend
 
 
 def joined_behind() -> int:
-    """By how much this process's rank is larger than SGLang counts it, where it has joined a running engine."""
+    """Return how much larger this process's rank is than SGLang counts it, where it has joined a running engine."""
     return int(parallel().ep_join_rank_offset) if moe().is_ep_scale_joiner else 0
 
 
 def live_tables(metadata: Any) -> Tensor:
-    """[L, P] the expert in each slot of an ExpertLocationMetadata, on the host; -1 on ranks that are gone.
+    """Return [L, P] the expert in each slot of an ExpertLocationMetadata, on the host; -1 on ranks that are gone.
 
     An expert of which no copy is left keeps its slots there, and the log names it.
     """

@@ -20,7 +20,7 @@ CHOSEN = object()  # what compute_algorithm returns for this name, in place of a
 
 
 def compute_algorithm(original: Original, raw_algorithm: str, *args: Any, **kwargs: Any) -> Any:
-    """Around SGLang's of this name."""
+    """Wrap SGLang's function: return CHOSEN for isoload's name."""
     return CHOSEN if raw_algorithm == NAME else original(raw_algorithm, *args, **kwargs)
 
 
@@ -35,7 +35,7 @@ def rebalance_experts(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Around SGLang's of this name: counts [batches, L, E] -> its three tables, on the device of the counts."""
+    """Wrap SGLang's function: return its three tables, on the device of the counts [batches, L, E]."""
     if algorithm is not CHOSEN:
         sizes = num_physical_experts, num_local_physical_experts, num_groups, num_nodes
         return original(tokens_per_expert, *sizes, algorithm, *args, **kwargs)
@@ -52,7 +52,7 @@ def rebalance_experts(
 def update_metadata(
     original: Original, self: Any, other: Any, update_layer_ids: list[int], *args: Any, **kwargs: Any
 ) -> None:
-    """Around ExpertLocationMetadata.update, SGLang's rebalancing behind a pass: the tables of the Balancers follow in
+    """Wrap ExpertLocationMetadata.update, SGLang's rebalance after a pass: the tables of the Balancers are refreshed in
     place."""
     from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
 
@@ -67,7 +67,7 @@ def update_metadata(
 
 
 def rebalance(original: Original, self: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
-    """Around EPLBManager.rebalance, a generator that comes back between two chunks of layers, once in a pass."""
+    """Wrap EPLBManager.rebalance, a generator that yields between two chunks of layers, once in a pass."""
     LAYERS.watch.enter()
     try:
         for _ in original(self, *args, **kwargs):
@@ -79,7 +79,8 @@ def rebalance(original: Original, self: Any, *args: Any, **kwargs: Any) -> Itera
 
 
 def check_at_start(metadata: Any) -> None:
-    """Where --eplb-algorithm isoload is given: whether the placer can lay this model of SGLang's out."""
+    """Raise ValueError where --eplb-algorithm isoload is passed and the placer cannot lay out this model of
+    SGLang's."""
     if moe().eplb_algorithm == NAME and EPLB not in LAYERS.lost:
         tables, experts = metadata.physical_to_logical_map_cpu, metadata.num_logical_experts
         placer = LAYERS.settings.placer

@@ -43,13 +43,13 @@ AT_START: dict[str, Callable[..., Any]] = {
 
 
 def first_replica(topk_ids: Tensor, *_: Any) -> Tensor:
-    """In vLLM's place, whose function is a kernel for GPUs."""
+    """Return every copy's first replica, in place of vLLM's function, which is a kernel for GPUs."""
     lists = replica_lists(known_placement())
     return lists.logical_to_physical[0, topk_ids.long(), 0].to(topk_ids.dtype)
 
 
 def check_dispatch() -> bool:
-    """With and without rows of padding, recorded and not."""
+    """Check map_and_record with and without rows of padding, recorded and not."""
     lists, right = replica_lists(known_placement()), True
     maps = lists.logical_to_physical[0], lists.num_replicas[0]
     runner = SimpleNamespace(do_naive_dispatch_combine=False)
@@ -65,7 +65,7 @@ def check_dispatch() -> bool:
 
 
 def check_policy() -> bool:
-    """A map in the shape, type and place of vLLM's own."""
+    """Check that a map has the shape, type and device of vLLM's own."""
     from vllm.distributed.eplb.policy import DefaultEplbPolicy
 
     loads, known = torch.tensor([[90, 30, 5, 5, 5, 5]], dtype=torch.int32), known_placement()
@@ -120,7 +120,7 @@ def hook(seams: list[Seam], settings: Settings) -> None:
 
 
 def wrap(target: str, around: Callable[..., Any]) -> None:
-    """Wraps vLLM's function of a dotted path: in its own place, and where modules have imported it by name."""
+    """Wrap vLLM's function of a dotted path, in its own module and where modules have imported it by name."""
     path, _, name = target.rpartition(".")
     owner = pkgutil.resolve_name(path)
     original = getattr(owner, name)
@@ -136,7 +136,7 @@ def wrap(target: str, around: Callable[..., Any]) -> None:
 
 
 def log_as_vllm() -> None:
-    """vLLM gives handlers to its own logger alone; where the program gave none either, isoload's lines go to them."""
+    """Send isoload's lines to the handlers of vLLM's logger where the program has set none."""
     import vllm.logger  # noqa: F401  # configures it
 
     log, theirs = logging.getLogger("isoload"), logging.getLogger("vllm")

@@ -15,7 +15,7 @@ Original = Callable[..., Any]
 
 
 def add_model(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Around EplbState.add_model, at whose end a loaded model's experts have their first places."""
+    """Wrap EplbState.add_model, at whose end a loaded model's experts have their first places."""
     before = set(self.model_states)
     original(self, *args, **kwargs)
     for key, state in self.model_states.items():
@@ -31,8 +31,8 @@ def commit(
     layer: int | None = None,
     **kwargs: Any,
 ) -> None:
-    """Around _commit_eplb_maps: a rebalance has moved the experts of all layers; and around
-    _commit_eplb_maps_for_layer: an asynchronous one has moved those of one."""
+    """Wrap _commit_eplb_maps, after a rebalance has moved the experts of all layers, and _commit_eplb_maps_for_layer,
+    after an asynchronous one has moved those of one layer."""
     original(model_state, new_physical_to_logical_map, *([] if layer is None else [layer]), **kwargs)
     MODELS.watch.progressed()
     layers = MODELS.layers(model_state)
@@ -53,7 +53,7 @@ def map_and_record(
     num_unpadded_tokens: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    """Around eplb_map_to_physical_and_record."""
+    """Wrap eplb_map_to_physical_and_record: return the slots of isoload's plan."""
     layer = MODELS.by_map.get(logical_to_physical_map.data_ptr())
     maps = logical_to_physical_map, logical_replica_count
     if layer is None or isinstance(layer, Counted):
@@ -78,7 +78,7 @@ def map_and_record(
 def step(
     original: Original, self: Any, is_dummy: bool = False, is_profile: bool = False, **kwargs: Any
 ) -> None:
-    """Around EplbState.step, which every rank calls after every forward pass, one without requests after a dummy one:
+    """Wrap EplbState.step, which every rank calls after every forward pass, one without requests after a dummy one:
     vLLM counts these calls towards its own rebalances. Reports wait for the device, once per interval. What a profiling
     pass counted is forgotten."""
     if is_profile:

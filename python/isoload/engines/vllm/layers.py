@@ -35,7 +35,7 @@ class Layer(EngineLayer):
         self.runner, self.tokens = runner, tokens
 
     def describe(self) -> str:
-        """What ranks hold, and what they exchange so that copies are level."""
+        """Return what ranks hold, and what they exchange so that copies are level."""
         texts = {"own": f"tokens of their own, {EXCHANGED[self.balancer.loads]}", "same": EXCHANGED["same"]}
         return texts.get(self.tokens, "tokens gathered before they are routed, no collective")
 
@@ -47,7 +47,7 @@ class Layer(EngineLayer):
         num_unpadded_tokens: Tensor | None,
         theirs: Tensor | None = None,
     ) -> Tensor:
-        """[T, K] slots of logical ids [T, K]; rows of padding that were not planned are -1.
+        """Return slots [T, K] of logical ids [T, K]; rows of padding that were not planned are -1.
 
         Args:
             topk_ids: any integers; -1 = masked.
@@ -74,7 +74,7 @@ class Layer(EngineLayer):
 
 
 def padding(rows: Tensor, num_unpadded_tokens: Tensor) -> Tensor:
-    """[T, 1] whether a row is padding."""
+    """Return [T, 1] whether a row is padding."""
     return (torch.arange(len(rows), device=rows.device) >= num_unpadded_tokens).unsqueeze(1)
 
 
@@ -96,8 +96,8 @@ class ModelLayers(EngineLayers[Layer]):
         return int(get_ep_group().rank_in_group)
 
     def make(self, state: Any, parallel: Any) -> Counter[str]:
-        """Balancers of the layers of an EplbModelState whose tokens isoload can plan, under a ParallelConfig; for the
-        others how many vLLM keeps, by reason."""
+        """Make Balancers for the layers of an EplbModelState whose tokens isoload can plan, under a ParallelConfig;
+        return by reason how many layers vLLM keeps."""
         from vllm.distributed.parallel_state import get_ep_group, get_node_count
 
         if self.settings.switch is not None and getattr(parallel, "pipeline_parallel_size", 1) > 1:
@@ -120,7 +120,8 @@ class ModelLayers(EngineLayers[Layer]):
         return skipped
 
     def count(self, state: Any, parallel: Any, name: str) -> dict[int, Counted]:
-        """In shadow mode: makes the record of an EplbModelState, under a name in metrics; the layers that it counts."""
+        """In shadow mode: make the record of an EplbModelState, under a name in metrics; return the layers that it
+        counts."""
         from vllm.distributed.parallel_state import get_ep_group, get_node_count
 
         layer_tokens, skipped = tokens_by_layer(state, parallel, "own")
@@ -148,7 +149,7 @@ class ModelLayers(EngineLayers[Layer]):
         return {i: Counted(record, i, tokens == "gathered") for i, tokens in layer_tokens.items()}
 
     def follow(self, rows: Tensor, layer: int | None = None) -> None:
-        """Takes new locations: [L, P] of all layers, or [P] of one."""
+        """Load new locations: [L, P] of all layers, or [P] of one."""
         if not self.refresh(replaced(self.tables, rows, layer)):
             raise RuntimeError(f"vLLM must keep its {list(self.tables.shape)} slots, got {list(rows.shape)}")
 
@@ -195,13 +196,14 @@ def check_sizes(state: Any, parallel: Any, num_ranks: int) -> None:
 
 
 def replaced(tables: Tensor, rows: Tensor, layer: int | None) -> Tensor:
-    """[L, P] tables on the host with new rows: [L, P] of all layers, or [P] of one."""
+    """Return tables [L, P] on the host with new rows: [L, P] of all layers, or [P] of one."""
     rows = rows.cpu().to(tables.dtype)
     return rows if layer is None else tables.index_copy(0, torch.tensor([layer]), rows.unsqueeze(0))
 
 
 def most_decoded(parallel: Any, gathered: bool) -> int:
-    """Most tokens of a pass without prefill: those of as many requests as vLLM serves at a time, and their drafts."""
+    """Return the most tokens of a pass without prefill: one and its drafts for each request that vLLM serves at a
+    time."""
     from vllm.config import get_current_vllm_config
 
     config = get_current_vllm_config()
@@ -211,7 +213,7 @@ def most_decoded(parallel: Any, gathered: bool) -> int:
 
 
 def tokens_of(runner: Any, parallel: Any, loads: str) -> tuple[RankTokens | None, str]:
-    """What a rank holds when it routes, by vLLM's layer and configuration; the same on all ranks.
+    """Return what a rank holds when it routes, by vLLM's layer and configuration; the same on all ranks.
 
     own       rows of its own, which an all-to-all exchanges afterwards
     same      the rows that all ranks hold
@@ -244,7 +246,7 @@ def tokens_of(runner: Any, parallel: Any, loads: str) -> tuple[RankTokens | None
 
 
 def tokens_by_layer(state: Any, parallel: Any, loads: str) -> tuple[dict[int, RankTokens], Counter[str]]:
-    """:func:`tokens_of` the layers of an EplbModelState; of the others how many vLLM keeps, by reason."""
+    """Return :func:`tokens_of` an EplbModelState's layers, and by reason how many layers vLLM keeps."""
     layer_tokens, skipped = dict[int, RankTokens](), Counter[str]()
     for i, runner in enumerate(state.model.moe_layers):
         tokens, reason = tokens_of(runner, parallel, loads)
@@ -264,7 +266,7 @@ def is_draft(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 
 def served_name(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """That of vLLM's own metrics, of what EplbState.add_model is given; empty: a configuration without one."""
+    """Return the name in vLLM's own metrics from the arguments of EplbState.add_model; empty: it has none."""
     config = kwargs.get("model_config", args[1] if len(args) > 1 else None)
     return str(getattr(config, "served_model_name", None) or "")
 
@@ -284,7 +286,7 @@ class Models:
         self.start(Settings.read({}))
 
     def start(self, settings: Settings) -> None:
-        """Of a process whose hooks are attached; it has no model yet."""
+        """Begin in a process whose hooks are attached and which has no model yet."""
         if settings.phased:
             raise ValueError(
                 f"{POLICY.name} with a policy for each phase was removed in 0.2 in vLLM, whose batches mix "
@@ -299,7 +301,7 @@ class Models:
         self.by_map: dict[int, Layer | Counted] = {}
 
     def add(self, state: Any, parallel: Any, draft: bool = False, name: str = "") -> None:
-        """Takes a model whose experts vLLM has placed; of drafts, which come first, no plans are measured. All ranks
+        """Take a model whose experts vLLM has placed; of drafts, which come first, no plans are measured. All ranks
         call it together. name: as served; empty: the state's."""
         layers, name = ModelLayers(), name or state.model_name
         layers.settings, layers.draft = self.settings, draft
@@ -319,23 +321,23 @@ class Models:
             layers.check_loaded(dict(enumerate(state.model.expert_weights)))
 
     def _register(self, state: Any, layers: ModelLayers, by_layer: Mapping[int, Layer | Counted]) -> None:
-        """Until vLLM drops the model, so that its addresses may be another's."""
+        """Keep the layers until vLLM drops the model, after which other tensors may have its addresses."""
         maps = {state.logical_to_physical_map[i].data_ptr(): layer for i, layer in by_layer.items()}
         self.by_state[id(state)] = layers
         self.by_map.update(maps)
         weakref.finalize(state, self._forget, id(state), list(maps))
 
     def layers(self, state: Any) -> ModelLayers | None:
-        """The model's, by its EplbModelState."""
+        """Return a model's layers by its EplbModelState."""
         return self.by_state.get(id(state))
 
     def step_ended(self, states: Iterable[Any]) -> None:
-        """A forward pass over these EplbModelStates is over, on all ranks, a dummy one too."""
+        """Count a forward pass over these EplbModelStates, on all ranks, a dummy pass too."""
         for layers in filter(None, map(self.layers, states)):
             layers.step_ended()
 
     def check_device(self) -> None:
-        """Raises ValueError for what ops found wrong in values on a GPU; called where the host waits anyway."""
+        """Raise ValueError for what ops found wrong in values on a GPU; called where the host waits anyway."""
         for layers in self.by_state.values():
             layers.check_device()
 

@@ -153,20 +153,19 @@ START = Start()
 
 
 def plain(name: str) -> str:
-    """A model's name without its organisation or folder, in lower case."""
+    """Return a model's name without its organisation or folder, in lower case."""
     return name.rstrip("/").rpartition("/")[2].lower()
 
 
 def same_model(name: str, other: str) -> bool:
-    """Whether two plain names differ by parts at their end alone: deepseek-v3 and deepseek-v3-0324 are the same model,
-    deepseek-v3.2 is another."""
+    """Return whether two plain names differ by parts at their end alone: deepseek-v3 and deepseek-v3-0324 are the same
+    model, deepseek-v3.2 is another."""
     short, long = sorted((name, other), key=len)
     return long == short or (long.startswith(short) and long[len(short)] in "-_")
 
 
 def initialize_model(original: Original, vllm_config: Any, **kwargs: Any) -> Any:
-    """Around vLLM's function of this name, which makes a model that has no weights yet. Composed models make their
-    parts by it, too."""
+    """Wrap vLLM's function, which makes a model that has no weights yet, and the parts of a composed model."""
     from vllm.distributed.parallel_state import get_ep_group
     from vllm.model_executor.models.interfaces import get_mixture_of_experts_model
 
@@ -191,7 +190,7 @@ def initialize_model(original: Original, vllm_config: Any, **kwargs: Any) -> Any
 
 
 def add_model(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Around EplbState.add_model, at whose end a loaded model's experts lie by vLLM's default map, on all ranks."""
+    """Wrap EplbState.add_model, at whose end a loaded model's experts lie by vLLM's default map, on all ranks."""
     before = set(self.model_states)
     original(self, *args, **kwargs)
     draft = is_draft(args, kwargs)
@@ -236,7 +235,7 @@ def move(state: Any, model_config: Any, parallel: Any) -> None:
 
 
 def make_policy(placer: str) -> type[Any]:
-    """A class for EPLB_POLICIES; the placer's name and options as the variable has them."""
+    """Return a class for EPLB_POLICIES; the placer's name and options as in the variable."""
     from vllm.distributed.eplb.policy import AbstractEplbPolicy
 
     class IsoloadEplbPolicy(AbstractEplbPolicy):  # type: ignore[misc]
@@ -250,7 +249,7 @@ def make_policy(placer: str) -> type[Any]:
             num_ranks: int,
             old_global_expert_indices: Tensor | None = None,
         ) -> Tensor:
-            """[L, P] int64 expert in each slot, from loads [L, E] and where the experts lie now [L, P]."""
+            """Return [L, P] int64 expert in each slot, from loads [L, E] and where the experts lie now [L, P]."""
             topology = engine_topology(num_ranks, num_nodes)
             if num_replicas % num_ranks:
                 raise ValueError(f"num_replicas must be a multiple of {num_ranks} ranks, got {num_replicas}")
@@ -262,7 +261,7 @@ def make_policy(placer: str) -> type[Any]:
 def rebalance(
     loads: Tensor, topology: Topology, slots_per_rank: int, placer: str, before: Tensor | None
 ) -> Tensor:
-    """Of two layouts that differ within ranks only the one in which fewer slots change."""
+    """Return [L, P] expert in each slot; experts that stay on their rank stay in their slots."""
     before = running(before, topology.num_ranks * slots_per_rank)
     slots = lay_out(loads, topology, slots_per_rank, placer, before).physical_to_logical
     return slots if before is None else keep_slots(slots, before.cpu(), topology.num_ranks)
