@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,11 +18,13 @@ from isoload.balancing.own_counts import OwnCounts
 from isoload.checks import capturing
 from isoload.ops.results import ONE_OFFSET, RECENT_LOSS
 from isoload.ops.tables import ReplicaTables
-from isoload.placement.placed_layers import PlacedLayers
-from isoload.placement.placement import Placement, check_same_shape
+from isoload.placement.placement import check_same_shape
 from isoload.policies.plan import rank_cost
 from isoload.topology import Topology
-from isoload.transport import Group
+
+if TYPE_CHECKING:
+    from isoload.balancing.balancer import Balancer
+
 
 MOST = 2**29  # copies of a layer over all ranks as the split of targets takes them; more are scaled down
 FRACTION = 2**30
@@ -134,20 +136,8 @@ class Exchanged(NamedTuple):
     imbalance: Tensor
 
 
-class OwnLayer(Protocol):
-    """What an exchange needs of a Balancer."""
-
-    group: Group
-    placement: Placement
-    own_counts: OwnCounts | None
-
-    @property
-    def facts(self) -> dict[str, int]: ...
-    def placed_on(self, device: torch.device) -> PlacedLayers: ...
-
-
-def exchange(balancers: Sequence[OwnLayer]) -> Exchanged:
-    """Renews the targets of layers with loads="own" or "node", in one gather. All ranks call it.
+def exchange(balancers: Sequence[Balancer]) -> Exchanged:
+    """Renew the targets of layers with loads="own" or "node", in one gather. All ranks call it.
 
     Every 16 batches or so, outside of CUDA graphs, at a step's boundary; ranks without tokens, too. Until the next one
     no batch waits for another source.
@@ -183,7 +173,7 @@ def exchange(balancers: Sequence[OwnLayer]) -> Exchanged:
     return Exchanged(_imbalance(last.sum(1), topology))
 
 
-def _checked(balancers: Sequence[OwnLayer]) -> list[OwnCounts]:
+def _checked(balancers: Sequence[Balancer]) -> list[OwnCounts]:
     """The layers' counts, if they can be exchanged together."""
     owned = [of.own_counts for of in balancers if of.own_counts is not None]
     if len(owned) < len(balancers):

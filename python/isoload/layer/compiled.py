@@ -11,30 +11,22 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 
+if TYPE_CHECKING:
+    from isoload.layer.moe import MoE
+
 Choice = tuple[Tensor, Tensor]  # ids and weights [T, K] of a rank
 Choose = Callable[[], Sequence[Choice]]  # of every owned rank; what fails in it fails on all ranks
-
-
-class Layer(Protocol):
-    """What of an :class:`isoload.MoE` runs within a graph."""
-
-    handle: Tensor
-    weights: Any
-
-    def expert_parameters(self) -> list[nn.Parameter]: ...
-    def run(self, rows: list[Tensor], choose: Choose, num_tokens: int | None) -> list[Tensor]: ...
-
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_layers: WeakValueDictionary[int, Layer] = WeakValueDictionary()
+_layers: WeakValueDictionary[int, MoE] = WeakValueDictionary()
 _recordings: WeakValueDictionary[int, Recording] = WeakValueDictionary()
 _numbers = itertools.count()
 
@@ -56,7 +48,7 @@ def between_graphs(reason: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
     return decorate
 
 
-def handle_of(layer: Layer) -> Tensor:
+def handle_of(layer: MoE) -> Tensor:
     """[] float64: a new number by which compiled code finds the layer when it runs.
 
     A tensor, since one graph then serves all layers that are alike, and on the CPU, where it is read; it requires a
@@ -68,7 +60,7 @@ def handle_of(layer: Layer) -> Tensor:
 
 
 def run_in_graph(
-    layer: Layer, rows: list[Tensor], chosen: Sequence[Choice], num_tokens: int | None
+    layer: MoE, rows: list[Tensor], chosen: Sequence[Choice], num_tokens: int | None
 ) -> list[Tensor]:
     """The layer's outputs [T, H] for choices that the graph made; see MoE.run."""
     parameters = layer.expert_parameters()
@@ -90,7 +82,7 @@ def run_in_graph(
 
 @between_graphs("expert Parameters of others: a Shard given as a function, DTensors")
 def _run_apart(
-    layer: Layer, rows: list[Tensor], chosen: Sequence[Choice], num_tokens: int | None
+    layer: MoE, rows: list[Tensor], chosen: Sequence[Choice], num_tokens: int | None
 ) -> list[Tensor]:
     """Between two graphs: the op could not pass on the gradients of Parameters that it does not get."""
     return layer.run(rows, lambda: chosen, num_tokens)
@@ -203,7 +195,7 @@ def _outside_of_ops(records: bool) -> Iterator[None]:
         yield
 
 
-def _check_own(layer: Layer, inputs: Sequence[Tensor]) -> None:
+def _check_own(layer: MoE, inputs: Sequence[Tensor]) -> None:
     """Raises ValueError where compiled code computes with other Parameters than those that the layer has now."""
     parameters = sorted(layer.expert_parameters(), key=lambda parameter: not parameter.requires_grad)
     for mine, other in zip(parameters, inputs, strict=True):

@@ -27,7 +27,8 @@ from torch import Tensor
 from isoload import ops
 from isoload.checks import check_options, make, parse, values_readable
 from isoload.ops import Order
-from isoload.placement.placed_layers import HostPlacement, PlacedLayers
+from isoload.placement.placed_layers import PlacedLayers
+from isoload.placement.placement import Placement
 from isoload.policies.plan import (
     Plan,
     SharedPlan,
@@ -114,7 +115,7 @@ class Policy:
         if not torch.compiler.is_compiling():  # in a graph policies are made of checked ones
             check_options(self)
 
-    def check(self, placement: HostPlacement) -> None:
+    def check(self, placement: Placement) -> None:
         """Raises ValueError for a placement that it cannot plan, whatever the loads."""
 
     def plan(

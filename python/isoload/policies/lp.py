@@ -9,14 +9,15 @@ from typing import ClassVar, Literal
 import torch
 
 from isoload import ops
-from isoload.placement.placed_layers import HostPlacement, PlacedLayers
+from isoload.placement.placed_layers import PlacedLayers
+from isoload.placement.placement import Placement
 from isoload.policies.base import Demand, Policy, chosen_plan
 from isoload.policies.plan import Plan
 
 Precision = Literal["float32", "float64"]
 
 
-def refuse_speeds(policy: str, placement: HostPlacement) -> None:
+def refuse_speeds(policy: str, placement: Placement) -> None:
     """Raise ValueError if the placement's topology has speeds."""
     if placement.topology.speeds is not None:
         raise ValueError(f"speeds must be None for policy {policy}, which counts copies: use policy exact")
@@ -47,7 +48,7 @@ class LpPolicy(Policy):
         if self.iterations is not None and not 0 <= self.iterations <= 1000:
             raise ValueError(f"iterations must be in 0..1000, got {self.iterations}")
 
-    def check(self, placement: HostPlacement) -> None:
+    def check(self, placement: Placement) -> None:
         refuse_speeds(self.name, placement)
 
     def split(self, demand: Demand, placed: PlacedLayers) -> Plan:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -20,6 +20,10 @@ from isoload.ops.tables import ReplicaTables
 from isoload.placement.placed_layers import PlacedLayers, pick_layer
 from isoload.topology import Topology
 from isoload.wording import amount, span, text_table
+
+if TYPE_CHECKING:
+    from isoload.policies.base import Policy
+
 
 MOST_DRAWN = 2**14  # numbers that are kept for a checkpoint to come back to: batches in flight, times layers
 
@@ -168,17 +172,6 @@ def per_expert(by_rank: Tensor, num_shared: int) -> Tensor:
     return ((upto + turn) // num_shared - (before + turn) // num_shared).to(torch.int32)
 
 
-class Planner(Protocol):
-    """What of an :class:`isoload.policies.Policy` its plans are read by."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def needs(self) -> str: ...
-    def share(self, loads: Tensor, plan: Plan, rank: int | None, order: Any) -> Tensor: ...
-    def route_shared(self, slots: Tensor, plan: Plan, rank: int) -> Tensor: ...
-
-
 @dataclass(frozen=True, eq=False)
 class Plan:
     """Two integer vectors over slots, and the proof of how good they are. Fields may have a leading L.
@@ -202,7 +195,7 @@ class Plan:
     """
 
     placed: PlacedLayers
-    policy: Planner
+    policy: Policy
     quota: Tensor | None
     peak: Tensor | None
     bound: Tensor

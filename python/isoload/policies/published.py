@@ -22,7 +22,7 @@ from torch import Tensor
 from isoload import ops
 from isoload.checks import capturing, put_on
 from isoload.ops.results import LpSplit
-from isoload.placement.placed_layers import HostPlacement, PlacedLayers
+from isoload.placement.placed_layers import PlacedLayers
 from isoload.placement.placement import Placement
 from isoload.policies.base import Demand, Policy, Seeded, chosen_plan, sample_seed, sampled_plan, sum_sources
 from isoload.policies.borrowing import BorrowPolicy, check_rules
@@ -95,7 +95,7 @@ class WaterfillSampledPolicy(Seeded, SharedPolicy):
                 f"recorded must be a trace's file with rule recorded alone, got {self.recorded!r}"
             )
 
-    def check(self, placement: HostPlacement) -> None:
+    def check(self, placement: Placement) -> None:
         super().check(placement)
         wanted = (placement.num_layers, placement.num_routed)
         if self.recorded is not None and (got := recorded_counts(self.recorded).shape) != wanted:
@@ -139,7 +139,7 @@ def recorded_counts(path: str) -> np.ndarray[Any, Any]:
     return counts
 
 
-def rank_parts(host: HostPlacement, layer: int, path: str) -> np.ndarray[Any, Any]:
+def rank_parts(host: Placement, layer: int, path: str) -> np.ndarray[Any, Any]:
     """[R] float64 each rank's part of a layer's recorded copies, an expert's spread evenly over its slots."""
     slots, counts = host.arrays[0][layer], recorded_counts(path)[layer]
     held = (slots >= 0) & (slots < host.num_routed)
@@ -662,7 +662,7 @@ class LpAffinePolicy(Policy):
         if not 0 <= self.iterations <= 1000:
             raise ValueError(f"iterations must be in 0..1000, got {self.iterations}")
 
-    def check(self, placement: HostPlacement) -> None:
+    def check(self, placement: Placement) -> None:
         refuse_speeds(self.name, placement)
 
     def split(self, demand: Demand, placed: PlacedLayers) -> Plan:

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from isoload import ops
 from isoload.ops import Objective, Order
-from isoload.placement.placed_layers import HostPlacement, PlacedLayers
+from isoload.placement.placed_layers import PlacedLayers
+from isoload.placement.placement import Placement
 from isoload.policies.base import EVEN, Demand, Policy, exact_plan, make_policy, solve
 from isoload.policies.exact import EvenPolicy, ExactPolicy
 from isoload.policies.plan import Plan, SharedPlan, rank_cost, shared_copies, widened
@@ -48,7 +49,7 @@ class SharedPolicy(Policy, ABC):
     def borrows(self) -> bool:  # type: ignore[override]
         return self.routed_policy.borrows
 
-    def check(self, placement: HostPlacement) -> None:
+    def check(self, placement: Placement) -> None:
         if not placement.num_shared:
             raise ValueError(f"placement must have shared experts for policy {self.name}, got num_shared=0")
         self.routed_policy.check(placement)
