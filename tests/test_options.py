@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import isoload
-from isoload.checks import types_of
+from isoload.analysis.prediction import check_prediction
+from isoload.checks import REMOVED, types_of
 from isoload.placers import PLACERS, make_placer, parse_placer
 from isoload.policies import POLICIES, make_policy, parse_policy
 
@@ -74,7 +75,7 @@ def test_a_layer_without_freedom_refuses_what_its_others_would() -> None:
         ("policy", "exact:budget=None:objective=local", {"budget": None, "objective": "local"}),
         ("policy", "grace:locality=False", {"locality": False}),
         ("policy", "waterfill:routed=exact", {"routed": "exact"}),
-        ("placer", "graph:packed=True", {"packed": True}),
+        ("placer", "scenario:pinned=True", {"pinned": True}),
         ("placer", "craft:replicas=8", {"replicas": 8}),
         ("placer", "craft:replicas=knee", {"replicas": "knee"}),
     ],
@@ -83,6 +84,14 @@ def test_text(kind: str, text: str, wanted: dict[str, Any]) -> None:
     name, options = MAKERS[kind][2](text)
     assert options == wanted and name in MAKERS[kind][0]
     assert [type(value) for value in options.values()] == [type(value) for value in wanted.values()]
+
+
+@pytest.mark.parametrize("removed", REMOVED)
+def test_a_removed_name_is_refused_with_what_to_use(removed: str) -> None:
+    kind, name = removed.split()
+    refuse = check_prediction if kind == "predict" else MAKERS[kind][2]
+    with pytest.raises(ValueError, match=f"^{removed} was removed in 0.2: use {REMOVED[removed]}$"):
+        refuse(name)
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,13 @@ from torch._subclasses import FakeTensor
 from isoload.wording import nearest, not_one_of, shown
 
 Made = TypeVar("Made")
+# Policies, placers and predictions of 0.1 that are gone, with what to use in their place.
+REMOVED = {
+    "policy lp_affine": "policy lp_sampled with method affine, or policy lp",
+    "policy grace_sampled": "policy grace",
+    "placer graph": "placer eplb or scenario",
+    "predict path": "predict linear",
+}
 _TYPES: dict[type, dict[str, tuple[Any, ...]]] = {}  # by class, as read once
 
 
@@ -77,8 +84,15 @@ def types_of(made: type) -> dict[str, tuple[Any, ...]]:
     return _TYPES[made]
 
 
+def refuse_removed(kind: str, name: str) -> None:
+    """Raise ValueError for a name that an earlier version had, with what to use in its place."""
+    if use := REMOVED.get(f"{kind} {name}"):
+        raise ValueError(f"{kind} {name} was removed in 0.2: use {use}")
+
+
 def _find(kind: str, classes: Mapping[str, type[Made]], name: str, options: Mapping[str, Any]) -> type[Made]:
     if name not in classes:
+        refuse_removed(kind, name)
         raise ValueError(not_one_of(kind, classes, name))
     known = types_of(classes[name])
     if unknown := [key for key in options if key not in known]:

@@ -280,7 +280,7 @@ def test_from_an_engines_table() -> None:
     assert same(made(ids), Balancer(placement, 1, "exact", LocalGroup(make_topology()))(ids))
 
 
-@pytest.mark.parametrize("policy", ["exact", "dynamic", "grace_sampled"])
+@pytest.mark.parametrize("policy", ["exact", "dynamic", "grace"])
 @pytest.mark.parametrize("tokens", ["same", "own"])
 def test_never_waits_for_the_device(tokens: str, policy: str) -> None:
     balancer = Balancer(make_placement(), 1, policy, LocalGroup(make_topology()), tokens)
@@ -303,10 +303,9 @@ def test_compiles_whole() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", first(["grace_sampled", "grace"]))
-def test_compiles_whole_with_what_a_policy_derived_before(policy: str) -> None:
+def test_compiles_whole_with_what_a_policy_derived_before() -> None:
     torch._dynamo.reset()
-    plain, balancer = (Balancer(make_placement(), 1, policy, tokens="same") for _ in range(2))
+    plain, balancer = (Balancer(make_placement(), 1, "grace", tokens="same") for _ in range(2))
     rows = draw_ids(33)[0][:33]
     assert torch.equal(balancer(rows), plain(rows)), "derives the table, outside of the graph"
     compiled = torch.compile(balancer, backend="aot_eager", fullgraph=True, dynamic=True)

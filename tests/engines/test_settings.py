@@ -132,7 +132,7 @@ BAD = {
             "ISOLOAD_POLICY",
             text,
         ): "ISOLOAD_POLICY must plan on the engine's device, this policy computes on the CPU"
-        for text in ("lp_sampled:method=affine", "lp_affine", "prefill=lp_affine,decode=lp")
+        for text in ("lp_sampled:method=affine", "prefill=lp_sampled:method=affine,decode=lp")
     },
     ("ISOLOAD_REPORT_SECONDS", "-1"): "ISOLOAD_REPORT_SECONDS must be a number of at least 0, got '-1'",
     ("ISOLOAD_REPORT_SECONDS", "often"): "ISOLOAD_REPORT_SECONDS must be a number of at least 0, got 'often'",
@@ -182,7 +182,7 @@ def test_refuses(name: str, value: str) -> None:
 @pytest.mark.parametrize("loads", ["own", "node"])
 @pytest.mark.parametrize(
     "policy",
-    ["dynamic", "lp", "grace_sampled", "joint", "prefill=exact,decode=lp", "prefill=lp,decode=exact"],
+    ["dynamic", "lp", "joint", "prefill=exact,decode=lp", "prefill=lp,decode=exact"],
 )
 def test_a_policy_of_all_counts_needs_them(loads: str, policy: str) -> None:
     """Whether the variable says so or the door."""

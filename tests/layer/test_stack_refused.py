@@ -15,7 +15,7 @@ from isoload.layer.stack import LibraStack
 from isoload.times.cost import CostModel
 from isoload.transport import LocalTransport
 from support.hugging_face import make_model
-from support.stacks import EXPERTS, HIDDEN, INNER, Model, routing_trace
+from support.stacks import EXPERTS, HIDDEN, INNER, Model, PastChoices
 
 MODEL = Model(4)
 COST = CostModel(hidden=HIDDEN, intermediate=INNER)
@@ -148,8 +148,8 @@ REFUSED: dict[str, Refused] = {
         lambda: LibraStack(layers(), linear(3, 5)),
         "predict must be of 3 layers and 12 experts as the stack, got 3 and 5",
     ),
-    "layers of a table": (
-        lambda: LibraStack(layers(), prediction.tabulate(routing_trace(2))),
+    "layers of choices": (
+        lambda: LibraStack(layers(), PastChoices(2)),
         "predict must be of 3 layers and 12 experts as the stack, got 2 and 12",
     ),
     "layers of last": (

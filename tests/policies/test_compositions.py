@@ -194,7 +194,7 @@ def test_a_policy_refuses_a_placement_before_any_batch(name: str) -> None:
         )
 
 
-@pytest.mark.parametrize("policy", ["static", "dynamic", "lp_sampled", "grace_sampled", "waterfill_sampled"])
+@pytest.mark.parametrize("policy", ["static", "dynamic", "lp_sampled", "waterfill_sampled"])
 def test_seeds_are_whole_numbers(policy: str) -> None:
     for seed, rule in ((-1, "at least 0"), (0.5, "of type int")):
         with pytest.raises(ValueError, match=f"seed must be {rule}, got {seed}"):

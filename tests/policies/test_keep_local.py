@@ -13,13 +13,7 @@ from support.cases import instances
 from support.fills import fill_cases
 from support.oracles import flow_optimum
 
-KEEPING = [
-    name
-    for name in POLICIES
-    if may_keep_local(make_policy(name))
-    and not make_policy(name).borrows
-    and name != "lp_affine"  # not optimal
-]
+KEEPING = [name for name in POLICIES if may_keep_local(make_policy(name)) and not make_policy(name).borrows]
 
 
 def placed(slots: np.ndarray, home: np.ndarray, ranks: int, spare: int = 0) -> isoload.Placement:

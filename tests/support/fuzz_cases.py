@@ -35,7 +35,6 @@ OPTIONS: dict[str, dict[str, list[Any]]] = {
     "libra_published": {"alpha": [0.0, 0.5, 1.0], "tolerance": [0.0, 0.1], "slots": [None, 1]},
     "hedge": {"slots": [None, 1], "within": ["all", "node"]},
     "grace": {"locality": [True, False]},
-    "grace_sampled": {"seed": [0, 1], "step": [0, 3], "locality": [True, False]},
 }  # fmt: skip
 
 

@@ -25,7 +25,7 @@ from isoload.balancing.targets import offsets
 from isoload.placement.placement import Placement
 from isoload.placers import place
 from isoload.times import LayerTime
-from isoload.topology import Topology, as_topology
+from isoload.topology import Topology, as_topology, over_mean
 from isoload.traces import Ints
 
 MORE_SLOTS = (0, 1, 2, 4)  # of a rank, beyond one for each expert
@@ -423,7 +423,7 @@ def _answer(found: Run, question: Question, per_slot: float) -> Answer:
         float(layer_ms(found, question).mean()),
         step_ms(found, question),
         (0.0, 0.0),
-        float((loads.max(-1) / loads.mean(-1)).mean()),
+        float(over_mean(loads).max(-1).mean()),
         found.candidate.more * per_slot,
         found.node_rows,
     )

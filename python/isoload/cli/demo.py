@@ -122,11 +122,13 @@ def _run_policy(
 def _summarise(policy: str, reports: list[dict[str, Any]]) -> Row:
     import numpy as np
 
+    from isoload.topology import over_mean
+
     received = np.sum([report["sent"] for report in reports], axis=0)  # [batches, R] copies by destination
     return {
         "policy": policy,
         "busiest_rank_copies": float(received.max(1).mean()),  # that a batch's busiest rank computed, mean
-        "imbalance": float((received.max(1) / received.mean(1)).mean()),  # mean over batches
+        "imbalance": float(over_mean(received).max(1).mean()),  # mean over batches
         # Handed to collectives, all ranks and batches.
         "bytes_sent": sum(report["bytes"] for report in reports),
         # Of an element, from the dense layer's.

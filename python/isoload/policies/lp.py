@@ -36,7 +36,9 @@ class LpPolicy(Policy):
     """
 
     name = "lp"
-    removed: ClassVar[Mapping[str, str]] = {"method": "policy lp_affine computes the split of method affine"}
+    removed: ClassVar[Mapping[str, str]] = {
+        "method": "use policy lp_sampled, which has the split of method affine"
+    }
     precision: Precision = "float32"
     tolerance: float | None = None
     iterations: int | None = None
