@@ -151,7 +151,9 @@ class EngineLayers(ABC, Generic[AnyLayer]):
         Its persistent memory is on the device where the engine routes before a graph is captured; also in layers that
         the model does not run, because one exchange takes all layers.
         """
-        placement = self.placement(num_shared)
+        if num_shared not in self._placements:
+            self._placements[num_shared] = self._placement_of(self.tables, num_shared)
+        placement = self._placements[num_shared]
         if group is None:
             balancer = Balancer(placement, index, policy, tokens="same", shared_columns=False)
         else:
@@ -198,12 +200,6 @@ class EngineLayers(ABC, Generic[AnyLayer]):
     def chooses(self) -> bool:
         """Whether the model has layers whose copies isoload places."""
         return bool(self.by_id)
-
-    def placement(self, num_shared: int = 0) -> Placement:
-        """Return the current placement of all layers."""
-        if num_shared not in self._placements:
-            self._placements[num_shared] = self._placement_of(self.tables, num_shared)
-        return self._placements[num_shared]
 
     def _placement_of(self, tables: Tensor, num_shared: int) -> Placement:
         return placement_of(tables, self._num_experts, self._topology, num_shared)

@@ -32,7 +32,7 @@ HOOKS = {
     "_topk_ids_logical_to_physical_dynamic": dispatch.map_dynamic,
     "_topk_ids_logical_to_physical_probability": dispatch.map_solved,
     "WaterfillBalancer": WaterfillBalancer,
-    "DeepEPWaterfillBalancer": DeepEPWaterfillBalancer,  # its older home
+    "DeepEPWaterfillBalancer": DeepEPWaterfillBalancer,  # its older name
     "compute_algorithm": placement.compute_algorithm,
     "rebalance_experts": placement.rebalance_experts,
     "rebalance": placement.rebalance,

@@ -229,8 +229,11 @@ class WaterfillBalancer:
         shared_rank = None if self.layer is None else self.layer.take_shared(num_tokens)
         if shared_rank is not None:
             # One shared slot lies behind the routed ones of each rank; -1 stays.
-            routed = ids + ids.div(self.slots_per_rank, rounding_mode="floor").clamp(min=0)
-            slots = torch.cat([routed, self._slot(ids, shared_rank)], dim=1)
+            size = self.slots_per_rank
+            routed = ids + ids.div(size, rounding_mode="floor").clamp(min=0)
+            live = (shared_rank >= 0) & (ids >= 0).any(1, keepdim=True)  # SGLang may have masked a row since
+            shared_slot = torch.where(live, shared_rank * (size + 1) + size, -1).to(ids.dtype)
+            slots = torch.cat([routed, shared_slot], dim=1)
         elif self.layer is None:
             slots = cast(Tensor, self.balancer(ids.contiguous()))
         else:
@@ -240,12 +243,6 @@ class WaterfillBalancer:
         shared = torch.where(slots[:, -1:] >= 0, self.shared_weight, 0.0).to(weights.dtype)
         weights = torch.cat([weights.masked_fill(ids < 0, 0.0), shared], dim=1)
         return topk_output._replace(topk_ids=slots, topk_weights=weights)
-
-    def _slot(self, ids: Tensor, rank: Tensor) -> Tensor:
-        """Return [T, 1] the shared slot of a rank; -1 where SGLang has masked the row since."""
-        live = (rank >= 0) & (ids >= 0).any(1, keepdim=True)
-        size = self.slots_per_rank
-        return torch.where(live, rank * (size + 1) + size, -1).to(ids.dtype)
 
 
 class DeepEPWaterfillBalancer(WaterfillBalancer):

@@ -223,8 +223,11 @@ class Layers(EngineLayers[Layer]):
 
     def exchanged(self) -> str:
         """Return what the ranks exchange so that copies are level."""
-        ways = {EXCHANGED[way_of(layer.balancer)] for layer in self.by_id.values()}
-        return " and ".join(sorted(ways))
+        ways = set()
+        for balancer in (layer.balancer for layer in self.by_id.values()):
+            alone = isinstance(balancer.group, LoneRank)
+            ways.add("alone" if alone else "same" if balancer.tokens == "same" else balancer.loads)
+        return " and ".join(sorted(EXCHANGED[way] for way in ways))
 
     def places(self) -> bool:
         """Whether SGLang's rebalances lay experts out with isoload's placer."""
@@ -292,13 +295,6 @@ class Layers(EngineLayers[Layer]):
         stays = f"SGLang's --ep-dispatch-algorithm {algorithm}, which chooses as ever"
         log.info(f"isoload: in shadow behind {stays}: {self.record.summary()}")
         self.warn_unused({})
-
-
-def way_of(balancer: Balancer) -> str:
-    """Return the key in EXCHANGED."""
-    if isinstance(balancer.group, LoneRank):
-        return "alone"
-    return "same" if balancer.tokens == "same" else balancer.loads
 
 
 def model_name(runner: Any) -> str:
