@@ -46,6 +46,7 @@ from isoload.traces import read_trace
 from isoload.traces.record import Ints
 from lib import table
 from lib.harness import command, machine, read_results, write_results
+from lib.path_table import PathForecast, accuracy, tabulate
 from lib.published_ahead import HarmoenyPolicy, LinaPolicy
 from lib.result_tables import by
 from lib.streams import SEED, TASKS, Stream, parts, streams, workloads
@@ -86,9 +87,13 @@ def forecasts(stream: Stream) -> dict[str, Forecast]:
     found = {}
     for kind in FEW if stream.deal == "own" else PREDICTIONS:
         text, *partner = kind.split()
-        made = PartnerForecast if partner else Forecast
-        if stream.per_token or kind not in FITTED:
-            found[kind] = made(text, stream.trace, stream.batches, stream.fold, SEED)
+        data = stream.trace, stream.batches, stream.fold, SEED
+        if not stream.per_token and kind in FITTED:
+            continue
+        if kind == "path":
+            found[kind] = PathForecast(*data)
+        else:
+            found[kind] = PartnerForecast(text, *data) if partner else Forecast(text, *data)
     return found
 
 
@@ -220,7 +225,7 @@ def traffic(stream: Stream, most: int) -> list[Row]:
     return rows
 
 
-def accuracy(stream: Stream, most: int) -> list[Row]:
+def right_choices(stream: Stream, most: int) -> list[Row]:
     """Per expert and token, fitted on the calibration's tokens, tested on the others."""
     if not stream.per_token or stream.deal != "even":
         return []
@@ -228,13 +233,13 @@ def accuracy(stream: Stream, most: int) -> list[Row]:
 
 
 def right_about(name: str, fitted: str, seen: isoload.traces.Trace, fresh: isoload.traces.Trace) -> list[Row]:
-    made = {"linear": predict.fit(seen), "path": predict.tabulate(seen)}
+    made = {"linear": predict.fit(seen), "path": tabulate(seen)}
     return [
         {
             "trace": name,
             "fitted": fitted,
             "predictor": kind,
-            "accuracy": float(np.mean(predict.accuracy(one, fresh))),
+            "accuracy": float(np.mean(accuracy(one, fresh))),
         }
         for kind, one in made.items()
     ]
@@ -273,7 +278,7 @@ def over(bench: Callable[[Stream, int], list[Row]], *, made: bool = False) -> Be
 BENCHES: dict[str, Bench] = {
     "imbalance": over(imbalance, made=True),
     "traffic": over(traffic),
-    "accuracy": over(accuracy),
+    "accuracy": over(right_choices),
     "other tasks": lambda folder, most: other_tasks(folder),
 }
 

@@ -11,7 +11,7 @@ Fairness ledger
   others get wrong there is not placement's fault. Four layers, 48 steps, the first 16 only warm up.
 - hash: every copy takes a random replica (vLLM's hash of the row, SGLang's dynamic). static: one replica per source
   rank and expert (SGLang's default). last step, sampled: weights by the exact split of the last step's sums, drawn from
-  (a draft for vLLM). own: `plan_own`, no targets. last, own + targets, node: Balancer(loads="last", "own", "node"),
+  (a draft for vLLM). own: `plan_own`, no targets. own + targets, node: Balancer(loads="own", "node"),
   exchanged every 16 steps, by the product's own functions; nodes of eight ranks, so from 16 ranks on.
 - Idle ranks: own counts alone, four to 256 tokens a rank; node, no targets: the same nodes without an exchange.
   Settings of at most 128 tokens in a step run 144 steps, as means of 48 steps are off by up to 0.01.
@@ -39,7 +39,7 @@ from numpy.typing import NDArray
 
 import isoload
 from isoload import ops
-from isoload.balancing.targets import exact_quota, offsets, scaled
+from isoload.balancing.targets import offsets
 from isoload.policies.exact import StaticPolicy
 from isoload.traces import read_trace
 from lib import table
@@ -60,7 +60,7 @@ IDLE_TOKENS = (4, 16, 64, 256)
 FEW, MORE_STEPS = 128, 144  # tokens of all ranks, up to which a setting with idle ranks has more steps
 BUSY = ("half", "turns", "bursts", "one", "leave")
 OTHERS = ("hash", "static", "last step, sampled")
-PROTOCOLS = (*OTHERS, "last", "own", "own + targets", "node")
+PROTOCOLS = (*OTHERS, "own", "own + targets", "node")
 BY_OWN_COUNTS = ("own", "own + targets", "node, no targets", "node")
 Loads = NDArray[np.int32]  # [L, R, E]
 
@@ -192,7 +192,6 @@ class Setting:
         self.recent = torch.zeros(ranks, LAYERS, num_experts, dtype=torch.int64)
         self.nodes = ranks // NODE if ranks > NODE else 0
         self.node_offset = [self.none] * self.nodes
-        self.quota = torch.zeros(self.slots.shape, dtype=torch.int32)  # of loads="last"
 
     def _replicas(self, num_experts: int) -> NDArray[Any]:
         of = [
@@ -235,13 +234,6 @@ class Setting:
         ]
         return torch.stack(rows).sum(0)
 
-    def last(self, loads: torch.Tensor) -> torch.Tensor:
-        rows = [
-            ops.share_alone(loads[:, s].contiguous(), self.quota, self.tables, s, past=True)
-            for s in range(self.ranks)
-        ]
-        return torch.stack(rows).sum(0)
-
     def exchange(self, given: torch.Tensor) -> None:
         """given: loads [L, R, E] of the last step."""
         of_all, last = self.recent.transpose(0, 1), given.sum(2)
@@ -250,8 +242,6 @@ class Setting:
         if self.nodes:
             by_node, last = (x.unflatten(1, (self.nodes, NODE)).sum(2) for x in (of_all, last))
             self.node_offset = [offsets(by_node, last, s, *at) for s in range(self.nodes)]
-        none = torch.zeros(LAYERS, self.ranks, self.ranks, dtype=torch.int64)
-        self.quota = exact_quota(*scaled(of_all, none), self.tables, self.placement.topology).int()
 
     def step(
         self, loads: Loads, number: int, protocols: tuple[str, ...]
@@ -263,7 +253,6 @@ class Setting:
             "hash": lambda: self.sampled(loads, np.zeros(self.slots.shape)),
             "static": lambda: self.fixed(loads),
             "last step, sampled": lambda: self.sampled(loads, self.weights),
-            "last": lambda: self.last(given),
             "own": lambda: self.own(given, [self.none] * self.ranks),
             "own + targets": lambda: self.own(given, self.offset, keep=True),
         }

@@ -4,8 +4,8 @@ Fairness ledger
 - Traces, drawn tokens and calibration as in bench_balance.py: the placement (`eplb`) never saw the workload it is
   judged on; gpt-oss-20b has one workload, the first half calibrates.
 - exact, lp: quotas; even: equal quotas; lp_sampled, dynamic: the same fractions, drawn for every copy.
-- affine5, affine5_sampled: OUR re-implementation of the published five-step affine scaling (`lp_affine`): its
-  fractions rounded to quotas, which shows what the five steps cost alone, and drawn, as SGLang's `lp` dispatch draws.
+- affine5, affine5_sampled: OUR form of the published five-step affine scaling: its fractions rounded to quotas
+  (lib/published_policies.py), which shows what the five steps cost alone, and drawn, as SGLang's `lp` dispatch draws.
   Where its acceptance test fails it falls back to equal parts, as published.
 - `over` is the mean over (layer, batch) of the busiest rank's copies over exact's proved bound; `sampling` = how much
   lp_sampled is above lp, `five steps` = how much affine5 is above exact, `published` = affine5_sampled above exact.
@@ -25,6 +25,7 @@ from bench_balance import TRACES, load_trace
 from isoload.analysis.simulate import ReplaySettings, replay
 from lib import table
 from lib.harness import command, machine, write_results
+from lib.published_policies import registered
 from lib.result_tables import by
 
 CASES = ((8, 32), (16, 32), (32, 64), (64, 64), (128, 128))  # ranks, replicas of 256 experts
@@ -46,7 +47,8 @@ def run(path: Path, ranks: int, replicas: int, tokens: int) -> list[dict[str, An
         max_batches=1,
         policies=tuple(AFFINE.get(name, name) for name in POLICIES),
     )
-    found = replay(trace, settings)
+    with registered():
+        found = replay(trace, settings)
     where = {"trace": TRACES[path.stem], "ranks": ranks, "replicas": replicas, "tokens": tokens}
     size = {"layers": found.layers, "batches": found.batches}
     rows = zip(POLICIES, map(dataclasses.asdict, found.policies), strict=True)

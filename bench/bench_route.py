@@ -5,8 +5,9 @@ Fairness ledger
   calibrate.
 - Placements: `eplb` with one slot more per 8 experts of a rank, at least one; `grace` (groups by co-activation, as many
   replicas as it takes; not where tokens are drawn). Both have weights by the predicted loads. All policies share one.
-- weighted random = grace_sampled:locality=False (Algorithm 4), locality-first = grace_sampled (Algorithm 5); grace cuts
-  in the same proportions. exact:objective=local has the given tolerance over the least peak.
+- weighted random = grace_sampled:locality=False (Algorithm 4), locality-first = grace_sampled (Algorithm 5), both of
+  lib/published_policies.py; grace cuts in the same proportions. exact:objective=local has the given tolerance over
+  the least peak.
 - All figures are counted from routed slots (isoload.analysis): rows = distinct token x destination rank, per token and
   layer; node_dispatch_rows = distinct token x other node, as dispatch by nodes sends them. Deviation of the rank loads
   over their mean, mean; idle = sum(max - load) / (R max). saved = rows between nodes less than weighted random, % of
@@ -25,6 +26,7 @@ import isoload
 from isoload.analysis.simulate import ReplaySettings, default_slots_per_rank, replay
 from lib import table
 from lib.harness import command, machine, write_results
+from lib.published_policies import registered
 from lib.result_tables import ROUTE
 from lib.streams import SEED, Stream, parts, streams
 
@@ -61,7 +63,8 @@ def bench(stream: Stream, placer: str, most: int) -> list[Row]:
         seed=SEED,
         policies=POLICIES,
     )
-    found = replay(fresh, settings, placement=placement)
+    with registered():
+        found = replay(fresh, settings, placement=placement)
     rows = [
         {
             "trace": stream.name,

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "tests" / "engines" / "harness"))
+sys.path.insert(0, str(ROOT / "tests" / "real_engines" / "harness"))
 import torchvision_names  # noqa: E402, F401
 
 import isoload  # noqa: E402

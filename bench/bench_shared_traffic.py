@@ -12,7 +12,6 @@ Fairness ledger
   no traffic, and no balance (peak of `home`). There its rules are shown as if rows were padded to 64.
 - counts: the same quotas as ours, shared out by counts alone (own rank, own node, then all), matched by the same
   route_shared. ours: plan_waterfill and route_shared.
-- visited: the same with candidates="visited", to be compared with blog, which also draws from visited ranks and home.
 - best: the least unvisited copies of any assignment at this peak (maximum flow over single tokens). It may let home
   give way to other ranks' copies, which ours never does: it moves no copy that need not move.
 - Losses: with top-2 a token visits few ranks: ours is above best, where home would have to give way.
@@ -102,12 +101,10 @@ def make_batch(setting: Setting, seed: int) -> Batch:
     return Batch(slots, size, copies, topology.ranks_per_node)
 
 
-def by_share(batch: Batch, share: Tensor, strict: bool = False) -> Tensor:
+def by_share(batch: Batch, share: Tensor) -> Tensor:
     """[R, T] the rank of every shared copy under a share [R, R]."""
     rows = zip(batch.slots, share, strict=True)
-    return torch.cat(
-        [ops.route_shared(s, row, batch.size, r, strict=strict) for r, (s, row) in enumerate(rows)], 1
-    ).T
+    return torch.cat([ops.route_shared(s, row, batch.size, r) for r, (s, row) in enumerate(rows)], 1).T
 
 
 def by_counts(batch: Batch, share: Tensor) -> Tensor:
@@ -148,14 +145,12 @@ def least_unvisited(batch: Batch, peak: int) -> int:
 def measure_batch(batch: Batch, seed: int) -> dict[str, tuple[float, float, float]]:
     """By rule: shared copies unvisited, moved (shares of all) and the peak over the least one."""
     poured = ops.plan_waterfill(batch.copies, batch.tokens, 1, batch.per_node)
-    limit = ops.plan_waterfill(batch.copies, batch.tokens, 1, batch.per_node, "visited").share
     home = torch.arange(len(batch.slots))[:, None].expand(batch.slots.shape[:2])
     chosen = {
         "home": home,
         "static": by_draw(batch, "static", seed),
         "dynamic": by_draw(batch, "dynamic", seed),
         "blog": by_draw(batch, "blog", seed),
-        "visited": by_share(batch, limit, strict=True),
         "counts": by_counts(batch, poured.share),
         "ours": by_share(batch, poured.share),
     }
@@ -192,7 +187,7 @@ def main() -> None:
     rows = [bench_setting(setting) for setting in SETTINGS]
     more = {
         "of moved": "{fewer_of_moved:.0f}x",
-        **table.same(("home", "visited"), "{unvisited[NAME]:.2f*100} ({peak[NAME]:.3f})"),
+        **table.same(("home",), "{unvisited[NAME]:.2f*100} ({peak[NAME]:.3f})"),
     }
     title = "Shared copies on ranks that their token does not visit, % of all (busiest rank over the least possible)"
     table.show(title, {**SHARED_TRAFFIC, **more}, rows)

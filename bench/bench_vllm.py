@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "tests" / "engines" / "harness"))
+sys.path.insert(0, str(ROOT / "tests" / "real_engines" / "harness"))
 from vllm_cpu import map_and_record  # noqa: E402
 
 import isoload  # noqa: E402

@@ -16,7 +16,6 @@ ROOT = Path(__file__).parent.parent
 COLOURS = {
     "last step, sampled": "#c8553d",
     "hash": "#8a8f98",
-    "last": "#e0a35c",
     "own": "#8ab4dc",
     "own + targets": "#4a78b5",
     "node": "#6fae7c",

@@ -47,9 +47,9 @@ def anchors(path):
 
 @pytest.mark.parametrize("page", [PAGE, PUBLISHED], ids=lambda page: page.name)
 def test_every_policy_has_its_section_in_order(page):
-    """Those that only compare, in policies/published, on a page of their own."""
+    """Those that only compare, in policies/published.py, on a page of their own."""
     of_page = [
-        name for name, of in POLICIES.items() if (".published." in of.__module__) == (page == PUBLISHED)
+        name for name, of in POLICIES.items() if of.__module__.endswith(".published") == (page == PUBLISHED)
     ]
     assert list(sections(page)) == of_page
     assert (
@@ -246,14 +246,11 @@ def test_figures_quoted_from_the_replays_are_in_them():
     noise = [float(r["dynamic"][0]) - float(r["even"][0]) for r in (first, small)]
     assert f"by {noise[0]:.3f} imbalance at 512 tokens" in text["dynamic"]
     assert f"({first['dynamic'][0]} after {first['even'][0]}) and by {noise[1]:.3f} at 16" in text["dynamic"]
-    local, spread, packed = (
-        small[f"exact:objective={o}"] if o else small["exact"] for o in ("local", "", "packed")
-    )
+    local, spread = small["exact:objective=local"], small["exact"]
     assert (
         f"`local` lets {node_rows(local)} of the rows leave their node, `spread` {node_rows(spread)}"
         in text["exact"]
     )
-    assert f"uses {packed[13]} slots on the busiest rank, `spread` {spread[13]}" in text["exact"]
     leave = {policy: [cell.replace("%", " %") for cell in row[11:13]] for policy, row in shared.items()}
     static, waterfill = leave["waterfill_sampled"], leave["waterfill"]
     sampled = text["waterfill_sampled"]
@@ -316,7 +313,6 @@ def test_shared_copies_travel_as_little_as_promised():
     for row in rows:
         assert row["worst_peak_of_ours"] == 1
         assert row["peak"]["ours"] <= min(row["peak"][rule] for rule in ("static", "dynamic", "blog"))
-        assert row["peak"]["visited"] <= row["peak"]["blog"]
 
 
 @pytest.fixture

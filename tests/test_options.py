@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import isoload
-from isoload.checks import types_of
+from isoload.analysis.prediction import check_prediction
+from isoload.checks import REMOVED, types_of
 from isoload.placers import PLACERS, make_placer, parse_placer
 from isoload.policies import POLICIES, make_policy, parse_policy
 
@@ -62,7 +63,7 @@ def test_a_layer_without_freedom_refuses_what_its_others_would() -> None:
     """Regression: exact:objective=nonsense raised at the first layer that had replicas, in its first batch."""
     topology = isoload.Topology(2)
     placement = isoload.place(torch.ones(1, 4), topology)
-    with pytest.raises(ValueError, match="^objective must be one of spread, local, packed, got 'nonsense'$"):
+    with pytest.raises(ValueError, match="^objective must be one of spread, local, got 'nonsense'$"):
         isoload.Balancer(placement, 0, "exact", isoload.LocalGroup(topology), objective="nonsense")
 
 
@@ -74,7 +75,7 @@ def test_a_layer_without_freedom_refuses_what_its_others_would() -> None:
         ("policy", "exact:budget=None:objective=local", {"budget": None, "objective": "local"}),
         ("policy", "grace:locality=False", {"locality": False}),
         ("policy", "waterfill:routed=exact", {"routed": "exact"}),
-        ("placer", "graph:packed=True", {"packed": True}),
+        ("placer", "scenario:pinned=True", {"pinned": True}),
         ("placer", "craft:replicas=8", {"replicas": 8}),
         ("placer", "craft:replicas=knee", {"replicas": "knee"}),
     ],
@@ -85,12 +86,20 @@ def test_text(kind: str, text: str, wanted: dict[str, Any]) -> None:
     assert [type(value) for value in options.values()] == [type(value) for value in wanted.values()]
 
 
+@pytest.mark.parametrize("removed", REMOVED)
+def test_a_removed_name_is_refused_with_what_to_use(removed: str) -> None:
+    kind, name = removed.split()
+    refuse = check_prediction if kind == "predict" else MAKERS[kind][2]
+    with pytest.raises(ValueError, match=f"^{removed} was removed in 0.2: use {REMOVED[removed]}$"):
+        refuse(name)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("exact:budget", "policy must be written name:option=value, got 'exact:budget'"),
         ("exact:speed=1", "option must be one of tolerance, budget, objective for policy exact, got 'speed'"),
-        ("exact:objective=x", "option objective must be one of spread, local, packed, got 'x'"),
+        ("exact:objective=x", "option objective must be one of spread, local, got 'x'"),
         ("exact:budget=x", "option budget must be of type int, None, got 'x'"),
         ("fast:budget=1", "policy must be one of none, static"),
         ("exact:budget=1:budget=2", "option budget must be given once, got 'exact:budget=1:budget=2'"),

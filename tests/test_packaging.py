@@ -46,7 +46,7 @@ def modules() -> set[str]:
     """The package's files as an installation has them."""
     own = {f"isoload/{name}" for name in sources(ROOT / "python" / "isoload")}
     traces = sources(ROOT / "examples" / "traces")
-    own |= {f"isoload/traces/{name}" for name in traces if name.endswith((".npz", ".json"))}
+    own |= {f"isoload/shipped_traces/{name}" for name in traces if name.endswith((".npz", ".json"))}
     return own | {f"isoload/kernels/{name}" for name in sources(ROOT / "kernels")}
 
 

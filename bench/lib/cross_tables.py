@@ -305,7 +305,7 @@ def node_dispatch() -> Table:
 @shown
 def loads() -> Table:
     """docs/balancing.md: the busiest rank by what a rank may know in the forward."""
-    protocols = ("hash", "static", "last step, sampled", "last", "own", "own + targets", "node")
+    protocols = ("hash", "static", "last step, sampled", "own", "own + targets", "node")
     found: dict[tuple[int, str, str], list[float]] = {}
     for row in read("bench_loads", "all", "busy"):
         found.setdefault((row["tokens"], row["protocol"], row["dealing"]), []).append(row["mean"])

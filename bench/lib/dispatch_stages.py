@@ -75,7 +75,7 @@ class StageClock:
                 call = getattr(owner, name)
                 if stage == "weights":
                     call = partial(_bring, call)
-                stack.enter_context(patch.object(owner, name, partial(self._timed, stage, call)))
+                stack.enter_context(patch.object(owner, name, self._clocked(stage, call)))
             self._wrapped = stack.pop_all()
         return self
 
@@ -88,7 +88,7 @@ class StageClock:
         called: list[tuple[str, Any, str]] = [
             ("count", isoload.balancing.balancer, "count_owned"),
             ("gather", layer.group, "gather_loads"),
-            ("plan", isoload.balancing.balancer, "plan_and_share"),
+            ("plan", isoload.policies.Policy, "plan"),
             ("route", layer.balancer, "route"),
             ("dispatch", layer.dispatcher, "dispatch"),
             ("experts", isoload.layer.moe, "run_experts"),
@@ -98,6 +98,14 @@ class StageClock:
         if layer.borrowing is not None:
             called.append(("weights", layer.borrowing, "borrow"))
         return called
+
+    def _clocked(self, stage: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        """A function, which binds where it is looked up in a class."""
+
+        def clocked(*args: Any, **options: Any) -> Any:
+            return self._timed(stage, call, *args, **options)
+
+        return clocked
 
     def _timed(self, stage: str, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
         self.meet()

@@ -141,9 +141,6 @@ JOBS = (
         lambda x: ops.share_by_rank(x.loads, x.quota, x.tables, per_node(x)),
         ("loads", "quota", "tables"),
     ),
-    Job(
-        "share_alone", lambda x: ops.share_alone(x.loads[RANK], x.quota, x.tables, RANK), ("quota", "tables")
-    ),
     Job("plan_own", lambda x: ops.plan_own(x.loads[RANK], x.tables, x.fixed, RANK), ("row", "tables")),
     Job("balance_own", lambda x: ops.balance_own(x.ids, x.tables, x.fixed, RANK), ("ids", "tables")),
     Job("balance_same", balanced_same, ("ids", "tables")),

@@ -2,7 +2,7 @@
 
 `lina` (Li et al., USENIX ATC 2023): replicas of the experts that are predicted popular, an even split over them. Where
 the paper leaves the places open: one after another the expert with most predicted copies per replica goes to the least
-loaded rank with room. Its predictor is isoload.balancing.prediction.PathTable; here it gets every forecast.
+loaded rank with room. Its predictor is PathTable (path_table.py); here it gets every forecast.
 
 `harmoeny` (Doucet et al., arXiv 2506.12417): plans from the true loads. The busiest rank gives copies of its largest
 expert to the least loaded rank until all are level. Its ranks fetch any expert; here one takes as many as it has spare

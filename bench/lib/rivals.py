@@ -1,56 +1,24 @@
 """Other ways to solve the split, for bench_plan: HiGHS, and five steps of primal affine scaling.
 
-The affine scaling is our re-implementation on CPU (NumPy, float32, BLAS and LAPACK) of the method that SGLang's
-`lp` dispatch runs in a CUDA kernel. It says how much arithmetic the method needs and how near it comes; it says
-nothing about the speed of SGLang.
+The affine scaling is policy lp_sampled's, our re-implementation on CPU (NumPy, float32, BLAS and LAPACK) of the method
+that SGLang's `lp` dispatch runs in a CUDA kernel. It says how much arithmetic the method needs and how near it comes;
+it says nothing about the speed of SGLang.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import highspy
 import numpy as np
-from scipy.linalg import cho_factor, cho_solve
 from torch import Tensor
 
 import isoload
+from isoload.policies.published import Parts, Program, movable_parts, scale, solve_layer, standard_form
 from lib.harness import measure
 
-Floats = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
 
-
-@dataclass(frozen=True)
-class SplitProblem:
-    """min M over x >= 0: each replicated expert's parts sum to its load, solo + parts of a rank <= M."""
-
-    solo: np.ndarray[tuple[int], np.dtype[np.float64]]  # [R] load that cannot move
-    load: np.ndarray[tuple[int], np.dtype[np.float64]]  # [n] of each replicated expert
-    expert: np.ndarray[tuple[int], np.dtype[np.int64]]  # [parts] replicated expert of a part
-    rank: np.ndarray[tuple[int], np.dtype[np.int64]]  # [parts] its rank
-
-    def peak(self, parts: np.ndarray[tuple[int], np.dtype[np.float64]]) -> float:
-        return float((self.solo + np.bincount(self.rank, parts, len(self.solo))).max())
-
-
-def split_problem(slot_to_expert: np.ndarray, loads: np.ndarray, num_ranks: int) -> SplitProblem:
-    """From slot_to_expert [P] and loads [E]."""
-    size = len(slot_to_expert) // num_ranks
-    pairs = sorted({(int(e), p // size) for p, e in enumerate(slot_to_expert) if e >= 0})
-    copies = np.bincount([e for e, _ in pairs], minlength=len(loads))
-    split = np.flatnonzero(copies > 1)
-    index = {int(e): i for i, e in enumerate(split)}
-    solo = np.zeros(num_ranks)
-    for e, r in pairs:
-        if e not in index:
-            solo[r] += loads[e]
-    parts = [(index[e], r) for e, r in pairs if e in index]
-    expert, rank = (np.array(column, dtype=np.int64) for column in zip(*parts, strict=True))
-    return SplitProblem(solo, loads[split].astype(np.float64), expert, rank)
-
-
-def highs_model(problem: SplitProblem) -> highspy.Highs:
+def highs_model(problem: Parts) -> highspy.Highs:
     """The linear program, built and ready to run; building is not timed."""
     ranks, experts, parts = len(problem.solo), len(problem.load), len(problem.expert)
     lp = highspy.HighsLp()
@@ -71,51 +39,6 @@ def highs_model(problem: SplitProblem) -> highspy.Highs:
     return model
 
 
-@dataclass(frozen=True)
-class AffineScaling:
-    """The program in standard form: parts, slacks, M and a big-M column that makes x = 1 feasible."""
-
-    matrix: Floats  # [n + R, parts + R + 2]
-    cost: Floats
-    problem: SplitProblem
-
-    @classmethod
-    def build(cls, problem: SplitProblem) -> AffineScaling:
-        ranks, experts, parts = len(problem.solo), len(problem.load), len(problem.expert)
-        total = problem.solo.sum() + problem.load.sum()
-        base = np.zeros((experts + ranks, parts + ranks + 1))
-        base[problem.expert, np.arange(parts)] = 1
-        base[experts + problem.rank, np.arange(parts)] = 1
-        base[experts + np.arange(ranks), parts + np.arange(ranks)] = 1
-        base[experts:, -1] = -1
-        right = np.concatenate([problem.load, -problem.solo]) / total
-        matrix = np.column_stack([base, right - base.sum(1)]).astype(np.float32)
-        cost = np.zeros(matrix.shape[1], dtype=np.float32)
-        cost[-2:] = 1, 1000
-        return cls(matrix, cost, problem)
-
-    def solve(self, steps: int = 5) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-        """[parts] loads of the parts after so many steps, scaled to conserve; equal parts if it went wrong."""
-        x = np.ones(self.matrix.shape[1], dtype=np.float32)
-        for _ in range(steps):
-            scaled = self.matrix * x**2
-            try:
-                factor = cho_factor(scaled @ self.matrix.T + 1e-12 * np.eye(len(scaled), dtype=np.float32))
-            except np.linalg.LinAlgError:
-                return self._finish(np.ones(len(self.problem.expert)))
-            y = cho_solve(factor, scaled @ self.cost)
-            d = x * (self.cost - self.matrix.T @ y)
-            x = x * (1 - np.float32(0.999 / max(float(d.max()), 1e-9)) * d)
-        failed = not np.isfinite(x).all() or x[-1] >= 1e-4
-        parts = len(self.problem.expert)
-        return self._finish(np.ones(parts) if failed else np.maximum(x[:parts], 0).astype(np.float64))
-
-    def _finish(self, parts: np.ndarray[tuple[int], np.dtype[np.float64]]) -> np.ndarray:
-        problem = self.problem
-        sums = np.bincount(problem.expert, parts, len(problem.load))
-        return parts * (problem.load / np.where(sums > 0, sums, 1))[problem.expert]
-
-
 class Rivals(NamedTuple):
     """Of each layer: microseconds of HiGHS and of affine scaling, the optimum, and how far affine scaling's split is
     above it, per cent."""
@@ -128,18 +51,21 @@ class Rivals(NamedTuple):
 
 def time_rivals(placement: isoload.Placement, loads: Tensor, layers: int) -> Rivals:
     """On loads [L, E], of the first so many layers; building a problem is not timed."""
-    found = Rivals([], [], [], [])
-    for layer in range(layers):
-        slots = placement.slot_to_expert[layer].numpy()
-        problem = split_problem(slots, loads[layer].numpy(), placement.topology.num_ranks)
-        scaling, model = AffineScaling.build(problem), highs_model(problem)
+    rivals = Rivals([], [], [], [])
+    for slots, counts in zip(placement.slot_to_expert[:layers].numpy(), loads[:layers].numpy(), strict=True):
+        base = np.zeros(placement.topology.num_ranks)
+        problem = movable_parts(counts, slots, base, np.zeros(len(slots)))
+        program, model = standard_form(problem), highs_model(problem)
 
         def run(model: highspy.Highs = model) -> None:
             model.clearSolver()  # no warm start
             model.run()
 
-        found.highs.append(measure(run, 1, 0.01, 5).median)
-        found.affine.append(measure(scaling.solve, 1, 0.01, 3).median)
-        found.optima.append(model.getObjectiveValue())
-        found.gaps.append(100 * (problem.peak(scaling.solve()) / found.optima[-1] - 1))
-    return found
+        def five_steps(program: Program = program, num_parts: int = len(problem.slot)) -> None:
+            scale(program, num_parts, 5)
+
+        rivals.highs.append(measure(run, 1, 0.01, 5).median)
+        rivals.affine.append(measure(five_steps, 1, 0.01, 3).median)
+        rivals.optima.append(model.getObjectiveValue())
+        rivals.gaps.append(100 * (solve_layer(counts, slots, base, 5)[1] / rivals.optima[-1] - 1))
+    return rivals

@@ -75,7 +75,7 @@ class StackClock(StageClock):
         called: list[tuple[str, Any, str]] = [
             ("gather", isoload.balancing.balancer, "count_owned"),
             ("gather", layer.group, "gather_loads"),
-            ("plan", isoload.balancing.balancer, "plan_and_share"),
+            ("plan", isoload.policies.Policy, "plan"),
             ("plan", layer.balancer, "route"),
             ("plan", two_stage, "route"),
             ("dispatch", layer.dispatcher, "dispatch"),

@@ -55,7 +55,6 @@ class ExactSolver {
       team_.alone([&](auto& group) { found = augment_by(group, found); });  // a level is a few words
     else
       found = augment_by(team_, found);
-    finish();
     const int64_t routed = peak(), reached = routed > level_ ? routed : level_;
     if (team_.rank() == 0) {
       *out.peak = reached;
@@ -128,18 +127,12 @@ class ExactSolver {
     return true;
   }
 
-  // Not inlined, like finish(): three starts inside solve() make the augmenting loop there a tenth slower.
+  // Not inlined: two starts inside solve() make the augmenting loop there slower.
   ISOLOAD_HD ISOLOAD_COLD void start() {
-    Start<Team> start{team_, t_, ws_.total, in_.ticks, ws_.load, quota_};
-    if constexpr (kSpread) return start.spread();
-    switch (in_.objective) {
-      case Objective::spread:
-        return start.spread();
-      case Objective::local:
-        return start.local(in_.loads, in_.R, in_.E, in_.per_node);
-      case Objective::packed:
-        return start.packed(ws_.split.copies, ws_.falling);
-    }
+    Start<Team> start{team_, t_, ws_.total, ws_.load, quota_};
+    if constexpr (!kSpread)
+      if (in_.objective == Objective::local) return start.local(in_.loads, in_.R, in_.E, in_.per_node);
+    start.spread();
   }
 
   template <class Lanes>
@@ -191,7 +184,7 @@ class ExactSolver {
       if (i >= n) return Level();
       Level level =
           Level::of(group, t_, split.first[i], split.last[i] - split.first[i], split.copies[i], quota_);
-      if (again && level.copies > 2) level.in = ws_.falling[i];
+      if (again && level.copies > 2) level.in = ws_.level_in[i];
       return level;
     };
     Level own = level_of(i);
@@ -207,22 +200,13 @@ class ExactSolver {
         } else {
           balance_level(group, t_, own, ws_.load, quota_);
           group.sync();  // all have read it
-          if (group.rank() == 0) ws_.falling[i] = own.in;
+          if (group.rank() == 0) ws_.level_in[i] = own.in;
         }
         done = true;
       }
       team_.sync();
       if (done) own = level_of(i);
     }
-  }
-
-  // Few active replicas are the aim of packed only.
-  ISOLOAD_HD ISOLOAD_COLD void finish() {
-    if (!kSpread && in_.objective == Objective::packed)
-      class_by_class([&](int first, int n) {
-        const int32_t* const order = t_.order + first;
-        team_.for_each(n, [&](int i) { close_replicas(t_, order[i], ws_.cap, ws_.load, quota_); });
-      });
   }
 
   Team& team_;

@@ -88,7 +88,7 @@ struct ExactWorkspace {
   int32_t *from, *to, *via;  // [R] slots of each hop of a path, and its expert in the order
   int32_t *way, *total;      // [R+1] its ranks, from the last one; [E] copies per expert
   Replicated split;          // [E] of the tables' order
-  int32_t* falling;          // [E] for Start::packed
+  int32_t* level_in;         // [E] Level::in of the sweep before
 
   ISOLOAD_HD static int64_t bytes(int64_t num_ranks, int64_t E) {
     const int64_t R = places<W>(num_ranks);
@@ -110,7 +110,7 @@ struct ExactWorkspace {
     ws.way = ws.via + R;
     ws.total = ws.way + R + 1;
     ws.split = {ws.total + E, ws.total + 2 * E, ws.total + 3 * E};
-    ws.falling = ws.split.copies + E;
+    ws.level_in = ws.split.copies + E;
     return ws;
   }
 };

@@ -53,7 +53,7 @@ struct JointMemory {
     m.exact = static_cast<char*>(memory) + bytes_ahead(R);
     const ExactWorkspace<W> exact = ExactWorkspace<W>::at(m.exact, R, E);
     m.waterfill.base = exact.load;
-    m.loads = exact.falling + E;
+    m.loads = exact.level_in + E;
     m.copies = m.loads + R * E;
     m.shares = m.copies + R * R;
     return m;
@@ -102,7 +102,7 @@ struct JointPlanner : ExactPlanner {
     Share<Team>(team, problem, m.shares).all_ranks(m.copies, m.loads, [&](int s, int j, int32_t copies) {
       if (s == in.rank) out.send_counts[t.slots[j]] += copies;
     });
-    const WaterfillProblem poured{in.R,     in.per_node, in.num_shared, Candidates::all,
+    const WaterfillProblem poured{in.R,     in.per_node, in.num_shared,
                                   m.copies, m.tokens,    in.ticks,      nullptr};
     const WaterfillResult result{out.share, nullptr, nullptr};
     Waterfill<W, Team>(team, poured, m.waterfill, result).solve_at(*out.peak, pour);

@@ -133,7 +133,7 @@ class OwnSplit {
   ISOLOAD_HD void deal(const Group& group, int i) {
     const int e = t_.order[i], first = t_.offsets[e], last = t_.offsets[e + 1];
     if (group.rank() == 0) split_.first[i] = first, split_.last[i] = last, split_.copies[i] = in_.loads[e];
-    Start<Team>{team_, t_, in_.loads, in_.ticks, load_, send_}.deal(group, e, first, last, in_.loads[e]);
+    Start<Team>{team_, t_, in_.loads, load_, send_}.deal(group, e, first, last, in_.loads[e]);
     group.for_each(is_wide(i) ? last - first : 0, [&](int own) {
       const int slot = t_.slots[first + own], rank = t_.ranks[first + own];
       const uint32_t mine = part_[rank];

@@ -26,13 +26,11 @@
 
 namespace isoload {
 
-enum class Candidates : int32_t { all = 0, node = 1, visited = 2 };
 enum class WaterfillStatus : int32_t { ok = 0, negative = 1, too_many_copies = 2, beyond_limits = 3 };
 
 struct WaterfillProblem {
   int R, per_node;        // ranks, ranks of a node
   int32_t per_token;      // shared experts: copies per token
-  Candidates candidates;  // where a copy may go besides home
   const int32_t* copies;  // [R, R] routed copies that source s sends to rank d
   const int32_t* tokens;  // [R] tokens of source s that need the shared experts
   const int32_t* ticks;   // [R] cost of one copy on a rank, 1..2^20, or null: all 1
@@ -42,7 +40,7 @@ struct WaterfillProblem {
 struct WaterfillResult {
   int32_t* share;  // [R, R] shared copies that source s sends to rank d
   int64_t* peak;   // [1] largest rank cost (copies, or ticks if given)
-  int64_t* bound;  // [1] lower bound of the peak over all shares of these candidates
+  int64_t* bound;  // [1] lower bound of the peak over all shares
 };
 
 template <int W>
@@ -70,18 +68,14 @@ class Waterfill {
     const WaterfillStatus status = add_up();
     if (status != WaterfillStatus::ok) return status;
     const int64_t level = find_level();
-    if (level < 0 || (in_.candidates == Candidates::visited && !homes_hold())) {
-      return WaterfillStatus::beyond_limits;
-    }
+    if (level < 0) return WaterfillStatus::beyond_limits;
     pour_to(level);
-    const int64_t peak = reached(level);
-    if (team_.rank() == 0) *out_.peak = peak, *out_.bound = level;
+    if (team_.rank() == 0) *out_.peak = *out_.bound = level;  // without it a lower level would have done
     team_.sync();
     return WaterfillStatus::ok;
   }
 
   // The share alone, where the caller has the rest: the level, `base` in the workspace, all shared copies.
-  // Not of visited ranks, whose share has no barrier behind it.
   ISOLOAD_HD void solve_at(int64_t level, int64_t shared) {
     shared_ = shared;
     pour_to(level);
@@ -120,8 +114,7 @@ class Waterfill {
     return fits ? WaterfillStatus::ok : WaterfillStatus::too_many_copies;
   }
 
-  // The level, -1 if the limits hold too little. Each node may pour into itself: the highest level is then
-  // everybody's.
+  // The level, -1 if the limits hold too little.
   ISOLOAD_HD int64_t find_level() {
     int64_t top = 0;
     team_.for_each(in_.R, [&](int r) {
@@ -129,50 +122,28 @@ class Waterfill {
       top = cost > top ? cost : top;
     });
     top = team_.max(top);
-    const bool by_node = in_.candidates == Candidates::node;
-    if (!by_node && !in_.ticks && !in_.limits) {  // every rank has room up to the mean
+    if (!in_.ticks && !in_.limits) {  // every rank has room up to the mean
       const int64_t mean = rounded_up(routed_ + shared_, in_.R);
       return top > mean ? top : mean;
     }
-    const int size = by_node ? in_.per_node : in_.R;
+    if (in_.limits && sum([&](int r) { return limit(r); }) < shared_) return -1;
     int64_t level = 0;
     team_.for_each_by(
-        in_.R / size, [](int) { return true; }, [](int) {},
-        [&](int node, auto& group) {
-          const int64_t here = find_level(group, node * size, size, top);
-          level = here > level ? here : level;
+        1, [](int) { return true; }, [](int) {},
+        [&](int, auto& group) {
+          level = least_level(
+              group, LevelProblem{in_.R, in_.ticks, top, routed_ + shared_, shared_},
+              [](int) { return true; }, [&](int r, int64_t copies) { return room(r, copies); });
         });
-    level = team_.max(level);
-    return level < INT64_MAX ? level : -1;
-  }
-
-  // Of ranks first .. first + n - 1: not below `low`, under which their routed copies fit. INT64_MAX if the
-  // limits hold too little.
-  template <class Group>
-  ISOLOAD_HD int64_t find_level(Group& group, int first, int n, int64_t low) const {
-    int64_t routed = 0, shared = 0, most = 0;
-    group.for_each(
-        n, [&](int i) { routed += ws_.base[first + i], shared += own(first + i), most += limit(first + i); });
-    routed = group.sum(routed), shared = group.sum(shared);
-    if (in_.limits && group.sum(most) < shared) return INT64_MAX;
-    const int32_t* const ticks = in_.ticks ? in_.ticks + first : nullptr;
-    return least_level(
-        group, LevelProblem{n, ticks, low, routed + shared, shared}, [](int) { return true; },
-        [&](int i, int64_t copies) { return room(first + i, copies); });
-  }
-
-  // Whether every rank may keep all it has: then nothing is stranded that the visited ranks do not take.
-  ISOLOAD_HD bool homes_hold() {
-    return sum([&](int s) { return own(s) > limit(s); }) == 0;
+    return team_.max(level);
   }
 
   ISOLOAD_HD void pour_to(int64_t level) {
     keep(level);
     visit();
-    if (in_.candidates == Candidates::visited) return stay();
     for (int size = in_.per_node;; size = in_.R) {
       pour(size);
-      if (size == in_.R || in_.candidates == Candidates::node) break;
+      if (size == in_.R) break;
     }
   }
 
@@ -194,8 +165,7 @@ class Waterfill {
   }
 
   ISOLOAD_HD void visit() {
-    const VisitProblem problem{in_.R, in_.candidates == Candidates::node ? in_.per_node : in_.R,
-                               in_.per_token, in_.copies, in_.tokens};
+    const VisitProblem problem{in_.R, in_.per_token, in_.copies, in_.tokens};
     team_.alone([&](auto& group) {  // a step is a few words: what there is to do lies between its barriers
       VisitFlow<W, std::decay_t<decltype(group)>> flow(group, problem, ws_.visit, givers_, takers_,
                                                        ws_.excess, ws_.room, share_);
@@ -235,20 +205,6 @@ class Waterfill {
       ws_.excess[r] = ws_.excess_left[r];
       ws_.room[r] = ws_.room_left[r];
     });  // the next one begins with a sum over what each lane wrote
-  }
-
-  ISOLOAD_HD void stay() {
-    team_.for_each(in_.R, [&](int s) { share(s, s) += ws_.excess[s]; });
-  }
-
-  // What stayed may pass the level; without it a rank reaches the level, or a lower one would have done.
-  ISOLOAD_HD int64_t reached(int64_t level) {
-    if (in_.candidates != Candidates::visited) return level;
-    team_.for_each(in_.R, [&](int s) {
-      const int64_t cost = ws_.excess[s] > 0 ? tick(s) * (int64_t(ws_.base[s]) + share(s, s)) : 0;
-      level = cost > level ? cost : level;
-    });
-    return team_.max(level);
   }
 
   Team& team_;

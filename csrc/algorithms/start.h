@@ -2,8 +2,6 @@
 // among the many optimal splits.
 //   spread  every replicated expert evenly over its replicas: the sweeps make that a level load
 //   local   copies stay on their source rank, else on its node, if the expert has a replica there
-//   packed  every replicated expert wholly on one replica, so that few are active. Replicas that augmenting
-//           activates close again where they can.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +12,7 @@
 
 namespace isoload {
 
-enum class Objective : int32_t { spread = 0, local = 1, packed = 2 };
+enum class Objective : int32_t { spread = 0, local = 1 };
 
 // Adds all copies of the replicated experts to quota [P], which must be 0 for them, and to load [R].
 template <class Team>
@@ -22,7 +20,6 @@ struct Start {
   Team& team;
   const ReplicaTables& t;
   const int32_t* total;  // [E] copies per expert
-  const int32_t* ticks;  // [R] cost of one copy, or null
   int32_t *load, *quota;
 
   ISOLOAD_HD void spread() {
@@ -63,34 +60,6 @@ struct Start {
     team.sync();
   }
 
-  // Experts by falling copies, then in order, each to the replica whose rank costs least with it. copies and
-  // falling: [E] workspace.
-  ISOLOAD_HD void packed(int32_t* copies, int32_t* falling) {
-    const int n = t.num_split();
-    team.for_each(n, [&](int i) { copies[i] = total[t.order[i]]; });
-    team.sync();
-    team.for_each(n, [&](int i) {  // sorted by counting: needs no other lane
-      int before = 0;
-      ISOLOAD_ROLLED
-      for (int k = 0; k < n; ++k) before += copies[k] > copies[i] || (copies[k] == copies[i] && k < i);
-      falling[before] = t.order[i];
-    });
-    team.sync();
-    for (int k = 0; team.rank() == 0 && k < n; ++k) {  // each choice depends on those before
-      const int e = falling[k];
-      auto cost = [&](int j) {
-        const int r = t.ranks[j];
-        return (ticks ? ticks[r] : 1) * (int64_t(load[r]) + total[e]);
-      };
-      int best = t.offsets[e];
-      ISOLOAD_ROLLED
-      for (int j = best + 1; j < t.offsets[e + 1]; ++j)
-        if (cost(j) < cost(best)) best = j;
-      give(best, total[e]);
-    }
-    team.sync();
-  }
-
   // Equal parts of an expert's copies to replicas first .. last-1; experts take turns at who gets the
   // remainder.
   template <class Group>
@@ -111,24 +80,5 @@ struct Start {
     team.add(&load[t.ranks[j]], copies);
   }
 };
-
-// Replicas of e hand all their copies to its first other active replica whose rank has room for them below
-// cap [R].
-ISOLOAD_HD inline void close_replicas(const ReplicaTables& t, int e, const int32_t* cap, int32_t* load,
-                                      int32_t* quota) {
-  const int first = t.offsets[e], last = t.offsets[e + 1];
-  for (int from = first; from < last; ++from) {
-    int32_t& copies = quota[t.slots[from]];
-    ISOLOAD_ROLLED
-    for (int to = first; to < last && copies > 0; ++to) {
-      int32_t& taken = quota[t.slots[to]];
-      if (to == from || taken == 0 || cap[t.ranks[to]] - load[t.ranks[to]] < copies) continue;
-      load[t.ranks[from]] -= copies;
-      load[t.ranks[to]] += copies;
-      taken += copies;
-      copies = 0;
-    }
-  }
-}
 
 }  // namespace isoload

@@ -23,7 +23,7 @@
 namespace isoload {
 
 struct VisitProblem {
-  int R, reach;           // ranks; ranks of a group that sends copies to itself only: a node, or all
+  int R;                  // ranks
   int32_t per_token;      // shared copies per token
   const int32_t* copies;  // [R, R] routed copies that source s sends to rank d
   const int32_t* tokens;  // [R]
@@ -56,7 +56,6 @@ class VisitFlow {
         excess_(excess),
         room_(room),
         share_(share),
-        by_reach_(static_cast<int>(quotient((1 << 20) - 1, problem.reach)) + 1),
         over_(givers),
         under_(takers) {}
 
@@ -89,13 +88,10 @@ class VisitFlow {
 
   // How many shared copies of s find a token that visits d.
   ISOLOAD_HD int32_t visits(int s, int d) const {
-    if (group_of(s) != group_of(d)) return 0;
     const uint32_t copies = in_.copies[s * in_.R + d], tokens = in_.tokens[s],
                    within = quarters_ == 4 ? copies : copies - (copies + 3) / 4;
     return in_.per_token * static_cast<int32_t>(within < tokens ? within : tokens);
   }
-  // r / reach: of at most 1024 ranks the product with 2^20 / reach, rounded up, is exact.
-  ISOLOAD_HD int group_of(int r) const { return r * by_reach_ >> 20; }
   ISOLOAD_HD int32_t unused(int s, int d) { return visits(s, d) - share(s, d); }
 
   ISOLOAD_HD bool ends() const { return !over_.empty() && !under_.empty(); }
@@ -308,7 +304,6 @@ class VisitFlow {
   const VisitWorkspace<W> ws_;
   const RankSet<W> givers_, takers_;
   int32_t *const excess_, *const room_, *const share_;
-  const int by_reach_;
   RankSet<W> over_, under_;  // givers with excess, takers with room
   int quarters_ = 3;         // of the copies, how many count as visits
   int32_t spare_ = 0;        // places that stay free when all excess has found one

@@ -116,7 +116,7 @@ class Matcher {
     }
   }
 
-  // Tokens that nobody chose, in order: home, then where budgets are left over. Strict: all home.
+  // Tokens that nobody chose, in order: home, then where budgets are left over.
   template <class Out>
   void deal_rest(const SharedRoute& in, std::vector<int32_t>& budget, int column, Out* out) {
     int d = in.home, next = 0;
@@ -124,10 +124,8 @@ class Matcher {
       const bool here = present_[t >> 6] >> (t & 63) & 1, left = free_[t >> 6] >> (t & 63) & 1;
       if (!here) out[t * in.width] = -1;
       if (!left) continue;
-      if (!in.strict) {
-        while (budget[d] == 0) d = next++;
-        --budget[d];
-      }
+      while (budget[d] == 0) d = next++;
+      --budget[d];
       out[t * in.width] = static_cast<Out>(in.written(d, column));
     }
   }

@@ -122,9 +122,9 @@ class Matching {
   }
 
   // Of the tokens that nobody chose, in order, the one at `at` behind those that home takes: home, then where
-  // budgets are left over; -1 past their end. Strict: all home.
+  // budgets are left over; -1 past their end.
   __device__ int rank_of_left(int32_t at) const {
-    if (in_.strict || at < 0) return in_.home;
+    if (at < 0) return in_.home;
     int d = 0;
 #pragma unroll 1
     for (int step = kMostRanks / 2; step > 0; step /= 2)

@@ -88,7 +88,7 @@ struct Parts {
                            out.peak};
     ShareProblem by_rank = row;
     by_rank.of = ShareOf::all_ranks;
-    const WaterfillProblem pour{in.R,     in.per_node, in.num_shared, Candidates::all,
+    const WaterfillProblem pour{in.R,     in.per_node, in.num_shared,
                                 m.copies, m.tokens,    in.ticks,      nullptr};
     return {split, row, by_rank, pour};
   }

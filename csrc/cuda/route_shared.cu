@@ -153,7 +153,7 @@ class Matcher {
     team_.sync();
   }
 
-  // Tokens that nobody chose, in order: home, then where budgets are left over. Strict: all home.
+  // Tokens that nobody chose, in order: home, then where budgets are left over.
   __device__ void deal_rest() {
     const int32_t home = c_.budget[in_.home];
     lay_out([&](int d) { return d == in_.home ? 0 : c_.budget[d]; });
@@ -164,7 +164,7 @@ class Matcher {
       int32_t here;
       const int32_t at = before + team_.before_me(left, here);
       before += here;
-      if (left) rank(t) = in_.strict || at < home ? in_.home : rank_at(at - home);
+      if (left) rank(t) = at < home ? in_.home : rank_at(at - home);
     }
     team_.sync();
   }

@@ -20,8 +20,7 @@ struct ExactBatch {
     problem.fixed = data<int32_t>(fixed);
     problem.ticks = data<int32_t>(ticks);
     problem.pour = data<int32_t>(pour);
-    require(objective >= 0 && objective <= 2, "objective must be 0 (spread), 1 (local) or 2 (packed), got ",
-            objective);
+    require(objective == 0 || objective == 1, "objective must be 0 (spread) or 1 (local), got ", objective);
     require_per_node(ranks_per_node, in.R);
     problem.objective = static_cast<Objective>(objective);
     if (problem.objective == Objective::local) require_per_source(", for objective local");

@@ -39,7 +39,7 @@ namespace isoload {
      "int spare_slots, Tensor? fixed, Tensor? alive, bool within) " \
      "-> (Tensor slot_to_expert, Tensor telemetry)") \
   OP(plan_waterfill, \
-     "(Tensor copies, Tensor tokens, int per_token, int ranks_per_node, int candidates, " \
+     "(Tensor copies, Tensor tokens, int per_token, int ranks_per_node, " \
      "Tensor? ticks, Tensor? limits) -> (Tensor share, Tensor peak, Tensor bound)") \
   OP(plan_joint, \
      "(Tensor loads, Tensor tables, int num_ranks, int num_slots, int num_shared, int first_shared, " \
@@ -63,17 +63,15 @@ namespace isoload {
      "-> Tensor") \
   OP(share_by_rank, \
      "(Tensor loads, Tensor quota, Tensor tables, int ranks_per_node, bool locality) -> Tensor") \
-  OP(share_alone, \
-     "(Tensor counts, Tensor quota, Tensor tables, int source, bool past, Tensor(a!)? recent) -> Tensor") \
   OP(route, \
      "(Tensor topk_ids, Tensor numbers, Tensor parts, Tensor send_counts, Tensor tables, " \
-     "int num_experts, int num_ranks, Tensor? shared_row, int num_shared, int first_shared, int home, " \
-     "bool strict) -> Tensor") \
+     "int num_experts, int num_ranks, Tensor? shared_row, int num_shared, int first_shared, int home) " \
+     "-> Tensor") \
   OP(route_sampled, \
      "(Tensor topk_ids, Tensor weights, Tensor tables, int num_experts, int seed, Tensor? step, " \
      "int rank) -> Tensor") \
   OP(route_shared, \
-     "(Tensor slots, Tensor source_quota, int slots_per_rank, int rank, int num_shared, bool strict) " \
+     "(Tensor slots, Tensor source_quota, int slots_per_rank, int rank, int num_shared) " \
      "-> Tensor") \
   OP(route_shared_sampled, \
      "(Tensor slots, Tensor load, Tensor? tokens, int slots_per_rank, int rank, str rule, " \
@@ -113,9 +111,6 @@ namespace isoload {
         "the limits") \
   FAULT(kShareQuota, \
         "share: quota must conserve loads") \
-  FAULT(kShareAloneQuota, \
-        "share_alone: counts must be part of the loads that quota was made from; where that is past, neither " \
-        "may be negative, and counts be 0 for an expert without a replica") \
   FAULT(kRouteId, \
         "route: topk_ids must be in -1..E-1") \
   FAULT(kRouteShare, \

@@ -23,26 +23,17 @@ void explain(const WaterfillProblem& in) {
   }
   require(copies <= INT32_MAX, "copies and per_token * tokens must sum to less than 2^31 copies, got ",
           copies);
-  const int64_t size = in.candidates == Candidates::all    ? R
-                       : in.candidates == Candidates::node ? in.per_node
-                                                           : 1;
-  auto check = [&](int64_t first, int64_t last) {
-    int64_t held = 0, shared = 0;
-    for (int64_t r = first; r < last; ++r)
-      held += in.limits[r], shared += int64_t(in.per_token) * in.tokens[r];
-    require(held >= shared, "limits must hold the ", shared, " shared copies of ranks ", first, "..",
-            last - 1, ", got ", held);
-  };
-  for (int64_t first = 0; first < R; first += size) check(first, first + size);
-  check(0, R);
+  int64_t most = 0, shared = 0;
+  for (int64_t r = 0; r < R; ++r) most += in.limits[r], shared += int64_t(in.per_token) * in.tokens[r];
+  require(most >= shared, "limits must hold the ", shared, " shared copies of ranks 0..", R - 1, ", got ",
+          most);
 }
 
 }  // namespace
 
 std::tuple<Tensor, Tensor, Tensor> plan_waterfill(const Tensor& copies_in, const Tensor& tokens_in,
                                                   int64_t per_token, int64_t ranks_per_node,
-                                                  int64_t candidates, const Maybe& ticks_in,
-                                                  const Maybe& limits_in) {
+                                                  const Maybe& ticks_in, const Maybe& limits_in) {
   require_dtype(copies_in, "copies", ScalarType::Int);
   const int64_t dims = copies_in.dim();
   require((dims == 2 || dims == 3) && copies_in.size(dims - 1) == copies_in.size(dims - 2),
@@ -65,7 +56,6 @@ std::tuple<Tensor, Tensor, Tensor> plan_waterfill(const Tensor& copies_in, const
   problem.R = static_cast<int>(R);
   problem.per_node = static_cast<int>(ranks_per_node);
   problem.per_token = static_cast<int32_t>(per_token);
-  problem.candidates = static_cast<Candidates>(candidates);
   problem.copies = data<int32_t>(layers.like);
   problem.tokens = data<int32_t>(tokens);
   problem.ticks = data<int32_t>(ticks);

@@ -29,7 +29,7 @@ cpu::Numbered checked_numbers(const Tensor& numbers, const Tensor& parts, const 
 
 // Where the shared copies go: home, or as row [R] of their share says.
 cpu::SharedRoute checked_shared(const Tensor& ids, const Maybe& row, int64_t P, int64_t num_ranks,
-                                int64_t num_shared, int64_t first_shared, int64_t home, bool strict) {
+                                int64_t num_shared, int64_t first_shared, int64_t home) {
   const int64_t T = ids.size(0), width = ids.size(1), R = num_ranks;
   require_in("num_shared", num_shared, 0, 1024);
   if (num_shared == 0) return {};
@@ -50,7 +50,7 @@ cpu::SharedRoute checked_shared(const Tensor& ids, const Maybe& row, int64_t P, 
   shared.R = static_cast<int>(R), shared.S = static_cast<int>(P / R);
   shared.home = static_cast<int>(home), shared.first_shared = static_cast<int>(first_shared);
   shared.num_shared = static_cast<int>(num_shared);
-  shared.source_quota = data<int32_t>(row), shared.strict = strict;
+  shared.source_quota = data<int32_t>(row);
   shared.slots_width = shared.width = static_cast<int>(width);
   return shared;
 }
@@ -59,7 +59,7 @@ cpu::SharedRoute checked_shared(const Tensor& ids, const Maybe& row, int64_t P, 
 
 Tensor route(const Tensor& topk_ids, const Tensor& numbers_in, const Tensor& parts,
              const Tensor& send_counts_in, const Tensor& tables_in, int64_t num_experts, int64_t num_ranks,
-             const Maybe& shared_row, int64_t num_shared, int64_t first_shared, int64_t home, bool strict) {
+             const Maybe& shared_row, int64_t num_shared, int64_t first_shared, int64_t home) {
   require_copies(topk_ids);
   require_dtype(send_counts_in, "send_counts", ScalarType::Int);
   require(send_counts_in.dim() == 1, "send_counts must be [P], got ", shape_text(send_counts_in));
@@ -70,7 +70,7 @@ Tensor route(const Tensor& topk_ids, const Tensor& numbers_in, const Tensor& par
   require_device(send_counts, "send_counts", ids, "topk_ids");
   require_device(tables_in, "tables", ids, "topk_ids");
   const cpu::SharedRoute shared =
-      checked_shared(ids, shared_row, P, num_ranks, num_shared, first_shared, home, strict);
+      checked_shared(ids, shared_row, P, num_ranks, num_shared, first_shared, home);
   const cpu::Route in{T,
                       static_cast<int>(ids.size(1) - num_shared),
                       static_cast<int>(num_experts),

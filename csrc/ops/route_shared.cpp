@@ -7,7 +7,7 @@
 namespace isoload::ops {
 
 Tensor route_shared(const Tensor& slots_in, const Tensor& share_row_in, int64_t slots_per_rank, int64_t rank,
-                    int64_t num_shared, bool strict) {
+                    int64_t num_shared) {
   require_columns(slots_in, "slots");
   require_dtype(share_row_in, "source_quota", ScalarType::Int);
   require(share_row_in.dim() == 1, "source_quota must be [R], got ", shape_text(share_row_in));
@@ -27,7 +27,7 @@ Tensor route_shared(const Tensor& slots_in, const Tensor& share_row_in, int64_t 
   problem.R = static_cast<int>(R), problem.S = static_cast<int>(slots_per_rank);
   problem.home = static_cast<int>(rank), problem.first_shared = -1;
   problem.num_shared = problem.width = static_cast<int>(num_shared);
-  problem.source_quota = data<int32_t>(source_quota), problem.strict = strict;
+  problem.source_quota = data<int32_t>(source_quota);
   const Tensor ranks = new_tensor(slots, {T, num_shared});
   int32_t* const to = mutable_data<int32_t>(ranks);
   if (on_cuda(slots, [&](auto stream) {

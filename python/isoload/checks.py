@@ -21,6 +21,13 @@ from torch._subclasses import FakeTensor
 from isoload.wording import nearest, not_one_of, shown
 
 Made = TypeVar("Made")
+# Policies, placers and predictions of 0.1 that are gone, with what to use in their place.
+REMOVED = {
+    "policy lp_affine": "policy lp_sampled with method affine, or policy lp",
+    "policy grace_sampled": "policy grace",
+    "placer graph": "placer eplb or scenario",
+    "predict path": "predict linear",
+}
 _TYPES: dict[type, dict[str, tuple[Any, ...]]] = {}  # by class, as read once
 
 
@@ -45,6 +52,8 @@ def parse(kind: str, classes: Mapping[str, type[Made]], text: str) -> tuple[str,
             raise ValueError(f"option {key} must be given once, got {text!r}")
         given[key] = value
     types = types_of(_find(kind, classes, name, given))
+    for key, value in given.items():
+        _refuse_removed(classes[name], key, value)
     options = {key: _read(key, value, types[key]) for key, value in given.items()}
     make(kind, classes, name, options)
     return name, options
@@ -55,9 +64,16 @@ def check_options(made: Any) -> None:
     for name, types in types_of(type(made)).items():
         value = getattr(made, name)
         if not any(_is(value, kind) for kind in types):
+            _refuse_removed(type(made), name, value)
             raise ValueError(f"{name} must be {_listed(types)}, got {value!r}{_nearest(value, types)}")
         if isinstance(value, float) and not isfinite(value):
             raise ValueError(f"{name} must be finite, got {value}")
+
+
+def _refuse_removed(made: type, name: str, value: Any) -> None:
+    """Raise ValueError for a value that an option had in an earlier version, naming what replaces it."""
+    if use := getattr(made, "removed", {}).get(f"{name}={value}"):
+        raise ValueError(f"{name}={value} was removed: {use}")
 
 
 def types_of(made: type) -> dict[str, tuple[Any, ...]]:
@@ -68,8 +84,15 @@ def types_of(made: type) -> dict[str, tuple[Any, ...]]:
     return _TYPES[made]
 
 
+def refuse_removed(kind: str, name: str) -> None:
+    """Raise ValueError for a name that an earlier version had, with what to use in its place."""
+    if use := REMOVED.get(f"{kind} {name}"):
+        raise ValueError(f"{kind} {name} was removed in 0.2: use {use}")
+
+
 def _find(kind: str, classes: Mapping[str, type[Made]], name: str, options: Mapping[str, Any]) -> type[Made]:
     if name not in classes:
+        refuse_removed(kind, name)
         raise ValueError(not_one_of(kind, classes, name))
     known = types_of(classes[name])
     if unknown := [key for key in options if key not in known]:

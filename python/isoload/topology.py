@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import inf
 from numbers import Integral
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -132,3 +134,15 @@ def topology_errors(topology: Topology) -> list[str]:
     if bandwidths is not None and (len(bandwidths) != 2 or not all(0 < b < inf for b in bandwidths)):
         errors.append(f"bandwidths must be two positive numbers (node, network), got {bandwidths}")
     return errors
+
+
+def over_mean(loads: Any, mean: Any = None) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """Return rank loads over their mean; 1 where there are no copies.
+
+    Args:
+        loads: [..., R], or with `mean` any shape that fits the means'.
+        mean: of all ranks; None = of the last dimension of `loads`.
+    """
+    if mean is None:
+        mean = np.asarray(loads, dtype=np.float64).mean(-1, keepdims=True)
+    return np.where(mean > 0, loads / np.maximum(mean, 1e-300), 1.0)

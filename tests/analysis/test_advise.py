@@ -12,7 +12,18 @@ import pytest
 import torch
 
 import isoload
-from isoload.analysis.advice import NOW, PLAN_US, Candidate, Question, advise, grid, placed, sent, targets
+from isoload.analysis.advice import (
+    GATHER_US,
+    NOW,
+    PLAN_US,
+    Candidate,
+    Question,
+    advise,
+    grid,
+    placed,
+    sent,
+    targets,
+)
 from isoload.analysis.details import flags
 from isoload.analysis.loads import Judged, guessed_trace, judge_by
 from isoload.analysis.models import MODELS, WEIGHT_BYTES, Model, find_model, layer_time
@@ -172,7 +183,7 @@ def test_a_gather_is_a_stage_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None
     assert found.steps is not None and found.answers[0].candidate.split == "exact"
     stages = found.steps[1].stages
     assert stages["gather"] == pytest.approx((3 * 10e-3, 3 * 25e-3))
-    least, most = PLAN_US["last"]  # the same kernels without a gather
+    least, most = np.array(PLAN_US["exact"]) - GATHER_US
     assert stages["plan"] == pytest.approx((3e-3 * least, 3e-3 * most))
 
 

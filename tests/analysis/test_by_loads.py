@@ -28,11 +28,10 @@ def long_trace():
     return Trace("long", EXPERTS, topk_ids=ids, tokens_per_batch=np.full(12, 64))
 
 
-@pytest.mark.parametrize("loads", ["own", "last"])
-def test_loads_are_those_that_a_rank_has_and_exchanges_in_time(loads):
+def test_loads_are_those_that_a_rank_has_and_exchanges_in_time():
     """Peaks against the ops, batch by batch: what an exchange brings counts from the next batch on."""
     trace, every = long_trace(), 4
-    found = replay(trace, calibrate="all", loads=loads, exchange_every=every, policies=("dynamic", "exact"))
+    found = replay(trace, calibrate="all", loads="own", exchange_every=every, policies=("dynamic", "exact"))
     topology = isoload.Topology(RANKS, PER_NODE)
     counts = trace.batch_counts()
     placement = isoload.place(counts, topology, found.settings["slots_per_rank"])
@@ -42,26 +41,20 @@ def test_loads_are_those_that_a_rank_has_and_exchanges_in_time(loads):
         slots = placement.layers("cpu").slot_to_expert[layer : layer + 1]
         recent = torch.zeros(1, RANKS, EXPERTS, dtype=torch.int64)
         offset = torch.zeros(RANKS, RANKS, dtype=torch.int32)
-        quota = torch.zeros(tables.num_slots, dtype=torch.int32)
         for batch, ids in enumerate(np.split(trace.topk_ids, 12)):
             by_rank = torch.from_numpy(ids[:, layer].reshape(RANKS, -1))
             given = torch.stack([isoload.count(row[:, None].int(), EXPERTS) for row in by_rank])
             sent = 0
             for s in range(RANKS):
-                if loads == "own":
-                    how = {"layer": layer, "recent": recent[0, s]}
-                    sent = sent + isoload.ops.plan_own(given[s], tables, offset[s], s, **how)
-                else:
-                    how = {"past": True, "recent": recent[0, s]}
-                    sent = sent + isoload.ops.share_alone(given[s], quota, tables, s, **how)
+                how = {"layer": layer, "recent": recent[0, s]}
+                sent = sent + isoload.ops.plan_own(given[s], tables, offset[s], s, **how)
             peaks.append(int(sent.view(RANKS, -1).sum(1).max()))
             bounds.append(int(isoload.ops.plan_exact(given, tables).bound))
             if batch % every == every - 1:
                 at = (ReplicaTables(tables.data[None], RANKS, EXPERTS, tables.num_slots), slots, topology)
                 offset = torch.cat([offsets(recent, given.sum(1)[None], s, *at) for s in range(RANKS)])
-                quota = isoload.ops.plan_exact(recent[0].sum(0).int(), tables).quota
     assert found.policies[1].gap_mean == pytest.approx(np.mean(np.array(peaks) / bounds) - 1)
-    assert found.settings["exchanges"] == 2 and found.settings["loads"] == loads
+    assert found.settings["exchanges"] == 2 and found.settings["loads"] == "own"
     plain = replay(trace, calibrate="all", policies=("dynamic", "exact"))
     assert plain.policies[1].gap_mean == 0 < found.policies[1].gap_mean < found.policies[0].gap_mean
     assert not {"loads", "exchange_every"} & set(plain.settings)

@@ -14,7 +14,7 @@ import isoload
 from isoload.analysis.batches import Fold, SourceBatch, make_batches
 from isoload.analysis.prediction import Forecast
 from isoload.analysis.simulate import Replay, ReplaySettings, replay
-from isoload.balancing.prediction import fit, tabulate
+from isoload.balancing.prediction import fit
 from isoload.traces import Trace
 
 LAYERS, EXPERTS, K, RANKS, TOKENS = 3, 16, 2, 4, 64
@@ -68,21 +68,6 @@ def test_linear_is_fitted_on_the_calibration_batches_alone() -> None:
     assert torch.equal(pairs[1][0][0], pairs[0][1][0]), "the first layer's is the last batch's"
 
 
-def test_path_is_tabulated_on_the_calibration_batches_alone() -> None:
-    trace, pairs = make_trace(), forecasts("path")
-    assert trace.topk_ids is not None
-    own = tabulate(replace(trace, topk_ids=trace.topk_ids[: 3 * TOKENS]))
-    batches = make_batches(trace, TOKENS)
-    for index, (predicted, loads) in zip((3, 4, 5), pairs, strict=True):
-        batch = batches.source_batch(index, RANKS, "contiguous")
-        for layer, rank in product((1, 2), range(RANKS)):
-            near = torch.stack([batch.on_rank(before, rank) for before in range(layer - 1, -1, -1)], dim=1)
-            chosen = own.choose(layer, near).flatten()
-            assert torch.equal(predicted[layer, rank], torch.bincount(chosen, minlength=EXPERTS).int())
-        assert predicted[1].sum() == loads[1].sum()
-    assert torch.equal(pairs[1][0][0], pairs[0][1][0]), "the first layer's is the last batch's"
-
-
 def test_popularity_deals_each_source_in_the_calibrations_shares() -> None:
     trace = make_trace()
     assert trace.topk_ids is not None
@@ -122,7 +107,7 @@ def test_better_forecasts_balance_better() -> None:
     assert found["none"][1:] == [found["none"][0]] * 2, "nothing is borrowed for no forecast"
 
 
-@pytest.mark.parametrize("predict", ["0.8", "path", "linear", "popularity"])
+@pytest.mark.parametrize("predict", ["0.8", "linear", "popularity"])
 def test_with_a_shared_expert(predict: str) -> None:
     found = run(predict, "hedge", "libra", shared=1)
     assert found.batches == 3 and found.settings["predict"] == predict
@@ -133,20 +118,19 @@ def test_refuses() -> None:
     for text in ("often", "1.5", "nan"):
         with pytest.raises(
             ValueError,
-            match="predict must be one of perfect, last, linear, path, popularity, none or a number",
+            match="predict must be one of perfect, last, linear, popularity, none or a number",
         ):
             run(text, "exact")
     counts = Trace("counts", 4, top_k=1, counts=np.ones((2, 1, 4), np.int64))
-    for predict in ("linear", "path"):
-        settings = ReplaySettings(2, spare_slots=1, batch_tokens=8, predict=predict, policies=("hedge",))
-        with pytest.raises(
-            ValueError, match=f"predict={predict} needs per-token choices, trace counts has counts only"
-        ):
-            replay(counts, settings)
+    settings = ReplaySettings(2, spare_slots=1, batch_tokens=8, predict="linear", policies=("hedge",))
+    with pytest.raises(
+        ValueError, match="predict=linear needs per-token choices, trace counts has counts only"
+    ):
+        replay(counts, settings)
     placement = isoload.place(
         np.ones((LAYERS, EXPERTS)), isoload.Topology(RANKS), 6, "trivial", spare_slots=2
     )
-    for predict in ("linear", "path", "popularity", "0.5"):
+    for predict in ("linear", "popularity", "0.5"):
         settings = ReplaySettings(
             RANKS, spare_slots=2, batch_tokens=TOKENS, predict=predict, policies=("hedge",)
         )

@@ -360,7 +360,8 @@ def test_threads_are_given_back():
         ({"calibrate": "best"}, "calibrate must be one of first-half, .*got 'best'"),
         ({"calibrate": "leave-cluster-out"}, "needs batches of at least 2 clusters, got no labels"),
         ({"batch_tokens": 0}, "batch_tokens must be at least 1, got 0"),
-        ({"loads": "mine"}, "loads must be one of gathered, node, own, last, got 'mine'"),
+        ({"loads": "mine"}, "loads must be one of gathered, node, own, got 'mine'"),
+        ({"loads": "last"}, "loads='last' was removed: use loads='own'"),
         ({"exchange_every": 0}, "exchange_every must be at least 1, got 0"),
         (
             {"loads": "own", "policies": ("even", "dynamic")},
@@ -391,8 +392,8 @@ def test_policies_take_options():
         "lp",
         {"tolerance": 1e-3, "precision": "float64"},
     )
-    found = replay(small_trace(), policies=("dynamic", "dynamic:seed=7", "exact:objective=packed"))
-    assert [row.policy for row in found.policies] == ["dynamic", "dynamic:seed=7", "exact:objective=packed"]
+    found = replay(small_trace(), policies=("dynamic", "dynamic:seed=7", "exact:objective=local"))
+    assert [row.policy for row in found.policies] == ["dynamic", "dynamic:seed=7", "exact:objective=local"]
     assert found.policies[0].imbalance_mean != found.policies[1].imbalance_mean
     for text, message in (
         ("exact:budget", "policy must be written name:option=value, got 'exact:budget'"),

@@ -9,7 +9,7 @@ import isoload
 from isoload.analysis.inspection import inspect_trace, ranks_in_order
 from isoload.analysis.judge import even_imbalance, even_loads
 from isoload.analysis.simulate import ReplaySettings, replay
-from isoload.cli.pages import over_mean
+from isoload.topology import over_mean
 from isoload.traces import Trace
 
 COUNTS = np.random.default_rng(3).integers(1, 400, (4, 2, 16))

@@ -280,7 +280,7 @@ def test_from_an_engines_table() -> None:
     assert same(made(ids), Balancer(placement, 1, "exact", LocalGroup(make_topology()))(ids))
 
 
-@pytest.mark.parametrize("policy", ["exact", "dynamic", "grace_sampled"])
+@pytest.mark.parametrize("policy", ["exact", "dynamic", "grace"])
 @pytest.mark.parametrize("tokens", ["same", "own"])
 def test_never_waits_for_the_device(tokens: str, policy: str) -> None:
     balancer = Balancer(make_placement(), 1, policy, LocalGroup(make_topology()), tokens)
@@ -303,10 +303,9 @@ def test_compiles_whole() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", first(["grace_sampled", "grace"]))
-def test_compiles_whole_with_what_a_policy_derived_before(policy: str) -> None:
+def test_compiles_whole_with_what_a_policy_derived_before() -> None:
     torch._dynamo.reset()
-    plain, balancer = (Balancer(make_placement(), 1, policy, tokens="same") for _ in range(2))
+    plain, balancer = (Balancer(make_placement(), 1, "grace", tokens="same") for _ in range(2))
     rows = draw_ids(33)[0][:33]
     assert torch.equal(balancer(rows), plain(rows)), "derives the table, outside of the graph"
     compiled = torch.compile(balancer, backend="aot_eager", fullgraph=True, dynamic=True)
@@ -324,6 +323,9 @@ BAD = {
     "layer": (lambda p, g: Balancer(p, 9, group=g), r"layer must be in 0\.\.2, got 9"),
     "borrows": (lambda p, g: Balancer(p, policy="llep", group=g), "spare_slots must be at least 1 for policy llep"),
     "dims": (lambda p, g: Balancer(p, tokens="same")(torch.zeros(3, dtype=torch.int64)), r"topk_ids must be \[T, K\]"),
+    "last": (lambda p, g: Balancer(p, group=g, loads="last"), "loads='last' was removed: use loads='own'"),
+    "gather": (lambda p, g: Balancer(p, group=g, gather="sum"), "gather= was removed: the counts of"),
+    "price": (lambda p, g: Balancer(p, group=g, loads="own", price=True), "price= was removed: .* need none"),
     "load": (
         lambda p, g: Balancer(p, group=g).load(isoload.place(torch.ones(1, EXPERTS), make_topology(), 6)),
         "placement must have the layer's num_layers=3, got 1",

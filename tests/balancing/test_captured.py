@@ -29,7 +29,6 @@ POLICIES = [
     "dynamic",
     "lp_sampled",
     "grace",
-    "grace_sampled",
 ]
 ROWS = (37, 20, 37, 0, 31, 36)  # of the batches: shorter ones behind longer ones
 

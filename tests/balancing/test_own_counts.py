@@ -191,11 +191,11 @@ def test_a_rank_killed_in_an_exchange_is_named_on_the_others() -> None:
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "word": (
         {"loads": "mine"},
-        "loads must be gathered or, where tokens are own, node, own or last, got 'mine' for 'own' tokens",
+        "loads must be gathered or, where tokens are own, node or own, got 'mine' for 'own' tokens",
     ),
     "same": (
         {"tokens": "same"},
-        "loads must be gathered or, where tokens are own, node, own or last, got 'own' for 'same' tokens",
+        "loads must be gathered or, where tokens are own, node or own, got 'own' for 'same' tokens",
     ),
     "policy": (
         {"policy": "dynamic"},
@@ -221,7 +221,7 @@ def test_refuses_another_policy_later_and_an_exchange_of_gathered_loads() -> Non
         balancer.policy = EvenPolicy()
     gathered = Balancer(make_placement(), group=LocalGroup(make_topology()))
     with pytest.raises(
-        ValueError, match="loads must be own, node or last where counts are exchanged, got gathered"
+        ValueError, match="loads must be own or node where counts are exchanged, got gathered"
     ):
         gathered.exchange()
 
@@ -299,7 +299,7 @@ def test_one_op_sends_copies_as_count_plan_and_route_do() -> None:
 
 def test_one_op_for_rows_that_all_ranks_hold() -> None:
     """The slots, plan, loads and records of the chain, which the rest of a Balancer's doors lead to."""
-    for options in ({}, {"objective": "packed"}, {"tolerance": 0.1}, {"objective": "local"}):
+    for options in ({}, {"tolerance": 0.1}, {"objective": "local"}):
         at_once, chain = (Balancer(make_placement(), 1, tokens="same", **options) for _ in range(2))
         at_once.recorder, chain.recorder = Recorder(LAYERS, EXPERTS), Recorder(LAYERS, EXPERTS)
         for batch in range(3):

@@ -1,4 +1,4 @@
-"""exchange(): what it finds out, the price of targets, shared experts in them, and what is refused or lost in it."""
+"""exchange(): what it finds out, targets, shared experts in them, and what is refused or lost in it."""
 
 from __future__ import annotations
 
@@ -146,88 +146,18 @@ def test_refuses_policies_that_place_shared_copies_borrow_or_draw(policy: str, l
         with_shared(1, loads=loads, policy=policy)
 
 
-# The price
-
-
-def mean_peak(kind: str, ranks: int, tokens: int, **how: Any) -> float:
-    """Over the bound of all loads; kind: one domain for all ranks, or all domains new in every eight batches."""
-    topology = isoload.Topology(ranks)
-
-    def draw(batch: int, tokens: int) -> list[Tensor]:
-        rng = torch.Generator().manual_seed(1000 + batch)
-        of = [0 if kind == "alike" else rank + 100 * (batch // 8) for rank in range(ranks)]
-        likes = [torch.rand(32, generator=torch.Generator().manual_seed(seed)) ** 4 + 1e-3 for seed in of]
-        return [torch.multinomial(like.expand(tokens, -1), 4, generator=rng) for like in likes]
-
-    seen = torch.stack([isoload.count(torch.cat(draw(batch, 64)), 32) for batch in range(16)]).sum(0)
-    placement = isoload.place(seen[None], topology, slots_per_rank=32 // ranks + 1)
-    layer, found = Balancer(placement, group=LocalGroup(topology), loads="own", **how), []
-    for batch in range(96):
-        ids = draw(batch, tokens)
-        carried = rank_loads(layer(ids), 32 // ranks + 1, ranks)
-        if batch >= 48:
-            bound = isoload.plan(isoload.count(torch.cat(ids), 32), placement, 0).bound
-            found.append(float(carried.max() / bound))
-        if batch % 16 == 15:
-            layer.exchange()
-    return float(np.mean(found))
-
-
-def test_a_price_wins_back_what_few_copies_lose() -> None:
-    assert mean_peak("alike", 16, 4, price=True) < mean_peak("alike", 16, 4) - 0.015
-
-
-def test_a_price_costs_little_where_all_domains_change() -> None:
-    assert mean_peak("new", 8, 8, price=True) < mean_peak("new", 8, 8) + 0.01
-
-
-def test_a_price_follows_what_comes_too_much() -> None:
-    """By fractions; and it is forgotten with the placement."""
-    (layer,) = balancers(price=True)
-    kept, price, wanted = layer.own_counts, [0.0] * RANKS, None
-    assert kept is not None and kept.price is not None
-    for step in range(4):
-        for batch in range(16):
-            layer(draw_ids(20 * step + batch))
-        got = kept.sent[:, :2].sum((0, 1)).double()
-        layer.exchange()
-        if wanted is not None:
-            off = RANKS * (got / got.sum() - wanted / wanted.sum())
-            price = [0.9 * p + 0.3 * float(d) for p, d in zip(price, off, strict=True)]
-        assert (kept.price[0] / 2**20).tolist() == pytest.approx(price, abs=1e-4)
-        wanted = kept.price[1].double()
-    assert any(price)
-    layer.load(layer.placement)
-    assert not kept.price.any()
-
-
-def test_a_price_is_the_same_on_all_ranks() -> None:
-    def on_rank(rank: int) -> list[Tensor]:
-        group = CollectiveGroup.own(isoload.Topology(2))
-        placement = isoload.place(torch.ones(1, 8), group.topology, slots_per_rank=5)
-        layer = Balancer(placement, group=group, loads="own", price=True)
-        for batch in range(4):
-            draw = torch.Generator().manual_seed(10 * batch + rank)
-            layer(torch.rand(3 + rank, 8, generator=draw).topk(2).indices)
-            layer.exchange()
-        assert layer.own_counts is not None and layer.own_counts.price is not None
-        return [layer.own_counts.price]
-
-    first, second = run_ranks(on_rank, 2)
-    assert first[0][0].any() and torch.equal(first[0], second[0])
+# Targets
 
 
 @pytest.mark.parametrize("sources", [8, 2])
 def test_offsets_are_the_targets_less_what_a_source_causes(sources: int) -> None:
-    """Of ranks and of nodes, by the definition in fractions: T / |T| - T_s / |T_s|, and 1 / R of the price, times the
-    strength."""
+    """Of ranks and of nodes, by the definition in fractions: T / |T| - T_s / |T_s|, times the strength."""
     rng = np.random.default_rng(sources)
     placed = make_placement().layer(0, "cpu")
     recent = torch.from_numpy(
         rng.integers(0, 2**20, (1, sources, EXPERTS)) * rng.integers(1, 9, (1, sources, 1))
     )
     fixed = torch.from_numpy(rng.integers(0, 2**20, (1, sources, RANKS)))
-    price = torch.from_numpy(rng.integers(-(2**18), 2**18, (1, RANKS)))
     mass = recent.sum(2) + fixed.sum(2)
     last = mass * torch.from_numpy(rng.integers(90, 100, (1, sources)))
     loads = recent.sum(1).to(torch.int32)
@@ -242,13 +172,11 @@ def test_offsets_are_the_targets_less_what_a_source_causes(sources: int) -> None
     for s in range(sources):
         wanted = targets.sum(0) / targets.sum() - targets[s] / targets[s].sum()
         wanted = wanted - wanted.min()
-        dear = (price[0] - price.min()) / 2**20 / RANKS
         followed = strength(mass, last, s)[0] / 2**20
         assert 0 < followed < 1
         given = recent, last, s, tables, placed.slot_to_expert[None], make_topology(), fixed
-        for cost, more in ((None, 0.0), (price, dear)):
-            found = offsets(*given, cost)[0] / 2**20
-            assert torch.allclose(found.double(), ((wanted + more) * followed).clamp(max=1.0), atol=1e-5)
+        found = offsets(*given)[0] / 2**20
+        assert torch.allclose(found.double(), (wanted * followed).clamp(max=1.0), atol=1e-5)
 
 
 def test_offsets_of_many_copies_stay_in_range() -> None:
@@ -256,13 +184,9 @@ def test_offsets_of_many_copies_stay_in_range() -> None:
     recent = torch.full((3, RANKS, EXPERTS), 2**43)
     last = torch.full((3, RANKS), 2**29)
     at = placed.tables, placed.slot_to_expert, make_topology()
-    price = torch.zeros(3, RANKS, dtype=torch.int64)
-    price[:, 0] = 2**31
     for source in (0, RANKS - 1):
-        for dear in (None, price):
-            found = offsets(recent, last, source, *at, price=dear)
-            assert found.dtype == torch.int32 and int(found.min()) >= 0 and int(found.max()) <= 2**20
-    assert (found[:, 0] > 2**20 - 2**8).all(), "as much as all copies, but for the roundings of shares"
+        found = offsets(recent, last, source, *at)
+        assert found.dtype == torch.int32 and int(found.min()) >= 0 and int(found.max()) <= 2**20
 
 
 # What is refused, and what is lost
@@ -274,10 +198,10 @@ def test_refuses_layers_that_do_not_belong_together() -> None:
     cases = {
         "balancers must be of one group, got another for the one at 1": balancers()[0],
         "placement must have the layer's num_layers=3, got 1": Balancer(shape, group=own.group, loads="own"),
-        r"balancers must be alike in loads and price, got \('own', False\) and \('own', True\)": Balancer(
-            make_placement(), group=own.group, loads="own", price=True
+        "balancers must be alike in loads, got own and node": Balancer(
+            make_placement(), group=own.group, loads="node"
         ),
-        "loads must be own, node or last where counts are exchanged, got gathered": Balancer(
+        "loads must be own or node where counts are exchanged, got gathered": Balancer(
             make_placement(), group=own.group
         ),
     }
@@ -285,16 +209,9 @@ def test_refuses_layers_that_do_not_belong_together() -> None:
         with pytest.raises(ValueError, match=message):
             own.exchange(other)
     with pytest.raises(
-        ValueError, match="loads must be own, node or last where counts are exchanged, got gathered"
+        ValueError, match="loads must be own or node where counts are exchanged, got gathered"
     ):
         Balancer(make_placement(), tokens="same").exchange()
-
-
-def test_refuses_a_price_without_targets() -> None:
-    with pytest.raises(
-        ValueError, match="price must be False where loads are gathered: there are no targets, got True"
-    ):
-        Balancer(make_placement(), group=LocalGroup(make_topology()), price=True)
 
 
 def test_refuses_to_be_captured() -> None:

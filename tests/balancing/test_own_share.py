@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import isoload
-from isoload.balancing.planning import plan_and_share, share_routed
+from isoload.balancing.planning import share_routed
 from isoload.policies import Policy
 from isoload.policies.borrowing import HedgePolicy
 from isoload.policies.exact import ExactPolicy
@@ -153,28 +153,29 @@ CASES = [
     *itertools.product([spare_placement], ["hedge", "llep", Later()]),
     *itertools.product([shared_placement], SHARED),
 ]
-AT_ONCE = {"exact", "hedge", "joint", "llep", "waterfill"}
 
 
 @pytest.mark.parametrize(("place", "policy"), CASES)
 def test_the_row_is_the_share_of_the_plan(place: Any, policy: str | Policy) -> None:
-    """And made by one op with it for policies that are wholly the op's: not for those derived from them."""
+    """Whether the op that plans makes it, or a second one."""
     loads = shared_loads(4) if place is shared_placement else gather(draw_ids(4))
     placed = place().layer(0, "cpu")
     chosen = isoload.policies.make_policy(policy)
-    made = plan_and_share(loads, placed, chosen, RANK)
+    made = chosen.plan(loads, placed, RANK)
     row = made.send_counts
     other = isoload.plan(loads, placed, policy=policy)
     for field in ("quota", "peak", "bound"):
         assert torch.equal(getattr(made, field), getattr(other, field))
-    assert (row is not None) == (policy in AT_ONCE if isinstance(policy, str) else False)
-    if row is not None:
-        assert torch.equal(row, share_routed(loads, other, RANK))
+    if made.quota is None:
+        assert row is None
+    else:
+        assert row is not None and torch.equal(row, share_routed(loads, other, RANK))
 
 
-def test_kept_local_copies_have_no_row() -> None:
-    placed, exact = make_placement().layer(2, "cpu"), ExactPolicy()
-    assert plan_and_share(gather(draw_ids(4)), placed, exact, RANK, keep_local=True).send_counts is None
+def test_the_row_of_copies_that_stay_local() -> None:
+    placed, exact, loads = make_placement().layer(2, "cpu"), ExactPolicy(), gather(draw_ids(4))
+    made = exact.plan(loads, placed, RANK, keep_local=True)
+    assert made.send_counts is not None and torch.equal(made.send_counts, share_routed(loads, made, RANK))
 
 
 def test_a_moved_placement() -> None:

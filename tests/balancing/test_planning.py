@@ -8,7 +8,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import isoload
-from isoload.balancing import planning
 from support.small_batches import (
     EXPERTS,
     LAYERS,
@@ -52,6 +51,18 @@ def test_route_realises_every_quota(policy, placement):
         assert torch.equal(isoload.count(slots, placement.num_slots), plan.quota)
         held = plan.slot_to_expert[slots.clamp(min=0)]
         assert torch.equal(torch.where(slots < 0, -1, held), torch.cat(ids))
+
+
+def test_exact_active_needs_fewest_slots(placement):
+    """One source's few tokens: no rank reads more slots than under exact, and each expert is read once."""
+    loads = gather(draw_ids(seed=5, tokens=2))
+    used = {}
+    for policy in ("exact", "exact_active"):
+        plan = isoload.plan(loads, placement, 0, policy)
+        assert isoload.policies.plan.plan_errors(plan, loads) == []
+        used[policy] = (plan.quota.view(RANKS, -1) > 0).sum(1)
+    assert int(used["exact_active"].max()) <= int(used["exact"].max())
+    assert int(used["exact_active"].sum()) == int((loads.sum(0) > 0).sum())
 
 
 @pytest.mark.parametrize("policy", [*QUOTA_POLICIES, *SAMPLED_POLICIES])
@@ -189,7 +200,7 @@ def test_tokens_that_cannot_be_are_refused(name, num_shared, alive, readable, mo
     loads = torch.ones(4, 8 + num_shared, dtype=torch.int32)
     loads[:, 8:] = torch.tensor(tokens).unsqueeze(1)
     if not readable:
-        monkeypatch.setattr(planning, "values_readable", lambda _loads: False)
+        monkeypatch.setattr(isoload.policies.base, "values_readable", lambda _loads: False)
     for policy in ("shared_local", "waterfill", "joint", "exact", "none", "waterfill_sampled"):
         if policy == "waterfill_sampled" and (alive or num_shared > 1):
             continue
@@ -292,7 +303,7 @@ BAD_CALLS = {
     ),
     "share of summed loads": (
         lambda s: isoload.share(s.good.sum(0, dtype=torch.int32), s.plan),
-        "rank must be given where loads are one source's own counts, got None",
+        r"loads must be per source rank, \[\d+, \d+\], got \[\d+\]",
     ),
     "share device": (
         lambda s: isoload.share(s.good.to("meta"), s.plan),

@@ -15,7 +15,7 @@ from support.processes import run_ranks
 from support.recorded_calls import recorded
 from support.small_batches import EXPERTS, RANKS, K, draw_ids, make_topology
 
-LOADS = pytest.mark.parametrize("loads", ["own", "node", "last"])
+LOADS = pytest.mark.parametrize("loads", ["own", "node"])
 
 
 def make_layer(loads: str, replicas: bool = True, num_shared: int = 0, **how: Any) -> Balancer:

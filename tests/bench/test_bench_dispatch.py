@@ -129,14 +129,14 @@ def test_the_clock_changes_nothing_and_leaves_nothing() -> None:
     given = batch.rows, batch.ids, batch.weights
     with torch.no_grad():
         alone = layer.compute(*given)
-        before = layer.dispatcher.dispatch, isoload.balancing.balancer.plan_and_share, layer.borrowing.borrow
+        before = layer.dispatcher.dispatch, isoload.policies.Policy.plan, layer.borrowing.borrow
         with StageClock(layer, bench.timer, bench.meet) as clock:
             timed = layer.compute(*given)
     assert all(map(torch.equal, alone, timed))
     assert clock.ms.keys() == set(STAGES)
     assert before == (
         layer.dispatcher.dispatch,
-        isoload.balancing.balancer.plan_and_share,
+        isoload.policies.Policy.plan,
         layer.borrowing.borrow,
     )
 

@@ -105,7 +105,7 @@ def test_every_option_reaches_the_replay(trace):
     assert found["settings"]["policies"] == ["even"] and found["batches"] == 6
 
 
-@pytest.mark.parametrize("predict", ["path", "popularity", "linear", "0.5"])
+@pytest.mark.parametrize("predict", ["popularity", "linear", "0.5"])
 def test_forecasts_reach_the_replay(trace, predict):
     flags = ("--ranks", 2, "--spare-slots", 1, "--policies", "hedge", "--predict", predict, "--json", "-")
     found = json.loads(run("replay", trace, *flags).stdout)
@@ -276,7 +276,7 @@ def test_layers_that_are_no_numbers(trace, text):
         ),
         (
             ["--predict", "often"],
-            "predict must be one of perfect, last, linear, path, popularity, none or a number in 0..1, got 'often'",
+            "predict must be one of perfect, last, linear, popularity, none or a number in 0..1, got 'often'",
         ),
         (["--policies", ","], "policies must be distinct and at least one, got none at all"),
         (["--ranks", "4", "--ranks-per-node", "3"], "--ranks-per-node must divide --ranks=4, got 3"),

@@ -189,7 +189,7 @@ def test_the_demo_runs_from_a_wheels_files(tmp_path):
     command = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", str(tmp_path)]
     command += ["build_py", "--build-lib", str(build)]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
-    traces = build / "isoload" / "traces"
+    traces = build / "isoload" / "shipped_traces"
     assert sorted(path.name for path in traces.iterdir()) == [
         f"gptoss20b_decode.{kind}" for kind in ("json", "npz")
     ]

@@ -117,8 +117,8 @@ def test_all_policies_and_placers_with_reasons(tmp_path: Path, monkeypatch: pyte
     assert {row["placer"] for row in found["placers"]} == {"in order, no replicas", *PLACERS} - {"grace"}
     assert found["refused"] == {"grace": "placer grace needs scikit-learn: pip install 'isoload[plan]'"}
     assert run(*base, "grace").exit_code == 2
-    several = run(*base, "graph, trivial").stdout
-    assert re.search(r"^graph .*\ntrivial ", several, re.M)
+    several = run(*base, "eplb, trivial").stdout
+    assert re.search(r"^eplb .*\ntrivial ", several, re.M)
 
 
 @pytest.mark.parametrize(

@@ -285,5 +285,5 @@ def test_launches_and_no_wait(padded: bool) -> None:
         record.step_ended()
     mask = ["arange", "ge", "masked_fill"] if padded else []
     assert made == [*mask, "count", "add_"] and waits.waits == []
-    record._kept = []
+    record._recorded = []
     record.close()

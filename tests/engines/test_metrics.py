@@ -15,7 +15,7 @@ import pytest
 from isoload.engines.seams import PlugIn, Seam
 from isoload.engines.settings import SGLANG
 from isoload.online import metrics
-from isoload.online.metrics import LABELS, METRICS, MULTIPROCESS, Metrics, tell_refused
+from isoload.online.metrics import LABELS, METRICS, MULTIPROCESS, Metrics, set_refused
 
 log = logging.getLogger("isoload")
 SEAMS = [Seam("no_engine.function", "around", ("()",), "0", "none")]
@@ -107,14 +107,14 @@ def test_threads_make_one_of_a_name(client: Any, monkeypatch: pytest.MonkeyPatch
         made.append(given[0])
         return stock(*given, **named, registry=None)
 
-    metrics._made.cache_clear()
+    metrics._create.cache_clear()
     monkeypatch.setattr(client, "Gauge", gauge)
     try:
         with ThreadPoolExecutor(8) as pool:
             models = [Metrics("SGLang", f"model {i}", str(i), on=True) for i in range(16)]
             list(pool.map(lambda of: [of.set("attached", 1) for _ in range(50)], models))
     finally:
-        metrics._made.cache_clear()
+        metrics._create.cache_clear()
         for collector in {*client.REGISTRY._names_to_collectors.values()}:
             if getattr(collector, "_name", "").startswith("isoload_"):
                 client.REGISTRY.unregister(collector)
@@ -176,10 +176,10 @@ def test_without_prometheus_client_a_line_says_so(
 def test_what_is_off_imports_nothing() -> None:
     code = (
         "import sys, isoload.engines.layers as of\n"
-        "from isoload.online.metrics import Metrics, tell_refused\n"
+        "from isoload.online.metrics import Metrics, set_refused\n"
         "made = Metrics('SGLang', 'm', '0')\n"
         "made.begin('exact', 'eplb'); made.set('attached', 1); made.observe('plan_seconds', 1)\n"
-        "tell_refused('SGLang')\n"
+        "set_refused('SGLang')\n"
         "assert 'prometheus_client' not in sys.modules\n"
     )
     environ = {"PYTHONPATH": ":".join(sys.path)}
@@ -198,7 +198,7 @@ def test_who_refuses_to_attach_says_so(
     variables: dict[str, str], want: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[str] = []
-    monkeypatch.setattr("isoload.engines.seams.tell_refused", told.append)
+    monkeypatch.setattr("isoload.engines.seams.set_refused", told.append)
     for name, text in (variables | {"ISOLOAD_SGLANG": "1"}).items():
         monkeypatch.setenv(name, text)
     # Of the engine nothing can be found.
@@ -209,5 +209,5 @@ def test_who_refuses_to_attach_says_so(
 def test_refusals_are_metrics_where_there_is_a_place_for_them(
     client: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tell_refused("SGLang")
+    set_refused("SGLang")
     assert value(client, "attached", "", rank="") == 0

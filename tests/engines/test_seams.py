@@ -99,14 +99,14 @@ def test_the_file_of_sglang() -> None:
     assert len({s.name for s in seams}) == len(seams)
     assert all(s.why and s.read_from and s.target.startswith("sglang.srt.") for s in seams)
     assert not any(name.split(".")[0] == "sglang" for name in sys.modules)
-    from isoload.engines.sglang import HOOKS, self_check
+    from isoload.engines.sglang import CHECKS, HOOKS
 
     hooked = [s for s in seams if s.kind in ("replace", "around")]
     older = {s.older.rsplit(".", 1)[-1] for s in hooked if s.older}
     in_shadow, on = ({s.name for s in of_mode(hooked, mode)} for mode in ("shadow", "on"))
     assert in_shadow - on == {"_post_process_topk_ids"} and len(in_shadow) == 5
     assert in_shadow | on | older == set(HOOKS)
-    assert {option for s in seams for option in s.serves} == set(self_check.CHECKS)
+    assert {option for s in seams for option in s.serves} == set(CHECKS)
 
 
 def test_the_file_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,11 +234,11 @@ def test_a_seam_is_found_in_its_older_home(engine: None) -> None:
     there = replace(
         seam("route.Balancer", "replace", "(rank, layer_id, weight=1.0)"), older="made_up_engine.Balancer"
     )
-    assert there.at_home().fault() is None and there.at_home().name == "Balancer"
+    assert there.located().fault() is None and there.located().name == "Balancer"
     newer = replace(seam("Balancer", "replace", "()"), older="made_up_engine.dispatch")
-    assert newer.at_home() == newer, "the newer home is taken where both are there"
+    assert newer.located() == newer, "the newer home is taken where both are there"
     gone = replace(there, older="made_up_engine.nowhere")
-    assert "made_up_engine.route.Balancer cannot be found" in str(gone.at_home().fault())
+    assert "made_up_engine.route.Balancer cannot be found" in str(gone.located().fault())
 
 
 @pytest.mark.parametrize("strict", ["0", "1"])
@@ -272,8 +272,8 @@ def test_an_older_home_stands_in_for_one_that_is_gone_alone(tmp_path, monkeypatc
     def moved(target):
         return Seam(target, "replace", ("(ids)",), "1", "places", older="engine_old.place")
 
-    assert moved("engine_gone.place").at_home().target == "engine_old.place"
-    broken = moved("engine_broken.place").at_home()
+    assert moved("engine_gone.place").located().target == "engine_old.place"
+    broken = moved("engine_broken.place").located()
     assert broken.target == "engine_broken.place" and "RuntimeError: no driver" in broken.fault()
 
 

@@ -1,4 +1,4 @@
-"""Switch: what the file may say, which choice then stands, and that all ranks take it behind the same pass."""
+"""Switch: what the file may contain, which choice it picks, and that all ranks turn after the same pass."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from support.host_waits import HostWaits
 from support.launches import Launches
 from support.processes import run_ranks
 
-LAYERS = 4
 OURS, THEIRS = torch.zeros(3, 2, dtype=torch.int32), torch.ones(3, 2, dtype=torch.int64)
 
 
@@ -31,59 +30,50 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make(path: Path, group: Any = None) -> Switch:
-    return Switch(str(path), LAYERS, torch.device("cpu"), group, "engine")
+    return Switch(str(path), torch.device("cpu"), group, "engine")
 
 
 def passes(switch: Switch, number: int = AGREE_EVERY) -> list[bool]:
     return [switch.step_ended() for _ in range(number)]
 
 
-def stands(switch: Switch) -> list[str]:
-    found = [switch.choose(layer, OURS, THEIRS) for layer in range(LAYERS)]
-    assert all(of.dtype == OURS.dtype and of.unique().numel() == 1 for of in found)
-    return ["theirs" if of[0, 0] else "ours" for of in found]
+def choice(switch: Switch) -> str:
+    slots = switch.choose(OURS, THEIRS)
+    assert slots.dtype == OURS.dtype and slots.unique().numel() == 1
+    return "theirs" if slots[0, 0] else "ours"
 
 
-SAID = {
-    "on": ("on", ["ours"] * 4),
-    "off": ("off", ["theirs"] * 4),
-    "shadow\n": ("shadow", ["theirs"] * 4),
-    "on:layers=0-1,3": ("on", ["ours", "ours", "theirs", "ours"]),
-}
-
-
-@pytest.mark.parametrize("text", SAID)
-def test_what_the_file_says_stands_in_place(at_once: None, tmp_path: Path, text: str) -> None:
-    """Behind a pass of the cadence, in the same memory, which captured graphs read."""
+@pytest.mark.parametrize(("text", "state", "picked"), [("on", "on", "ours"), ("off\n", "off", "theirs")])
+def test_the_file_turns_the_choice_in_place(
+    at_once: None, tmp_path: Path, text: str, state: str, picked: str
+) -> None:
+    """After a pass of the cadence, in the same memory, which captured graphs read."""
     path = tmp_path / "switch"
     switch = make(path)
-    address = switch.flags.data_ptr()
-    assert not any(passes(switch)) and stands(switch) == ["ours"] * 4, "no file, nothing switched"
+    address = switch.flag.data_ptr()
+    assert not any(passes(switch)) and choice(switch) == "ours", "no file, nothing switched"
     path.write_text(text)
-    state, want = SAID[text]
     changed = passes(switch)
-    assert changed == [False] * (AGREE_EVERY - 1) + [text != "on"]
-    assert (switch.state, stands(switch), switch.flags.data_ptr()) == (state, want, address)
+    assert changed == [False] * (AGREE_EVERY - 1) + [state != "on"]
+    assert (switch.state, choice(switch), switch.flag.data_ptr()) == (state, picked, address)
     path.unlink()
     assert not any(passes(switch)) and switch.state == state, "a file that is gone changes nothing"
 
 
 BAD = {
-    "": "state must be on, off, shadow or on:layers=0-7, got ''",
-    "maybe": "state must be on, off, shadow or on:layers=0-7, got 'maybe'",
-    "off:layers=1": "state must be on, off, shadow or on:layers=0-7, got 'off:layers=1'",
-    "on:layers=": "state must be on, off, shadow or on:layers=0-7, got 'on:layers='",
-    "on:layers=4": "layers must be some of 0..3, got",
-    "on:layers=a": "layers must be numbers and ranges such as 0-3,7, got",
+    "": "state must be on or off, got ''",
+    "maybe": "state must be on or off, got 'maybe'",
+    "shadow": "shadow was removed in 0.2: restart with ISOLOAD_MODE=shadow",
+    "on:layers=0-7": "on:layers= was removed in 0.2: use on or off, which are of all layers",
 }
 
 
 @pytest.mark.parametrize("text", BAD)
-def test_what_it_must_not_say_is_said_once_and_changes_nothing(
+def test_another_content_is_logged_once_and_changes_nothing(
     at_once: None, tmp_path: Path, caplog: pytest.LogCaptureFixture, text: str
 ) -> None:
     with pytest.raises(ValueError, match=re.escape(BAD[text])):
-        parse(text, LAYERS)
+        parse(text)
     path = tmp_path / "switch"
     switch = make(path)
     path.write_text("off")
@@ -108,45 +98,35 @@ def test_the_file_is_read_once_a_second_at_most(tmp_path: Path) -> None:
     assert any(passes(switch))
 
 
-def late(rank: int, folder: str) -> list[tuple[int, str, list[str]]]:
-    """(pass, state, what stands) of each change; the second rank has a file of its own, of another word."""
+def late(rank: int, folder: str) -> list[tuple[int, str, str]]:
+    """(pass, state, choice) of each change; the second rank has a file of its own with another state."""
     module.READ_EVERY = 0.0
     path = Path(folder, f"switch{rank}")
-    switch, found = make(path, dist.group.WORLD), []
-    if rank == 1:
-        path.write_text("shadow")
+    switch, changes = make(path, dist.group.WORLD), []
     for number in range(1, 6 * AGREE_EVERY):
         if rank == 0 and number == 20:
             path.write_text("off")
-        if rank == 0 and number == 3 * AGREE_EVERY:  # in the pass behind which ranks agree
-            path.write_text("on:layers=2")
+        if number == 3 * AGREE_EVERY:  # in the pass after which ranks agree
+            path.write_text("on" if rank == 0 else "off")
         if switch.step_ended():
-            found.append((number, switch.state, stands(switch)))
-    return found
+            changes.append((number, switch.state, choice(switch)))
+    return changes
 
 
-def test_all_ranks_take_the_first_ones_word_behind_the_same_pass(tmp_path: Path) -> None:
+def test_all_ranks_take_the_first_ranks_state_after_the_same_pass(tmp_path: Path) -> None:
     first, second = run_ranks(late, 2, str(tmp_path))
-    assert (
-        first
-        == second
-        == [
-            (2 * AGREE_EVERY, "off", ["theirs"] * 4),
-            (3 * AGREE_EVERY, "on", ["theirs", "theirs", "ours", "theirs"]),
-        ]
-    )
+    assert first == second == [(2 * AGREE_EVERY, "off", "theirs"), (3 * AGREE_EVERY, "on", "ours")]
 
 
 def test_one_launch_and_no_wait(tmp_path: Path) -> None:
     """On a GPU a choice is one kernel behind both; a dtype of the engine's own one more."""
     launches, switch = Launches(), make(tmp_path / "switch")
     with HostWaits(lambda tensor: []) as waits, launches:
-        switch.flags = torch.ones(LAYERS, dtype=torch.bool, device="cuda")
-        switch._layers = list(switch.flags.unbind())
+        switch.flag = torch.ones((), dtype=torch.bool, device="cuda")
         ours, theirs = (torch.empty(64, 8, dtype=d, device="cuda") for d in (torch.int32, torch.int64))
         launches.clear()
-        switch.choose(1, ours, ours)
-        switch.choose(1, ours, theirs)
+        switch.choose(ours, ours)
+        switch.choose(ours, theirs)
     assert [line.split(" ")[0] for line in launches.kernels] == ["where", "_to_copy", "where"]
     assert waits.waits == []
 
@@ -171,8 +151,8 @@ def test_where_isoload_detaches_graphs_follow(tmp_path: Path) -> None:
     layers.switch, layers.by_id = make(tmp_path / "switch"), {0: Kept()}
     kept = weakref.ref(layers.switch), weakref.ref(layers.by_id[0])
     assert layers.detach() == "SGLang chooses replicas from now on" and layers.detached
-    switch, layer = (of() for of in kept)
-    assert switch is not None and layer is not None and stands(switch) == ["theirs"] * 4
+    switch, layer = (reference() for reference in kept)
+    assert switch is not None and layer is not None and choice(switch) == "theirs"
 
 
 def test_a_pipe_does_not_block_the_engine(

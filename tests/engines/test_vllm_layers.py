@@ -120,7 +120,7 @@ def test_which_tokens_a_rank_holds(name: str, loads: str) -> None:
 def test_two_micro_batches_may_not_gather(made: Any, loads: str) -> None:
     """Where ranks hold rows of their own; what is not exchanged in a pass cannot meet another exchange there."""
     held, reason = tokens_of(made[0], parallel(**made[1] | MICRO), loads)
-    if loads in ("own", "last"):
+    if loads == "own":
         assert held == "own"
     else:
         assert held is None
@@ -249,7 +249,7 @@ def test_every_step_but_a_profiled_one_counts_for_every_model(engine: None) -> N
     step(*states, is_profile=True)
     step(*states)
     step(*states, is_dummy=True)
-    assert [MODELS.of(state).passes for state in states] == [2, 2]  # type: ignore[union-attr]
+    assert [MODELS.layers(state).passes for state in states] == [2, 2]  # type: ignore[union-attr]
 
 
 def test_the_hook_gives_vllm_what_it_was_given(engine: None) -> None:
@@ -262,11 +262,11 @@ def test_the_hook_gives_vllm_what_it_was_given(engine: None) -> None:
 def test_a_rebalance_reaches_the_balancers_in_place(engine: None) -> None:
     state, moved = state_of(placed()), placed(1, "trivial").slot_to_expert.long()
     add(state)
-    tables = MODELS.of(state).by_id[1].balancer.placed_on(torch.device("cpu")).tables.data  # type: ignore[union-attr]
+    tables = MODELS.layers(state).by_id[1].balancer.placed_on(torch.device("cpu")).tables.data  # type: ignore[union-attr]
     address, called = tables.data_ptr(), []
     dispatch.commit(lambda *given: called.append(given), state, moved)
     assert len(called) == 1
-    balancer = MODELS.of(state).by_id[1].balancer  # type: ignore[union-attr]
+    balancer = MODELS.layers(state).by_id[1].balancer  # type: ignore[union-attr]
     assert balancer.placed_on(torch.device("cpu")).tables.data.data_ptr() == address
     for layer in range(LAYERS):
         assert torch.equal(moved[layer][slots_of(state, layer, draw(30)).long()].int(), draw(30))
@@ -383,7 +383,7 @@ def test_the_served_model_is_measured_drafts_are_not(engine: None, caplog: pytes
     for state in (draft, model):  # as vLLM has it
         add(state)
         slots_of(state, 1, draw(30))
-    assert MODELS.of(draft).by_id[1].meter is None  # type: ignore[union-attr]
+    assert MODELS.layers(draft).by_id[1].meter is None  # type: ignore[union-attr]
     with caplog.at_level(logging.INFO, "isoload"):
         step(model, draft)
     assert "isoload vLLM: 1 plans of 1 layers" in caplog.records[-1].getMessage()
@@ -473,3 +473,13 @@ def test_in_shadow_mode_variables_of_choices_have_no_effect(
         f"isoload: ISOLOAD_LOADS=own has no effect: {shadow_only}, or unset ISOLOAD_LOADS",
         f"isoload: ISOLOAD_PLACER=scenario has no effect: {shadow_only}, or unset ISOLOAD_PLACER",
     ]
+
+
+def test_a_policy_for_each_phase_is_refused() -> None:
+    settings = Settings.read({"ISOLOAD_POLICY": "prefill=exact,decode=exact_active"})
+    with pytest.raises(
+        ValueError, match="removed in 0.2 in vLLM, .*: use one policy, got 'prefill=exact,decode"
+    ):
+        MODELS.start(settings)
+    MODELS.start(Settings.read({"ISOLOAD_POLICY": "prefill=exact,decode=exact"}))
+    MODELS.start(Settings.read({}))

@@ -14,11 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 import isoload
-from isoload.analysis.rank_loads import read_recorded
 from isoload.engines.layers import EXCHANGE_EVERY
 from isoload.engines.settings import Settings
 from isoload.engines.tables import replica_lists
-from isoload.engines.vllm import MODELS, dispatch, layers
+from isoload.engines.vllm import MODELS, dispatch
 from isoload.online import switch
 from isoload.online.switch import AGREE_EVERY
 from support.oracles import flow_optimum
@@ -129,37 +128,6 @@ def move_differently(rank: int, ranks: int) -> None:
     dispatch.commit(lambda *_: None, state, placed(ranks, 1 + rank).slot_to_expert.long())
 
 
-def serve_phases(rank: int, ranks: int, agreed: bool) -> tuple[Tensor, Tensor, str]:
-    """(ids, slots, policy) of one pass in which the first rank has prefill, the second decodes."""
-    ids, valid = draw("few" if rank else "full", rank)
-    tokens = [100, 3] if agreed else [len(ids)] * 2
-    metadata = SimpleNamespace(num_tokens_across_dp_cpu=torch.tensor(tokens))
-    module = ModuleType("vllm.forward_context")
-    module.get_forward_context = lambda: SimpleNamespace(dp_metadata=metadata)  # type: ignore[attr-defined]
-    layers.most_decoded = lambda *_, **__: 16
-    state = add_model(rank, ranks, ISOLOAD_POLICY="prefill=exact,decode=exact_active")
-    sys.modules["vllm.forward_context"] = module
-    slots, _ = route(state, ids, valid)
-    return ids, slots, MODELS.of(state).by_id[1].balancer.policy.name  # type: ignore[union-attr]
-
-
-def test_ranks_in_different_phases_choose_one_policy() -> None:
-    """Prefill's, as one of them has some: the optimum of both ranks' copies."""
-    outcome, table = run_ranks(serve_phases, 2, 2, True), placed(2, 0).slot_to_expert[1]
-    assert [policy for *_, policy in outcome] == ["exact", "exact"]
-    ids, slots = (torch.cat([of_rank[i] for of_rank in outcome]).flatten().long() for i in (0, 1))
-    assert torch.equal(table[slots].long(), ids)
-    peak = int(torch.bincount(slots // (len(table) // 2)).max())
-    assert peak == flow_optimum(torch.bincount(ids, minlength=EXPERTS).numpy(), table.numpy(), 2)
-
-
-def test_ranks_that_do_not_agree_on_a_phase_all_raise() -> None:
-    for outcome in rank_outcomes(serve_phases, 2, 2, False):
-        assert (
-            outcome.error is not None and "checksum of policy must be the same on all ranks" in outcome.error
-        )
-
-
 @pytest.mark.parametrize("body", [differ, move_differently])
 def test_ranks_that_disagree_where_experts_lie_all_raise(body: Any) -> None:
     for outcome in rank_outcomes(body, 2, 2):
@@ -198,7 +166,7 @@ def serve_own(rank: int, ranks: int) -> dict[str, Any]:
             batches = draw_step(step, rank)
             found.append(list(threads.map(lambda ids: route(state, ids, len(ids)), batches)))
             dispatch.step(lambda *_, **__: None, holder, is_dummy=not batches)
-    counts = MODELS.of(state).by_id[1].balancer.own_counts  # type: ignore[union-attr]
+    counts = MODELS.layers(state).by_id[1].balancer.own_counts  # type: ignore[union-attr]
     assert counts is not None
     return {"found": found, "offset": counts.offset[0]}
 
@@ -230,58 +198,39 @@ def first_replica(ids: Tensor, loads: Tensor, maps: Tensor, *_: Any) -> Tensor:
     return maps[ids.long(), 0].to(ids.dtype)
 
 
-WORDS = (
-    "off",
-    "shadow",
-    "on:layers=0",
-    "on",
-)  # said on the first rank, each for AGREE_EVERY passes and a half
+STATES = ("off", "maybe", "on", "off")  # of the first rank's file, each for AGREE_EVERY passes and a half
 
 
-def switched(rank: int, ranks: int, folder: str) -> list[tuple[bool, bool, Tensor]]:
-    """By pass whether layer 1 had vLLM's slots, and isoload's; and what was recorded. Ranks pad differently."""
-    module = ModuleType("vllm.config")
-    config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=4), speculative_config=None)
-    module.get_current_vllm_config = lambda: config  # type: ignore[attr-defined]
-    sys.modules["vllm.config"], switch.READ_EVERY = module, 0.0
-    path, files = Path(folder, f"switch{rank}"), Path(folder, "record")
-    files.mkdir(exist_ok=True)
-    variables = {"ISOLOAD_SWITCH": str(path), "ISOLOAD_RECORD": str(files), "ISOLOAD_RECORD_EVERY": "1"}
-    state = add_model(rank, ranks, **variables)
-    layers = MODELS.of(state)
-    assert layers is not None and layers.record is not None
-    holder, found = SimpleNamespace(model_states={"model": state}), []
+def switched(rank: int, ranks: int, folder: str) -> list[tuple[bool, str]]:
+    """By pass whether layer 1 had vLLM's slots, and the state afterwards. Ranks pad differently."""
+    switch.READ_EVERY = 0.0
+    path = Path(folder, f"switch{rank}")
+    state = add_model(rank, ranks, ISOLOAD_SWITCH=str(path))
+    layers = MODELS.layers(state)
+    assert layers is not None and layers.switch is not None
+    holder, passes = SimpleNamespace(model_states={"model": state}), []
     for number in range(AGREE_EVERY * 6):
-        said, rest = divmod(number, AGREE_EVERY * 3 // 2)
-        if not rest:
-            path.write_text(WORDS[said] if rank == 0 else "maybe")
+        if number % (AGREE_EVERY * 3 // 2) == 0:
+            path.write_text(STATES[number // (AGREE_EVERY * 3 // 2)] if rank == 0 else "maybe")
         ids = draw("padded", rank)[0]
         loads = torch.zeros(len(placed(ranks, 0).slot_to_expert[1]), dtype=torch.int32)
-        given = state.logical_to_physical_map[1], torch.zeros(0), torch.tensor(True), torch.tensor(40 + rank)
-        slots = dispatch.map_and_record(first_replica, ids, loads, *given)
-        assert torch.equal(
-            loads, torch.bincount(slots[: 40 + rank].flatten().long(), minlength=len(loads)).int()
+        maps = state.logical_to_physical_map[1]
+        slots = dispatch.map_and_record(
+            first_replica, ids, loads, maps, torch.zeros(0), torch.tensor(True), torch.tensor(40 + rank)
         )
-        theirs = torch.equal(slots, first_replica(ids, loads, given[0]))
+        counted = torch.bincount(slots[: 40 + rank].flatten().long(), minlength=len(loads))
+        assert torch.equal(loads, counted.int()), "recorded for vLLM, whoever chose"
+        theirs = torch.equal(slots, first_replica(ids, loads, maps))
         dispatch.step(lambda *_, **__: None, holder)
-        found.append((theirs, layers.switch.state, loads))  # type: ignore[union-attr]
-    layers.record.close()
-    return found
+        passes.append((theirs, layers.switch.state))
+    return passes
 
 
 def test_a_switch_turns_all_ranks_behind_the_same_step(tmp_path: Path) -> None:
-    """The first rank's file is read late, the other's is none; loads are what vLLM is told, whoever chose."""
+    """The first rank's file is read late, the other's has no state."""
     first, second = run_ranks(switched, 2, 2, str(tmp_path))
-    assert [of[:2] for of in first] == [of[:2] for of in second]
-    theirs, states = ([of[i] for of in first] for i in (0, 1))
-    for number, stands in enumerate(theirs):
-        state = "on" if number == 0 else states[number - 1]
-        partly = state == "on" and AGREE_EVERY * 4 <= number < AGREE_EVERY * 5
-        assert stands == (state != "on" or partly), (number, state)
-    assert set(states) == {"on", "off", "shadow"} and True in theirs and False in theirs
-    recorded = read_recorded(tmp_path / "record")
-    passes = [number for number in range(1, len(first)) if states[number - 1] == "shadow"]
-    assert recorded.trace.num_batches == len(passes) > 0
-    for batch, number in enumerate(passes):
-        want = first[number][2] + second[number][2]
-        assert recorded.slot_copies(batch)[0].tolist() == want.tolist()
+    assert first == second
+    before = ["on", *(state for _, state in first)]
+    assert [theirs for theirs, _ in first] == [state == "off" for state in before[:-1]]
+    turns = [number for number, (_, state) in enumerate(first) if state != before[number]]
+    assert turns == [AGREE_EVERY - 1, 4 * AGREE_EVERY - 1, 5 * AGREE_EVERY - 1]

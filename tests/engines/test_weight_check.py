@@ -236,7 +236,7 @@ def without(rank: int) -> Any:
     del state.model.expert_weights
     MODELS.add(state, PARALLEL)
     dispatch.commit(lambda *_: None, state, table(1))
-    return MODELS.of(state).weights  # type: ignore[union-attr]
+    return MODELS.layers(state).weights  # type: ignore[union-attr]
 
 
 def test_without_the_variable_nothing_is_read() -> None:

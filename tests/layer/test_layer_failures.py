@@ -11,6 +11,7 @@ import torch
 
 from isoload.balancing import balancer
 from isoload.layer import moe
+from isoload.policies import Policy
 from isoload.transport import CollectiveTransport
 from isoload.weights.experts import SwiGLU
 from support.processes import die, rank_outcomes
@@ -66,7 +67,7 @@ def run_steps(rank: int, stage: str, fail: Fail, capacity: int | None) -> None:
     group.start_send = lambda name, *how: reach(name) or start_send(name, *how)
     group.send_back = lambda name, *how: reach(name) or send_back(name, *how)
     group.gather_loads = reached_first("gather", group.gather_loads)
-    balancer.plan_and_share = reached_first("plan", balancer.plan_and_share)
+    Policy.plan = reached_first("plan", Policy.plan)  # type: ignore[method-assign]
     balancer.route_counted = reached_first("route", balancer.route_counted)
     gate = reached_first("count", setup.gate)
     layer = moe.MoE(gate, setup.dense, transport, setup.placement, activation=activation)

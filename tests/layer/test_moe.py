@@ -7,7 +7,6 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import isoload
-from isoload.balancing.planning import plan_and_share
 from isoload.layer.moe import MoE
 from isoload.transport import CollectiveTransport, LocalTransport
 from isoload.weights.experts import ClampedGLU, ExpertWeights
@@ -120,15 +119,17 @@ def test_recompute_makes_the_same_plan(reentrant, monkeypatch):
     layer = MoE(setup.gate, setup.dense, LocalTransport(setup.topology), setup.placement)
     quotas = []
 
+    plan = isoload.policies.Policy.plan
+
     def noted(*args, **how):
-        made = plan_and_share(*args, **how)
+        made = plan(*args, **how)
         quotas.append(made.quota)
         return made
 
     def run(*rows):
         return tuple(layer(list(rows)))
 
-    monkeypatch.setattr("isoload.balancing.balancer.plan_and_share", noted)
+    monkeypatch.setattr(isoload.policies.Policy, "plan", noted)
 
     grads = []
     for call in (run, lambda *rows: checkpoint(run, *rows, use_reentrant=reentrant)):

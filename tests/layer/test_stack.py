@@ -20,7 +20,7 @@ from support.fp8_experts import open_experts, random_experts
 from support.live_tensors import live_tensors
 from support.measured_times import times
 from support.quantised_experts import random_quantised
-from support.stacks import EXPERTS, HIDDEN, INNER, TOKENS, Model, close, routing_trace, run
+from support.stacks import EXPERTS, HIDDEN, INNER, TOKENS, Model, PastChoices, close, routing_trace, run
 from support.sweeps import first, rest
 
 LOCALS = pytest.mark.parametrize("local", ["planned", "held"])
@@ -98,7 +98,7 @@ PREDICTORS: dict[str, Any] = {
     "guesses": Guesses,
     "last": lambda: "last",
     "linear": lambda: predict.fit(routing_trace(LAYERS)),
-    "path table": lambda: predict.tabulate(routing_trace(LAYERS), 2),
+    "choices": lambda: PastChoices(LAYERS),
 }
 
 
@@ -306,7 +306,7 @@ def test_experts_in_fp8_are_what_they_stand_for(local: str) -> None:
 def test_batches_leave_nothing_behind(local: str) -> None:
     model = Model(4)
     layers = model.layers(transport_for(model, local))
-    LibraStack(layers, predict.tabulate(routing_trace(LAYERS), 2), local=local)
+    LibraStack(layers, PastChoices(LAYERS), local=local)
     assert_dense(model, layers)
     before = live_tensors()
     assert_dense(model, layers, batches=2)

@@ -12,7 +12,7 @@ import isoload
 from isoload.balancing import prediction
 from isoload.layer.stack import LibraStack
 from isoload.transport import LocalTransport
-from support.stacks import Model, close, routing_trace, run
+from support.stacks import Model, PastChoices, close, routing_trace, run
 
 LOCALS = pytest.mark.parametrize("local", ["planned", "held"])
 CAPACITY = 15
@@ -217,12 +217,12 @@ def test_norms_are_read_by_hooks() -> None:
 
 
 @pytest.mark.parametrize("fails", [False, True], ids=["left out", "failed"])
-@pytest.mark.parametrize("kind", ["linear", "path table"])
+@pytest.mark.parametrize("kind", ["linear", "choices"])
 def test_a_history_with_a_gap_predicts_nothing(kind: str, fails: bool) -> None:
     """Layer 1 is missing, so what comes before layer 3 is layer 2 alone."""
     model, trace = Model(4, num_layers=4), routing_trace(4)
     layers = model.layers()
-    LibraStack(layers, prediction.fit(trace) if kind == "linear" else prediction.tabulate(trace, 2))
+    LibraStack(layers, prediction.fit(trace) if kind == "linear" else PastChoices(4))
     assert matches(model, layers, 0) and is_filled(layers[3])
     with torch.no_grad():
         layers[0](model.rows())

@@ -16,7 +16,7 @@ from isoload.times import ExpertTime
 from isoload.transport import LocalTransport
 from support.hugging_face import make_model
 from support.measured_times import times
-from support.stacks import EXPERTS, HIDDEN, INNER, Model, routing_trace
+from support.stacks import EXPERTS, HIDDEN, INNER, Model, PastChoices
 
 MODEL = Model(4)
 TIMES = times(experts=ExpertTime("GPU", "isoload", "float64", HIDDEN, INNER, 0.0, 0.0, 1.0, 0.0, 1.0))
@@ -47,9 +47,7 @@ def other_backend() -> list[isoload.MoE]:
 def held(
     capacity: int | None = 15, model: Model = MODEL, predict: Any = "lookahead", **how: Any
 ) -> LibraStack:
-    return LibraStack(
-        layers(LocalTransport(MODEL.topology, capacity), model, **how), prediction, local="held"
-    )
+    return LibraStack(layers(LocalTransport(MODEL.topology, capacity), model, **how), predict, local="held")
 
 
 def by_nodes() -> LocalTransport:
@@ -151,8 +149,8 @@ REFUSED: dict[str, Refused] = {
         lambda: LibraStack(layers(), linear(3, 5)),
         "predict must be of 3 layers and 12 experts as the stack, got 3 and 5",
     ),
-    "layers of a table": (
-        lambda: LibraStack(layers(), prediction.tabulate(routing_trace(2))),
+    "layers of choices": (
+        lambda: LibraStack(layers(), PastChoices(2)),
         "predict must be of 3 layers and 12 experts as the stack, got 2 and 12",
     ),
     "layers of last": (

@@ -14,7 +14,6 @@
 #include "algorithms/replica_tables.h"
 #include "algorithms/round_split.h"
 #include "algorithms/share.h"
-#include "algorithms/share_alone.h"
 #include "algorithms/spare_fill.h"
 #include "filling.h"
 #include "instances.h"
@@ -60,7 +59,6 @@ struct Answers {
       shares;  // all rows [R, P], one row [P], all ranks [R, R], by locality; then rank major
   std::array<bool, 6> shared;
   SolvedPlan active;  // peak and bound count slots
-  Buffer alone;       // [P] the row of in.row from its own loads
   Buffer own;         // [P] what in.row sends by its own counts
   RelaxedPlan<float> relaxed;
   RelaxedPlan<double> relaxed_double;
@@ -98,7 +96,6 @@ struct Answers {
     relaxed.ok = relaxed.fits = relaxed_double.ok = relaxed_double.fits = false;
     for (SolvedPlan& plan : plans) fill_plan(plan);
     fill_plan(active);
-    fill(alone, in.P());
     fill(own, in.P());
     for (int i = 0; i < 6; ++i) fill(shares[i], i % 3 == 1 ? in.P() : in.R * (i % 3 ? in.R : in.P()));
     diverged = false;
@@ -185,23 +182,19 @@ inline const char* share_error(const Instance& in, const Answers& got, int i) {
   return nullptr;
 }
 
-// Every expert in one slot, no rank above the proved number of slots; the row sends its source's copies.
+// Every expert in one slot, no rank above the proved number of slots.
 inline const char* active_error(const Instance& in, const Answers& got) {
   const SolvedPlan& plan = got.active;
-  std::vector<int32_t> taken(in.E), sent(in.E), slots(in.R);
+  std::vector<int32_t> taken(in.E), slots(in.R);
   for (int p = 0; p < in.P(); ++p) {
     const int e = in.slot_to_expert[p];
-    if (got.alone[p] < 0 || (e < 0 && (got.alone[p] || plan.quota[p]))) return "an empty slot takes copies";
-    if (e < 0) continue;
-    sent[e] += got.alone[p];
-    if (plan.quota[p] == 0) continue;
+    if (e < 0 && plan.quota[p]) return "an empty slot takes copies";
+    if (e < 0 || plan.quota[p] == 0) continue;
     if (taken[e]) return "an expert is active in two slots";
     taken[e] = plan.quota[p];
     ++slots[p / in.S];
   }
   if (taken != in.summed) return "active slots do not hold the loads";
-  if (!std::equal(sent.begin(), sent.end(), in.loads.begin() + in.row * in.E))
-    return "a source that shares alone does not send its loads";
   const int64_t peak = *std::max_element(slots.begin(), slots.end());
   if (plan.peak() != peak) return "the active peak is not the most slots of a rank";
   return plan.bound() == peak ? nullptr : "the active peak and bound differ";
@@ -253,7 +246,6 @@ inline const char* answers_error(const Instance& in, const Answers& one, const A
   if (!one.exact().ok()) return nullptr;
   if (one.active != many.active) return "the active plans of the two teams differ";
   if (one.own != many.own) return "the splits of own counts of the two teams differ";
-  if (one.alone != many.alone) return "the rows shared alone of the two teams differ";
   if (const char* wrong = active_error(in, one)) return wrong;
   if (const char* wrong = own_error(in, one.own)) return wrong;
   if (one.shares != many.shares || one.shared != many.shared) return "the shares of the two teams differ";

@@ -153,7 +153,7 @@ inline Instance draw(uint64_t seed, int room) {
   do in.ranks_per_node = rng.between(1, in.R);
   while (in.R % in.ranks_per_node);
   in.row = rng.below(in.R);
-  in.objective = static_cast<isoload::Objective>(rng.below(3));
+  in.objective = static_cast<isoload::Objective>(rng.below(2));
   in.sweeps = rng.one_in(2) ? 0 : rng.below(6);
   in.budget = rng.below(4);
   in.tolerance_ppm = rng.one_in(2) ? 0 : rng.below(100000);

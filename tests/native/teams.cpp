@@ -30,7 +30,7 @@ class Lane {
     solve<4>(2);
     solve<4>(Answers::kCut);
     for (int i = 0; i < 6 && to_.exact().ok(); ++i) share(i);
-    if (to_.exact().ok()) solve_active(), share_alone();
+    if (to_.exact().ok()) solve_active();
     finish(to_.own, split_own(team_, in_, tables(), to_.workspace.data(), to_.own.data()));
     relax(to_.relaxed);
     relax(to_.relaxed_double);
@@ -65,16 +65,13 @@ class Lane {
   }
 
   void run(const Pouring& pour, AllPoured& all) {
-    for (int i = 0; i < 3; ++i) {
-      const auto candidates = static_cast<Candidates>(i);
-      if (Answers::fits(in_, 0))
-        solve<1>(pour, candidates, all[i]);
-      else if (Answers::fits(in_, 1))
-        solve<2>(pour, candidates, all[i]);
-      else
-        solve<4>(pour, candidates, all[i]);
-    }
-    solve<4>(pour, Candidates::all, all[3]);
+    if (Answers::fits(in_, 0))
+      solve<1>(pour, all[0]);
+    else if (Answers::fits(in_, 1))
+      solve<2>(pour, all[0]);
+    else
+      solve<4>(pour, all[0]);
+    solve<4>(pour, all[1]);
   }
 
  private:
@@ -118,12 +115,11 @@ class Lane {
   }
 
   template <int W>
-  void solve(const Pouring& pour, Candidates candidates, Poured& poured) {
+  void solve(const Pouring& pour, Poured& poured) {
     const WaterfillProblem problem{
         .R = in_.R,
         .per_node = in_.ranks_per_node,
         .per_token = pour.per_token,
-        .candidates = candidates,
         .copies = pour.copies.data(),
         .tokens = pour.tokens.data(),
         .ticks = ticks(),
@@ -171,14 +167,6 @@ class Lane {
     if (team_.rank() == 0) plan.planned = planned;
     finish(plan.quota, 3 * uint64_t(*out.peak) + 5 * uint64_t(*out.bound) + 7 * uint64_t(planned) +
                            11 * uint64_t(out.telemetry[3]));
-  }
-
-  void share_alone() {
-    const int32_t* counts = in_.loads.data() + int64_t(in_.row) * in_.E;
-    const int32_t* quota = to_.exact().quota.data();
-    const ShareAloneProblem problem{in_.E, in_.P(), tables(), counts, quota, in_.row};
-    const bool fits = isoload::share_alone(team_, problem, to_.alone.data()) < 0;
-    finish(to_.alone, fits);
   }
 
   template <class Real>
@@ -241,7 +229,7 @@ struct Run {
   ToppedUp one_topped, many_topped;
   int refused = 0, augmented = 0, raised = 0, cut = 0;  // instances on which this part of the solver had work
   int converged = 0;                                    // of plan_lp
-  int poured = 0, moved = 0, rerouted = 0, stranded = 0;  // of plan_waterfill
+  int poured = 0, moved = 0, rerouted = 0;  // of plan_waterfill
   int lent = 0, sought = 0, full = 0;                     // of plan_fill
   int topped = 0;                                         // of top_up
   bool failed = false;
@@ -285,8 +273,7 @@ struct Run {
     converged += one.relaxed.ok && one.relaxed.numbers(instance.P())[0] > 0 &&
                  one.relaxed.numbers(instance.P())[1] == 0;
     cut += ok && one.plans[Answers::kCut].telemetry[3];
-    const bool all_ok = one_poured[0].status == WaterfillStatus::ok,
-               visited_ok = one_poured[2].status == WaterfillStatus::ok;
+    const bool all_ok = one_poured[0].status == WaterfillStatus::ok;
     poured += all_ok;
     const bool leveled = one_leveled.fits, lends = one_leveled.telemetry[0] > 0;
     lent += leveled && lends && !filling.far_import;
@@ -299,7 +286,6 @@ struct Run {
         break;
       }
     rerouted += all_ok && one_poured[0].paths > 0;
-    stranded += visited_ok && one_poured[2].certificate[0] > one_poured[2].certificate[1];
   }
 };
 
@@ -336,9 +322,9 @@ int main(int argc, char** argv) {
   if (run.failed) return 1;
   std::printf(
       "1 and %d lanes agree on %d instances: %d refused, %d augmented, %d raised, %d cut, "
-      "%d converged, %d poured, %d moved, %d rerouted, %d stranded, %d lent, %d sought, %d full, "
+      "%d converged, %d poured, %d moved, %d rerouted, %d lent, %d sought, %d full, "
       "%d topped\n",
       threads, run.instances, run.refused, run.augmented, run.raised, run.cut, run.converged, run.poured,
-      run.moved, run.rerouted, run.stranded, run.lent, run.sought, run.full, run.topped);
+      run.moved, run.rerouted, run.lent, run.sought, run.full, run.topped);
   return 0;
 }

@@ -70,7 +70,7 @@ struct Poured {
   }
 };
 
-using AllPoured = std::array<Poured, 4>;  // by Candidates; the last like the first, with the widest rank sets
+using AllPoured = std::array<Poured, 2>;  // the second with the widest rank sets
 
 inline void poison(AllPoured& all, const Instance& in, int byte) {
   for (Poured& poured : all) {
@@ -81,8 +81,8 @@ inline void poison(AllPoured& all, const Instance& in, int byte) {
 }
 
 // Conservation, limits, and the certificate: under a level lower by one the copies do not fit.
-inline const char* poured_error(const Instance& in, const Pouring& pour, const Poured& got, Candidates who) {
-  const int R = in.R, size = who == Candidates::node ? in.ranks_per_node : R;
+inline const char* poured_error(const Instance& in, const Pouring& pour, const Poured& got) {
+  const int R = in.R;
   std::vector<int64_t> base(R), received(R);
   int64_t peak = 0, routed_peak = 0;
   for (int s = 0; s < R; ++s) {
@@ -90,10 +90,6 @@ inline const char* poured_error(const Instance& in, const Pouring& pour, const P
     for (int d = 0; d < R; ++d) {
       const int32_t n = got.share[s * R + d];
       if (n < 0) return "a share is negative";
-      if (n > 0 && who == Candidates::node && s / size != d / size) return "a copy leaves its node";
-      if (n > 0 && who == Candidates::visited && s != d &&
-          n > pour.per_token * int64_t(pour.copies[s * R + d]))
-        return "more copies than visits";
       sent += n, received[d] += n, base[d] += pour.copies[s * R + d];
     }
     if (sent != int64_t(pour.per_token) * pour.tokens[s]) return "a row is not what its source has";
@@ -106,30 +102,22 @@ inline const char* poured_error(const Instance& in, const Pouring& pour, const P
   }
   const int64_t level = got.certificate[1];
   if (got.certificate[0] != peak) return "peak is not the largest rank cost";
-  if (who != Candidates::visited && peak != level) return "peak and bound differ";
-  if (peak < level) return "a peak is below its bound";
-  bool least = level == routed_peak;
-  for (int first = 0; first < R && !least; first += size) {
-    int64_t room = 0, shared = 0;
-    for (int r = first; r < first + size; ++r) {
-      const int64_t here = (level - 1) / tick(r) - base[r];
-      room += pour.limits.empty() ? here : std::min<int64_t>(here, pour.limits[r]);
-      shared += int64_t(pour.per_token) * pour.tokens[r];
-    }
-    least = room < shared;
+  if (peak != level) return "peak and bound differ";
+  int64_t room = 0, shared = 0;
+  for (int r = 0; r < R; ++r) {
+    const int64_t here = (level - 1) / tick(r) - base[r];
+    room += pour.limits.empty() ? here : std::min<int64_t>(here, pour.limits[r]);
+    shared += int64_t(pour.per_token) * pour.tokens[r];
   }
-  return least ? nullptr : "a lower level would do";
+  return level == routed_peak || room < shared ? nullptr : "a lower level would do";
 }
 
 // The first fault of what one lane and many have poured, or null.
 inline const char* all_poured_error(const Instance& in, const Pouring& pour, const AllPoured& one,
                                     const AllPoured& many) {
   if (one != many) return "the two teams pour otherwise";
-  if (!(one[0] == one[3])) return "pouring differs between widths of rank sets";
-  for (int i = 0; i < 3; ++i)
-    if (one[i].status == WaterfillStatus::ok)
-      if (const char* wrong = poured_error(in, pour, one[i], static_cast<Candidates>(i))) return wrong;
-  return nullptr;
+  if (!(one[0] == one[1])) return "pouring differs between widths of rank sets";
+  return one[0].status == WaterfillStatus::ok ? poured_error(in, pour, one[0]) : nullptr;
 }
 
 }  // namespace isoload

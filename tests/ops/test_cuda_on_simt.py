@@ -63,7 +63,6 @@ CHOSEN = {
     "every_op": "contiguous",
     "count": "not 257",
     "replica_tables": "(equals_reference and not split_) or layers",
-    "share_alone": "equals_reference or layers",
     "share": "layers or largest",
     "plan_exact": "(wide_groups or layers_at_once or overflow)",
     "plan_exact_share": "plan_exact_and_share and 0 or many_ranks or shared_memory or layers or largest",

@@ -106,31 +106,30 @@ BROKEN: dict[str, tuple[Callable[[str], object], list[int]]] = {
     "plan_active": (lambda d: ops.plan_active(-LOADS.to(d), tables(d)), [2]),
     "plan_waterfill": (lambda d: ops.plan_waterfill(NEGATIVE.to(d), TWO.to(d)), [3]),
     "share": (lambda d: ops.share(LOADS.to(d), QUOTA.to(d) + 1, tables(d), 1), [4]),
-    "share_alone": (lambda d: ops.share_alone(-LOADS[0].to(d), QUOTA.to(d), tables(d), 0), [5]),
-    "plan_own": (lambda d: ops.plan_own(-LOADS[0].to(d), tables(d), NO_OFFSET.to(d), 0), [20]),
+    "plan_own": (lambda d: ops.plan_own(-LOADS[0].to(d), tables(d), NO_OFFSET.to(d), 0), [19]),
     **{
-        f"balance_own {i}": (lambda d, bad=bad: balance_own_bad(d, bad, NO_OFFSET), [21])
+        f"balance_own {i}": (lambda d, bad=bad: balance_own_bad(d, bad, NO_OFFSET), [20])
         for i, bad in enumerate(BAD_IDS)
     },
-    "balance_own offset": (lambda d: balance_own_bad(d, IDS, NO_OFFSET - 1), [22]),
-    "balance_own without replica": (lambda d: balance_own_bad(d, IDS + 1, NO_OFFSET), [22]),
-    "balance_own of many": (lambda d: balance_own_bad(d, (IDS + 1).repeat(1400, 1), NO_OFFSET), [7, 22]),
-    "balance_same": (lambda d: ops.balance_same(BAD_IDS[0].to(d), tables(d)), [0, 6]),
-    **{f"route {i}": (lambda d, bad=bad: route(d, bad), [6]) for i, bad in enumerate(BAD_IDS)},
-    "route share": (lambda d: route(d, IDS, ROW * 0), [7]),
-    "route both": (lambda d: route(d, IDS + 2, ROW - 1), [6, 7]),
-    "route_sampled": (lambda d: ops.route_sampled(BAD_IDS[0].to(d), WEIGHTS.to(d), tables(d), 1), [8]),
-    "route_sampled weights": (lambda d: ops.route_sampled(IDS.to(d), WEIGHTS.to(d), tables(d), 1), [9]),
-    "route_shared": (lambda d: ops.route_shared(IDS.to(d) + 2, TWO.to(d), 2, 0), [10]),
-    "route_shared_sampled": (shared_sampled, [11]),
-    "append": (append, [12]),
-    "plan_lp": (lambda d: ops.plan_lp(-LOADS.to(d), tables(d)), [13]),
-    "round_split": (lambda d: ops.round_split(QUOTA.float().to(d), -LOADS.to(d), tables(d)), [14]),
-    "plan_fill": (fill_slots, [15]),
-    "borrow": (lambda d: borrow(d, False), [16]),
-    "borrow_backward": (lambda d: borrow(d, True), [17]),
-    "top_up": (lambda d: fill_slots(d, ops.top_up), [18]),
-    "group_copies": (lambda d: ops.group_copies(IDS.to(d), 0, 3, 5), [19]),
+    "balance_own offset": (lambda d: balance_own_bad(d, IDS, NO_OFFSET - 1), [21]),
+    "balance_own without replica": (lambda d: balance_own_bad(d, IDS + 1, NO_OFFSET), [21]),
+    "balance_own of many": (lambda d: balance_own_bad(d, (IDS + 1).repeat(1400, 1), NO_OFFSET), [6, 21]),
+    "balance_same": (lambda d: ops.balance_same(BAD_IDS[0].to(d), tables(d)), [0, 5]),
+    **{f"route {i}": (lambda d, bad=bad: route(d, bad), [5]) for i, bad in enumerate(BAD_IDS)},
+    "route share": (lambda d: route(d, IDS, ROW * 0), [6]),
+    "route both": (lambda d: route(d, IDS + 2, ROW - 1), [5, 6]),
+    "route_sampled": (lambda d: ops.route_sampled(BAD_IDS[0].to(d), WEIGHTS.to(d), tables(d), 1), [7]),
+    "route_sampled weights": (lambda d: ops.route_sampled(IDS.to(d), WEIGHTS.to(d), tables(d), 1), [8]),
+    "route_shared": (lambda d: ops.route_shared(IDS.to(d) + 2, TWO.to(d), 2, 0), [9]),
+    "route_shared_sampled": (shared_sampled, [10]),
+    "append": (append, [11]),
+    "plan_lp": (lambda d: ops.plan_lp(-LOADS.to(d), tables(d)), [12]),
+    "round_split": (lambda d: ops.round_split(QUOTA.float().to(d), -LOADS.to(d), tables(d)), [13]),
+    "plan_fill": (fill_slots, [14]),
+    "borrow": (lambda d: borrow(d, False), [15]),
+    "borrow_backward": (lambda d: borrow(d, True), [16]),
+    "top_up": (lambda d: fill_slots(d, ops.top_up), [17]),
+    "group_copies": (lambda d: ops.group_copies(IDS.to(d), 0, 3, 5), [18]),
 }  # fmt: skip
 
 
@@ -206,10 +205,10 @@ def test_tables_are_checked_before_a_kernel_follows_them(monkeypatch: pytest.Mon
             calls.append(self.name)
             return self.op(*args)
 
-    library.call_on_any(Op("share_alone"), LOADS[0], QUOTA, tables("cpu").data, 0, False, None)
+    library.call_on_any(Op("share"), LOADS, QUOTA, tables("cpu").data, 1, 0, True)
     library.call_on_any(Op("replica_tables"), SLOTS, 2, 4, tables("cpu").data)  # writes them
     library.call_on_any(Op("count"), IDS, 4, 0)
-    assert calls == ["share_alone", "share_alone", "replica_tables", "count"]
+    assert calls == ["share", "share", "replica_tables", "count"]
 
 
 def test_opcheck() -> None:

@@ -34,10 +34,9 @@ LAYERED = {
     "top_up": "loads=loads[0].expand(3, 4), slot_to_expert=slot_to_expert.expand(3, 6), alive=~NOBODY,"
     "home_slot=home_slot.expand(3, 4), fixed=int32(1, 2).expand(3, 2), ranks_per_node=1",
     "plan_waterfill": "copies=copies.expand(3, 4, 4), tokens=tokens.expand(3, 4), per_token=2, ranks_per_node=2,"
-    "candidates='visited', ticks=tokens, limits=9 * tokens",
+    "ticks=tokens, limits=9 * tokens",
     "share": "loads=loads.expand(3, 4, 4), quota=quota.expand(3, 8), tables=OF_LAYERS, rank=1, order='rank_major'",
     "share_by_rank": "loads=loads.expand(3, 4, 4), quota=quota.expand(3, 8), tables=OF_LAYERS, order='rank_major'",
-    "share_alone": "counts=counts.expand(3, 4), quota=quota.expand(3, 8), tables=OF_LAYERS, source=0",
 }
 OTHERS = [
     ("count", "num_shared=2"),
@@ -47,10 +46,9 @@ OTHERS = [
     ("plan_own", "fixed=NONE + 1, ticks=NONE + 1024, source=1"),
     ("balance_own", "topk_ids=topk_ids.int(), ticks=NONE + 1024, source=1"),
     ("balance_same", "topk_ids=topk_ids.int(), ranks_per_node=2"),
-    ("share_alone", "counts=9 * counts, past=True, recent=torch.arange(4)"),
     ("route", "counted=ops.count(IDS.int(), 4)"),
     ("route_sampled", "step=torch.tensor(3), rank=1"),
-    ("route_shared", "slots=slots.int(), source_quota=3 * source_quota, num_shared=3, rank=1, strict=True"),
+    ("route_shared", "slots=slots.int(), source_quota=3 * source_quota, num_shared=3, rank=1"),
     *[
         ("route_shared_sampled", f"rule='{rule}', step=torch.tensor(3)")
         for rule in ("static", "blog", "blog_all")

@@ -82,18 +82,6 @@ MUTANTS = {
         "if (false)",
         "plan_exact_objectives::test_equals_reference",
     ),
-    "a barrier removed from the packed start": Mutant(
-        "csrc/algorithms/start.h",
-        "      falling[before] = t.order[i];\n    });\n    team.sync();",
-        "      falling[before] = t.order[i];\n    });",
-        "teams",
-    ),
-    "a full rank takes a closing replica's copies": Mutant(
-        "csrc/algorithms/start.h",
-        "cap[t.ranks[to]] - load[t.ranks[to]] < copies",
-        "cap[t.ranks[to]] < copies",
-        "plan_exact_objectives",
-    ),
     "ties flipped": Mutant(
         "csrc/algorithms/plan_exact_paths.h",
         "key(last_hop ? room(r) : 0, r); k > most",
@@ -168,18 +156,6 @@ MUTANTS = {
     ),
     "own-rank level left out of share": Mutant(
         "csrc/algorithms/share.h", "in_.locality ? load(t_.ranks[j], t_.order[i]) : 0", "0", "share"
-    ),
-    "every source rounds alike": Mutant(
-        "csrc/algorithms/share_alone.h",
-        "uint32_t(source) * 0x9e3779b9u",
-        "0 * uint32_t(source)",
-        "share_alone::test_offsets_spread_so_that_roundings_cancel",
-    ),
-    "a cut product in 32 bits": Mutant(
-        "csrc/algorithms/share_alone.h",
-        "product = n * part,",
-        "product = static_cast<int32_t>(n * part),",
-        "share_alone::test_all_copies_of_the_largest_batch",
     ),
     "an active slot too many": Mutant(
         "csrc/algorithms/plan_active.h",
@@ -283,12 +259,6 @@ MUTANTS = {
         "return spare(a, budget) < spare(b, budget);",
         "return a < b;",
         "route_shared::test_is_near_the_best_matching",
-    ),
-    "strict tokens sent anywhere": Mutant(
-        "csrc/cpu/route_shared.h",
-        "if (!in.strict) {",
-        "{",
-        "route_shared::test_strict_never_leaves_the_visited_ranks",
     ),
     "static forgets the node": Mutant(
         "python/isoload/policies/exact.py",

@@ -1,4 +1,4 @@
-"""plan_exact's objectives: the same proved peak from three starts, and what each of them is for."""
+"""plan_exact's objectives: the same proved peak from both starts, and what each of them is for."""
 
 from __future__ import annotations
 
@@ -17,30 +17,26 @@ from support.drifted import drifted
 from support.exact_splits import LOADS, SLOTS, check_split, int32, optimum, random_fixed, random_ticks, solve
 from support.sweeps import sweep
 
-OTHERS = ("local", "packed")
-
 
 def a_divisor(rng: np.random.Generator, ranks: int) -> int:
     return int(rng.choice([n for n in range(1, ranks + 1) if ranks % n == 0]))
 
 
 @sweep("per_case", 1, 2)
-@pytest.mark.parametrize("objective", OTHERS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_peak_is_the_integral_optimum(family: str, objective: str, per_case: int) -> None:
+def test_peak_is_the_integral_optimum(family: str, per_case: int) -> None:
     rng = np.random.default_rng(list(FAMILIES).index(family))
     for case in instances(per_case, seed=9000, max_ranks=128, families=(family,)):
-        split = solve(case, objective=objective, ranks_per_node=a_divisor(rng, case.num_ranks))
+        split = solve(case, objective="local", ranks_per_node=a_divisor(rng, case.num_ranks))
         check_split(case, split)
         assert split.peak.item() == split.bound.item() == optimum(case), case.name
 
 
-@pytest.mark.parametrize("objective", OTHERS)
 @pytest.mark.parametrize("options", [{}, {"sweeps": 2}, {"tolerance": 0.05, "budget": 2}])
-def test_equals_reference(objective: str, options: dict[str, Any]) -> None:
+def test_equals_reference(options: dict[str, Any]) -> None:
     rng = np.random.default_rng(19)
     for i, case in enumerate(instances(1, seed=9100, max_ranks=16)):
-        drawn: dict[str, Any] = {"objective": objective, "ranks_per_node": a_divisor(rng, case.num_ranks)}
+        drawn: dict[str, Any] = {"objective": "local", "ranks_per_node": a_divisor(rng, case.num_ranks)}
         fixed, ticks = random_fixed(rng, case), random_ticks(rng, case.num_ranks)
         if i % 2:
             drawn["fixed"] = torch.from_numpy(fixed)
@@ -53,20 +49,18 @@ def test_equals_reference(objective: str, options: dict[str, Any]) -> None:
             assert torch.equal(mine, theirs), (case.name, field, mine, theirs)
 
 
-@pytest.mark.parametrize("objective", OTHERS)
-def test_equals_reference_in_wide_groups(objective: str) -> None:
+def test_equals_reference_in_wide_groups() -> None:
     for ranks in (65, 200, 300):
         case = draw("eplb", ranks, 7)
-        split = solve(case, objective=objective, ranks_per_node=5)
+        split = solve(case, objective="local", ranks_per_node=5)
         expected = reference.plan_exact(
-            torch.from_numpy(case.loads), case.tables(), objective=objective, ranks_per_node=5
+            torch.from_numpy(case.loads), case.tables(), objective="local", ranks_per_node=5
         )
         assert all(torch.equal(*fields) for fields in zip(split, expected, strict=True)), case.name
 
 
-@pytest.mark.parametrize("objective", OTHERS)
-def test_peaks_agree_whatever_else_is_asked(objective: str) -> None:
-    """With fixed loads, ticks and a pour: all starts end at one optimum."""
+def test_peaks_agree_whatever_else_is_asked() -> None:
+    """With fixed loads, ticks and a pour: both starts end at one optimum."""
     rng = np.random.default_rng(20)
     for case in instances(1, seed=9200, max_ranks=32):
         if case.total > 2**30:
@@ -76,20 +70,14 @@ def test_peaks_agree_whatever_else_is_asked(objective: str) -> None:
             "ticks": torch.from_numpy(random_ticks(rng, case.num_ranks)),
             "pour": torch.tensor(case.total // 8, dtype=torch.int32),
         }
-        mine, other = solve(case, **asked), solve(case, **asked, objective=objective)
+        mine, other = solve(case, **asked), solve(case, **asked, objective="local")
         assert mine.peak.item() == other.peak.item() == other.bound.item(), case.name
 
 
-@pytest.mark.parametrize("objective", OTHERS)
-def test_more_budget_never_raises_the_peak(objective: str) -> None:
+def test_more_budget_never_raises_the_peak() -> None:
     for case in instances(1, seed=9300, max_ranks=16):
-        peaks = [solve(case, objective=objective, budget=budget).peak.item() for budget in range(8)]
+        peaks = [solve(case, objective="local", budget=budget).peak.item() for budget in range(8)]
         assert peaks == sorted(peaks, reverse=True), case.name
-
-
-def active(case: Case, split: ops.ExactSplit) -> int:
-    """Replicas of replicated experts that have copies."""
-    return int((split.quota[case.tables().field("split") >= 0] > 0).sum())
 
 
 def sent_off_node(case: Case, split: ops.ExactSplit, ranks_per_node: int) -> int:
@@ -97,17 +85,6 @@ def sent_off_node(case: Case, split: ops.ExactSplit, ranks_per_node: int) -> int
     source = torch.arange(case.num_ranks)[:, None] // ranks_per_node
     target = torch.arange(len(case.slot_to_expert))[None] // case.slots_per_rank // ranks_per_node
     return int(share[source != target].sum())
-
-
-@pytest.mark.parametrize(("ranks", "replicas"), [(16, 32), (64, 128)])
-@pytest.mark.parametrize("tokens", [2048, 16384])
-def test_packed_uses_fewer_replicas(ranks: int, replicas: int, tokens: int) -> None:
-    """Of replicated experts, a fifth fewer in every batch."""
-    for seed in range(5):
-        case = drifted(ranks, replicas, tokens, seed)
-        spread, packed = solve(case), solve(case, objective="packed")
-        assert packed.peak.item() == spread.peak.item()
-        assert 5 * active(case, packed) <= 4 * active(case, spread), (case.name, active(case, spread))
 
 
 @pytest.mark.parametrize("skew", [0.0, 1.0])
@@ -135,35 +112,15 @@ def test_local_by_hand() -> None:
     assert split.quota.tolist() == [7, 9, 9, 8, 4, 0]
 
 
-def test_packed_by_hand() -> None:
-    """Experts by falling copies, each where least is: 2 (9) to rank 0, 0 (6) to rank 1, 1 (2) to rank 1."""
-    tables = ops.replica_tables(int32(0, 1, 2, 0, 1, 2), 2, 3)
-    split = ops.plan_exact(int32(6, 2, 9), tables, objective="packed", budget=0)
-    assert split.quota.tolist() == [0, 0, 9, 6, 2, 0]
-    exact = ops.plan_exact(int32(6, 2, 9), tables, objective="packed")
-    assert exact.peak.item() == exact.bound.item() == 9
-
-
-def test_a_replica_closes_where_another_has_room() -> None:
-    """Solo loads of 10 and 4 leave the pour to decide: swept evenly, 3 + 3 copies fit on either rank."""
-    tables = ops.replica_tables(int32(0, 1, 2, 0), 2, 3)
-    loads, pour = int32(6, 1, 1), torch.tensor(8, dtype=torch.int32)
-    spread = ops.plan_exact(loads, tables, pour=pour)
-    packed = ops.plan_exact(loads, tables, pour=pour, objective="packed")
-    assert spread.quota.tolist() == [3, 1, 1, 3] and sorted(packed.quota.tolist()) == [0, 1, 1, 6]
-    assert spread.peak.item() == packed.peak.item() == 8
-
-
 def test_layers_at_once_equal_one_by_one() -> None:
     cases = [draw("split_256", 16, seed) for seed in range(20)]
     tables = ops.replica_tables(torch.from_numpy(np.stack([case.slot_to_expert for case in cases])), 16, 256)
     loads = torch.from_numpy(np.stack([case.loads for case in cases]))
-    for objective in OTHERS:
-        options: dict[str, Any] = {"objective": objective, "ranks_per_node": 4}
-        together = ops.plan_exact(loads, tables, **options)
-        for i in range(20):
-            for field, alone in zip(together, ops.plan_exact(loads[i], tables[i], **options), strict=True):
-                assert torch.equal(field[i], alone)
+    options: dict[str, Any] = {"objective": "local", "ranks_per_node": 4}
+    together = ops.plan_exact(loads, tables, **options)
+    for i in range(20):
+        for field, alone in zip(together, ops.plan_exact(loads[i], tables[i], **options), strict=True):
+            assert torch.equal(field[i], alone)
     checked = reference.plan_exact(loads[:2], tables_of(tables, 2), objective="local", ranks_per_node=4)
     mine = ops.plan_exact(loads[:2], tables_of(tables, 2), objective="local", ranks_per_node=4)
     assert all(torch.equal(*fields) for fields in zip(mine, checked, strict=True))
@@ -175,10 +132,10 @@ def tables_of(tables: isoload.ops.tables.ReplicaTables, layers: int) -> isoload.
     )
 
 
-@pytest.mark.parametrize("number", [-1, 3])
+@pytest.mark.parametrize("number", [-1, 2])
 def test_op_refuses_unknown_objectives(number: int) -> None:
     tables = ops.replica_tables(SLOTS, 4, 4).data
-    message = rf"objective must be 0 \(spread\), 1 \(local\) or 2 \(packed\), got {number}"
+    message = rf"objective must be 0 \(spread\) or 1 \(local\), got {number}"
     with pytest.raises(ValueError, match=message):
         library.call(
             torch.ops.isoload.plan_exact.default,
@@ -205,7 +162,7 @@ def test_policy_passes_the_objective_on() -> None:
     case = drifted(16, 32, 2048, 0)
     placement = isoload.Placement(torch.from_numpy(case.slot_to_expert[None]), isoload.Topology(16, 8), 256)
     loads = torch.from_numpy(case.loads)
-    for objective in ("spread", *OTHERS):
+    for objective in ("spread", "local"):
         plan = isoload.plan(loads, placement, 0, objective=objective)
         split = solve(case, objective=objective, ranks_per_node=8)
         assert torch.equal(plan.quota, split.quota) and int(plan.peak) == int(plan.bound) == int(split.peak)
@@ -213,10 +170,17 @@ def test_policy_passes_the_objective_on() -> None:
 
 def test_policy_needs_sources_for_local_only() -> None:
     assert isoload.POLICIES["exact"]().needs == "sum"
-    assert isoload.POLICIES["exact"](objective="packed").needs == "sum"
     assert isoload.POLICIES["exact"](objective="local").needs == "per_source"
     placement = isoload.Placement(SLOTS.view(1, 8), isoload.Topology(4, 2), 4)
-    isoload.plan(LOADS, placement, 0, objective="packed")
+    isoload.plan(LOADS, placement, 0)
     message = r"loads must be per source rank, \[4, 4\], for policy exact, got the sum \[4\]"
     with pytest.raises(ValueError, match=message):
         isoload.plan(LOADS, placement, 0, objective="local")
+
+
+@pytest.mark.parametrize("policy", ["exact", "joint"])
+def test_refuses_the_objective_packed(policy: str) -> None:
+    with pytest.raises(ValueError, match="objective=packed was removed: use policy exact_active"):
+        isoload.POLICIES[policy](objective="packed")
+    with pytest.raises(ValueError, match="objective=packed was removed: use policy exact_active"):
+        isoload.policies.parse_policy(f"{policy}:objective=packed")

@@ -30,7 +30,7 @@ def draw_options(rng: np.random.Generator, case: Case) -> dict[str, Any]:
     pour = torch.tensor(int(rng.integers(0, min(room, case.total) + 1)), dtype=torch.int32)
     drawn: dict[str, Any] = {"ticks": ticks, "fixed": torch.from_numpy(fixed), "pour": pour}
     drawn = {name: value for name, value in drawn.items() if rng.random() < 0.5}
-    drawn["objective"] = ("spread", "local", "packed")[rng.integers(3)]
+    drawn["objective"] = ("spread", "local")[rng.integers(2)]
     return drawn | (FIXED if rng.random() < 0.2 else {})
 
 

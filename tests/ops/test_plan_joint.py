@@ -62,7 +62,7 @@ def one_by_one(
 def draw_options(rng: np.random.Generator, ranks: int) -> dict[str, Any]:
     nodes = [n for n in (1, 2, 4, 8, 31, ranks) if ranks % n == 0]
     drawn: dict[str, Any] = {"ranks_per_node": int(rng.choice(nodes))}
-    drawn["objective"] = ("spread", "local", "packed")[rng.integers(3)]
+    drawn["objective"] = ("spread", "local")[rng.integers(2)]
     if rng.random() < 0.4:
         drawn["ticks"] = torch.from_numpy(random_ticks(rng, ranks))
     if rng.random() < 0.2:

@@ -173,7 +173,6 @@ READERS: dict[str, Callable[[ReplicaTables], object]] = {
     "round_split": lambda t: ops.round_split(planned().double(), FULL, t),
     "share": lambda t: ops.share(FULL, planned(), t, 2),
     "share_by_rank": lambda t: ops.share_by_rank(FULL, planned(), t, 2),
-    "share_alone": lambda t: ops.share_alone(FULL[0], planned(), t, 0),
     "plan_own": lambda t: ops.plan_own(FULL[0], t, FULL[1], 0),
     "route": lambda t: ops.route(
         ops.count(int32(0, 1, 2, 3)[None], 4), ops.share(FULL, planned(), made(), 2, 0), t

@@ -63,7 +63,7 @@ class Batch:
             )
         else:
             how = size, columns.home, columns.num_shared
-            ranks = ops.route_shared(slots, columns.row, *how, strict=columns.strict)
+            ranks = ops.route_shared(slots, columns.row, *how)
         place = columns.first_shared + torch.arange(columns.num_shared)
         return torch.cat([slots, torch.where(ranks < 0, -1, ranks * size + place).to(slots.dtype)], 1)
 
@@ -78,11 +78,7 @@ def test_equals_the_ops_apart_and_reference(
     tokens: int, ranks: int, family: str, num_shared: int, dtype: torch.dtype
 ) -> None:
     batch = Batch(ranks, family, tokens, num_shared, dtype=dtype)
-    for columns in (
-        batch.columns,
-        batch.columns._replace(row=None),
-        batch.columns._replace(strict=True),
-    ):
+    for columns in (batch.columns, batch.columns._replace(row=None)):
         slots = batch.together(columns)
         assert slots.dtype == dtype and torch.equal(slots, batch.apart(columns)), columns
         if tokens <= PART_ROWS + 1:
@@ -103,9 +99,8 @@ def test_more_than_one_block_matches(tokens: int, ranks: int) -> None:
     """Up to 32768 tokens, 64 ranks, blocks that look up match too. Where they meet in parts is left as it was."""
     batch = Batch(ranks, "eplb", tokens, 2)
     parts = batch.counted.parts.clone()
-    for columns in (batch.columns, batch.columns._replace(strict=True)):
-        assert torch.equal(batch.together(columns), batch.apart(columns))
-        assert torch.equal(batch.counted.parts, parts)
+    assert torch.equal(batch.together(batch.columns), batch.apart(batch.columns))
+    assert torch.equal(batch.counted.parts, parts)
 
 
 def test_inputs_need_not_be_contiguous() -> None:
@@ -198,4 +193,4 @@ def test_opcheck() -> None:
     ids, _, numbers, parts = batch.counted
     given = ids, numbers, parts, batch.row, batch.tables.data, batch.tables.num_experts, 3
     for row in (batch.columns.row, None):
-        torch.library.opcheck(op, (*given, row, 2, batch.columns.first_shared, 2, False))
+        torch.library.opcheck(op, (*given, row, 2, batch.columns.first_shared, 2))

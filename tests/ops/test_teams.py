@@ -22,7 +22,6 @@ WORK = (
     "poured",
     "moved",
     "rerouted",
-    "stranded",
     "lent",
     "sought",
     "full",

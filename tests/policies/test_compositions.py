@@ -172,7 +172,6 @@ UNFIT: dict[str, tuple[str, dict[str, object], dict[str, object], dict[str, int]
     "slots": ("hedge", {"slots": 3}, {}, {"spare_slots": 2}, "slots must be at most spare_slots, 2, for policy"),
     "split": ("llep", {"split_by": "joint"}, {}, {"spare_slots": 1}, "must have shared experts for policy joint"),
     "routed": ("waterfill", {"routed": "llep"}, {}, {"num_shared": 1}, "spare_slots must be at least 1 for"),
-    "visited": ("waterfill", {"candidates": "visited"}, DEAD, {"num_shared": 1}, "candidates must be all or node"),
     "drawn": ("waterfill_sampled", {}, DEAD, {"num_shared": 1}, "topology must have all ranks alive for policy"),
     "two": ("waterfill_sampled", {}, {}, {"num_shared": 2}, "num_shared must be at most 1 for policy"),
 }  # fmt: skip
@@ -195,7 +194,7 @@ def test_a_policy_refuses_a_placement_before_any_batch(name: str) -> None:
         )
 
 
-@pytest.mark.parametrize("policy", ["static", "dynamic", "lp_sampled", "grace_sampled", "waterfill_sampled"])
+@pytest.mark.parametrize("policy", ["static", "dynamic", "lp_sampled", "waterfill_sampled"])
 def test_seeds_are_whole_numbers(policy: str) -> None:
     for seed, rule in ((-1, "at least 0"), (0.5, "of type int")):
         with pytest.raises(ValueError, match=f"seed must be {rule}, got {seed}"):

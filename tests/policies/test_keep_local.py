@@ -13,13 +13,7 @@ from support.cases import instances
 from support.fills import fill_cases
 from support.oracles import flow_optimum
 
-KEEPING = [
-    name
-    for name in POLICIES
-    if may_keep_local(make_policy(name))
-    and not make_policy(name).borrows
-    and name != "lp_affine"  # not optimal
-]
+KEEPING = [name for name in POLICIES if may_keep_local(make_policy(name)) and not make_policy(name).borrows]
 
 
 def placed(slots: np.ndarray, home: np.ndarray, ranks: int, spare: int = 0) -> isoload.Placement:
@@ -81,7 +75,7 @@ def test_the_peak_is_the_least_above_what_stays() -> None:
 def test_refuses() -> None:
     case = next(c for c in fill_cases(20, seed=33) if c.alive is None and c.num_ranks > 1 and c.spare)
     placement, loads = placed(case.slots, case.home, case.num_ranks, case.spare), torch.from_numpy(case.loads)
-    for policy in ("static", "lp_sampled", "waterfill"):
+    for policy in ("static", "lp_sampled"):
         message = f"keep_local must be False for policy {policy}, which draws or fixes the share"
         with pytest.raises(ValueError, match=message):
             isoload.plan(loads, placement, 0, policy, keep_local=True)

@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import isoload
 from isoload.analysis.batches import make_batches
-from isoload.balancing.planning import plan_and_share, share_routed
+from isoload.balancing.planning import share_routed
 from isoload.policies.plan import per_expert
 from support.oracles import lp_optimum
 
@@ -107,7 +107,7 @@ def test_shared_experts_stay_home_unless_a_policy_moves_them(policy):
 
 JOINED = {
     "joint": ("joint", {}),
-    "joint, packed": ("joint", {"objective": "packed"}),
+    "joint, local": ("joint", {"objective": "local"}),
     "joint, cut short": ("joint", {"budget": 1}),
     "joint, nearly": ("joint", {"tolerance": 0.1}),
     "waterfill": ("waterfill", {}),
@@ -123,15 +123,15 @@ def test_one_kernel_makes_the_same_plan_and_row(how, name):
     other = isoload.plan(loads, placed, policy=chosen)
     assert not other.shared.in_quota
     for rank, rows in enumerate(ids):
-        plan = plan_and_share(loads, placed, chosen, rank)
+        plan = chosen.plan(loads, placed, rank)
         row = plan.send_counts
-        assert plan.shared.in_quota == (row is not None) == (name != "a dead rank")
+        assert row is not None and plan.shared.in_quota == (name != "a dead rank")
         for field in ("quota", "peak", "bound", "telemetry"):
             assert torch.equal(getattr(plan, field), getattr(other, field)), field
         assert plan.shared.rule == other.shared.rule and torch.equal(
             plan.shared.by_rank, other.shared.by_rank
         )
-        assert row is None or torch.equal(row, share_routed(loads, other, rank))
+        assert torch.equal(row, share_routed(loads, other, rank))
         for asked in (rank, (rank + 1) % len(ids), None):
             expected = isoload.share(loads, other, asked)
             assert torch.equal(isoload.share(loads, plan, asked), expected)
@@ -195,17 +195,8 @@ def test_waterfill_is_the_least_peak_for_its_routed_split(name, routed):
     assert (kept == np.minimum(home, room)).all()
 
 
-def test_candidates_and_rules_change_what_is_routed():
+def test_rules_change_what_is_routed():
     placement, ids, loads = make_case("eight on two nodes", seed=3)
-    size = placement.slots_per_rank
-    for candidates in ("all", "node", "visited"):
-        plan = isoload.plan(loads, placement, 0, "waterfill", candidates=candidates)
-        for rank, slots in enumerate(route_all(ids, loads, plan)):
-            for token in (slots // size).tolist():
-                if candidates == "node":
-                    assert token[-1] < 0 or token[-1] // 4 == rank // 4
-                if candidates == "visited":
-                    assert token[-1] < 0 or token[-1] in {rank, *token[:-1]}
     drawn = [
         torch.cat(route_all(ids, loads, isoload.plan(loads, placement, 0, "waterfill_sampled", rule=rule)))
         for rule in ("static", "dynamic", "blog", "blog_all")
@@ -347,39 +338,16 @@ def test_refuses(name):
         call()
 
 
-@pytest.mark.parametrize("candidates", ["all", "node"])
 @pytest.mark.parametrize("alive", [(True, True, False, True), (False, True, True, False)])
-def test_waterfill_leaves_dead_ranks_alone(candidates, alive):
+def test_waterfill_leaves_dead_ranks_alone(alive):
     """Also as sources: their shared copies go to the live rank that stands in for them, or on from there."""
     placement = make(4, alive=alive, ranks_per_node=2)
     ids = draw_ids(3, 4, 30, 1)
     loads = gather(ids, placement)
-    plan = isoload.plan(loads, placement, 0, "waterfill", candidates=candidates)
+    plan = isoload.plan(loads, placement, 0, "waterfill")
     assert isoload.policies.plan.plan_errors(plan, loads) == []
     slots = torch.cat(route_all(ids, loads, plan))
     per_rank = torch.bincount(slots[slots >= 0] // placement.slots_per_rank, minlength=4)
     assert not per_rank[~torch.tensor(alive)].any()
     assert int((slots[:, -1] >= 0).sum()) == int(loads[:, -1].sum())
     assert int(per_rank.max()) == int(plan.peak)
-
-
-@pytest.mark.parametrize(
-    ("alive", "candidates", "message"),
-    [
-        (
-            (True, True, False, True),
-            "visited",
-            "candidates must be all or node for a topology with dead ranks",
-        ),
-        (
-            (True, True, False, False),
-            "node",
-            "candidates must be all for a topology with a node without live ranks",
-        ),
-    ],
-)
-def test_waterfill_says_where_dead_ranks_leave_no_candidate(alive, candidates, message):
-    placement = make(4, alive=alive, ranks_per_node=2)
-    loads = gather(draw_ids(3, 4, 30, 1), placement)
-    with pytest.raises(ValueError, match=message):
-        isoload.plan(loads, placement, 0, "waterfill", candidates=candidates)

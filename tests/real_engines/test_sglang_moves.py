@@ -20,6 +20,7 @@ from torch import Tensor
 import isoload
 from isoload.engines.settings import Settings
 from isoload.engines.sglang import LAYERS, dispatch
+from isoload.engines.sglang import placement as sglang_placement
 
 
 class Check:
@@ -47,7 +48,7 @@ def served(attached: None, placement: isoload.Placement) -> Iterator[Any]:
 
 def slots_of(placement: isoload.Placement, layer: int) -> Tensor:
     info = info_of(placement, "dynamic", layer)
-    info.isoload_layer, info.isoload_num_valid = LAYERS.of(layer), None
+    info.isoload_layer, info.isoload_num_valid = LAYERS.layer(layer), None
     return dispatch.map_dynamic(_topk_ids_logical_to_physical_dynamic, draw(30), info)
 
 
@@ -64,11 +65,11 @@ def test_no_plan_uses_a_half_moved_placement(served: Any, placement: isoload.Pla
         self.physical_to_logical_map_cpu[layers] = other[layers]
 
     for chunk in ([2], [0]):
-        dispatch.update_metadata(update, served, target, chunk)
+        sglang_placement.update_metadata(update, served, target, chunk)
         held[chunk] = target[chunk]
         plans_follow_what_is_committed()
     with pytest.raises(RuntimeError, match="a peer is gone"):
-        dispatch.update_metadata(fail, served, target, [LAYER])
+        sglang_placement.update_metadata(fail, served, target, [LAYER])
     plans_follow_what_is_committed()
 
 
@@ -85,7 +86,7 @@ def test_the_layers_of_a_chunk_are_compared_where_the_balancers_have_them(
     def update(self: Any, other: Tensor, layers: list[int]) -> None:
         self.physical_to_logical_map_cpu[layers] = other[layers]
 
-    dispatch.update_metadata(update, served, target, [2])
+    sglang_placement.update_metadata(update, served, target, [2])
     ((tables, layers),) = check.calls
     assert layers == [2] and torch.equal(tables[2], target[2]) and not torch.equal(tables[0], target[0])
 
@@ -130,15 +131,15 @@ def test_a_rebalance_in_chunks_is_watched_between_them(
         for name in ("first", "second"):
             yield
             chunks.append(name)
-            dispatch.update_metadata(lambda *_: None, None, None, [])
+            sglang_placement.update_metadata(lambda *_: None, None, None, [])
 
-    going = dispatch.rebalance(rebalance, None)
+    going = sglang_placement.rebalance(rebalance, None)
     found = []
     for _ in going:
-        now = LAYERS.watch._now
+        now = LAYERS.watch._rebalance
         assert now is not None and now.entered is None and now.left is not None
         found.append(now.passes)
-    assert chunks == ["first", "second"] and found == [1, 0] and LAYERS.watch._now is None
+    assert chunks == ["first", "second"] and found == [1, 0] and LAYERS.watch._rebalance is None
 
 
 def test_a_chunk_that_never_comes_is_named(attached: None, caplog: pytest.LogCaptureFixture) -> None:
@@ -149,7 +150,7 @@ def test_a_chunk_that_never_comes_is_named(attached: None, caplog: pytest.LogCap
         while True:
             yield
 
-    going = dispatch.rebalance(rebalance, None)
+    going = sglang_placement.rebalance(rebalance, None)
     with caplog.at_level(logging.ERROR, "isoload"):
         for _ in range(3):
             next(going)
@@ -158,4 +159,4 @@ def test_a_chunk_that_never_comes_is_named(attached: None, caplog: pytest.LogCap
     (record,) = caplog.records
     assert "isoload SGLang: EPLB has stalled" in record.getMessage()
     going.close()
-    assert LAYERS.watch._now is None, "SGLang has dropped it"
+    assert LAYERS.watch._rebalance is None, "SGLang has dropped it"

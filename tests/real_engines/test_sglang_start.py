@@ -19,9 +19,10 @@ from sglang.srt.runtime_context import get_parallel
 
 import isoload
 from isoload.engines.settings import Settings
-from isoload.engines.sglang import LAYERS, dispatch, elastic, placement
+from isoload.engines.sglang import LAYERS, dispatch, layers
+from isoload.engines.sglang import placement as sglang_placement
+from isoload.engines.sglang.dispatch import DeepEPWaterfillBalancer
 from isoload.engines.sglang.layers import Layer
-from isoload.engines.sglang.waterfill import DeepEPWaterfillBalancer
 
 
 def test_a_locations_update_reaches_the_balancers(attached: None, tmp_path: Path) -> None:
@@ -40,7 +41,7 @@ def test_a_locations_update_reaches_the_balancers(attached: None, tmp_path: Path
         layer = LAYERS.by_id[LAYER]
         tables = layer.balancer.placed_on(torch.device("cpu")).tables.data
         address = tables.data_ptr()
-        dispatch.update_metadata(made.update, first, second, [LAYER])
+        sglang_placement.update_metadata(made.update, first, second, [LAYER])
         assert LAYERS.by_id[LAYER] is layer and address == tables.data_ptr()
         for i, want in ((0, first), (LAYER, second), (2, first)):
             held = LAYERS.by_id[i].balancer.placement.slot_to_expert[i]
@@ -75,13 +76,13 @@ def test_a_placer_that_can_starts_from_where_experts_lie(attached: None, placer:
     counts = skewed_counts()
     shuffled = place_anew(counts).slot_to_expert.view(3, RANKS, -1).flip(1, 2).reshape(3, -1).long()
     with published(tp_size=RANKS, ep_size=RANKS):
-        chosen = placement.compute_algorithm(lambda *_: None, "isoload", None, 1)
+        chosen = sglang_placement.compute_algorithm(lambda *_: None, "isoload", None, 1)
         found = []
         for now in (None, running(shuffled)):
             expert_location.set_global_expert_location_metadata(now, allow_overwrite=True)
             size = shuffled.shape[1] // RANKS
             args = counts, shuffled.shape[1], size, None, 1, chosen
-            found.append(placement.rebalance_experts(lambda *_: None, *args)[0])
+            found.append(sglang_placement.rebalance_experts(lambda *_: None, *args)[0])
     stays = [float((table == shuffled).float().mean()) for table in found]
     assert torch.equal(*found) if anew else stays[1] > 0.9 > stays[0]
 
@@ -198,7 +199,7 @@ def test_the_log_says_whose_counts(
         (
             {},
             {"ISOLOAD_LOADS": "gathered"},
-            "ISOLOAD_LOADS must be own or last behind .* got 'gathered'",
+            "ISOLOAD_LOADS must be own behind .* got 'gathered'",
         ),
         ({}, {"ISOLOAD_LOADS": "node"}, "where ranks without tokens join no gather .* got 'node'"),
         (
@@ -208,8 +209,8 @@ def test_the_log_says_whose_counts(
         ),
         (
             {"elastic_ep_backend": "mooncake"},
-            {"ISOLOAD_LOADS": "last"},
-            "--elastic-ep-backend must come with .* dynamic and ISOLOAD_LOADS own, got 'mooncake' .* last",
+            {"ISOLOAD_LOADS": "node"},
+            "--elastic-ep-backend must come with .* dynamic and ISOLOAD_LOADS own, got 'mooncake' .* node",
         ),
         (
             {"elastic_ep_backend": "mooncake"},
@@ -268,7 +269,7 @@ def test_a_loaded_models_metrics_begin_under_its_own_rank(
     for joined, served in ((0, "served"), (2, None)):
         LAYERS.start(Settings.read({"ISOLOAD_REPORT_SECONDS": "3600"}))
         LAYERS.by_id = {LAYER: Layer(same_tokens(placement).balancer, None)}
-        monkeypatch.setattr(elastic, "joined_behind", lambda joined=joined: joined)
+        monkeypatch.setattr(layers, "joined_behind", lambda joined=joined: joined)
         runner = SimpleNamespace(
             is_draft_worker=False, server_args=SimpleNamespace(served_model_name=served),
             model_config=SimpleNamespace(model_path="a path"), model=SimpleNamespace(),
@@ -379,11 +380,11 @@ UNUSED = [
     ),
     (
         {"ep_dispatch_algorithm": "static", "moe_a2a_backend": "deepep"},
-        {"ISOLOAD_LOADS": "last", "ISOLOAD_POLICY": "exact", "ISOLOAD_RECORD_EVERY": "8"},
+        {"ISOLOAD_LOADS": "own", "ISOLOAD_POLICY": "exact", "ISOLOAD_RECORD_EVERY": "8"},
         [
             "ISOLOAD_POLICY=exact has no effect: SGLang's own --ep-dispatch-algorithm static chooses replicas. Pass "
             "--ep-dispatch-algorithm dynamic, or unset ISOLOAD_POLICY",
-            "ISOLOAD_LOADS=last has no effect: SGLang's own --ep-dispatch-algorithm static chooses replicas. Pass "
+            "ISOLOAD_LOADS=own has no effect: SGLang's own --ep-dispatch-algorithm static chooses replicas. Pass "
             "--ep-dispatch-algorithm dynamic, or unset ISOLOAD_LOADS",
             "ISOLOAD_RECORD_EVERY=8 has no effect: no passes are recorded. Set ISOLOAD_MODE=shadow, or unset "
             "ISOLOAD_RECORD_EVERY",

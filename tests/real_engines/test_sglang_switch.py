@@ -8,42 +8,37 @@ import re
 import threading
 from collections import Counter
 from itertools import cycle
-from pathlib import Path
 
 import pytest
 import torch
 from checkpoint import PROMPTS, make_qwen3_moe
 from engine_runs import EngineRun, run_sglang
 
-from isoload.analysis.rank_loads import read_recorded
-
 EPLB = {
     "ep_num_redundant_experts": 4, "ep_dispatch_algorithm": "dynamic", "enable_eplb": True,
     "eplb_rebalance_num_iterations": 50, "expert_distribution_recorder_buffer_size": 50,
     "expert_distribution_recorder_mode": "stat", "eplb_algorithm": "isoload",
 }  # fmt: skip
-REQUESTS, LAYERS = int(os.environ.get("TEST_REQUESTS", 40 * len(PROMPTS))), 3
-WORDS = ("off", "on", "shadow", "on:layers=1")
+REQUESTS = int(os.environ.get("TEST_REQUESTS", 40 * len(PROMPTS)))
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> tuple[EngineRun, list[list[int]], Path]:
-    """(run, Hugging Face's tokens of each prompt, what was recorded)"""
+def served(tmp_path_factory: pytest.TempPathFactory) -> tuple[EngineRun, list[list[int]]]:
+    """(run, Hugging Face's tokens of each prompt)"""
     folder = tmp_path_factory.mktemp("switch")
     tokens = make_qwen3_moe(folder / "model")
     said, over = folder / "said", threading.Event()
 
     def turn() -> None:
-        for word in cycle(WORDS):
-            said.write_text(word)
+        for state in cycle(("off", "on")):
+            said.write_text(state)
             if over.wait(1.0):
                 return
 
     variables = {
         "ISOLOAD_SGLANG": "1", "ISOLOAD_STRICT": "1", "ISOLOAD_SWITCH": str(said),
-        "ISOLOAD_RECORD": str(folder / "record"), "ISOLOAD_RECORD_EVERY": "1", "ISOLOAD_REPORT_SECONDS": "0.2",
+        "ISOLOAD_REPORT_SECONDS": "0.2",
     }  # fmt: skip
-    (folder / "record").mkdir()
     turning = threading.Thread(target=turn)
     turning.start()
     try:
@@ -51,29 +46,20 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> tuple[EngineRun, list[li
     finally:
         over.set()
         turning.join()
-    return run, tokens, folder / "record"
+    return run, tokens
 
 
-def test_no_request_fails_and_tokens_are_hugging_faces(
-    served: tuple[EngineRun, list[list[int]], Path],
-) -> None:
-    run, tokens, _ = served
+def test_no_request_fails_and_tokens_are_hugging_faces(served: tuple[EngineRun, list[list[int]]]) -> None:
+    run, tokens = served
     assert run.tokens == [tokens[i % len(PROMPTS)] for i in range(REQUESTS)]
     assert len(run.lines("TP0 EP0] [EPLBManager] rebalance end")) >= 3
 
 
-def test_all_ranks_turn_behind_the_same_pass(served: tuple[EngineRun, list[list[int]], Path]) -> None:
+def test_all_ranks_turn_behind_the_same_pass(served: tuple[EngineRun, list[list[int]]]) -> None:
     """And choose the same slots, else a copy would be computed twice or not at all."""
-    run, _, _ = served
-    turns = Counter(
-        re.findall(r"switched to (\w+), isoload's on (\d) of 3 layers, after pass (\d+) on rank", run.log)
-    )
+    run, _ = served
+    turns = Counter(re.findall(r"switched (\w+), after pass (\d+) on rank", run.log))
     assert set(turns.values()) == {2} and len(turns) >= 4, "once on each rank"
-    assert {state for state, *_ in turns} >= {"on", "off", "shadow"}
+    assert {state for state, _ in turns} == {"on", "off"}
     for a, b in zip(*run.batches, strict=True):
         assert a.layer == b.layer and torch.equal(a.slots, b.slots)
-
-
-def test_what_it_chose_in_shadow_is_recorded(served: tuple[EngineRun, list[list[int]], Path]) -> None:
-    recorded = read_recorded(served[2])
-    assert recorded.same_tokens and recorded.trace.num_layers == LAYERS

@@ -23,7 +23,7 @@ from vllm_cpu import map_and_record
 import isoload
 from isoload.engines.settings import Settings
 from isoload.engines.tables import replica_lists
-from isoload.engines.vllm import start
+from isoload.engines.vllm import placement as vllm_placement
 from isoload.placement.placement import Placement
 from isoload.traces import Identity, Trace
 from support.sweeps import rest
@@ -225,17 +225,17 @@ def model(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
     def make(
         path: Path, name: str = "tiny-moe", draft: bool = False, additional: Any = None, **parallel: Any
     ) -> Any:
-        start.START.start(Settings.read({"ISOLOAD_PLACEMENT": str(path)}))
+        vllm_placement.START.start(Settings.read({"ISOLOAD_PLACEMENT": str(path)}))
         of = SimpleNamespace(
             model=name, runner_type="draft" if draft else "generate", served_model_name=["served"]
         )
         config = SimpleNamespace(
             parallel_config=parallel_of(**parallel), model_config=of, additional_config=additional
         )
-        return start.initialize_model(lambda *_, **__: made, config)
+        return vllm_placement.initialize_model(lambda *_, **__: made, config)
 
     yield make
-    start.START.start(Settings.read({}))
+    vllm_placement.START.start(Settings.read({}))
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -271,7 +271,7 @@ def test_files_of_every_format_fit(model: Callable[..., Any], oracle: Oracle, tm
         isoload.write_placement(placement, path, name)
         if name == "sglang":
             assert isoload.read_placement(path, RANKS).num_layers == 4, "a row for the dense layer, too"
-        rows = start.START.rows(model(path), SimpleNamespace(model="tiny-moe"), parallel_of(), RANKS)
+        rows = vllm_placement.START.rows(model(path), SimpleNamespace(model="tiny-moe"), parallel_of(), RANKS)
         assert torch.equal(rows.int(), placement.slot_to_expert), name
 
 
@@ -328,7 +328,7 @@ def test_names_of_two_models_differ() -> None:
         ("qwen3-30b", "qwen3-235b"),
         ("", "x"),
     ):
-        assert not start.same_model(one, other) and not start.same_model(other, one)
+        assert not vllm_placement.same_model(one, other) and not vllm_placement.same_model(other, one)
 
 
 def test_a_draft_keeps_vllms_map(model: Callable[..., Any], tmp_path: Path) -> None:
@@ -342,7 +342,9 @@ def test_stages_of_a_pipeline_take_their_layers(model: Callable[..., Any], tmp_p
     placement = Placement(rows, isoload.Topology(RANKS), EXPERTS, layer_ids=(1, 2, 3, 4, 5, 6))
     isoload.write_placement(placement, tmp_path / "plan.json")
     made = model(tmp_path / "plan.json", pipeline_parallel_size=2)
-    found = start.START.rows(made, SimpleNamespace(model="x"), parallel_of(pipeline_parallel_size=2), RANKS)
+    found = vllm_placement.START.rows(
+        made, SimpleNamespace(model="x"), parallel_of(pipeline_parallel_size=2), RANKS
+    )
     assert torch.equal(found.int(), rows[:3])
 
 
@@ -366,11 +368,11 @@ def test_ranks_that_read_other_files_all_stop(
     def gather(known: list[Any], own: tuple[str, int], group: Any) -> None:
         known[:] = [own, (fault, other)]
 
-    monkeypatch.setattr(start.dist, "all_gather_object", gather)
+    monkeypatch.setattr(vllm_placement.dist, "all_gather_object", gather)
     made = model(oracle.file)
     parallel_state.get_ep_group().cpu_group = None
     with pytest.raises(ValueError, match=message):
-        start.move(SimpleNamespace(model=made), SimpleNamespace(model="tiny-moe"), parallel_of())
+        vllm_placement.move(SimpleNamespace(model=made), SimpleNamespace(model="tiny-moe"), parallel_of())
 
 
 def test_a_vllm_that_cannot_start_from_a_file_does_not_start(

@@ -34,7 +34,6 @@ from reference.route import route, route_sampled
 from reference.route_shared import route_shared
 from reference.route_shared_sampled import route_shared_sampled
 from reference.share import share, share_by_rank
-from reference.share_alone import share_alone
 from reference.top_up import top_up
 
 __all__ = [
@@ -69,7 +68,6 @@ __all__ = [
     "route_shared",
     "route_shared_sampled",
     "share",
-    "share_alone",
     "share_by_rank",
     "top_up",
 ]

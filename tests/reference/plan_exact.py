@@ -11,7 +11,6 @@ proves a bound.
    to one with room (augmentation).
 4. bound: if there is no such path, the ranks that the overloaded ones can reach are such a set. Its bound
    is the next target.
-5. finish, of the objective packed: replicas whose copies fit on another active one of their expert close.
 
 Copies that are poured over the ranks afterwards, each on any rank, only add to what all ranks together must
 carry. So no split need be better than the level at which all ranks have room for everything.
@@ -32,10 +31,10 @@ from isoload.ops.results import ExactSplit
 from isoload.ops.tables import ReplicaTables
 from reference.replica_tables import replicas
 from reference.share import share
-from reference.start import ReplicatedExpert, local, packed, spread
+from reference.start import ReplicatedExpert, local, spread
 
 MAX_COPIES = 2**31 - 1
-Objective = Literal["spread", "local", "packed"]
+Objective = Literal["spread", "local"]
 
 
 def plan_exact(
@@ -84,15 +83,11 @@ def plan_exact(
     )
     if objective == "spread":
         spread(solver.experts, solver.load)
-    elif objective == "local":
-        local(solver.experts, solver.load, loads.tolist(), ranks_per_node or tables.num_ranks)
     else:
-        packed(solver.experts, solver.load, solver.ticks)
+        local(solver.experts, solver.load, loads.tolist(), ranks_per_node or tables.num_ranks)
     if sweeps is None:
         sweeps = 4 if objective == "spread" else 0
     telemetry = solver.solve(sweeps, budget)
-    if objective == "packed":
-        solver.close_replicas()
     quota = solver.quota()
 
     assert [sum(quota[p] for p in slots) for slots in replicas(tables)] == totals, "quotas sum to their loads"
@@ -285,14 +280,3 @@ class Solver:
         bound = self.least_peak(closed, sum(self.load[r] for r in closed))
         assert bound > self.target(), "ranks that carry more than the target allows prove a higher bound"
         self.bound = bound
-
-    # 5. finish
-
-    def close_replicas(self) -> None:
-        """Replicas hand all their copies to the first other active one of their expert with room for them."""
-        for x in self.experts:
-            for giver in x.givers():
-                copies = x.quota[giver]
-                takers = [r for r in x.givers() if r != giver and self.room(r) >= copies]
-                if takers:
-                    self.move(x, giver, takers[0], copies)

@@ -13,8 +13,7 @@ Everything is integral, and ties go to the lowest rank.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable
-from typing import Literal
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -30,7 +29,6 @@ def plan_waterfill(
     tokens: Tensor,
     per_token: int = 1,
     ranks_per_node: int | None = None,
-    candidates: Literal["all", "node", "visited"] = "all",
     *,
     ticks: Tensor | None = None,
     limits: Tensor | None = None,
@@ -38,7 +36,7 @@ def plan_waterfill(
     """The share of isoload.ops.plan_waterfill, which documents the arguments, move by move the same."""
     if copies.dim() == 3:
         layers = [
-            plan_waterfill(c, t, per_token, ranks_per_node, candidates, ticks=ticks, limits=limits)
+            plan_waterfill(c, t, per_token, ranks_per_node, ticks=ticks, limits=limits)
             for c, t in zip(copies, tokens, strict=True)
         ]
         return WaterfillSplit(*(torch.stack(field) for field in zip(*layers, strict=True)))
@@ -49,27 +47,21 @@ def plan_waterfill(
         tokens.tolist(),
         per_token,
         ranks_per_node or ranks,
-        candidates,
         [1] * ranks if ticks is None else ticks.tolist(),
         [MAX_COPIES] * ranks if limits is None else limits.tolist(),
     )
     level = pool.level()
     pool.keep(level)
     pool.visit()
-    if candidates == "visited":
-        pool.stay()
-    else:
-        pool.pour(pool.per_node)
-        if candidates == "all":
-            pool.pour(ranks)
+    pool.pour(pool.per_node)
+    pool.pour(ranks)
 
     received = [sum(column) for column in zip(*pool.share, strict=True)]
     peak = max(t * (b + n) for t, b, n in zip(pool.ticks, pool.base, received, strict=True))
     assert [sum(row) for row in pool.share] == pool.own, "every shared copy has one place"
     assert all(n >= 0 for row in pool.share for n in row), "nothing is negative"
     assert all(n <= most for n, most in zip(received, pool.limits, strict=True)), "limits hold"
-    assert candidates == "visited" or peak == level, "no share has a lower peak"
-    assert peak >= level, "a bound is below every peak"
+    assert peak == level, "no share has a lower peak"
     return WaterfillSplit(
         torch.tensor(pool.share, dtype=torch.int32), torch.tensor(peak), torch.tensor(level)
     )
@@ -85,12 +77,11 @@ class Pool:
         tokens: list[int],
         per_token: int,
         per_node: int,
-        candidates: str,
         ticks: list[int],
         limits: list[int],
     ) -> None:
         self.copies, self.tokens, self.per_token, self.per_node = copies, tokens, per_token, per_node
-        self.candidates, self.ticks, self.limits = candidates, ticks, limits
+        self.ticks, self.limits = ticks, limits
         self.ranks = range(len(tokens))
         self.base: list[int] = [sum(column) for column in zip(*copies, strict=True)]
         self.own = [per_token * n for n in tokens]
@@ -101,17 +92,13 @@ class Pool:
     # 1. level
 
     def level(self) -> int:
-        size = self.per_node if self.candidates == "node" else len(self.ranks)
-        return max(self.least_level(self.ranks[i : i + size]) for i in range(0, len(self.ranks), size))
-
-    def least_level(self, group: Iterable[int]) -> int:
-        """The least level under which the routed copies of all ranks fit and the shared ones of a group."""
-        shared = sum(self.own[r] for r in group)
-        assert sum(self.limits[r] for r in group) >= shared, "limits hold all shared copies"
+        """The least level under which the routed and the shared copies of all ranks fit."""
+        shared = sum(self.own)
+        assert sum(self.limits) >= shared, "limits hold all shared copies"
         low = max(t * b for t, b in zip(self.ticks, self.base, strict=True))
         high = max(self.ticks) * (max(self.base) + shared)
         enough = range(low, max(low, high) + 1)
-        return enough[bisect_left(enough, shared, key=lambda p: sum(self.capacity(r, p) for r in group))]
+        return enough[bisect_left(enough, shared, key=lambda p: sum(self.capacity(r, p) for r in self.ranks))]
 
     def capacity(self, rank: int, level: int) -> int:
         return min(self.limits[rank], level // self.ticks[rank] - self.base[rank])
@@ -131,8 +118,6 @@ class Pool:
 
     def visits(self, giver: int, taker: int) -> int:
         """How many copies have a token that visits the taker anyway, estimated from counts."""
-        if self.candidates == "node" and giver // self.per_node != taker // self.per_node:
-            return 0
         return self.per_token * min(self.tokens[giver], self.quarters * self.copies[giver][taker] // 4)
 
     def visit(self) -> None:
@@ -232,10 +217,6 @@ class Pool:
             for giver in self.ranks[first : first + size]:
                 for taker in self.ranks[first : first + size]:
                     self.send(giver, taker, min(self.excess[giver], self.room[taker]))
-
-    def stay(self) -> None:
-        for r in self.givers:
-            self.share[r][r] += self.excess[r]
 
 
 def widest(ranks: list[int], width: Callable[[int], int]) -> int:

@@ -31,9 +31,7 @@ def route(
             present = (slots >= 0).any(1, keepdim=True)
             ranks = torch.where(present, shared.home, -1).expand(-1, shared.num_shared)
         else:
-            ranks = route_shared(
-                slots, shared.row, size, shared.home, shared.num_shared, strict=shared.strict
-            )
+            ranks = route_shared(slots, shared.row, size, shared.home, shared.num_shared)
         place = shared.first_shared + torch.arange(shared.num_shared)
         return torch.cat([slots, torch.where(ranks < 0, -1, ranks * size + place).to(slots.dtype)], dim=1)
     held = replicas(tables)

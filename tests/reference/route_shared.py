@@ -14,8 +14,6 @@ def route_shared(
     slots_per_rank: int,
     rank: int,
     num_shared: int = 1,
-    *,
-    strict: bool = False,
 ) -> Tensor:
     """[T, num_shared] int32 ranks; -1 for a token without a slot.
 
@@ -29,10 +27,9 @@ def route_shared(
     for j in range(num_shared):
         line = [(sum(row[:d]) + j) // num_shared for d in range(len(row) + 1)]
         budget = [upto - before for before, upto in pairwise(line)]
-        columns.append(_match(visited, budget, rank, strict))
-    if not strict:
-        received = [sum(column.count(d) for column in columns) for d in range(len(row))]
-        assert received == row, "ranks get their share"
+        columns.append(_match(visited, budget, rank))
+    received = [sum(column.count(d) for column in columns) for d in range(len(row))]
+    assert received == row, "ranks get their share"
     return torch.tensor(columns, dtype=torch.int32).view(num_shared, len(visited)).t().contiguous()
 
 
@@ -41,7 +38,7 @@ def visited_ranks(slots: Tensor, slots_per_rank: int) -> list[set[int]]:
     return [{p // slots_per_rank for p in token if p != -1} for token in slots.tolist()]
 
 
-def _match(visited: list[set[int]], budget: list[int], home: int, strict: bool) -> list[int]:
+def _match(visited: list[set[int]], budget: list[int], home: int) -> list[int]:
     """One copy of every token. Ranks choose in turn: first the one with fewest free visitors to spare; of its
     visitors first those that visit fewest of the ranks after it, then the lowest."""
     chosen = [-1] * len(visited)
@@ -57,11 +54,8 @@ def _match(visited: list[set[int]], budget: list[int], home: int, strict: bool) 
         free = [t for t in free if chosen[t] == -1]
     others = [d for d in range(len(budget)) if d != home]
     places = [d for d in (home, *others) for _ in range(budget[d])]
-    for t, d in zip(free, places, strict=False):
-        chosen[t] = home if strict else d
-    for t in free[len(places) :]:
-        assert strict, "every token has a place"
-        chosen[t] = home
+    for t, d in zip(free, places, strict=True):
+        chosen[t] = d
     return chosen
 
 

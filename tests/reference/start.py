@@ -54,14 +54,6 @@ def local(
         add_to(load, x)
 
 
-def packed(experts: list[ReplicatedExpert], load: list[int], ticks: list[int]) -> None:
-    """By falling copies, each expert wholly to the rank that costs least with it."""
-    for x in sorted(experts, key=lambda x: -x.total):
-        rank = min(x.slots, key=lambda r: (load[r] + x.total) * ticks[r])
-        x.quota[rank] = x.total
-        add_to(load, x)
-
-
 def add_to(load: list[int], x: ReplicatedExpert) -> None:
     for r, copies in x.quota.items():
         load[r] += copies

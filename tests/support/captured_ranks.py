@@ -33,8 +33,3 @@ class GraphGroup(CollectiveGroup):
         if module.capturing(rows[0].device):
             return captured_gather(rows[0], self.topology.num_ranks)
         return super()._gather(stage, rows, in_node)
-
-    def _sum(self, stage: str, rows: list[Tensor]) -> Tensor:
-        if module.capturing(rows[0].device):
-            return captured_gather(rows[0], self.topology.num_ranks).sum(0, dtype=rows[0].dtype)
-        return super()._sum(stage, rows)

@@ -21,7 +21,7 @@ def say(when: str) -> None:
 
 say("import")
 
-from isoload.balancing.prediction import fit, tabulate  # noqa: E402
+from isoload.balancing.prediction import fit  # noqa: E402
 from isoload.cli.app import app  # noqa: E402
 from isoload.layer.routers import Gate, Router  # noqa: E402
 from support.checkpoints import PREFIX, deepseek_v3  # noqa: E402
@@ -54,7 +54,7 @@ def every_policy() -> None:
 
 def stacks_and_what_runs_beside_them() -> None:
     trace = routing_trace(2)
-    for predictor in ("lookahead", "last", fit(trace), tabulate(trace)):
+    for predictor in ("lookahead", "last", fit(trace)):
         model = Model(RANKS, 2)
         layers = model.layers()
         isoload.LibraStack(layers, predictor)

@@ -18,10 +18,10 @@ Rng = np.random.Generator
 OPTIONS: dict[str, dict[str, list[Any]]] = {
     "static": {"seed": [0, 1, 9]},
     "dynamic": {"seed": [0, 1], "step": [0, 3]},
-    "exact": {"tolerance": [0.0, 0.0, 0.1], "budget": [None, None, 0, 2], "objective": ["spread", "local", "packed"]},
-    "joint": {"tolerance": [0.0, 0.1], "budget": [None, 0], "objective": ["spread", "local", "packed"]},
+    "exact": {"tolerance": [0.0, 0.0, 0.1], "budget": [None, None, 0, 2], "objective": ["spread", "local"]},
+    "joint": {"tolerance": [0.0, 0.1], "budget": [None, 0], "objective": ["spread", "local"]},
     "lp": {"precision": ["float32", "float64"]},
-    "waterfill": {"candidates": ["all", "node", "visited"], "routed": ["exact", "even", "none"]},
+    "waterfill": {"routed": ["exact", "even", "none"]},
     "waterfill_sampled": {"rule": ["static", "dynamic", "blog"]},
     "llep": {
         "min_chunk": [1, 3], "threshold": [1.0, 1.3], "capacity": [1.0, 1.2], "split_by": ["exact", "lp"],
@@ -35,7 +35,6 @@ OPTIONS: dict[str, dict[str, list[Any]]] = {
     "libra_published": {"alpha": [0.0, 0.5, 1.0], "tolerance": [0.0, 0.1], "slots": [None, 1]},
     "hedge": {"slots": [None, 1], "within": ["all", "node"]},
     "grace": {"locality": [True, False]},
-    "grace_sampled": {"seed": [0, 1], "step": [0, 3], "locality": [True, False]},
 }  # fmt: skip
 
 

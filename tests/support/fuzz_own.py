@@ -57,7 +57,7 @@ def check_idle(rng: Rng) -> None:
     likes = torch.from_numpy(rng.random((1, experts)) ** 4 + 1e-3)
     slots_per_rank = -(-experts // topology.num_ranks) + spare + shared
     placement = isoload.place(likes, topology, slots_per_rank, num_shared=shared)
-    loads, min_tokens = rng.choice(["own", "node", "last"]), int(rng.choice([0, 100]))
+    loads, min_tokens = rng.choice(["own", "node"]), int(rng.choice([0, 100]))
     how = {"loads": str(loads), "min_tokens": min_tokens, "shared_columns": False}
     layer, alone = (Balancer(placement, group=LocalGroup(topology), **how) for _ in "ab")  # type: ignore[arg-type]
     for _ in range(int(rng.integers(1, 6))):
@@ -71,8 +71,6 @@ def check_idle(rng: Rng) -> None:
     sources = tokens_of_sources(tokens, nodes if loads == "node" else nodes * size)
     idle = [s for s, number in enumerate(sources) if number == 0]
     assert not own.offset[idle].any(), "a target of an idle source"
-    if loads == "last":
-        return
     ids = draw_idle(rng, likes, topology.num_ranks)
     (after, _), (before, _) = layer_call(layer, ids), layer_call(alone, ids)
     per_source = topology.num_ranks // len(sources)

@@ -37,21 +37,18 @@ class Pouring:
     def own(self) -> np.ndarray:
         return self.per_token * self.tokens
 
-    def group(self, candidates: str) -> int:
-        return self.per_node if candidates == "node" else len(self.tokens)
-
-    def visits(self, candidates: str = "all") -> np.ndarray:
+    @property
+    def visits(self) -> np.ndarray:
         """[R, R] copies that find a token which goes there anyway; none at home."""
         most = self.per_token * np.minimum(self.tokens[:, None], self.copies)
-        node = np.arange(len(self.tokens)) // self.group(candidates)
-        return np.where((node[:, None] == node) & ~np.eye(len(node), dtype=bool), most, 0)
+        return np.where(np.eye(len(most), dtype=bool), 0, most)
 
-    def arguments(self, candidates: str = "all") -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         def int32(values: np.ndarray | None) -> Tensor | None:
             return None if values is None else torch.from_numpy(values.astype(np.int32))
 
         options = {"ticks": int32(self.ticks), "limits": int32(self.limits)}
-        return (int32(self.copies), int32(self.tokens), self.per_token, self.per_node, candidates), options
+        return (int32(self.copies), int32(self.tokens), self.per_token, self.per_node), options
 
 
 def even(rng: Rng, ranks: int) -> tuple[np.ndarray, np.ndarray]:
@@ -118,8 +115,8 @@ FAMILIES: dict[str, Callable[[Rng, int], tuple[np.ndarray, np.ndarray]]] = {
 }
 
 
-def draw(family: str, ranks: int, seed: int, candidates: str = "all") -> Pouring:
-    """One problem; its name tells how to draw it again. Limits always hold what `candidates` must place."""
+def draw(family: str, ranks: int, seed: int) -> Pouring:
+    """One problem; its name tells how to draw it again. Limits always hold all shared copies."""
     rng = np.random.default_rng([list(FAMILIES).index(family), ranks, seed])
     copies, tokens = FAMILIES[family](rng, ranks)
     per_node = int(rng.choice([d for d in range(1, ranks + 1) if ranks % d == 0]))
@@ -128,14 +125,9 @@ def draw(family: str, ranks: int, seed: int, candidates: str = "all") -> Pouring
     if seed % 3 == 1:
         ticks = rng.integers(1, int(rng.choice([3, 20])), ranks)
     if seed % 2 == 1:
-        size = {"all": ranks, "node": per_node, "visited": 1}[candidates]
-        limits = np.zeros(ranks, dtype=np.int64)
-        for first in range(0, ranks, size):
-            own = per_token * int(tokens[first : first + size].sum())
-            limits[first : first + size] = rng.multinomial(own, rng.dirichlet(np.ones(size)))
-        limits += rng.integers(0, 30, ranks) * rng.integers(0, 2)
-    name = f"{family}-R{ranks}#{seed}-{candidates}"
-    return Pouring(name, copies, tokens, per_token, per_node, ticks, limits)
+        limits = rng.multinomial(per_token * int(tokens.sum()), rng.dirichlet(np.ones(ranks)))
+        limits = limits + rng.integers(0, 30, ranks) * rng.integers(0, 2)
+    return Pouring(f"{family}-R{ranks}#{seed}", copies, tokens, per_token, per_node, ticks, limits)
 
 
 @dataclass(frozen=True)

@@ -112,7 +112,6 @@ GOOD: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "balance_same": (ops.balance_same, {"topk_ids": LONE_IDS, "tables": LONE}),
     "share": (ops.share, {**shares, "rank": None}),
     "share_by_rank": (ops.share_by_rank, shares),
-    "share_alone": (ops.share_alone, {"counts": int32(1, 2, 1, 4), "quota": QUOTA, "tables": TABLES, "source": 2}),
     "route": (ops.route, routed),
     "route_sampled": (ops.route_sampled, {"topk_ids": IDS, "weights": torch.ones(8), "tables": TABLES, "seed": 1}),
     "route_shared": (

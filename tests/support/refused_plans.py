@@ -75,7 +75,7 @@ ticks=int32(1, 1, 0, 1) | ticks must be in 1..2^20, got 0 for rank 2
 ticks=int32(1, 1, 1, 2**20 + 1) | ticks must be in 1..2^20, got 1048577 for rank 3
 [plan_exact of_a_rank plan_joint balance_same]
 tolerance=-0.1 | tolerance must be in 0..1000 (relative), got -0.1
-objective='best' | objective must be one of spread, local, packed, got 'best'
+objective='best' | objective must be one of spread, local, got 'best'
 [plan_exact of_a_rank plan_own balance_own]
 sweeps=-1 | sweeps must be in 0..2^31-1, got -1
 [plan_exact plan_waterfill share]
@@ -162,14 +162,10 @@ copies=changed(copies, (2, 1), MAX) | copies and per_token * tokens must sum to 
     2147483749
 tokens=int32(2**30, 2**30, 0, 0), per_token=1024 | copies and per_token * tokens must sum to less than 2^31
     copies, got 2199023255625
-candidates='near' | candidates must be all, node or visited, got 'near'
 limits=torch.ones(4) | limits must be int32, got float32
 limits=int32(1, 2) | limits must have shape [4], got [2]
 limits=int32(9, 9, 9, -1) | limits must not be negative, got -1 for rank 3
 limits=int32(0, 9, 10, 10) | limits must hold the 30 shared copies of ranks 0..3, got 29
-limits=int32(16, 0, 99, 99), candidates='node', ranks_per_node=2 | limits must hold the 17 shared copies of
-    ranks 0..1, got 16
-limits=int32(99, 99, 6, 99), candidates='visited' | limits must hold the 7 shared copies of ranks 2..2, got 6
 copies=copies.expand(40, 4, 4), tokens=changed(tokens.repeat(40, 1), (33, 1), -7) | tokens must not be
     negative, got -7 for rank 1
 [plan_own]
@@ -193,7 +189,6 @@ sent=NONE.long() | sent must be contiguous with 12 numbers, got [4]
 offset=offset - 1 | offset must be in 0..2^20, got -1 for rank 0
 offset=offset[:3] | offset must have shape [4], got [3]
 layer=-1 | layer must be in 0..2^31-1, got -1
-[plan_own balance_own share_alone]
 source=4 | source must be in 0..3, got 4
 [replica_tables]
 slot_to_expert=slot_to_expert.float() | slot_to_expert must be int32, got float32

@@ -68,11 +68,10 @@ step=torch.tensor(1).int() | step must be int64, got int32
 step=torch.tensor([1, 2]) | step must have one element, got [2]
 rank=-1 | rank must be in 0..1023, got -1
 rank=1024 | rank must be in 0..1023, got 1024
-[share share_alone]
+[share]
 quota=quota.float() | quota must be int32, got float32
 quota=quota[:4] | tables must be those of 4 experts in 4 slots
 tables=OF_LAYERS | tables must be of one layer, or of as many as
-[share]
 loads=loads[0] | loads must be per source rank, [..., 4, 4], got [4]
 loads=loads[:2] | loads must be per source rank, [..., 4, 4], got [2, 4]
 loads=loads[:, :3] | loads must be per source rank, [..., 4, 4], got [4, 3]
@@ -86,29 +85,6 @@ quota=changed(quota, 0, 2) | quota must conserve loads: that of expert 0 was not
 quota=changed(quota, 6, 0) | quota must conserve loads: that of expert 3 was not made from these loads
 quota=changed(quota, 6, 8) | quota must conserve loads: that of expert 3 was not made from these loads
 loads=loads - 100 | quota must conserve loads: that of expert 0 was not made from these loads
-[share_alone]
-quota=quota[None] | quota must be [P] or [L, P] like counts, got [1, 8]
-counts=counts.expand(2, 4), quota=quota.expand(2, 8), tables=OF_LAYERS | counts and quota must have one entry
-    per layer (3), got [2, 4] and [2, 8]
-counts=counts.long() | counts must be int32, got int64
-counts=counts.view(1, 1, 4) | counts must be [E] or [L, E], got [1, 1, 4]
-counts=counts[:3] | tables must be those of 3 experts in 8 slots
-source=-1 | source must be in 0..3, got -1
-counts=counts + 2 | counts must be part of the loads that quota was made from: those of expert 3 are not
-counts=counts - 2 | counts must be part of the loads that quota was made from: those of expert 0 are not
-quota=changed(quota, 1, -1) | counts must be part of the loads that quota was made from: those of expert 1 are
-    not
-quota=HUGE | counts must be part of the loads that quota was made from: those of expert 0 are not
-past=True, counts=counts - 2, recent=counts.long() | counts and past quotas must not be negative, ... those of
-    expert 0 are not
-past=True, quota=changed(quota, 1, -1) | counts and past quotas must not be negative, ... those of expert 1
-    are not
-past=True, quota=HUGE | counts and past quotas must not be negative, quotas sum to less than 2^31 copies, ...
-    those of expert 0 are not
-past=True, tables=placed(*FEW) | counts and past quotas ... and counts be 0 for an expert without a replica:
-    those of expert 3 are not
-recent=counts | recent must be int64, got int32
-recent=counts[:3].long() | recent must be contiguous with 4 numbers, got [3]
 [route_shared]
 slots=slots.float() | slots must be int32 or int64, got float32
 slots=slots + 1 | slots must be in -1..7, got 8
@@ -120,7 +96,7 @@ source_quota=source_quota.new_zeros(1025) | source_quota must have 1..1024 ranks
 source_quota=-source_quota | source_quota must not be negative, got -1 for rank 0
 source_quota=source_quota + 1 | source_quota must sum to num_shared copies of every token with a slot, 3, got
     7
-num_shared=2, strict=True | source_quota must sum to num_shared copies of every token with a slot, 6, got 3
+num_shared=2 | source_quota must sum to num_shared copies of every token with a slot, 6, got 3
 slots_per_rank=0 | slots_per_rank must be in 1..536870911, got 0
 slots_per_rank=2**30 | slots_per_rank must be in 1..536870911, got 1073741824
 num_shared=0 | num_shared must be in 1..1024, got 0

@@ -66,10 +66,6 @@ def borrow(backward: bool) -> list[torch.Tensor]:
     return pools[rank]
 
 
-def visited(x: Layer) -> object:
-    return ops.plan_waterfill(x.copies, x.tokens, candidates="visited")
-
-
 def speeds(x: Layer) -> torch.Tensor:
     """Ticks of every rank, hardly two alike."""
     return torch.arange(len(x.loads), dtype=torch.int32) * 37 % 400 + 900
@@ -129,7 +125,6 @@ def refused(x: Layer) -> torch.Tensor:
         lambda: ops.plan_waterfill(-x.copies, x.tokens).share,
         lambda: ops.plan_fill(loads, *spares).telemetry,
         lambda: ops.top_up(loads, *spares).telemetry,
-        lambda: ops.share_alone(loads[RANK], x.quota, x.tables, RANK),
         lambda: ops.plan_own(loads[RANK], x.tables, x.loads[0][: len(x.loads)], RANK),
         lambda: ops.balance_own(x.ids, x.tables, -1 - x.fixed, RANK)[0] + 1,
     ]
@@ -164,9 +159,9 @@ def more_ranks() -> object:
     return [*ops.plan_exact(loads, tables, sweeps=1), *ops.plan_active(loads, tables)]
 
 
-def pour(ranks: int, seed: int, candidates: str = "all") -> object:
+def pour(ranks: int, seed: int) -> object:
     """With paths of several levels to find, and a rest."""
-    arguments, options = pourings.draw("contended", ranks, seed, candidates).arguments(candidates)
+    arguments, options = pourings.draw("contended", ranks, seed).arguments()
     return ops.plan_waterfill(*arguments, **options)
 
 
@@ -278,14 +273,12 @@ OF_LAYERS: dict[str, tuple[Callable[[Layer], object], tuple[int, int, int]]] = {
     **{job.name: (job.call, FEW) for job in JOBS if job.name != "chain"},
     **{f"{job.name}, many tokens": (job.call, MANY) for job in JOBS if job.name in TOKENS},
     "plan_lp, wide": (next(job.call for job in JOBS if job.name == "plan_lp"), WIDE),
-    "plan_exact, packed": (more("packed"), FEW),
     "plan_exact, speeds": (lambda x: ops.plan_exact(x.loads, x.tables, ticks=speeds(x)), FEW),
     "plan_waterfill, speeds": (lambda x: ops.plan_waterfill(x.copies, x.tokens, ticks=speeds(x)), FEW),
     "plan_exact, local": (more("local"), FEW),
     "plan_exact, of a rank, local": (functools.partial(split_of_a_rank, objective="local"), FEW),
     "plan_joint, two shared": (joint_of_two, FEW),
     "plan_joint, in parts": (lambda x: joint_of_two(x, ticks=speeds(x), objective="local"), FEW),
-    "plan_waterfill, visited": (visited, FEW),
     "route, shared columns, blocks": (
         next(job.call for job in JOBS if job.name == "route, shared columns"),
         TURNS,
@@ -310,7 +303,6 @@ SCENARIOS: dict[str, Callable[[], object]] = {
     "plan_exact, many ranks": exact_of_many_ranks,
     "more ranks": more_ranks,
     "plan_waterfill, paths": lambda: pour(16, 59),
-    "plan_waterfill, paths, visited": lambda: pour(16, 183, "visited"),
     "plan_waterfill, more ranks than a warp": lambda: pour(48, 7),
     "plan_waterfill, more ranks": lambda: pour(72, 7),
     "plan_lp, many ranks": lambda: lp_of_ranks(48),

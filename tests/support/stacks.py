@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import isoload
+from isoload.balancing.prediction import TokensPredictor
 from isoload.layer.routers import Gate, Router
 from isoload.transport import LocalTransport, Transport
 from isoload.weights.compute import run_experts
@@ -17,6 +18,21 @@ from isoload.weights.experts import ExpertWeights, SwiGLU
 
 HIDDEN, INNER, EXPERTS, TOP_K = 8, 6, 12, 3
 TOKENS = (9, 0, 13, 4, 7, 1, 6, 11)  # per rank
+
+
+class PastChoices(TokensPredictor):
+    """Predicts a token's choices in the layer before; it needs those of two layers."""
+
+    reads, num_experts = "choices", EXPERTS
+
+    def __init__(self, num_layers: int) -> None:
+        self.num_layers = num_layers
+
+    def depth_of(self, layer: int) -> int:
+        return min(2, layer)
+
+    def choose(self, layer: int, tokens: Tensor) -> Tensor:
+        return tokens[:, 0]
 
 
 @dataclass

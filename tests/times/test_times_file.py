@@ -45,7 +45,7 @@ def test_a_group_of_another_size_is_extrapolated_on_one_node_and_refused_on_more
         ({"more": 1}, "keys must be .*, got 'more' besides"),
         ({"ranks": 0}, "ranks must be a whole number from 1 on, got 0"),
         ({"move_us": -1}, "move_us must be a number from 0 on, got -1"),
-        ({"plan_us": {"exakt": 1.0}}, "plan_us must have keys of exact, own, last, node, got 'exakt'"),
+        ({"plan_us": {"exakt": 1.0}}, "plan_us must have keys of exact, own, node, got 'exakt'"),
         ({"plan_us": {"exact": 1.0}}, "plan_us must have exact and own, got no own"),
         (
             {"exchange": {"kernel": "x", "dispatch": [0, 2, 1, 9, 0], "combine": [1, 2, 1, 9, 0]}},

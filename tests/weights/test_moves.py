@@ -146,8 +146,8 @@ def test_a_ranks_part_of_the_moves() -> None:
         Move(Address(0, 4), Address(2, 1)),
         Move(Address(0, 5), Address(0, 6)),
     ]
-    part = RankMoves.of(moves, 0, 3)
+    part = RankMoves.from_moves(moves, 0, 3)
     assert (part.leaving, part.sent) == ([0, 1, 4], [0, 1, 2])
     assert (part.arriving, part.got) == ([2], [0, 1, 0])
     assert (part.copied, part.filled) == ([5], [6])
-    assert RankMoves.of(moves, 2, 3).arriving == [0, 1]
+    assert RankMoves.from_moves(moves, 2, 3).arriving == [0, 1]

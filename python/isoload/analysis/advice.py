@@ -21,11 +21,11 @@ from isoload.analysis.loads import Judged
 from isoload.analysis.models import Model
 from isoload.analysis.timeline import ENDS, Floats, rows_between, timeline
 from isoload.balancing.planning import plan_layers, share_routed
-from isoload.balancing.targets import exact_quota, offsets, scaled
+from isoload.balancing.targets import offsets
 from isoload.placement.placement import Placement
 from isoload.placers import place
 from isoload.times import LayerTime
-from isoload.topology import Topology, as_topology
+from isoload.topology import Topology, as_topology, over_mean
 from isoload.traces import Ints
 
 MORE_SLOTS = (0, 1, 2, 4)  # of a rank, beyond one for each expert
@@ -37,7 +37,7 @@ class Candidate(NamedTuple):
     placer: "trivial" lays experts in order, as engines do by default; "eplb" packs them by their loads.
     more: slots of a rank beyond those that hold each expert once.
     split: who chooses replicas: "static" and "dynamic" (a random one) are engines' own; isoload's "exact" is planned by
-        all ranks' loads, "node" by those of a node, "own" by each rank's own, "last" by those of batches before.
+        all ranks' loads, "node" by those of a node, "own" by each rank's own.
         "none" where there are no replicas.
     """
 
@@ -57,7 +57,7 @@ class Candidate(NamedTuple):
 
 
 NOW = Candidate("trivial", 0, "none")
-ISOLOADS = ("exact", "node", "own", "last")
+ISOLOADS = ("exact", "node", "own")
 
 
 def grid(most: int, gathers: bool = True, nodes: int = 1) -> list[Candidate]:
@@ -65,7 +65,7 @@ def grid(most: int, gathers: bool = True, nodes: int = 1) -> list[Candidate]:
 
     gathers: whether the engine gathers loads, of all ranks for "exact", inside of each of several nodes for "node".
     """
-    ours = [split for split in ISOLOADS if gathers or split in ("own", "last")]
+    ours = [split for split in ISOLOADS if gathers or split == "own"]
     splits = ("static", "dynamic", *(split for split in ours if nodes > 1 or split != "node"))
     replicated = (
         Candidate("eplb", more, split) for more in MORE_SLOTS[1:] if more <= most for split in splits
@@ -87,13 +87,9 @@ def sent(
         return _dynamic(loads, placement, seed)
     if split == "node":
         return _node(loads, placement, renewed)
-    if split in ("own", "last"):
+    if split == "own":
         tables, of_ranks = placement.layers("cpu").tables, [of.contiguous() for of in loads.unbind(1)]
-        if split == "own":
-            rows = [ops.plan_own(own, tables, renewed[s], s) for s, own in enumerate(of_ranks)]
-        else:
-            rows = [ops.share_alone(own, renewed[0], tables, s, past=True) for s, own in enumerate(of_ranks)]
-        return torch.stack(rows, 1)
+        return torch.stack([ops.plan_own(own, tables, renewed[s], s) for s, own in enumerate(of_ranks)], 1)
     policy = {"none": "static", "static": "static", "exact": "exact"}[split]
     return share_routed(loads, plan_layers(loads, placement, policy), None)
 
@@ -108,12 +104,9 @@ def sent_batches(candidate: Candidate, placement: Placement, judged: Judged) -> 
 def targets(split: str, seen: Tensor, placement: Placement) -> list[Tensor]:
     """What an exchange tells ranks that have all had tokens alike, counts seen [L, E].
 
-    Of every rank ("own") or node ("node") its offset [L, R]; the quotas [L, P] of "last"; for other splits nothing.
+    Of every rank ("own") or node ("node") its offset [L, R]; for other splits nothing.
     """
     layers, topology = placement.layers("cpu"), placement.topology
-    if split == "last":
-        no_shared = seen.new_zeros(len(seen), 1, topology.num_ranks)
-        return [exact_quota(*scaled(seen.unsqueeze(1), no_shared), layers.tables, topology).int()]
     sources = {"own": topology.num_ranks, "node": topology.num_nodes}.get(split, 0)
     recent = seen.unsqueeze(1).expand(-1, sources, -1)
     if not sources:
@@ -157,13 +150,12 @@ NO_DIFFERENCE = 0.03  # of a step: less is within what any such model can say
 # tokens of each): own counts in one op; count, plan and route behind each other. GATHER_US: of the loads ahead of
 # them, which takes several GPUs and was not measured.
 GATHER_US = (10.0, 25.0)
-SAME_PLAN = {"node": "exact", "last": "own"}  # whose measured time stands for another one's
+SAME_PLAN = {"node": "exact"}  # whose measured time stands for another one's
 PLAN_US = {
     "none": (0.0, 0.0),
     "static": (0.0, 0.0),
     "dynamic": (0.0, 0.0),
     "own": (20.0, 40.0),
-    "last": (26.0, 67.0),
     "node": (36.0, 92.0),
     "exact": (36.0, 92.0),
 }
@@ -431,7 +423,7 @@ def _answer(found: Run, question: Question, per_slot: float) -> Answer:
         float(layer_ms(found, question).mean()),
         step_ms(found, question),
         (0.0, 0.0),
-        float((loads.max(-1) / loads.mean(-1)).mean()),
+        float(over_mean(loads).max(-1).mean()),
         found.candidate.more * per_slot,
         found.node_rows,
     )

@@ -13,6 +13,7 @@ from isoload.analysis.batches import Fold, calibration_folds, make_batches
 from isoload.balancing.planning import plan_layers
 from isoload.placement.placement import Placement
 from isoload.placers.base import rank_loads
+from isoload.topology import over_mean
 from isoload.traces import Trace
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
@@ -28,7 +29,7 @@ def even_imbalance(placement: Placement, counts: Ints) -> Floats:
         placement: whose shared experts have no load. With speeds a load is a cost, see :class:`isoload.Topology`.
         counts: [batches, L, E] copies. A batch without copies in a layer has imbalance 1.
     """
-    return _over_mean(even_loads(placement, counts).max(-1), counts, placement)
+    return over_mean(even_loads(placement, counts).max(-1), mean_load(counts, placement))
 
 
 def even_loads(placement: Placement, counts: Ints) -> Floats:
@@ -49,19 +50,18 @@ def exact_imbalance(placement: Placement, counts: Ints) -> Floats:
         scaled = torch.from_numpy((batch // scale).astype(np.int32))
         loads[:, placement.topology.live_ranks[0], : batch.shape[1]] = scaled
         peaks.append(plan_layers(loads, placement, "exact").bound.numpy() * scale)
-    return _over_mean(np.array(peaks, dtype=np.float64), counts, placement)
+    return over_mean(np.array(peaks, dtype=np.float64), mean_load(counts, placement))
 
 
 def routed_imbalance(placement: Placement, slot_copies: Ints) -> Floats:
     """[batches, L] the same as an engine routed: slot_copies [batches, L, P] that each slot got."""
     per_rank = slot_copies.reshape(*slot_copies.shape[:2], placement.topology.num_ranks, -1).sum(-1)
-    return _over_mean(per_rank.max(-1), slot_copies, placement)
+    return over_mean(per_rank.max(-1), mean_load(slot_copies, placement))
 
 
-def _over_mean(peak: Floats, counts: Ints, placement: Placement) -> Floats:
-    total = counts.sum(-1)
-    mean = total / placement.topology.copies_per_cost
-    return np.where(total > 0, peak / np.maximum(mean, 1e-300), 1.0)
+def mean_load(copies: Ints, placement: Placement) -> Floats:
+    """[batches, L] mean cost of a rank for copies [batches, L, E] of experts, or of slots."""
+    return np.asarray(copies.sum(-1) / placement.topology.copies_per_cost)
 
 
 def judge_unseen(

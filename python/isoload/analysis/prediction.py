@@ -12,7 +12,8 @@ from torch import Tensor
 
 from isoload.analysis.batches import Batches, Fold, SourceBatch
 from isoload.balancing.planning import plan
-from isoload.balancing.prediction import Last, PathTable, fit, tabulate
+from isoload.balancing.prediction import Last, fit
+from isoload.checks import refuse_removed
 from isoload.placement.placement import Placement
 from isoload.policies import Policy
 from isoload.policies.plan import Plan
@@ -20,7 +21,7 @@ from isoload.traces import Trace
 from isoload.traces.record import Ints
 from isoload.wording import not_one_of
 
-FROM_CALIBRATION = ("linear", "path", "popularity")
+FROM_CALIBRATION = ("linear", "popularity")
 PREDICTIONS = ("perfect", "last", *FROM_CALIBRATION, "none")
 
 
@@ -28,6 +29,7 @@ def check_prediction(text: str) -> float | None:
     """The part of the choices that is predicted right, where that is given."""
     if text in PREDICTIONS:
         return None
+    refuse_removed("predict", text)
     try:
         part = float(text)
     except ValueError:
@@ -42,10 +44,9 @@ class Forecast:
 
     Args:
         predict: perfect: the loads themselves. last: those of the batch before; nothing for the first one. linear:
-            by :func:`isoload.balancing.prediction.fit` on the fold's calibration batches, path: by
-            :func:`isoload.balancing.prediction.tabulate`; the first layer's as last. popularity: each source's
-            copies in the shares of the calibration batches. none: nothing. A number: each choice is kept with this
-            probability, else drawn from the calibration batches' counts.
+            by :func:`isoload.balancing.prediction.fit` on the fold's calibration batches; the first layer's as last.
+            popularity: each source's copies in the shares of the calibration batches. none: nothing. A number: each
+            choice is kept with this probability, else drawn from the calibration batches' counts.
         seed: of that draw, whose stream is ``np.random.default_rng((seed, batch))``.
 
     No loads at all make a policy borrow nothing.
@@ -59,16 +60,9 @@ class Forecast:
                 f"predict={predict} needs batches to calibrate on, a given placement leaves none"
             )
         self.popularity = batches.counts[list(fold.calibrate)].sum(0)
-        seen = trace
-        if predict in ("linear", "path"):
-            if trace.topk_ids is None:
-                raise ValueError(
-                    f"predict={predict} needs per-token choices, trace {trace.name} has counts only"
-                )
-            tokens = np.concatenate([trace.topk_ids[batches.tokens(b)] for b in fold.calibrate])
-            seen = Trace(trace.name, trace.num_experts, topk_ids=tokens)
-        self.linear = fit(seen) if predict == "linear" else None
-        self.path = tabulate(seen) if predict == "path" else None
+        self.linear = None
+        if predict == "linear":
+            self.linear = fit(calibration_tokens(predict, trace, batches, fold))
 
     def of(self, batch: SourceBatch, index: int, loads: Tensor, num_shared: int) -> Tensor:
         """[L, R, E] int32; how many tokens need the shared experts is known ahead."""
@@ -89,8 +83,6 @@ class Forecast:
     def _predict(self, layer: int, routed: Tensor, batch: SourceBatch) -> Tensor | None:
         if self.predict == "none":
             return None
-        if self.path is not None and layer:
-            return of_paths(self.path, layer, batch)
         made = None
         if self.linear is not None:
             made = self.linear.predict(layer, [routed[earlier] for earlier in range(layer - 1, -1, -1)])
@@ -119,14 +111,12 @@ class Forecast:
         return drawn
 
 
-def of_paths(table: PathTable, layer: int, batch: SourceBatch) -> Tensor:
-    """[R, E] int32 loads of a layer, each source's from the paths of its own tokens."""
-    earlier = range(layer - 1, max(0, layer - table.depth) - 1, -1)
-    rows = []
-    for rank in range(batch.num_ranks):
-        near = torch.stack([batch.on_rank(before, rank) for before in earlier], dim=1)
-        rows.append(table.predict(layer, near, table.num_experts))
-    return torch.stack(rows)
+def calibration_tokens(predict: str, trace: Trace, batches: Batches, fold: Fold) -> Trace:
+    """Return the tokens of a fold's calibration batches, from which a predictor is fitted."""
+    if trace.topk_ids is None:
+        raise ValueError(f"predict={predict} needs per-token choices, trace {trace.name} has counts only")
+    tokens = np.concatenate([trace.topk_ids[batches.tokens(b)] for b in fold.calibrate])
+    return Trace(trace.name, trace.num_experts, topk_ids=tokens)
 
 
 STEPS = {"min_chunk": 1, "threshold": 100}  # of 1: how finely the value is sought at which a policy borrows

@@ -20,7 +20,7 @@ from isoload.analysis.judge import without_replicas
 from isoload.analysis.metrics import PolicyFigures, RoutedBatch, Tally, TimesTally, count_routed
 from isoload.analysis.prediction import Forecast, IdleBorrowing, check_prediction
 from isoload.balancing.balancer import Balancer
-from isoload.balancing.own_counts import Loads
+from isoload.balancing.own_counts import REMOVED_LOADS, Loads
 from isoload.balancing.planning import fill, plan, plan_layers
 from isoload.balancing.routing import route
 from isoload.placement.placement import Placement
@@ -290,6 +290,8 @@ def _check(settings: ReplaySettings, trace: Trace) -> None:
     names, listed = [_parsed(policy)[0] for policy in policies], ", ".join(policies)
     if not policies or len(set(policies)) < len(policies):
         raise ValueError(f"policies must be distinct and at least one, got {listed or 'none at all'}")
+    if loads in REMOVED_LOADS:
+        raise ValueError(REMOVED_LOADS[loads])
     if loads not in get_args(Loads):
         raise ValueError(not_one_of("loads", get_args(Loads), loads))
     if settings.exchange_every < 1:

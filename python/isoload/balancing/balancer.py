@@ -1,6 +1,8 @@
 """Balancer: from a router's topk_ids to slots, for one layer; what engines and the layer call.
 
-    count -> gather -> plan -> share -> route
+    mask -> count -> exchange -> plan -> route
+
+One class per way of knowing loads: :class:`AllCounts`, :class:`SameTokens`, :class:`OwnOrNodeCounts`.
 
 Every call allocates its own results and writes nothing that an earlier call returned: two batches may be in flight,
 and a second captured graph leaves the first alone. :meth:`Balancer.load` refreshes the tables in place. All Balancers
@@ -15,9 +17,10 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
+from isoload import ops
 from isoload.balancing.counting import check_one_each, count_owned, without_padding
-from isoload.balancing.own_counts import Loads, make_own_counts
-from isoload.balancing.planning import Gathered, plan_and_share
+from isoload.balancing.own_counts import Loads, OwnCounts, make_own_counts
+from isoload.balancing.planning import Gathered
 from isoload.balancing.routing import route_counted, route_fixed, route_sent
 from isoload.balancing.targets import Exchanged, exchange
 from isoload.checks import check_whole_number, may_be_kept
@@ -33,7 +36,13 @@ from isoload.transport.group import placement_facts
 from isoload.wording import amount
 
 Tokens = Literal["own", "same"]
-Gather = Literal["sources", "sum"]
+
+
+# Arguments of earlier versions, with what replaces them.
+REMOVED = {
+    "gather": "the counts of every source are gathered",
+    "price": "the targets of loads='own' and 'node' need none",
+}
 
 
 class Counter(Protocol):
@@ -58,13 +67,8 @@ class Balancer:
             waterfill or joint where the placement has shared experts.
         loads: "gathered": a batch is planned by all ranks' counts, gathered in the forward; certified. "node": by those
             of each node, gathered there. "own": by each rank's own, with no exchange in the forward. Both split towards
-            targets that :meth:`exchange` renews, see :mod:`isoload.balancing.own_counts`. "last": by those of batches
-            before the last :meth:`exchange`. The policy is then exact, shared experts stay home, and last_plan is None.
-        gather: "sources": of gathered loads all ranks have those of every source, [R, E]. "sum": only their sum [E], by
-            an all-reduce. Each rank then cuts its own copies by :func:`isoload.ops.share_alone`, so that a slot gets
-            about its quota. Not for shared experts, nor for policies that need loads per source.
-        price: whether targets are corrected by what came of the last ones, see
-            isoload.balancing.targets.new_price.
+            targets that :meth:`exchange` renews, see :mod:`isoload.balancing.own_counts`. The policy is
+            then exact, shared experts stay home, and last_plan is None.
         min_tokens: with fewer tokens over all ranks nothing is gathered or planned: each expert goes to its ``static``
             replica, shared ones stay home, and last_plan is None. The same on all ranks.
         shared_columns: whether topk_ids carry the shared experts in their last columns, as
@@ -73,6 +77,27 @@ class Balancer:
     Raises:
         ValueError: naming the argument, the rule and the value; on the other ranks naming the rank.
     """
+
+    own_counts: OwnCounts | None = None  # counts and targets, where ranks do not all meet
+    exchanges = False  # whether ranks exchange counts in a batch that is planned
+
+    def __new__(
+        cls,
+        placement: Placement | None = None,
+        layer: int = 0,
+        policy: str | Policy = "exact",
+        group: Group | None = None,
+        tokens: str = "own",
+        *,
+        loads: str = "gathered",
+        **_: Any,
+    ) -> Balancer:
+        """Pick the class for the tokens and loads; a copy keeps the class of its original."""
+        if cls is Balancer:
+            cls = (
+                SameTokens if tokens == "same" else OwnOrNodeCounts if loads in ("own", "node") else AllCounts
+            )
+        return super().__new__(cls)
 
     def __init__(
         self,
@@ -85,8 +110,6 @@ class Balancer:
         min_tokens: int = 0,
         shared_columns: bool = True,
         loads: Loads = "gathered",
-        gather: Gather = "sources",
-        price: bool = False,
         layer_id: int | None = None,
         **options: Any,
     ) -> None:
@@ -103,34 +126,29 @@ class Balancer:
         self.loads, self.batch = loads, 0  # batches so far
         self.last_plan: Plan | None = None
         self.recorder: Counter | None = None  # counts every batch, planned or not
-        self.last_loads: Tensor | None = None  # [R, E] of the last plan, [E] where only sums are gathered
-        self.summed = gather == "sum"
+        self.last_loads: Tensor | None = None  # [R, E] of the last plan
+        self.num_experts = placement.num_experts
         self._own: dict[torch.device, PlacedLayers] = {}
         self._steps: dict[torch.device, Tensor] = {}  # [] int64, batches that drew: read by captured graphs
         self._checksums: dict[str, int] = {}
         with self.group.agreeing("construction") as facts:
             self.layer = layer = position(placement, layer, layer_id)
-            self.own_counts = make_own_counts(loads, tokens, placement, self.group, price)
+            counts = make_own_counts(loads, tokens, placement, self.group)
+            if counts is not None:
+                self.own_counts = counts
             if group is not None and group.topology.num_ranks != num_ranks:
                 raise ValueError(
                     f"placement must be for the group's {group.topology.num_ranks} ranks, got {num_ranks}"
                 )
-            if gather not in ("sources", "sum") or (self.summed and (tokens, loads) != ("own", "gathered")):
-                raise ValueError(
-                    f"gather must be sources or, where tokens are own and loads gathered, sum, got {gather!r} for "
-                    f"{tokens} tokens and {loads} loads"
-                )
-            if self.summed and placement.num_shared:
-                raise ValueError(
-                    f"gather must be sources for a placement with shared experts, got 'sum' for {placement.num_shared}"
-                )
             if min_tokens < 0:
                 raise ValueError(f"min_tokens must be at least 0, got {min_tokens}")
+            if removed := next((name for name in options if name in REMOVED), None):
+                raise ValueError(f"{removed}= was removed: {REMOVED[removed]}")
             self.policy = make_policy(policy, options)
             self.placed_on(torch.device("cpu"))  # refuses a layer that is not there
             self.prepare_load(placement)()
             facts.update({"layer": layer, "policy": self.policy, "min_tokens": min_tokens})
-            facts.update({"tokens": tokens, "loads": loads, "price": price, "gather": gather})
+            facts.update({"tokens": tokens, "loads": loads})
             facts.update(placement_facts(placement, layer))
         if self.own_counts is not None:
             self.own_counts.join()
@@ -154,23 +172,8 @@ class Balancer:
         if self.own_counts is not None:
             self.own_counts.check(policy)
         policy.check(self.placement)
-        if self.summed and policy.needs == "per_source":
-            raise ValueError(
-                f"gather must be sources for policy {policy.name}, which needs loads per source, got 'sum'"
-            )
-        self._policy = policy
-        needs_no_gather = (
-            self.own_counts.word == "own"
-            if self.own_counts is not None
-            else self.tokens == "same" and type(policy) is ExactPolicy
-        )
-        self._by_one_op = needs_no_gather and len(self.ranks) == 1 and not self.placement.num_shared
+        self._policy, self._draws = policy, isinstance(policy, Seeded)
         self._checksums["checksum of policy"] = checksum(policy)
-
-    @property
-    def exchanges(self) -> bool:
-        """Whether ranks exchange counts in a batch that is planned."""
-        return self.tokens == "own" and (self.own_counts is None or self.own_counts.by_node)
 
     @property
     def facts(self) -> dict[str, int]:
@@ -201,33 +204,20 @@ class Balancer:
                 Whatever else is raised before the gather, an interrupt too, stops the other ranks likewise.
         """
         try:
-            given = [topk_ids] if isinstance(topk_ids, Tensor) else list(topk_ids)
-            ids = [without_padding(rows, num_valid) for rows in given]
+            ranks = [topk_ids] if isinstance(topk_ids, Tensor) else list(topk_ids)
+            ids = [without_padding(rows, num_valid) for rows in ranks]
         except BaseException as error:
-            # in which the other ranks hear of it
-            self.gather([], num_tokens, Call(self.group, failure=error))
+            self.gather([], num_tokens, Call(self.group, failure=error))  # the other ranks raise in it
             raise
-        slots = self._balance_at_once(ids[0], num_tokens) if self._by_one_op and len(ids) == 1 else None
-        slots = self.route(self.balance(ids, num_tokens)) if slots is None else slots
+        slots = self.route(self.balance(ids, num_tokens))
         return slots[0] if isinstance(topk_ids, Tensor) else slots
 
-    def _balance_at_once(self, ids: Tensor, num_tokens: int | None) -> list[Tensor] | None:
-        """Slots [T, K] by one op, where no other rank's counts are needed; None: nothing has happened."""
-        if not self.plans(len(ids) if num_tokens is None and self.tokens == "same" else num_tokens):
-            return None
+    def _begin(self, device: torch.device) -> PlacedLayers:
+        """Count a new batch and return the layer's tables on its device."""
         if not torch.compiler.is_compiling():  # which would compile anew for every number
             self.batch += 1
         self.last_plan = self.last_loads = None
-        placed = self.placed_on(ids.device)
-        if self.own_counts is not None:
-            slots, counts = self.own_counts.balance(ids, placed, self.layer)
-        else:
-            assert isinstance(self._policy, ExactPolicy)
-            slots, loads, self.last_plan = self._policy.balance_same(ids, placed)
-            self.last_loads, counts = loads, loads[0] if self.recorder is not None else loads
-        if self.recorder is not None:
-            self._record([counts], ids)
-        return [slots]
+        return self.placed_on(device)
 
     def _record(self, counts: list[Tensor], ids: Tensor) -> None:
         """Adds a batch of ids [T, K] to the recorder, if there is one; a recompute's was there before."""
@@ -276,65 +266,58 @@ class Balancer:
             call.raise_failure()
             check_one_each(topk_ids, len(self.ranks))
             counted = count_owned(topk_ids, self.placement, self.shared_columns)
-            rows = [found.counts for found in counted]
+            rows = [own.counts for own in counted]
             self._record(rows, counted[0].ids)
-            if more is not None and self.summed:
-                raise ValueError(f"more must be None where only sums are gathered, got {len(more)} rows")
             if more is not None:
                 rows = [torch.cat(parts) for parts in zip(rows, more, strict=True)]
         self.last_plan = self.last_loads = None
         call.facts = {**self.facts, **call.facts}
-        if planned and self.own_counts is not None:
-            return Gathered(counted, self.own_counts.gather(rows, call), True)
-        gathers = planned and self.tokens == "own"
-        if call.failure is not None and not gathers:
-            call.stop()
-        own = self.placement.num_experts
-        width = own if more is None else own + len(more[0])
-        if gathers:
-            if call.failure is not None and call.device is None:
-                call.device = self._device()
-            loads = call.gather_loads(rows, width, summed=self.summed)
+        width = self.num_experts if more is None else self.num_experts + len(more[0])
+        if planned:
+            loads = self._exchange(rows, width, call)
         else:
-            loads = rows[0].unsqueeze(0) if len(rows) == 1 else torch.stack(rows)
-        if planned and not gathers:  # rank 0 stands for the one source there is
-            loads = torch.nn.functional.pad(loads, (0, 0, 0, self.placement.topology.num_ranks - 1))
+            if call.failure is not None:
+                call.stop()
+            loads = torch.stack(rows)
         if more is None or not planned:
             return Gathered(counted, loads, planned)
-        return Gathered(counted, loads.narrow(1, 0, own), True, loads.narrow(1, own, width - own))
+        beside = loads.narrow(1, self.num_experts, width - self.num_experts)
+        return Gathered(counted, loads.narrow(1, 0, self.num_experts), True, beside)
+
+    def _exchange(self, rows: list[Tensor], width: int, call: Call) -> Tensor:
+        """The loads of a batch that is planned, from rows [width] of every owned rank."""
+        raise NotImplementedError
 
     def plan(self, batch: Gathered, filled: PlacedLayers | None = None, keep_local: bool = False) -> Gathered:
         """Plans the batch, if it is to be planned; filled and keep_local as in :func:`isoload.plan`."""
-        loads = batch.loads
-        placed = self.placed_on(loads.device)
-        if not batch.planned:
-            if self.own_counts is not None:
-                self.own_counts.note_unplanned([counted.counts for counted in batch.counted], placed)
-            return batch
-        if self.own_counts is not None:
-            batch.send_counts = self.own_counts.split(loads, placed, self.layer)
-            return batch
-        self.last_loads = loads
-        step: int | Tensor = 0
-        if isinstance(self._policy, Seeded):
-            last = self._steps.get(loads.device)
-            step = next_step(first_step(loads.device) if last is None else last)
-        rank = self.ranks[0] if len(self.ranks) == 1 and not self.summed else None
-        made = plan_and_share(
-            loads, placed, self._policy, rank, filled=filled, keep_local=keep_local, step=step
-        )
-        self.last_plan = batch.plan = made
-        batch.send_counts = None if made.send_counts is None else [made.send_counts]
+        if batch.planned:
+            loads, rank = batch.loads, self.ranks[0] if len(self.ranks) == 1 else None
+            how: dict[str, Any] = {
+                "filled": filled,
+                "keep_local": keep_local,
+                "step": self._step(loads.device),
+            }
+            self.last_loads = loads
+            self.last_plan = batch.plan = made = self._policy.plan(
+                loads, self.placed_on(loads.device), rank, **how
+            )
+            batch.send_counts = None if made.send_counts is None else [made.send_counts]
         return batch
+
+    def _step(self, device: torch.device) -> int | Tensor:
+        """The number of this batch on the device, for a policy that draws; 0 for others."""
+        if not self._draws:
+            return 0
+        last = self._steps.get(device)
+        return next_step(first_step(device) if last is None else last)
 
     def route(self, batch: Gathered) -> list[Tensor]:
         """[T, K] slots of every owned rank's copies: as planned or, without a plan, where they always go."""
-        loads, made, slots, placed = batch.loads, batch.plan, [], self.placed_on(batch.loads.device)
+        made, slots, placed = batch.plan, [], self.placed_on(batch.loads.device)
         for i, (rank, counted) in enumerate(zip(self.ranks, batch.counted, strict=True)):
             sent = None if batch.send_counts is None else batch.send_counts[i]
             if made is not None:
-                loads = counted.counts if self.summed else loads
-                slots.append(route_counted(counted, loads, made, rank, send_counts=sent))
+                slots.append(route_counted(counted, batch.loads, made, rank, send_counts=sent))
             elif sent is not None:
                 slots.append(route_sent(counted, sent, placed, rank))
             else:
@@ -392,3 +375,123 @@ class Balancer:
     def _device(self) -> torch.device:
         """Where the last tables were made: on the host at construction, then where the batches are."""
         return next(reversed(self._own), torch.device("cpu"))
+
+
+class AllCounts(Balancer):
+    """Balances by the counts of all ranks, which meet in the forward: the only plans that are certified."""
+
+    exchanges = True
+
+    def __call__(
+        self,
+        topk_ids: Tensor | Sequence[Tensor],
+        num_valid: int | Tensor | None = None,
+        num_tokens: int | None = None,
+    ) -> Tensor | list[Tensor]:
+        """:meth:`Balancer.__call__`; a process that owns several ranks, and a batch that is not planned, pass there."""
+        several = not isinstance(topk_ids, Tensor) or len(self.ranks) > 1 or self.placement.num_shared
+        if several or not self.has_freedom:
+            return super().__call__(topk_ids, num_valid, num_tokens)
+        assert isinstance(topk_ids, Tensor)
+        ids, batch, rank = topk_ids, self.batch, self.ranks[0]
+        try:
+            if num_valid is not None or ids.dim() != 2:
+                ids = without_padding(ids, num_valid)
+            if num_tokens is not None and not self.plans(num_tokens):
+                return self.route(self.gather([ids], num_tokens))[0]
+            placed, facts = self._begin(ids.device), self.facts
+            counted = ops.count(ids, self.num_experts)  # [E]
+            if self.recorder is not None:
+                self._record([counted.counts], ids)
+        except BaseException as error:
+            self.batch = batch
+            self.gather([], num_tokens, Call(self.group, failure=error))  # the other ranks raise in it
+            raise
+        loads = self.group.gather_loads([counted.counts], facts=facts)  # [R, E]; raises if any rank failed
+        self.last_loads = loads
+        step = self._step(ids.device) if self._draws else 0
+        self.last_plan = plan = self._policy.plan(loads, placed, rank, step=step)
+        if plan.send_counts is None:  # drawn by weights
+            return route_counted(counted, loads, plan, rank)
+        return ops.route(counted, plan.send_counts, plan.placed.tables)
+
+    def _exchange(self, rows: list[Tensor], width: int, call: Call) -> Tensor:
+        if call.failure is not None and call.device is None:
+            call.device = self._device()
+        return call.gather_loads(rows, width)
+
+
+class SameTokens(Balancer):
+    """Balances where all ranks hold the same rows: nothing is exchanged, and every rank computes the same slots."""
+
+    def __call__(
+        self,
+        topk_ids: Tensor | Sequence[Tensor],
+        num_valid: int | Tensor | None = None,
+        num_tokens: int | None = None,
+    ) -> Tensor | list[Tensor]:
+        """:meth:`Balancer.__call__`, by one op where the policy is exact and there are no shared experts."""
+        one_op = isinstance(topk_ids, Tensor) and type(self._policy) is ExactPolicy
+        if not one_op or self.placement.num_shared:
+            return super().__call__(topk_ids, num_valid, num_tokens)
+        assert isinstance(topk_ids, Tensor) and isinstance(self._policy, ExactPolicy)
+        ids = without_padding(topk_ids, num_valid)
+        if not self.plans(len(ids) if num_tokens is None else num_tokens):
+            return self.route(self.balance([ids], num_tokens))[0]
+        placed = self._begin(ids.device)
+        slots, self.last_loads, self.last_plan = self._policy.balance_same(ids, placed)
+        if self.recorder is not None:
+            self._record([self.last_loads[0]], ids)
+        return slots
+
+    def _exchange(self, rows: list[Tensor], width: int, call: Call) -> Tensor:
+        call.raise_failure()
+        # rank 0 stands for the one source there is
+        return torch.nn.functional.pad(rows[0].unsqueeze(0), (0, 0, 0, self.placement.topology.num_ranks - 1))
+
+
+class OwnOrNodeCounts(Balancer):
+    """Balances by the counts of each rank or of each node, towards targets that :meth:`exchange` renews."""
+
+    own_counts: OwnCounts
+
+    @property
+    def exchanges(self) -> bool:  # type: ignore[override]
+        """Whether the ranks of a node exchange counts in a batch that is planned."""
+        return self.own_counts.by_node
+
+    def __call__(
+        self,
+        topk_ids: Tensor | Sequence[Tensor],
+        num_valid: int | Tensor | None = None,
+        num_tokens: int | None = None,
+    ) -> Tensor | list[Tensor]:
+        """:meth:`Balancer.__call__`, by one op for a rank's own counts without shared experts."""
+        one_op = isinstance(topk_ids, Tensor) and len(self.ranks) == 1 and not self.own_counts.by_node
+        if not one_op or self.placement.num_shared:
+            return super().__call__(topk_ids, num_valid, num_tokens)
+        assert isinstance(topk_ids, Tensor)
+        try:
+            ids = without_padding(topk_ids, num_valid)
+            planned = self.plans(num_tokens)
+        except BaseException as error:
+            self.gather([], num_tokens, Call(self.group, failure=error))  # the next exchange names it
+            raise
+        if not planned:
+            return self.route(self.balance([ids], num_tokens))[0]
+        slots, counts = self.own_counts.balance(ids, self._begin(ids.device), self.layer)
+        if self.recorder is not None:
+            self._record([counts], ids)
+        return slots
+
+    def _exchange(self, rows: list[Tensor], width: int, call: Call) -> Tensor:
+        return self.own_counts.gather(rows, call)
+
+    def plan(self, batch: Gathered, filled: PlacedLayers | None = None, keep_local: bool = False) -> Gathered:
+        """Split the copies of the owned ranks; no plan of all ranks is made."""
+        placed = self.placed_on(batch.loads.device)
+        if batch.planned:
+            batch.send_counts = self.own_counts.split(batch.loads, placed, self.layer)
+        else:
+            self.own_counts.note_unplanned([counted.counts for counted in batch.counted], placed)
+        return batch

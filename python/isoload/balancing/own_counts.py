@@ -20,7 +20,6 @@ from torch import Tensor
 
 from isoload import ops
 from isoload.balancing.routing import fixed_copies
-from isoload.ops.results import RECENT_LOSS
 from isoload.ops.tables import ReplicaTables
 from isoload.placement.placed_layers import PlacedLayers
 from isoload.placement.placement import Placement
@@ -29,7 +28,7 @@ from isoload.policies.exact import ExactPolicy
 from isoload.policies.plan import in_backward, shared_copies, widened
 from isoload.transport import Call, Group
 
-Loads = Literal["gathered", "node", "own", "last"]
+Loads = Literal["gathered", "node", "own"]
 
 
 def described(failure: BaseException) -> str:
@@ -71,13 +70,12 @@ class OwnCounts:
     sent   [n, 3, R] int64   what they sent to ranks, as it keeps that. The last row is of the last batch, planned or
                              not; over the ranks of a node it adds up to ``size`` times what the node sent
     offset [n, R] int32      what each takes ranks to carry already; 0 before the first exchange and after a load
-    price  [2, R] int64      see :func:`new_price`, and the targets' sum that it is of; None without one
     last                     of the last batch; None where it was not planned
 
     All stay where they are once a batch has been on a device, so captured graphs read what an exchange writes.
     """
 
-    def __init__(self, placement: Placement, group: Group, word: Loads, price: bool) -> None:
+    def __init__(self, placement: Placement, group: Group, word: Loads) -> None:
         self.group, self.word, self.by_node = group, word, word == "node"
         self.size = placement.topology.ranks_per_node if self.by_node else 1  # ranks of a source
         self.sources = list(dict.fromkeys(rank // self.size for rank in group.ranks))
@@ -92,7 +90,6 @@ class OwnCounts:
             self.recent = torch.zeros(n, placement.num_routed, dtype=torch.int64)
             self.sent = torch.zeros(n, 3, num_ranks, dtype=torch.int64)
             self.offset = torch.zeros(n, num_ranks, dtype=torch.int32)
-            self.price = torch.zeros(2, num_ranks, dtype=torch.int64) if price else None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_first": None}
@@ -114,9 +111,8 @@ class OwnCounts:
     def reset(self) -> None:
         """Forgets what is of the placement: targets, and where copies went."""
         self.last = None
-        for kept in (self.offset, self.sent[:, 0], self.sent[:, 2], self.price):
-            if kept is not None:
-                kept.zero_()
+        for kept in (self.offset, self.sent[:, 0], self.sent[:, 2]):
+            kept.zero_()
 
     def gather(self, rows: list[Tensor], call: Call) -> Tensor:
         """Counts for :meth:`split`: [n, E] of the owned ranks or, by node, [R, E], of the owned nodes' ranks.
@@ -234,47 +230,6 @@ class OwnCounts:
                 self.recent, self.sent, self.offset = (
                     kept.to(device) for kept in (self.recent, self.sent, self.offset)
                 )
-                self.price = None if self.price is None else self.price.to(device)
-
-
-class LastCounts(OwnCounts):
-    """What a Balancer keeps with loads="last", where a batch is not even planned by its own counts.
-
-    At an exchange the sums of all ranks' decayed counts are split exactly. Until the next one every rank cuts its
-    copies of an expert in the proportions of that split, from a start of its own on a golden-ratio grid, so that the
-    roundings of many ranks nearly cancel. Before the first exchange, and after a load, an expert's replicas share
-    alike.
-
-    quota [P] int32: says proportions, alike on all ranks; 0 for all replicas of an expert: level. As the rest it stays
-    where it is. Offsets are not used, and of ``sent`` not the first row.
-    """
-
-    def __init__(self, placement: Placement, group: Group) -> None:
-        super().__init__(placement, group, "last", price=False)
-        num_slots = placement.topology.num_ranks * placement.slots_per_rank
-        with torch.inference_mode(False):  # else only inference could write it
-            self.quota = torch.zeros(num_slots, dtype=torch.int32)
-
-    def reset(self) -> None:
-        super().reset()
-        self.quota.zero_()
-
-    def send(
-        self, i: int, counts: Tensor, fixed: Tensor | None, placed: PlacedLayers, layer: int, is_new: bool
-    ) -> Tensor:
-        recent, to = self.recent[i] if is_new else None, self.sent[i]
-        sent = ops.share_alone(counts, self.quota, placed.tables, self.sources[i], past=True, recent=recent)
-        if is_new:
-            torch.sum(sent.view(to.shape[1], -1), 1, out=to[2])
-            if fixed is not None:
-                to[1].add_((fixed.long() << 16) - (to[1] * RECENT_LOSS >> 16))
-                to[2].add_(fixed)
-        return sent
-
-    def move(self, device: torch.device) -> None:
-        super().move(device)
-        with torch.inference_mode(False):
-            self.quota = self.quota.to(device)
 
 
 def at_home(counts: Tensor, source: int, placed: PlacedLayers) -> Tensor:
@@ -305,21 +260,21 @@ def share_in_node(
     return [rows[rank] for rank in ranks]
 
 
-def make_own_counts(
-    loads: Loads, tokens: str, placement: Placement, group: Group, price: bool
-) -> OwnCounts | None:
+REMOVED_LOADS = {"last": "loads='last' was removed: use loads='own'"}
+
+
+def make_own_counts(loads: Loads, tokens: str, placement: Placement, group: Group) -> OwnCounts | None:
     """What a Balancer with these loads keeps; None where all ranks' loads are gathered."""
     per_node, ranks = placement.topology.ranks_per_node, placement.topology.num_ranks
+    if loads in REMOVED_LOADS:
+        raise ValueError(REMOVED_LOADS[loads])
     if loads not in get_args(Loads) or (loads != "gathered" and tokens == "same"):
         raise ValueError(
-            f"loads must be gathered or, where tokens are own, node, own or last, got {loads!r} for {tokens!r} "
-            "tokens"
+            f"loads must be gathered or, where tokens are own, node or own, got {loads!r} for {tokens!r} tokens"
         )
     if loads == "node" and per_node in (1, ranks):
         rule = "own where a node has one rank" if per_node == 1 else "gathered where one node has all ranks"
         raise ValueError(f"loads must be {rule}, got 'node' for ranks_per_node={per_node}")
-    if price and loads in ("gathered", "last"):
-        raise ValueError(f"price must be False where loads are {loads}: there are no targets, got True")
     if loads == "gathered":
         return None
     if loads == "node" and group.topology.ranks_per_node != per_node:
@@ -327,4 +282,4 @@ def make_own_counts(
             f"placement must have the group's ranks_per_node={group.topology.ranks_per_node} for loads='node', got "
             f"{per_node}"
         )
-    return LastCounts(placement, group) if loads == "last" else OwnCounts(placement, group, loads, price)
+    return OwnCounts(placement, group, loads)

@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from isoload import ops
-from isoload.checks import values_readable
 from isoload.ops import Counted, Order
 from isoload.placement.placed_layers import PlacedLayers
 from isoload.placement.placement import Placement
 from isoload.policies import Demand, Policy, make_policy
-from isoload.policies.borrowing import may_keep_local, split_above_local
-from isoload.policies.plan import (
-    Plan,
-    SharedPlan,
-    check_tokens,
-    keep_home,
-    per_expert,
-    shared_copies,
-    widened,
-)
+from isoload.policies.base import shared_part
+from isoload.policies.plan import Plan, keep_home, per_expert
 
 
 @dataclass(eq=False)
@@ -77,38 +66,9 @@ def plan(
         ValueError: naming the argument, the rule and the value.
     """
     chosen, placed = make_policy(policy, options), _placed(loads, placement, layer)
-    return plan_and_share(loads, placed, chosen, None, filled=filled, keep_local=keep_local, step=step)
-
-
-def plan_and_share(
-    loads: Tensor,
-    placed: PlacedLayers,
-    chosen: Policy,
-    rank: int | None,
-    *,
-    filled: PlacedLayers | None = None,
-    keep_local: bool = False,
-    step: int | Tensor = 0,
-) -> Plan:
-    """:func:`plan` of loads [R, E] and, where the same op makes it, a source rank's row of :func:`share_routed`."""
     _check_loads(loads, placed, chosen, keep_local)
     chosen.check(placed.host)
-    demand = _demand(loads, placed, rank)
-    if filled is None:
-        filled = chosen.fill(demand, placed)
-    elif filled.host is not placed.host or filled.layer != placed.layer:
-        raise ValueError(
-            f"filled must be of the placement and layer that are planned, {placed.layer}, got {filled.layer}"
-        )
-    elif filled.quota is not None:  # of other loads
-        filled = replace(filled, quota=None)
-    if keep_local:
-        made = split_above_local(chosen, demand, filled)
-    else:
-        made = chosen.split(demand, filled)
-    if demand.tokens is not None:
-        made = _with_shared(made, demand, placed)
-    return replace(made, step=step) if isinstance(step, Tensor) or step else made
+    return chosen.plan(loads, placed, filled=filled, keep_local=keep_local, step=step)
 
 
 def plan_layers(loads: Tensor, placement: Placement, policy: str | Policy = "exact", **options: Any) -> Plan:
@@ -140,7 +100,7 @@ def fill(
         raise ValueError(
             f"last must be of the placement and layer that are filled, {placed.layer}, got {last.layer}"
         )
-    return chosen.fill(_demand(loads, placed)._replace(last=last), placed)
+    return chosen.fill(Demand.of(loads, placed)._replace(last=last), placed)
 
 
 def _placed(loads: Tensor, placement: Placement | PlacedLayers, layer: int | None) -> PlacedLayers:
@@ -156,41 +116,7 @@ def _placed(loads: Tensor, placement: Placement | PlacedLayers, layer: int | Non
     return placement.layers(loads.device) if layer is None else placement.layer(layer, loads.device)
 
 
-def _demand(loads: Tensor, placed: PlacedLayers, rank: int | None = None) -> Demand:
-    """Loads taken apart: the last num_shared columns say how many tokens of each source need the shared experts."""
-    if placed.shared_home is None:
-        return Demand(loads, rank=rank)
-    tokens = loads.select(-1, placed.host.num_routed)
-    if values_readable(loads):
-        check_tokens(tokens, placed.host.num_routed, placed.num_shared)
-    at_home = tokens
-    if placed.num_shared > 1 or placed.shared_limits is not None:
-        wide = widened(tokens)
-        if placed.shared_limits is not None:  # some ranks hold no experts
-            home = placed.shared_home.expand(wide.shape)
-            wide = torch.zeros_like(wide).scatter_add_(-1, home, wide)
-        at_home = shared_copies(wide, placed.num_shared)
-    return Demand(loads.narrow(-1, 0, placed.host.num_routed), tokens, at_home, loads, rank)
-
-
-def _with_shared(made: Plan, demand: Demand, placed: PlacedLayers) -> Plan:
-    """A policy's plan with its shared copies, at home if it says nothing, and those in the quota."""
-    assert demand.tokens is not None and demand.at_home is not None
-    shared = made.shared or SharedPlan("home", demand.tokens)
-    if shared.in_quota:
-        return made
-    if made.quota is not None and shared.is_met:
-        if shared.by_rank is None:
-            copies = (demand.at_home // placed.num_shared).unsqueeze(-1)
-        else:
-            copies = per_expert(shared.by_rank, placed.num_shared).sum(-3, dtype=torch.int32)
-        shared_part(made.quota, placed).add_(copies)  # in which the split left 0
-    return replace(made, shared=shared)
-
-
 def _check_loads(loads: Tensor, placed: PlacedLayers, policy: Policy, keep_local: bool = False) -> None:
-    if keep_local and not may_keep_local(policy):
-        raise ValueError(f"keep_local must be False for policy {policy.name}, which draws or fixes the share")
     if loads.shape == placed.shape_per_source:
         return
     sums, sources = placed.home_slot.shape, list(placed.shape_per_source)
@@ -204,19 +130,11 @@ def _check_loads(loads: Tensor, placed: PlacedLayers, policy: Policy, keep_local
         raise ValueError(f"loads must be per source rank, {sources}, for {what}, got the sum {list(sums)}")
 
 
-def shared_part(per_slot: Tensor, placed: PlacedLayers) -> Tensor:
-    """[..., R, n] the shared slots of per_slot [..., P], a view."""
-    per_rank = per_slot.view(*per_slot.shape[:-1], placed.topology.num_ranks, -1)
-    return per_rank.narrow(-1, placed.first_shared, placed.num_shared)
-
-
 def share(loads: Tensor, plan: Plan, rank: int | None = None, order: Order = "locality") -> Tensor:
     """How many copies source ranks send to each slot: every rank computes its own row, nothing is exchanged.
 
     Args:
-        loads: [R, E] (or [L, R, E]) int32, those of the plan. Or, where only summed counts were exchanged, [E] (or
-            [L, E]), the rank's own counts: the shares of all ranks then add up to about the quota, see
-            :func:`isoload.ops.share_alone`.
+        loads: [R, E] (or [L, R, E]) int32, those of the plan.
         plan: with a quota. Where only its shared experts are sampled, their slots are 0 here.
         rank: one source rank -> [P]; None: all -> [R, P].
         order: "locality" or "rank_major", see :func:`isoload.ops.share`. Policies that fix the share ignore it.
@@ -238,22 +156,9 @@ def share_routed(loads: Tensor, plan: Plan, rank: int | None, order: Order = "lo
     if loads.device != plan.bound.device:
         raise ValueError(f"loads must be on the plan's device {plan.bound.device}, got {loads.device}")
     placed, sources = plan.placed, list(plan.placed.shape_per_source)
-    alone = loads.shape == placed.home_slot.shape and not placed.num_shared
-    if not alone and loads.shape != placed.shape_per_source:
-        raise ValueError(
-            f"loads must be per source rank, {sources}, or one source's own counts, "
-            f"{list(placed.home_slot.shape)}, got {list(loads.shape)}"
-        )
+    if loads.shape != placed.shape_per_source:
+        raise ValueError(f"loads must be per source rank, {sources}, got {list(loads.shape)}")
     if rank is not None and not 0 <= rank < plan.tables.num_ranks:
         raise ValueError(f"rank must be in 0..{plan.tables.num_ranks - 1}, got {rank}")
-    if not alone:
-        routed = loads.narrow(-1, 0, plan.tables.num_experts) if placed.num_shared else loads
-        return plan.policy.share(routed, plan, rank, order)
-    if rank is None:
-        raise ValueError("rank must be given where loads are one source's own counts, got None")
-    if plan.policy.needs == "per_source":
-        raise ValueError(
-            f"loads must be per source rank, {sources}, for policy {plan.policy.name}, got one source's own "
-            f"counts {list(loads.shape)}"
-        )
-    return ops.share_alone(loads, plan.quota, plan.tables, rank)
+    routed = loads.narrow(-1, 0, plan.tables.num_experts) if placed.num_shared else loads
+    return plan.policy.share(routed, plan, rank, order)

@@ -29,8 +29,7 @@ def route(
     Args:
         topk_ids: [T, K] int32 or int64 logical experts of this rank's tokens; -1 = masked. With n shared experts
             the last n columns are theirs (:func:`isoload.ops.append_shared_expert`).
-        loads: [R, E] int32, those of the plan; row ``rank`` is ``count(topk_ids, E)``. Or that row alone, where the
-            plan was made from summed loads: slots then get about their quota, see :func:`share`.
+        loads: [R, E] int32, those of the plan; row ``rank`` is ``count(topk_ids, E)``.
         plan: of one layer. A sampled one draws each copy's replica from its weights instead.
         rank: this rank.
         order: of the share, see :func:`share`.
@@ -89,9 +88,7 @@ def shared_columns(plan: Plan, rank: int) -> ops.SharedColumns | None:
     placed, by_rank = plan.placed, plan.shared.by_rank
     row = None if by_rank is None else by_rank.select(0, rank)
     home = placed.home_rank(rank) if row is None else rank
-    return ops.SharedColumns(
-        placed.num_shared, placed.first_shared, home, row, strict=plan.shared.rule == "limit"
-    )
+    return ops.SharedColumns(placed.num_shared, placed.first_shared, home, row)
 
 
 def route_sent(counted: Counted, send_counts: Tensor, placed: PlacedLayers, rank: int) -> Tensor:

@@ -8,21 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from isoload import ops
-from isoload.balancing.own_counts import LastCounts, OwnCounts
+from isoload.balancing.own_counts import OwnCounts
 from isoload.checks import capturing
 from isoload.ops.results import ONE_OFFSET, RECENT_LOSS
 from isoload.ops.tables import ReplicaTables
-from isoload.placement.placed_layers import PlacedLayers
-from isoload.placement.placement import Placement, check_same_shape
+from isoload.placement.placement import check_same_shape
 from isoload.policies.plan import rank_cost
 from isoload.topology import Topology
-from isoload.transport import Group
+
+if TYPE_CHECKING:
+    from isoload.balancing.balancer import Balancer
+
 
 MOST = 2**29  # copies of a layer over all ranks as the split of targets takes them; more are scaled down
 FRACTION = 2**30
@@ -54,7 +56,6 @@ def offsets(
     slot_to_expert: Tensor,
     topology: Topology,
     fixed: Tensor | None = None,
-    price: Tensor | None = None,
 ) -> Tensor:
     """Return what one source takes ranks to carry already, [L, R] int32, for :func:`isoload.ops.plan_own`.
 
@@ -71,7 +72,6 @@ def offsets(
         slot_to_expert: [L, P].
         topology: R ranks, with their speeds.
         fixed: [L, N, R] int64 decayed copies that every source sends to ranks besides; None = none.
-        price: [L, R] int64 in 2^-20 of the mean load, see :func:`new_price`; None = 0.
     """
     if fixed is None:
         fixed = recent.new_zeros(*recent.shape[:2], tables.num_ranks)
@@ -87,9 +87,6 @@ def offsets(
     wanted = rank_copies(quota, tables) + fixed.sum(1)
     gap = fractions(wanted, wanted.sum(1, keepdim=True)) - mine
     gap = gap - gap.amin(1, keepdim=True)
-    if price is not None:
-        dear = (price - price.amin(1, keepdim=True)) // tables.num_ranks
-        gap = gap + dear.clamp(max=ONE_OFFSET) * (FRACTION // ONE_OFFSET)
     return (gap * weight.unsqueeze(1) // FRACTION).clamp(max=ONE_OFFSET).to(torch.int32)
 
 
@@ -127,26 +124,6 @@ def strength(recent: Tensor, last: Tensor, source: int) -> Tensor:
     return alike * alike // ONE_OFFSET * warranted.clamp(max=ONE_OFFSET) // ONE_OFFSET
 
 
-def new_price(price: Tensor, got: Tensor, wanted: Tensor) -> Tensor:
-    """[L, R] int64 what a copy to each rank costs every source besides: more where more comes than targets want.
-
-    ``p = 0.9 p + 0.3 (got - wanted) / mean load``, in 2^-20, of decayed sums: it wins back what is lost where few
-    copies do not meet their targets alike on all ranks.
-
-    Args:
-        price: [L, R] of the exchange before.
-        got: [L, R] int64 decayed copies that came to every rank.
-        wanted: [L, R] int64 copies that the targets of the exchange before add up to, in any unit; 0 = no targets.
-    """
-
-    def part(copies: Tensor) -> Tensor:  # of the mean load
-        copies = copies // (copies.sum(1, keepdim=True) // MOST + 1)
-        return copies * (copies.shape[1] * ONE_OFFSET) // copies.sum(1, keepdim=True).clamp(min=1)
-
-    known = ((got.sum(1) > 0) & (wanted.sum(1) > 0)).unsqueeze(1)
-    return torch.where(known, (9 * price + 3 * (part(got) - part(wanted))) // 10, price)
-
-
 class Exchanged(NamedTuple):
     """What an exchange found out, the same on all ranks.
 
@@ -159,20 +136,8 @@ class Exchanged(NamedTuple):
     imbalance: Tensor
 
 
-class OwnLayer(Protocol):
-    """What an exchange needs of a Balancer."""
-
-    group: Group
-    placement: Placement
-    own_counts: OwnCounts | None
-
-    @property
-    def facts(self) -> dict[str, int]: ...
-    def placed_on(self, device: torch.device) -> PlacedLayers: ...
-
-
-def exchange(balancers: Sequence[OwnLayer]) -> Exchanged:
-    """Renews the targets of layers with loads="own" or "node", the quotas of "last", in one gather. All ranks call it.
+def exchange(balancers: Sequence[Balancer]) -> Exchanged:
+    """Renew the targets of layers with loads="own" or "node", in one gather. All ranks call it.
 
     Every 16 batches or so, outside of CUDA graphs, at a step's boundary; ranks without tokens, too. Until the next one
     no batch waits for another source.
@@ -200,40 +165,25 @@ def exchange(balancers: Sequence[OwnLayer]) -> Exchanged:
     fixed = of_ranks[:, :, 1]
     data = torch.stack([of.tables.data for of in placed])
     tables = replace(placed[0].tables, data=data)
-    exchanged = Exchanged(_imbalance(last.sum(1), topology))
-    if isinstance(first, LastCounts):
-        for own, quota in zip(owned, exact_quota(*scaled(counts, fixed), tables, topology), strict=True):
-            assert isinstance(own, LastCounts), "an exchange is of layers alike"
-            own.quota.copy_(quota)
-        return exchanged
     slots = torch.stack([of.slot_to_expert for of in placed])
-    price = None
-    if held := [of.price for of in owned if of.price is not None]:
-        before, wanted = torch.stack(held, 1)
-        price = new_price(before, of_ranks.sum((1, 2)), wanted)
-        counts_of, fixed_of = scaled(counts, fixed)
-        level = rank_copies(exact_quota(counts_of, fixed_of, tables, topology), tables) + fixed_of.sum(1)
-        for kept, *renewed in zip(held, price, level, strict=True):
-            kept.copy_(torch.stack(renewed))
     for i, source in enumerate(first.sources):
-        renewed_offsets = offsets(counts, last.sum(2), source, tables, slots, topology, fixed, price)
+        renewed_offsets = offsets(counts, last.sum(2), source, tables, slots, topology, fixed)
         for of, offset in zip(owned, renewed_offsets, strict=True):
             of.offset[i].copy_(offset)
-    return exchanged
+    return Exchanged(_imbalance(last.sum(1), topology))
 
 
-def _checked(balancers: Sequence[OwnLayer]) -> list[OwnCounts]:
+def _checked(balancers: Sequence[Balancer]) -> list[OwnCounts]:
     """The layers' counts, if they can be exchanged together."""
     owned = [of.own_counts for of in balancers if of.own_counts is not None]
     if len(owned) < len(balancers):
-        raise ValueError("loads must be own, node or last where counts are exchanged, got gathered")
+        raise ValueError("loads must be own or node where counts are exchanged, got gathered")
     for i, (of, own) in enumerate(zip(balancers, owned, strict=True)):
         if of.group is not balancers[0].group:
             raise ValueError(f"balancers must be of one group, got another for the one at {i}")
         check_same_shape(balancers[0].placement, of.placement)
-        kinds = [(kept.word, kept.price is not None) for kept in (owned[0], own)]
-        if kinds[0] != kinds[1]:
-            raise ValueError(f"balancers must be alike in loads and price, got {kinds[0]} and {kinds[1]}")
+        if own.word != owned[0].word:
+            raise ValueError(f"balancers must be alike in loads, got {owned[0].word} and {own.word}")
     failures = [own.failure for own in owned]
     for own in owned:
         own.failure = None

@@ -10,9 +10,10 @@ from rich.text import Text
 
 from isoload.analysis import pages
 from isoload.analysis.pages import code, figure, page, prose, section
-from isoload.cli.pages import MEAN, ROWS, leaving, lines, over_mean, rank_heats, sending_heat
+from isoload.cli.pages import MEAN, ROWS, leaving, lines, rank_heats, sending_heat
 from isoload.cli.tables import Column, Figure, Row, columns_of, say
 from isoload.files import printable
+from isoload.topology import over_mean
 from isoload.wording import between, saving, two_digits
 
 if TYPE_CHECKING:

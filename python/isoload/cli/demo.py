@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from isoload.traces import Trace
 
 # A link in a checkout, files in a wheel.
-SHIPPED = Path(__file__).parents[1] / "traces" / "gptoss20b_decode.npz"
+SHIPPED = Path(__file__).parents[1] / "shipped_traces" / "gptoss20b_decode.npz"
 HIDDEN, INNER = 64, 128
 LARGEST_DIFFERENCE = 1e-5  # between two orders of summing in float32, at these widths
 MAX_RANKS = 32  # processes that one machine is asked for
@@ -122,11 +122,13 @@ def _run_policy(
 def _summarise(policy: str, reports: list[dict[str, Any]]) -> Row:
     import numpy as np
 
+    from isoload.topology import over_mean
+
     received = np.sum([report["sent"] for report in reports], axis=0)  # [batches, R] copies by destination
     return {
         "policy": policy,
         "busiest_rank_copies": float(received.max(1).mean()),  # that a batch's busiest rank computed, mean
-        "imbalance": float((received.max(1) / received.mean(1)).mean()),  # mean over batches
+        "imbalance": float(over_mean(received).max(1).mean()),  # mean over batches
         # Handed to collectives, all ranks and batches.
         "bytes_sent": sum(report["bytes"] for report in reports),
         # Of an element, from the dense layer's.

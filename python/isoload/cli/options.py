@@ -58,18 +58,18 @@ def check_ranges(command: Callable[..., None], given: Mapping[str, Any]) -> None
 
 
 POLICIES = (
-    "none, static, even, dynamic, exact, exact_active, lp, lp_affine, lp_sampled, shared_local, waterfill, "
-    "waterfill_sampled, joint, llep, llep_published, spill_cost, libra, libra_published, hedge, grace, grace_sampled"
+    "none, static, even, dynamic, exact, exact_active, lp, lp_sampled, shared_local, waterfill, "
+    "waterfill_sampled, joint, llep, llep_published, spill_cost, libra, libra_published, hedge, grace"
 )
 BASELINE = "in order, no replicas"  # experts in order, E/R slots per rank: what tables compare with
 DEFAULT_POLICIES = "in-order,static,even,dynamic,exact"
 SHARED_POLICIES = "in-order,shared_local,waterfill_sampled,exact,waterfill,joint"
-PLACERS = "trivial, eplb, graph, craft, scenario, grace"
+PLACERS = "trivial, eplb, craft, scenario, grace"
 FORMATS = "isoload, tensorrt-llm, sglang, vllm, vllm-list, vllm-ascend"
 CALIBRATIONS = "first-half, interleaved, all, leave-one-out, leave-cluster-out"
 ASSIGNMENTS = "contiguous, round-robin"
-PREDICTIONS = "perfect, last, linear, path, popularity, none"
-LOADS = "gathered, node, own, last"
+PREDICTIONS = "perfect, last, linear, popularity, none"
+LOADS = "gathered, node, own"
 CALIBRATE_DEFAULT = (
     "Default: leave-cluster-out where batches have clusters, else first-half; of one batch all."
 )

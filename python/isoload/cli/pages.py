@@ -10,6 +10,7 @@ import numpy as np
 
 from isoload.analysis import pages as charts
 from isoload.analysis.pages import figure, page, prose, section
+from isoload.topology import over_mean
 
 if TYPE_CHECKING:
     from isoload.analysis.metrics import Tally
@@ -56,8 +57,7 @@ def _leaving(row: Any) -> tuple[float, float]:
 
 def _imbalance(tally: Tally) -> Any:
     """[L] mean over batches; 1 where a layer has no copies."""
-    peak, mean = np.stack(tally.loads).max(-1), np.stack(tally.means)
-    return np.where(mean > 0, peak / np.maximum(mean, 1e-300), 1.0).mean(0)
+    return over_mean(np.stack(tally.loads).max(-1), np.stack(tally.means)).mean(0)
 
 
 def inspect_page(
@@ -142,12 +142,6 @@ def place_page(
 
 def _notes(notes: Sequence[str]) -> str:
     return section("What these figures are", prose(notes))
-
-
-def over_mean(loads: Any) -> Any:
-    """Loads [..., R] over the mean of the ranks; 1 where there are none."""
-    mean = np.asarray(loads, dtype=np.float64).mean(-1, keepdims=True)
-    return np.where(mean > 0, loads / np.maximum(mean, 1e-300), 1.0)
 
 
 def lines(

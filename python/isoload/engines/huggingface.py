@@ -82,8 +82,8 @@ def register(
 
 def layers(model: nn.Module) -> list[MoE]:
     """The isoload layers of a model in the order of its modules; those that have not run yet are missing."""
-    found = [_IN_USE[module] for module in model.modules() if module in _IN_USE]
-    return [balanced.layer for balanced in found if balanced.layer is not None]
+    experts = [_IN_USE[module] for module in model.modules() if module in _IN_USE]
+    return [balanced.layer for balanced in experts if balanced.layer is not None]
 
 
 class BalancedExperts:
@@ -112,8 +112,8 @@ class BalancedExperts:
         """[T, H], [T, K] and [T, K] -> [T, H]: every token's experts, weighted and summed."""
         if self.layer is None:
             self.layer = self._make_layer()  # only now are the weights loaded
-        own = [self._own_rows(x) for x in (hidden_states, top_k_index, top_k_weights)]
-        return self._all_rows(self.layer.compute(*own), len(hidden_states))  # type: ignore[arg-type]
+        parts = [self._own_rows(x) for x in (hidden_states, top_k_index, top_k_weights)]
+        return self._all_rows(self.layer.compute(*parts), len(hidden_states))  # type: ignore[arg-type]
 
     def _note_parameters(self, experts: nn.Module, args: Any) -> None:
         self._parameters = dict(experts.named_parameters(recurse=False))
@@ -139,19 +139,24 @@ class BalancedExperts:
         from torch.distributed.tensor import DTensor, Replicate
         from torch.distributed.tensor import Shard as Split
 
-        held = DTensor.from_local(rows, self.tp_mesh, [Replicate()], run_check=False)
-        return held.redistribute(self.tp_mesh, [Split(0)]).to_local()
+        whole = DTensor.from_local(rows, self.tp_mesh, [Replicate()], run_check=False)
+        return whole.redistribute(self.tp_mesh, [Split(0)]).to_local()
 
-    def _all_rows(self, own: Tensor, num_tokens: int) -> Tensor:
+    def _all_rows(self, rows: Tensor, num_tokens: int) -> Tensor:
         """The rows of the whole tensor-parallel group."""
         if self.tp_mesh.size() == 1:
-            return own
+            return rows
         from torch.distributed.tensor import DTensor
         from torch.distributed.tensor import Shard as Split
 
-        shape = torch.Size([num_tokens, own.shape[1]])
+        shape = torch.Size([num_tokens, rows.shape[1]])
         parts = DTensor.from_local(
-            own.contiguous(), self.tp_mesh, [Split(0)], run_check=False, shape=shape, stride=(own.shape[1], 1)
+            rows.contiguous(),
+            self.tp_mesh,
+            [Split(0)],
+            run_check=False,
+            shape=shape,
+            stride=(rows.shape[1], 1),
         )
         return parts.full_tensor()
 

@@ -51,7 +51,7 @@ class Loans:
 def loans(placement: Placement, slots: Sequence[int], rank: int) -> Loans:
     """What every slot needs that is not its expert's home.
 
-    placement: its first layer says where homes are. slots: [P] expert of every slot that has copies; -1 = none.
+    placement: its first layer has the home slots. slots: [P] expert of every slot that has copies; -1 = none.
     """
     size, ranks = placement.slots_per_rank, placement.topology.num_ranks
     homes = placement.arrays[1][0].tolist()
@@ -63,9 +63,9 @@ def loans(placement: Placement, slots: Sequence[int], rank: int) -> Loans:
     places: list[dict[int, int]] = [{} for _ in range(ranks)]
     moves = []
     for p, e in copies:
-        held = places[p // size]
-        moves.append(Move(Address(homes[e] // size, row[e]), Address(p // size, len(held))))
-        held[p % size] = len(held)
+        borrowed = places[p // size]
+        moves.append(Move(Address(homes[e] // size, row[e]), Address(p // size, len(borrowed))))
+        borrowed[p % size] = len(borrowed)
     return Loans(moves, lent[rank], places[rank])
 
 
@@ -104,7 +104,7 @@ class Lend(torch.autograd.Function):
         return None, None, None, None, rows, *of_experts
 
 
-# What the dispatcher does not do, and the value of the option that says so.
+# Options of what the dispatcher does not do, with the value that leaves it out.
 REFUSED: dict[str, Any] = {
     "moe_expert_capacity_factor": None,
     "moe_router_padding_for_quantization": False,
@@ -136,7 +136,7 @@ class BalancedTokenDispatcher(MoETokenDispatcher):  # type: ignore[misc]  # Mega
         super().__init__(layer.config, groups)
         self.group, self.dispatcher = group, transport.dispatcher
         self.balancer = Balancer(placement, 0, group=group, **options)
-        self.own = {expert: row for row, expert in enumerate(layer.local_expert_indices)}
+        self.row_of_expert = {expert: row for row, expert in enumerate(layer.local_expert_indices)}
         self.experts: list[nn.Module] = list(layer.experts.local_experts)
         self.top_k = layer.config.moe_router_topk
 
@@ -161,24 +161,29 @@ class BalancedTokenDispatcher(MoETokenDispatcher):  # type: ignore[misc]  # Mega
         loan = loans(balancer.placement, self._slots(), self.group.ranks[0])
         rows, borrowed = received.rows, []
         if loan.moves:
-            like = self._weights(next(iter(self.own)))
+            like = self._weights(next(iter(self.row_of_expert)))
             lent = [weight for expert in loan.lent for weight in self._weights(expert)]
             rows, *borrowed = Lend.apply(self.group, loan.moves, len(loan.places), like, rows, *lent)
         received = Received(rows, received.slots, received.weights, received.handle)
-        local, own, lent_to = self._local(received.slots, loan), len(self.own), len(loan.places)
-        here, away = int(((local >= 0) & (local < own)).sum()), int((local >= own).sum())
-        if here + away != (came := int((received.slots >= 0).sum())):
-            raise RuntimeError(f"all {came} copies must come to experts of this rank, {here + away} did")
-        groups = [(0, own, here), (own, lent_to, away)]
+        local, num_own, lent_to = self._local(received.slots, loan), len(self.row_of_expert), len(loan.places)
+        home_copies, borrowed_copies = (
+            int(((local >= 0) & (local < num_own)).sum()),
+            int((local >= num_own).sum()),
+        )
+        if home_copies + borrowed_copies != (num_copies := int((received.slots >= 0).sum())):
+            raise RuntimeError(
+                f"all {num_copies} copies must come to experts of this rank, {home_copies + borrowed_copies} did"
+            )
+        groups = [(0, num_own, home_copies), (num_own, lent_to, borrowed_copies)]
         # One place at least, as run_experts has it: no product of zero rows.
         places = [min(max(number, 1), local.numel()) for *_, number in groups]
-        homes, others = (
+        homes, borrowed_groups = (
             group_copies(local, first, size, number)
             for (first, size, _), number in zip(groups, places, strict=True)
         )
         # For combine: what dispatch brought, the borrowed experts' stacks [n, ...] in the order of an expert's
         # Parameters, and where the copies of the own and of the borrowed experts are.
-        self._received, self._borrowed, self._homes, self._away = received, borrowed, homes, others
+        self._received, self._borrowed, self._homes, self._away = received, borrowed, homes, borrowed_groups
         return rows, received.weights
 
     def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -207,16 +212,16 @@ class BalancedTokenDispatcher(MoETokenDispatcher):  # type: ignore[misc]  # Mega
         return hidden_states.view(self._shape)
 
     def _weights(self, expert: int) -> list[Tensor]:
-        return list(self.experts[self.own[expert]].parameters())
+        return list(self.experts[self.row_of_expert[expert]].parameters())
 
     def _slots(self) -> list[int]:
         """[P] the expert in every slot that may have copies; -1 = none."""
-        made = self.balancer.last_plan
-        if made is None:
+        plan = self.balancer.last_plan
+        if plan is None:
             return self.balancer.placement.arrays[0][0].tolist()  # type: ignore[no-any-return]
-        slots = made.slot_to_expert
-        if made.quota is not None and made.realisation == "quota":
-            slots = torch.where(made.quota > 0, slots, -1)
+        slots = plan.slot_to_expert
+        if plan.quota is not None and plan.realisation == "quota":
+            slots = torch.where(plan.quota > 0, slots, -1)
         return slots.tolist()  # type: ignore[no-any-return]
 
     def _local(self, slots: Tensor, loan: Loans) -> Tensor:
@@ -224,10 +229,10 @@ class BalancedTokenDispatcher(MoETokenDispatcher):  # type: ignore[misc]  # Mega
         placement = self.balancer.placement
         size = placement.slots_per_rank
         table = [-1] * size
-        for expert, row in self.own.items():
+        for expert, row in self.row_of_expert.items():
             table[int(placement.arrays[1][0][expert]) % size] = row
         for slot, row in loan.places.items():
-            table[slot] = len(self.own) + row
+            table[slot] = len(self.row_of_expert) + row
         at = torch.tensor(table, device=slots.device)
         return torch.where(slots < 0, -1, at[slots.clamp(min=0)])
 
@@ -259,11 +264,11 @@ def check_layer(layer: MoELayer) -> None:
     if not isinstance(layer.experts, SequentialMLP):
         raise ValueError(f"experts must be a SequentialMLP, got a {type(layer.experts).__name__}")
     for name, value in REFUSED.items():
-        if (given := getattr(layer.config, name, "no such option")) != value:
-            raise ValueError(f"{name} must be {value}, got {given!r}")
-    if (made := getattr(layer.config, "transformer_impl", "local")) == "inference_optimized":
+        if (setting := getattr(layer.config, name, "no such option")) != value:
+            raise ValueError(f"{name} must be {value}, got {setting!r}")
+    if (implementation := getattr(layer.config, "transformer_impl", "local")) == "inference_optimized":
         raise ValueError(
-            f"transformer_impl must not replace token dispatchers as its inference runs, got {made!r}"
+            f"transformer_impl must not replace token dispatchers as its inference runs, got {implementation!r}"
         )
     if (size := layer.experts.tp_group.size()) != 1:
         raise ValueError(f"expert_tensor_parallel_size must be 1, got {size}")
@@ -303,8 +308,8 @@ def balance(
     Args:
         model: with experts of SequentialMLP, the local spec; each rank has those that Megatron gave it.
         policy: a name in isoload.POLICIES or a Policy; options go with the name.
-        placement: of every layer alike, its first; each expert at home on the rank that has it. None: these alone, and
-            spare_slots.
+        placement: its first layer, for every MoELayer; each expert's home slot is on the rank that has it. None: the
+            experts without replicas, and spare_slots.
         spare_slots: experts that a rank can borrow at a time, where there is no placement. None: 2 if the policy
             borrows, else 0.
         ranks_per_node: of the expert-parallel group; 0 = all on one node.
@@ -314,7 +319,7 @@ def balance(
             does not fit: naming the argument, the rule and the value.
     """
     transports: dict[Any, CollectiveTransport] = {}
-    made = []
+    dispatchers = []
     for layer in [module for module in model.modules() if isinstance(module, MoELayer)]:
         group, ranks = layer.ep_group, layer.ep_group.size()
         if group not in transports:
@@ -328,7 +333,7 @@ def balance(
         else:
             check_spare(chosen, spare_slots)
         layer.token_dispatcher = BalancedTokenDispatcher(layer, chosen, transport, policy=policy, **options)
-        made.append(layer.token_dispatcher)
-    if not made:
+        dispatchers.append(layer.token_dispatcher)
+    if not dispatchers:
         raise ValueError(f"model must have a MoELayer, got a {type(model).__name__} without")
-    return made
+    return dispatchers

@@ -1,5 +1,5 @@
 """EngineRecord: shadow mode. The engine chooses; what it chose is counted on the device, and off the hot path written
-to files and said in the log, beside what isoload's plan of the same copies would have given."""
+to files and logged, together with what isoload's plan of the same copies would have given."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ OWN = "this rank's copies alone: isoload report joins all ranks"
 
 
 class EngineRecord:
-    """The layers of one model on one rank.
+    """Record of one model's layers on one rank.
 
     Nothing is exchanged between ranks. Of so many passes one is kept, by its number, so that the files of all ranks
     have the same ones. All ranks must run the same number of passes, as where every pass holds an all-to-all.
@@ -44,7 +44,7 @@ class EngineRecord:
         num_experts: E, routed.
         tokens: "own", or "same" where all ranks hold the same: then the first rank alone writes.
         device: where the engine routes.
-        decode_tokens: most tokens that this process routes in a pass of decode, where the engine does not say
+        decode_tokens: most tokens that this process routes in a pass of decode, where the engine does not set
             :attr:`phase` before a pass ends: a pass of more has prefill.
     """
 
@@ -68,36 +68,36 @@ class EngineRecord:
         self.metrics = Metrics()
         self.phase = "decode"  # of the pass under way
         self.passes = 0  # forward passes so far
-        self.active = True  # whether passes are kept
         self._ended = False  # whether the pass under way is counted already
-        self._kept: list[tuple[int, str]] = []  # number and phase of the recorder's batches
+        self._recorded: list[tuple[int, str]] = []  # number and phase of the recorder's batches
         self._since = time.monotonic()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="isoload-record")
         atexit.register(self.close)
 
     def add(self, layer: int, slots: Tensor, num_valid: Tensor | None = None) -> None:
-        """Counts [T, K] slots of a layer's batch, in a captured graph too; -1 and rows from num_valid on are none."""
+        """Count slots [T, K] of a layer's batch, in a captured graph too; -1 and rows from num_valid on are left
+        out."""
         ids = slots if slots.dtype in (torch.int32, torch.int64) else slots.to(torch.int32)
         copies = count(without_padding(ids, num_valid), self.tables.shape[1])
         self.recorder.add(layer, [copies], self, slots.shape[1])
 
-    def kept(self, layers: int | None = None) -> str:
-        """What is recorded, in words; layers: of the model's, how many are counted."""
+    def summary(self, layers: int | None = None) -> str:
+        """Return how many passes and layers are recorded; layers: how many of the model's are counted."""
         number = self.recorder.num_layers if layers is None else layers
         return f"1 of {self.settings.record_every} passes is recorded, in {number} layers"
 
     def begin(self) -> None:
-        """Before a pass: the first one forgets what was counted ahead of it, in graphs' captures and warm-ups."""
+        """Begin a pass; before the first, drop what captures of graphs and warm-ups have counted."""
         if not self.passes:
             self.recorder.skip()
 
     def clear(self) -> None:
-        """Forgets what warm-ups and captures of graphs have counted."""
+        """Drop what warm-ups and captures of graphs have counted."""
         self.recorder.clear()
-        self._kept = []
+        self._recorded = []
 
     def step_ended(self) -> None:
-        """A forward pass is over, outside of any graph."""
+        """Count a forward pass, outside of any graph."""
         self._end()
         self._ended = False
         due = self.settings.report_seconds and time.monotonic() - self._since > self.settings.report_seconds
@@ -105,90 +105,86 @@ class EngineRecord:
             self.flush()
 
     def moved(self, tables: Tensor) -> None:
-        """The engine moves experts behind a pass: the slots' experts are now [L, P]."""
+        """Take the experts [L, P] in each slot after the engine has moved them."""
         self._end()
         if torch.equal(tables, self.tables):
             return
         self.flush()
         self.tables = tables.clone()
 
-    def turn(self, active: bool) -> None:
-        """Whether passes are kept from here on."""
-        if self.active and not active:
-            self.flush()
-        self.active = active
-
     def flush(self) -> None:
-        """Hands what is kept to the thread; the host waits for the device."""
+        """Hand the recorded passes to the thread; the host waits for the device."""
         self._since = time.monotonic()
-        if taken := self._take():
-            self._thread.submit(self._tell, taken)
+        if rank_loads := self._take():
+            self._thread.submit(self._publish, rank_loads)
 
     def close(self) -> None:
-        """At the process's end, where it comes to that: engines may be killed."""
+        """Write what is recorded, at the process's end; an engine that is killed loses it."""
         atexit.unregister(self.close)
         self._thread.shutdown()
-        if taken := self._take():
-            self._tell(taken)
+        if rank_loads := self._take():
+            self._publish(rank_loads)
 
     def _end(self) -> None:
         if self._ended:
             return
         self._ended, self.passes = True, self.passes + 1
-        if not self.active or self.passes % self.settings.record_every:
+        if self.passes % self.settings.record_every:
             self.recorder.skip()
             return
         self.recorder.step()
-        self._kept.append((self.passes, self.phase))
+        self._recorded.append((self.passes, self.phase))
 
     def _take(self) -> RankLoads | None:
-        if not self._kept:
+        if not self._recorded:
             return None
-        copies, kept = self.recorder.counts().numpy().copy(), self._kept  # the thread's own, on a CPU too
+        copies = self.recorder.counts().numpy().copy()  # the thread's own, on a CPU too
+        recorded = self._recorded
         self.clear()
-        passes, phases = zip(*kept, strict=True)
+        passes, phases = zip(*recorded, strict=True)
         if self.decode_tokens is not None:
             tokens = copies.sum(-1).max(1) / max(self.recorder.top_k, 1)  # [B]
             phases = tuple("prefill" if n > self.decode_tokens else "decode" for n in tokens)
         table = self.tables.numpy().astype(np.int32)
-        of = self.num_experts, self.recorder.top_k, self.rank, self.topology, self.tokens, self.started
+        facts = self.num_experts, self.recorder.top_k, self.rank, self.topology, self.tokens, self.started
         identity = Identity(NUMBERING.get(self.engine, "order"), model=self.model)
-        return RankLoads(copies, table, passes, phases, *of, self.model, identity)
+        return RankLoads(copies, table, passes, phases, *facts, self.model, identity)
 
-    def _tell(self, taken: RankLoads) -> None:
-        """In the thread, whose failure must not be the engine's, nor go unseen."""
+    def _publish(self, rank_loads: RankLoads) -> None:
+        """Run in the background thread. Exceptions are logged and never reach the engine."""
         try:
             if self.settings.record is not None and (self.tokens == "own" or self.rank == 0):
-                taken.save(self.settings.record)
+                rank_loads.save(self.settings.record)
             if self.settings.report_seconds and self.rank == 0:
-                self._report(taken)
+                self._report(rank_loads)
         except Exception:
             log.exception(f"isoload {self.engine}: what shadow mode counted is lost")
 
-    def _report(self, taken: RankLoads) -> None:
-        if not taken.slot_copies.any():
-            passes = f"{len(taken.passes)} passes of {self.model or 'the model'}"
+    def _report(self, rank_loads: RankLoads) -> None:
+        if not rank_loads.slot_copies.any():
+            passes = f"{len(rank_loads.passes)} passes of {self.model or 'the model'}"
             log.warning(
                 f"isoload {self.engine}: shadow mode has seen no copy in {passes}: they are not counted"
             )
             return
-        before, after, routed = before_and_after(taken)
+        before, after, routed = before_and_after(rank_loads)
         alone = f"; {OWN}" if self.tokens == "own" else ""
-        for phase in sorted(set(taken.phases)):
-            of = [i for i, name in enumerate(taken.phases) if name == phase and routed[i].any()]
-            if of:
-                self._say(phase, before[of].mean(0), after[of].mean(0), len(of), alone)
-                self._measure(phase, before[of], after[of], routed[of])
+        for phase in sorted(set(rank_loads.phases)):
+            batches = [i for i, name in enumerate(rank_loads.phases) if name == phase and routed[i].any()]
+            if batches:
+                self._log(phase, before[batches].mean(0), after[batches].mean(0), len(batches), alone)
+                self._measure(phase, before[batches], after[batches], routed[batches])
 
     def _measure(self, phase: str, before: Floats, after: Floats, routed: Bools) -> None:
-        """[B, L] of a phase; the passes in which a layer had no copy count for none of its figures."""
+        """Set a phase's metrics from [B, L]; passes in which a layer had no copy are left out of the layer's
+        figures."""
         some = routed.any(0)
-        for plan, found in (("engine", before), ("isoload", after)):
-            means = np.nanmean(np.where(routed, found, np.nan)[:, some], axis=0)
+        for plan, imbalance in (("engine", before), ("isoload", after)):
+            means = np.nanmean(np.where(routed, imbalance, np.nan)[:, some], axis=0)
             self.metrics.set_imbalance(phase, plan, means)
 
-    def _say(self, phase: str, before: Floats, after: Floats, passes: int, alone: str) -> None:
-        """[L] means of a phase."""
+    def _log(self, phase: str, before: Floats, after: Floats, passes: int, alone: str) -> None:
+        """Log the means [L] of a phase."""
         text = ", ".join(
             f"{name} {np.quantile(before, part):.3f} -> {np.quantile(after, part):.3f}"
             for name, part in (("half of the layers up to", 0.5), ("nine in ten", 0.9), ("worst", 1.0))
@@ -199,10 +195,14 @@ class EngineRecord:
         )
 
 
-def before_and_after(taken: RankLoads) -> tuple[Floats, Floats, Bools]:
-    """[B, L] imbalance as routed, and as planned, of the layers that have copies; [B, L] whether a pass has some."""
-    layers = np.flatnonzero(taken.slot_copies.any((0, 2)))
-    copies, table = taken.slot_copies[:, layers], torch.from_numpy(taken.slot_to_expert[layers])
-    placement = Placement(table, taken.topology, taken.num_experts)
-    before, after = routed_imbalance(placement, copies), exact_imbalance(placement, taken.counts[:, layers])
+def before_and_after(rank_loads: RankLoads) -> tuple[Floats, Floats, Bools]:
+    """Return [B, L] imbalance as routed and as planned, of layers that have copies, and [B, L] whether a pass has
+    some."""
+    layers = np.flatnonzero(rank_loads.slot_copies.any((0, 2)))
+    copies, table = rank_loads.slot_copies[:, layers], torch.from_numpy(rank_loads.slot_to_expert[layers])
+    placement = Placement(table, rank_loads.topology, rank_loads.num_experts)
+    before, after = (
+        routed_imbalance(placement, copies),
+        exact_imbalance(placement, rank_loads.counts[:, layers]),
+    )
     return before, after, np.asarray(copies.any(-1))

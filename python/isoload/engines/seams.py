@@ -18,7 +18,7 @@ from importlib import import_module, resources
 from typing import Any, Literal
 
 from isoload.engines.settings import Settings, Variable, is_on
-from isoload.online.metrics import tell_refused
+from isoload.online.metrics import set_refused
 
 log = logging.getLogger("isoload")
 Kind = Literal["replace", "around", "call", "fields"]
@@ -46,8 +46,8 @@ class Seam:
     serves: tuple[str, ...] = ()
     older: str = ""
 
-    def at_home(self) -> Seam:
-        """With the older path as target, where the engine has that alone."""
+    def located(self) -> Seam:
+        """Return the seam with the path that the engine has: the older one where it has that alone."""
         moved = self.older and not is_there(self.target) and is_there(self.older)
         return replace(self, target=self.older) if moved else self
 
@@ -57,30 +57,28 @@ class Seam:
         return self.target.rsplit(".", 1)[-1]
 
     def fault(self) -> str | None:
-        """What is not as expected, in one line; None if nothing is."""
+        """Return what is not as expected, in one line; None: nothing."""
         try:
-            found = pkgutil.resolve_name(self.target)
+            member = pkgutil.resolve_name(self.target)
         except Exception as error:
             return f"{self.target} cannot be found ({type(error).__name__}: {error})"
         if self.kind == "fields":
-            missing = [name for name in self.signatures if name not in field_names(found)]
+            missing = [name for name in self.signatures if name not in field_names(member)]
             return f"{self.target} has no field {missing[0]}" if missing else None
-        most = bare_signature(found)
-        if any(str(part) in self.signatures for part in (most, *shortened(most, self.kind))):
+        signature = bare_signature(member)
+        if any(str(part) in self.signatures for part in (signature, *shortened(signature, self.kind))):
             return None
         wanted = " or ".join(self.signatures)
-        return f"{self.target} must take {wanted} (as in {self.read_from}), got {most}"
+        return f"{self.target} must take {wanted} (as in {self.read_from}), got {signature}"
 
 
 def read_seams(engine: str) -> list[Seam]:
-    """The seams of an engine, from ``<engine>_seams.json`` beside this file."""
+    """Return the seams of an engine, from ``<engine>_seams.json`` in this folder."""
     text = resources.files(__package__).joinpath(f"{engine}_seams.json").read_text()
     file, lists = json.loads(text), ("signatures", "serves")
     return [
-        Seam(
-            read_from=file["read_from"], **(given | {key: tuple(given[key]) for key in lists if key in given})
-        )
-        for given in file["seams"]
+        Seam(read_from=file["read_from"], **(row | {key: tuple(row[key]) for key in lists if key in row}))
+        for row in file["seams"]
     ]
 
 
@@ -104,7 +102,8 @@ def missing_package(seams: Sequence[Seam]) -> str | None:
 
 
 def is_there(target: str) -> bool:
-    """Whether the engine has it; what fails in another way as it is imported is there, and its fault says so."""
+    """Return whether the engine has the target; what fails in another way as it is imported is there, and its fault has
+    the reason."""
     try:
         pkgutil.resolve_name(target)
     except (ImportError, AttributeError):
@@ -115,7 +114,7 @@ def is_there(target: str) -> bool:
 
 
 def bare_signature(function: Any) -> inspect.Signature:
-    """Names, kinds and defaults of the parameters, without annotations; of a class those of its constructor."""
+    """Return names, kinds and defaults of the parameters, without annotations; of a class those of its constructor."""
     signature = inspect.signature(function)
     bare = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
     return signature.replace(parameters=bare, return_annotation=inspect.Signature.empty)
@@ -124,16 +123,18 @@ def bare_signature(function: Any) -> inspect.Signature:
 def shortened(signature: inspect.Signature, kind: Kind) -> Iterator[inspect.Signature]:
     """Without its last parameters, as long as these have defaults: what a newer version has added, hooks around pass on
     and calls leave out. What replaces a function would drop it."""
-    left = list(signature.parameters.values())
-    while kind != "replace" and left and left[-1].default is not inspect.Parameter.empty:
-        left.pop()
-        yield signature.replace(parameters=left)
+    parameters = list(signature.parameters.values())
+    while kind != "replace" and parameters and parameters[-1].default is not inspect.Parameter.empty:
+        parameters.pop()
+        yield signature.replace(parameters=parameters)
 
 
 def field_names(record: type) -> set[str]:
-    """Fields and properties of a dataclass or NamedTuple."""
-    own = [field.name for field in fields(record)] if is_dataclass(record) else getattr(record, "_fields", ())
-    return {*own, *(name for name, value in vars(record).items() if isinstance(value, property))}
+    """Return the fields and properties of a dataclass or NamedTuple."""
+    names = (
+        [field.name for field in fields(record)] if is_dataclass(record) else getattr(record, "_fields", ())
+    )
+    return {*names, *(name for name, value in vars(record).items() if isinstance(value, property))}
 
 
 @dataclass(frozen=True)
@@ -156,7 +157,8 @@ class PlugIn:
     seams: Sequence[Seam] = ()
 
     def attach_or_leave(self) -> None:
-        """What an entry point calls. Engines log an Exception of a plug-in and go on, so a refusal leaves the process.
+        """Attach, from an entry point. Engines log an Exception of a plug-in and go on, so a refusal leaves the
+        process.
 
         Raises:
             SystemExit: a variable has a value that it must not have; or, with ISOLOAD_STRICT=1, the engine is not as
@@ -174,29 +176,29 @@ class PlugIn:
         except ValueError as error:
             raise SystemExit(f"isoload: {error}") from None
         if settings.report_seconds and not live:
-            tell_refused(self.engine)
+            set_refused(self.engine)
         if wrong:
             whole = f"isoload: not attached to {self.engine}, which is not as isoload expects"
             reason = f"{f'isoload: {self.engine} is not as isoload expects' if live else whole}: {'; '.join(wrong)}"
             if settings.strict:
                 raise SystemExit(f"{reason} (ISOLOAD_STRICT=1 refuses to start)")
-            rest = f"Attached to {', '.join(live)}" if live else f"{self.engine} runs as without isoload"
-            log.error(f"{reason}. {rest}")
+            result = f"Attached to {', '.join(live)}" if live else f"{self.engine} runs as without isoload"
+            log.error(f"{reason}. {result}")
 
     def attach(self, settings: Settings) -> list[str]:
-        """Hooks what it can, see :meth:`attach_options`, and returns what is not as expected, a line each."""
+        """Hook what can be, see :meth:`attach_options`, and return what is not as expected, a line each."""
         return self.attach_options(settings)[0]
 
     def attach_options(self, settings: Settings) -> tuple[list[str], list[str]]:
-        """Hooks every option whose seams and known batch are as expected; without options everything or nothing.
+        """Hook every option whose seams and known batch are as expected; without options everything or nothing.
 
         Returns:
             What is not as expected, a line each, which names the options that stay without; and those attached.
         """
-        given = [seam.at_home() for seam in self.seams or read_seams(self.engine.lower())]
-        seams = of_mode(given, settings.mode)
-        others = set(options_of(given)) - set(options_of(seams))
-        checks = {name: check for name, check in self.checks.items() if name not in others}
+        all_seams = [seam.located() for seam in self.seams or read_seams(self.engine.lower())]
+        seams = of_mode(all_seams, settings.mode)
+        other_options = set(options_of(all_seams)) - set(options_of(seams))
+        checks = {name: check for name, check in self.checks.items() if name not in other_options}
         options = options_of(seams) or [self.engine]
         wrong: list[str] = []
         lost: set[str] = set()
@@ -226,22 +228,22 @@ class PlugIn:
 
 
 def of_mode(seams: Sequence[Seam], mode: str) -> list[Seam]:
-    """Those that shadow mode needs, or the other options, with only these options named."""
-    found = []
+    """Return the seams of shadow mode, or of the other options, with only these options named."""
+    needed = []
     for seam in seams:
         serves = tuple(option for option in seam.serves if (option == SHADOW) == (mode == "shadow"))
         if serves or not seam.serves:
-            found.append(replace(seam, serves=serves))
-    return found
+            needed.append(replace(seam, serves=serves))
+    return needed
 
 
 def options_of(seams: Sequence[Seam]) -> list[str]:
-    """All that they serve, once each."""
+    """Return every option that seams serve, once each."""
     return list(dict.fromkeys(option for seam in seams for option in seam.serves))
 
 
 def wrong_check(name: str, check: Callable[[], bool]) -> str | None:
-    """What a check of a known batch finds wrong, in one line; None if nothing is."""
+    """Return what a check of a known batch finds wrong, in one line; None: nothing."""
     try:
         return None if check() else f"a known batch comes out wrong behind {name}"
     except Exception as error:

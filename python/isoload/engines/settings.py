@@ -1,4 +1,4 @@
-"""The environment variables of the plug-ins: how an engine that isoload cannot give options to is told what to do."""
+"""The environment variables of the plug-ins: the options of isoload inside of an engine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from isoload.wording import not_one_of
 
 
 class Variable(NamedTuple):
-    """One environment variable; docs/sglang.md and docs/vllm.md say what each means."""
+    """One environment variable; docs/sglang.md and docs/vllm.md define each."""
 
     name: str
     default: str = ""
@@ -32,13 +32,13 @@ RECORD, RECORD_EVERY = Variable("ISOLOAD_RECORD"), Variable("ISOLOAD_RECORD_EVER
 SWITCH = Variable("ISOLOAD_SWITCH")  # a file
 PLACEMENT = Variable("ISOLOAD_PLACEMENT")  # a file
 MODES = ("on", "off", "shadow")
-ALL_LOADS = ("gathered", "own", "node", "last")
+ALL_LOADS = ("gathered", "own", "node")
 PHASES = ("prefill", "decode")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the variables say that all engines have, checked.
+    """Checked values of the variables that all engines have.
 
     policy          as written; None = the plug-in's default
     loads           as Balancer's; None = the plug-in's default
@@ -69,32 +69,32 @@ class Settings:
     @classmethod
     def read(cls, environ: Mapping[str, str] | None = None) -> Settings:
         """From the environment."""
-        given = os.environ if environ is None else environ
-        policy, loads = (_text(of, given) or None for of in (POLICY, LOADS))
-        placer = _text(PLACER, given)
+        environ = os.environ if environ is None else environ
+        policy, loads = (_text(variable, environ) or None for variable in (POLICY, LOADS))
+        placer = _text(PLACER, environ)
         _policies(policy)
         if loads is not None:
             _check_loads(loads, policy)
         _check_placer(placer)
-        report, stalled = _seconds(REPORT, given), _seconds(STALLED, given)
-        mode, record, switch = _text(MODE, given), _text(RECORD, given), _text(SWITCH, given)
+        report, stalled = _seconds(REPORT, environ), _seconds(STALLED, environ)
+        mode, record, switch = _text(MODE, environ), _text(RECORD, environ), _text(SWITCH, environ)
         _check_mode(mode, record, report, policy, switch)
-        if mode == "shadow" and is_on(CHECK, given):
+        if mode == "shadow" and is_on(CHECK, environ):
             raise ValueError(
                 f"{CHECK.name} must be 0 where {MODE.name} is shadow, which checks no weights, got '1'"
             )
-        every = _text(RECORD_EVERY, given)
+        every = _text(RECORD_EVERY, environ)
         if not (every.isdecimal() and 0 < len(every) < 10 and int(every)):
             raise ValueError(f"{RECORD_EVERY.name} must be a whole number of at least 1, got {every!r}")
         return cls(
-            is_on(STRICT, given), policy, loads, placer, report, is_on(CHECK, given), stalled,
-            mode, record or None, int(every), switch or None, _text(PLACEMENT, given) or None,
+            is_on(STRICT, environ), policy, loads, placer, report, is_on(CHECK, environ), stalled,
+            mode, record or None, int(every), switch or None, _text(PLACEMENT, environ) or None,
         )  # fmt: skip
 
     @property
     def places_shared(self) -> bool:
         """Whether the policy asked for is one of shared experts."""
-        return any(isinstance(of, SharedPolicy) for of in _policies(self.policy).values())
+        return any(isinstance(policy, SharedPolicy) for policy in _policies(self.policy).values())
 
     @property
     def phased(self) -> bool:
@@ -138,8 +138,8 @@ def _check_mode(mode: str, record: str, seconds: float, policy: str | None, swit
         raise ValueError(not_one_of(MODE.name, MODES, mode))
     if switch and mode != "on":
         raise ValueError(f"{SWITCH.name} must come with {MODE.name}=on, got {mode!r}")
-    if record and mode != "shadow" and not switch:
-        raise ValueError(f"{RECORD.name} must come with {MODE.name}=shadow or {SWITCH.name}, got {mode!r}")
+    if record and mode != "shadow":
+        raise ValueError(f"{RECORD.name} must come with {MODE.name}=shadow, got {mode!r}")
     if record and not os.path.isdir(record):
         raise ValueError(f"{RECORD.name} must be a folder that is there, got {record!r}")
     if mode == "shadow" and not record and not seconds:
@@ -150,9 +150,13 @@ def _check_mode(mode: str, record: str, seconds: float, policy: str | None, swit
 
 
 def _check_loads(loads: str, policy: str | None) -> None:
+    if loads == "last":
+        raise ValueError(f"{LOADS.name}=last was removed: use own")
     if loads not in ALL_LOADS:
         raise ValueError(not_one_of(LOADS.name, ALL_LOADS, loads))
-    if loads != "gathered" and any(of.name != "exact" for of in _policies(policy).values()):
+    if loads != "gathered" and any(
+        phase_policy.name != "exact" for phase_policy in _policies(policy).values()
+    ):
         raise ValueError(
             f"{POLICY.name} must be exact where {LOADS.name} is {loads}: other policies need the counts of all ranks "
             f"({LOADS.name}=gathered), got {policy!r}"

@@ -1,9 +1,6 @@
-"""Tables of replicas: from an engine's physical-to-logical map to a Placement, and back.
-
-It also makes the Placement of ISOLOAD_PLACER when an engine rebalances, and a batch with a known best split by
-which a plug-in checks its own hooks: six experts on two ranks of four slots, experts 0 and 1 with a replica on each
-rank. All tokens choose expert 0, so an optimal split halves it.
-"""
+"""Engines' tables of replicas: from their physical-to-logical map to a Placement, and from a Placement to theirs; the
+Placement that ISOLOAD_PLACER makes when an engine rebalances; and a batch whose best split is known, for a plug-in's
+check of its own hooks before any is in place."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from isoload.topology import Topology
 
 
 class ReplicaLists(NamedTuple):
-    """A placement as EPLB's callers take it.
+    """A placement as EPLB's callers take it: three tables.
 
     physical_to_logical  [L, P] int64  expert in each slot
     logical_to_physical  [L, E, X] int64  slots of every expert, ascending, -1 behind the last; X = most replicas
@@ -33,14 +30,14 @@ class ReplicaLists(NamedTuple):
 
 
 def engine_topology(num_ranks: int, num_nodes: int) -> Topology:
-    """R ranks on as many nodes; on one node where these do not divide the ranks."""
+    """Return a topology of R ranks on so many nodes; on one node where these do not divide the ranks."""
     return Topology(num_ranks, num_ranks // num_nodes if num_ranks % num_nodes == 0 else num_ranks)
 
 
 def placement_of(
     physical_to_logical: Tensor, num_experts: int, topology: Topology, num_shared: int = 0
 ) -> Placement:
-    """From an engine's map.
+    """Return the Placement of an engine's map.
 
     Args:
         physical_to_logical: [L, P] routed expert in each slot.
@@ -58,39 +55,39 @@ def placement_of(
 
 
 def replica_lists(placement: Placement) -> ReplicaLists:
-    """Raises ValueError for empty slots, which these tables cannot say."""
+    """Return a placement's tables; raise ValueError for empty slots, which the tables cannot hold."""
     slots, experts = placement.slot_to_expert.long(), placement.num_experts
     if (slots < 0).any():
         raise ValueError("placement must fill every slot, got one that is empty")
     num = torch.zeros(len(slots), experts, dtype=torch.int64).scatter_add_(1, slots, torch.ones_like(slots))
     lists = torch.full((len(slots), experts, int(num.max())), -1)
     by_expert = slots.argsort(dim=1, stable=True)
-    held = slots.gather(1, by_expert)
+    sorted_experts = slots.gather(1, by_expert)
     first = num.cumsum(1) - num  # position of an expert's first slot in by_expert
-    column = torch.arange(slots.shape[1]) - first.gather(1, held)
-    lists[torch.arange(len(slots)).unsqueeze(1), held, column] = by_expert
+    column = torch.arange(slots.shape[1]) - first.gather(1, sorted_experts)
+    lists[torch.arange(len(slots)).unsqueeze(1), sorted_experts, column] = by_expert
     return ReplicaLists(slots, lists, num)
 
 
 def keep_slots(slots: Tensor, before: Tensor, num_ranks: int) -> Tensor:
-    """[L, P] the same experts on every rank, those that were there [L, P] in their slots of before."""
+    """Return [L, P] the same experts on every rank, with those that were on it in their slots of before [L, P]."""
     size = slots.shape[1] // num_ranks
     new, old = slots.reshape(-1, size), before.reshape(-1, size)
-    kept, left = torch.full_like(new, -1), torch.ones_like(new, dtype=torch.bool)
+    result, left = torch.full_like(new, -1), torch.ones_like(new, dtype=torch.bool)
     for slot in range(new.shape[1]):
         stays = left & (new == old[:, slot : slot + 1])
-        found = stays.any(dim=1).nonzero().flatten()
-        kept[found, slot] = old[found, slot]
-        left[found, stays[found].int().argmax(dim=1)] = False  # one of several slots of an expert
-    kept[kept < 0] = new[left]  # as many in every row
-    return kept.view_as(slots)
+        rows = stays.any(dim=1).nonzero().flatten()
+        result[rows, slot] = old[rows, slot]
+        left[rows, stays[rows].int().argmax(dim=1)] = False  # one of several slots of an expert
+    result[result < 0] = new[left]  # as many in every row
+    return result.view_as(slots)
 
 
 def arrivals(before: Tensor, after: Tensor, rank: int, num_ranks: int) -> dict[int, int]:
-    """By layer how many experts came to a rank from others: distinct ones of its slots of after, that none of its slots
-    of before had. Both [L, P] expert in each slot, -1: none."""
+    """Return by layer how many experts came to a rank from others: distinct experts of its slots of after that none of
+    its slots of before had. Both [L, P] expert in each slot, -1: none."""
     size = before.shape[1] // num_ranks
-    old, new = (of[:, rank * size : (rank + 1) * size].tolist() for of in (before, after))
+    old, new = (table[:, rank * size : (rank + 1) * size].tolist() for table in (before, after))
     return {i: len(set(b) - set(a) - {-1}) for i, (a, b) in enumerate(zip(old, new, strict=True)) if a != b}
 
 
@@ -105,7 +102,7 @@ def running(before: Tensor | None, num_slots: int) -> Tensor | None:
 def lay_out(
     counts: Tensor, topology: Topology, slots_per_rank: int, placer: str, before: Tensor | None
 ) -> ReplicaLists:
-    """By a placer of the registry; one that can starts from where the experts lie, so that fewer move.
+    """Lay experts out by a placer of the registry; one that can starts from where the experts lie, so that fewer move.
 
     Args:
         counts: [L, E] or [batches, L, E] copies per routed expert.
@@ -120,7 +117,7 @@ def lay_out(
 
 
 def check_placer(option: str, placer: str, tables: Tensor, num_experts: int, topology: Topology) -> None:
-    """A layout as an engine's rebalance will want one, so that none fails while tokens are served."""
+    """Make a layout as an engine's rebalance will, so that no rebalance fails while tokens are served."""
     layers, num_slots = tables.shape
     before, size = running(tables, num_slots), num_slots // topology.num_ranks
     try:
@@ -188,6 +185,8 @@ class EngineSizes(NamedTuple):
         return self.option.replace("{}", str(number))
 
 
+# A known batch: six experts on two ranks of four slots; experts 0 and 1 have a replica on each rank. All tokens choose
+# expert 0, so an optimal split halves it.
 SLOTS = torch.tensor([[0, 1, 2, 3, 0, 1, 4, 5]])
 IDS = torch.tensor([[0, 1], [0, 2], [0, 4], [0, 1]], dtype=torch.int32)
 NUM_EXPERTS, NUM_RANKS = 6, 2
@@ -202,9 +201,11 @@ def known_balancer() -> Balancer:
 
 
 def is_right(slots: Tensor, valid: int) -> bool:
-    """Whether the valid rows are split as well as can be, over slots of their experts."""
+    """Return whether the valid rows of the known batch are split optimally, over slots of their experts."""
     rows = slots[:valid]
     per_rank = torch.bincount(rows.flatten().long() // 4, minlength=NUM_RANKS)
     half = -(-int(per_rank.sum()) // NUM_RANKS)
-    held = SLOTS[0][rows.long()]
-    return slots.dtype == IDS.dtype and torch.equal(held.int(), IDS[:valid]) and int(per_rank.max()) == half
+    experts = SLOTS[0][rows.long()]
+    return (
+        slots.dtype == IDS.dtype and torch.equal(experts.int(), IDS[:valid]) and int(per_rank.max()) == half
+    )

@@ -54,7 +54,7 @@ class BlockGate:
             raise ValueError(f"block must have a {' or '.join(ROUTERS)} to read, got a {name} without")
         self.block, self.router = block, routers[0]
         _, *self.takes = inspect.signature(self.router.forward).parameters
-        if others := [taken for taken in self.takes if taken not in SCORE_BIASES]:
+        if others := [argument for argument in self.takes if argument not in SCORE_BIASES]:
             raise ValueError(
                 f"router must choose by rows and a bias of the block alone, got a {type(self.router).__name__} in "
                 f"{name}, which takes {', '.join(others)}"
@@ -67,8 +67,10 @@ class BlockGate:
                 f"block must be in eval mode where training adds noise to its rows, got {noise} in "
                 f"{type(self.block).__name__}"
             )
-        given = rows[None] if type(self.router).__name__ in BY_SEQUENCE else rows
-        answer = self.router.forward(given, *(getattr(self.block, taken, None) for taken in self.takes))
+        inputs = rows[None] if type(self.router).__name__ in BY_SEQUENCE else rows
+        answer = self.router.forward(
+            inputs, *(getattr(self.block, argument, None) for argument in self.takes)
+        )
         weights, ids = answer[1:3] if isinstance(answer, tuple) and len(answer) > 2 else (rows, rows)
         of_each = ids.dim() == 2 and len(ids) == len(rows) and ids.shape == weights.shape
         if ids.dtype not in (torch.int32, torch.int64) or not of_each:
@@ -84,10 +86,11 @@ def block_experts(block: nn.Module) -> tuple[ExpertWeights, Activation]:
     check_unwatched(block)
     experts = own_experts(block)
     check_fused(experts)
-    own = dict(experts.named_parameters(recurse=False))
-    names, stacks = saved_names(experts), fused_stacks(experts, own).stacks()
+    parameters = dict(experts.named_parameters(recurse=False))
+    names, stacks = saved_names(experts), fused_stacks(experts, parameters).stacks()
     dense = {
-        name: nn.Parameter(stack.detach(), own[names[name]].requires_grad) for name, stack in stacks.items()
+        name: nn.Parameter(stack.detach(), parameters[names[name]].requires_grad)
+        for name, stack in stacks.items()
     }
     return ExpertWeights(**dense), fused_activation(experts)
 
@@ -139,18 +142,20 @@ def check_fused(experts: nn.Module) -> None:
     missing = [flag for flag in (*flags, "is_transposed", "has_bias") if not hasattr(experts, flag)]
     if missing:
         raise ValueError(f"experts must be a fused module of transformers, got {name} without {missing[0]}")
-    for flag, wanted in flags.items():
-        if getattr(experts, flag) != wanted:
-            raise ValueError(f"experts.{flag} must be {wanted}, got {getattr(experts, flag)} in {name}")
+    for flag, expected in flags.items():
+        if getattr(experts, flag) != expected:
+            raise ValueError(f"experts.{flag} must be {expected}, got {getattr(experts, flag)} in {name}")
     stacks = list(saved_names(experts).values())
-    if strays := [own for own, _ in experts.named_parameters() if own not in stacks]:
+    if strays := [
+        parameter_name for parameter_name, _ in experts.named_parameters() if parameter_name not in stacks
+    ]:
         raise ValueError(
             f"experts must have no Parameters but {', '.join(stacks)}, got {strays[0]} in {name}"
         )
     for stack in stacks:
-        found = getattr(experts, stack, None)
-        if not isinstance(found, Tensor) or found.dtype not in DTYPES:
-            kind = found.dtype if isinstance(found, Tensor) else type(found).__name__
+        weight = getattr(experts, stack, None)
+        if not isinstance(weight, Tensor) or weight.dtype not in DTYPES:
+            kind = weight.dtype if isinstance(weight, Tensor) else type(weight).__name__
             raise ValueError(
                 f"experts.{stack} must be a Parameter of float64, float32, bfloat16 or float16, got {kind} in {name}"
             )
@@ -162,7 +167,7 @@ def fused_stacks(experts: nn.Module, parameters: Mapping[str, Tensor]) -> Expert
     def view(stack: Tensor) -> Tensor:
         return stack.transpose(1, 2) if experts.is_transposed and stack.dim() == 3 else stack
 
-    return ExpertWeights(**{name: view(parameters[own]) for name, own in saved_names(experts).items()})
+    return ExpertWeights(**{name: view(parameters[saved]) for name, saved in saved_names(experts).items()})
 
 
 def fused_activation(experts: Any) -> Activation:
@@ -171,17 +176,17 @@ def fused_activation(experts: Any) -> Activation:
     # copy.copy.
     bare = object.__new__(type(experts))
     bare.__dict__ = {**vars(experts), "_parameters": dict.fromkeys(experts._parameters)}
-    own: Activation = bare._apply_gate
-    known: list[Activation] = [SwiGLU()]
+    module_activation: Activation = bare._apply_gate
+    activations: list[Activation] = [SwiGLU()]
     if hasattr(experts, "alpha") and hasattr(experts, "limit"):
-        known.append(ClampedGLU(float(experts.alpha), float(experts.limit)))
+        activations.append(ClampedGLU(float(experts.alpha), float(experts.limit)))
     probe = probe_pairs()
     with torch.no_grad():
-        wanted = own(probe)
-        for activation in known:
-            if torch.allclose(activation(probe), wanted, rtol=1e-5, atol=1e-6):
+        expected = module_activation(probe)
+        for activation in activations:
+            if torch.allclose(activation(probe), expected, rtol=1e-5, atol=1e-6):
                 return activation
-    return own
+    return module_activation
 
 
 def probe_pairs() -> Tensor:
@@ -222,7 +227,7 @@ class BlockExperts(nn.Module):
         replaced: Any = block.experts
         names = saved_names(replaced)
         order = [name for name, _ in replaced.named_parameters(recurse=False)]  # of the model's states
-        self._names = dict(sorted(names.items(), key=lambda own: order.index(own[1])))
+        self._names = dict(sorted(names.items(), key=lambda pair: order.index(pair[1])))
         self._transposed = bool(replaced.is_transposed)
         self.register_state_dict_post_hook(_rename_saved)
         self.register_load_state_dict_pre_hook(_rename_loaded)
@@ -230,8 +235,8 @@ class BlockExperts(nn.Module):
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """[T, H], [T, K] and [T, K] -> [T, H]: every token's experts, weighted and summed."""
         parts = len(self.layer.group.ranks)
-        given = hidden_states, top_k_index, top_k_weights
-        rows, ids, weights = (list(v.tensor_split(parts)) for v in given)
+        inputs = hidden_states, top_k_index, top_k_weights
+        rows, ids, weights = (list(v.tensor_split(parts)) for v in inputs)
         return torch.cat(list(self.layer.compute(rows, ids, weights)))
 
     def __getattr__(self, name: str) -> Any:
@@ -287,10 +292,10 @@ def balance(
     blocks = [block for _, block in find_blocks([model], "model")]
     if placement is not None and (numbers := layer_numbers(model, blocks)) is not None:
         placement = placement.for_model(numbers)
-    made = take_over(blocks, topology, transport, placement, spare_slots, **options)
-    if hasattr(model, "save_pretrained") and not made[0].layer.group.owns_all:
+    balanced = take_over(blocks, topology, transport, placement, spare_slots, **options)
+    if hasattr(model, "save_pretrained") and not balanced[0].layer.group.owns_all:
         model.save_pretrained = MethodType(save_pretrained, model)  # type: ignore[assignment]
-    return put_in(blocks, made)
+    return put_in(blocks, balanced)
 
 
 def layer_numbers(model: nn.Module, blocks: Sequence[nn.Module]) -> list[int] | None:
@@ -305,8 +310,8 @@ def spare_count(policy: str | Policy, spare_slots: int | None) -> int:
     """Return the spare slots of a rank where there is no placement; None: SPARE_SLOTS if the policy borrows, else 0."""
     if spare_slots is not None:
         return spare_slots
-    known = isinstance(policy, Policy) or policy in POLICIES  # else the layer refuses it
-    return SPARE_SLOTS if known and make_policy(policy).borrows else 0
+    registered = isinstance(policy, Policy) or policy in POLICIES  # else the layer refuses it
+    return SPARE_SLOTS if registered and make_policy(policy).borrows else 0
 
 
 def check_spare(placement: Placement, spare_slots: int | None) -> None:
@@ -338,29 +343,29 @@ def take_over(
     return [BlockExperts(block, transport, placement, layer=i, **options) for i, block in enumerate(blocks)]
 
 
-def put_in(blocks: Sequence[nn.Module], made: Sequence[BlockExperts]) -> list[MoE]:
+def put_in(blocks: Sequence[nn.Module], balanced: Sequence[BlockExperts]) -> list[MoE]:
     """Puts experts into their blocks; returns their layers."""
-    for block, experts in zip(blocks, made, strict=True):
+    for block, experts in zip(blocks, balanced, strict=True):
         block.experts = experts
-    return [experts.layer for experts in made]
+    return [experts.layer for experts in balanced]
 
 
-def find_blocks(parts: Iterable[nn.Module], given: str) -> list[tuple[nn.Module, nn.Module]]:
+def find_blocks(parts: Iterable[nn.Module], argument: str) -> list[tuple[nn.Module, nn.Module]]:
     """The MoE blocks inside of each part, in order, after the part: what every door takes.
 
     Raises:
         ValueError: there is none in `given`.
     """
     parts = list(parts)
-    found = [(part, block) for part in parts for block in part.modules() if is_known(block)]
-    if not found:
+    pairs = [(part, block) for part in parts for block in part.modules() if is_known(block)]
+    if not pairs:
         inside = [module for part in parts for module in part.modules() if hasattr(module, "experts")]
         kinds = sorted({f"{type(m.experts).__name__} in a {type(m).__name__}" for m in inside})
         kinds = kinds or sorted({type(part).__name__ for part in parts})
         raise ValueError(
-            f"{given} must have MoE blocks with experts that transformers fuses, got {', '.join(kinds) or 'nothing'}"
+            f"{argument} must have MoE blocks with experts that transformers fuses, got {', '.join(kinds) or 'nothing'}"
         )
-    return found
+    return pairs
 
 
 def is_known(block: nn.Module) -> bool:
@@ -373,16 +378,16 @@ def is_known(block: nn.Module) -> bool:
 
 def _rename_saved(experts: BlockExperts, state: dict[str, Any], prefix: str, metadata: Any) -> None:
     """The state of a BlockExperts under the names, and in the orientation, of the module that it replaced."""
-    layer, own = experts.layer, f"{prefix}layer.weights."
-    kept = {key.removeprefix(own): state.pop(key) for key in list(state) if key.startswith(own)}
+    layer, inner = experts.layer, f"{prefix}layer.weights."
+    popped = {key.removeprefix(inner): state.pop(key) for key in list(state) if key.startswith(inner)}
     if part := layer.part_name:
-        state[prefix + part + HOMES] = kept[part + HOMES]
+        state[prefix + part + HOMES] = popped[part + HOMES]
     stacks = layer._ranks()[0].homes() if part else layer.full_experts()
     for name, saved in experts._names.items():
         state[prefix + part + saved] = experts.turn(stacks[name].detach())
 
 
-def _rename_loaded(experts: BlockExperts, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+def _rename_loaded(experts: BlockExperts, state: dict[str, Any], prefix: str, *unused: Any) -> None:
     """The inverse, for every owned rank; rows_for then takes a rank's own experts."""
     for key in [key for key in state if key.startswith(prefix) and PART.match(key, len(prefix))]:
         state[prefix + without_part(key.removeprefix(prefix))] = state.pop(key)

@@ -41,22 +41,28 @@ def check_parts(experts: Experts, group: Group, placement: Placement, layer: int
             f"experts must be a Shard for each of the {len(group.ranks)} ranks of this process, got {len(experts)}"
         )
     kinds: dict[str, None] = {}
-    for rank, own in zip(group.ranks, experts, strict=True):
-        given = own.read(()) if isinstance(own, Checkpoint) else own.read() if isinstance(own, Shard) else own
-        if given.quantised:
-            check_stay(given.stacks(), {})
-        if isinstance(own, Shard):
-            shard = check_shard(own, placement.home_experts(layer, rank), rank)
+    for rank, part in zip(group.ranks, experts, strict=True):
+        weights = (
+            part.read(())
+            if isinstance(part, Checkpoint)
+            else part.read()
+            if isinstance(part, Shard)
+            else part
+        )
+        if weights.quantised:
+            check_stay(weights.stacks(), {})
+        if isinstance(part, Shard):
+            shard = check_shard(part, placement.home_experts(layer, rank), rank)
             kinds[f"shards with rows of {describe(shard, 1)}"] = None
-        elif own.num_slots != placement.num_experts:
+        elif part.num_slots != placement.num_experts:
             raise ValueError(
-                f"experts must hold num_experts={placement.num_experts} experts, got {own.num_slots}"
+                f"experts must hold num_experts={placement.num_experts} experts, got {part.num_slots}"
             )
-        elif isinstance(own, Checkpoint):
-            known = f"{own.prefix} of a checkpoint whose expert 0 has the checksum {own.checksum}"
-            kinds[f"{known}, {describe(given)}"] = None
+        elif isinstance(part, Checkpoint):
+            source = f"{part.prefix} of a checkpoint whose expert 0 has the checksum {part.checksum}"
+            kinds[f"{source}, {describe(weights)}"] = None
         else:
-            kinds[describe(own)] = None
+            kinds[describe(part)] = None
     if len(kinds) > 1:
         raise ValueError(f"experts must be alike on all ranks of this process, got {' and '.join(kinds)}")
     return next(iter(kinds))
@@ -64,9 +70,9 @@ def check_parts(experts: Experts, group: Group, placement: Placement, layer: int
 
 def check_halves(experts: Experts, activation: Activation) -> None:
     """Raises ValueError for scales of gate and of up where the rows of both alternate, since each scales a half."""
-    for own in experts if isinstance(activation, ClampedGLU) else ():
-        given = own.read() if isinstance(own, Shard) else own
-        scales = None if isinstance(given, Checkpoint) else given.gate_up_scale_2
+    for part in experts if isinstance(activation, ClampedGLU) else ():
+        weights = part.read() if isinstance(part, Shard) else part
+        scales = None if isinstance(weights, Checkpoint) else weights.gate_up_scale_2
         if scales is not None and bool((scales[:, 0] != scales[:, 1]).any()):
             raise ValueError(
                 "gate_up_scale_2 must be the same for both halves of the rows beside ClampedGLU, whose gate and up "
@@ -82,9 +88,15 @@ def check_compute_dtype(computes: torch.dtype | None, experts: Experts) -> None:
         raise ValueError(
             f"compute_dtype must be one of {', '.join(map(str, DTYPES))} or None, got {computes}"
         )
-    for own in experts:
-        given = own.read(()) if isinstance(own, Checkpoint) else own.read() if isinstance(own, Shard) else own
-        if given.quantised:
+    for part in experts:
+        weights = (
+            part.read(())
+            if isinstance(part, Checkpoint)
+            else part.read()
+            if isinstance(part, Shard)
+            else part
+        )
+        if weights.quantised:
             raise ValueError(
                 f"compute_dtype must be None for quantised experts, which compute in the rows' dtype, got {computes}"
             )
@@ -162,10 +174,10 @@ def _check_fsdp(ranks: Sequence[RankWeights]) -> None:
         for name, factor, num_ranks in _divide_factors(states):
             if (num_ranks if factor is None else factor) == weights.gradient_divisor or num_ranks == 1:
                 continue
-            given = f"the default, {num_ranks}" if factor is None else str(factor)
+            shown = f"the default, {num_ranks}" if factor is None else str(factor)
             raise ValueError(
                 f"the gradient divide factor of every module that fully_shard wraps must be {weights.gradient_divisor} "
-                f"as that of the experts, got {given} for {name}: call "
+                f"as that of the experts, got {shown} for {name}: call "
                 f"module.set_gradient_divide_factor({float(weights.gradient_divisor)}) on each module that was given "
                 "to fully_shard, since the root's factor does not reach the modules inside"
             )
@@ -186,7 +198,7 @@ def _divide_factors(states: Sequence[Any]) -> Iterator[tuple[str, float | None, 
     for state in states:
         groups = getattr(state, "_fsdp_param_groups", None)  # several per module since torch 2.12
         for group in [state._fsdp_param_group] if groups is None else groups:
-            if group is None or not any(own.sharded_param.requires_grad for own in group.fsdp_params):
+            if group is None or not any(param.sharded_param.requires_grad for param in group.fsdp_params):
                 continue
             name = group._module_fqn or f"the root ({type(state._modules[0]).__name__})"
             yield name, group.gradient_divide_factor, group.mesh_info.mesh.size()
@@ -196,7 +208,9 @@ def _divide_factors(states: Sequence[Any]) -> Iterator[tuple[str, float | None, 
 _FACTORS_CHECKED: WeakKeyDictionary[RankWeights, int] = WeakKeyDictionary()
 
 
-def check_rows(rows: list[Tensor], most: int | None, down: Tensor, computes: torch.dtype | None) -> None:
+def check_rows(
+    rows: list[Tensor], max_tokens: int | None, down: Tensor, computes: torch.dtype | None
+) -> None:
     """Raises ValueError if rows do not fit experts down [S, H, I], or are more than the transport has room for.
 
     Rows have the experts' dtype or the one that these compute in. Beside quantised experts rows may have any dtype, and
@@ -216,5 +230,7 @@ def check_rows(rows: list[Tensor], most: int | None, down: Tensor, computes: tor
                 f"x must be [T, {down.shape[1]}] {' or '.join(map(str, allowed))} as the experts, got "
                 f"{list(row.shape)} {row.dtype}{advice}"
             )
-    if most is not None and max(map(len, rows)) > most:
-        raise ValueError(f"x must have at most max_tokens_per_rank={most} tokens, got {max(map(len, rows))}")
+    if max_tokens is not None and max(map(len, rows)) > max_tokens:
+        raise ValueError(
+            f"x must have at most max_tokens_per_rank={max_tokens} tokens, got {max(map(len, rows))}"
+        )

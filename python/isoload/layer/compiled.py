@@ -11,30 +11,22 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 
+if TYPE_CHECKING:
+    from isoload.layer.moe import MoE
+
 Choice = tuple[Tensor, Tensor]  # ids and weights [T, K] of a rank
 Choose = Callable[[], Sequence[Choice]]  # of every owned rank; what fails in it fails on all ranks
-
-
-class Layer(Protocol):
-    """What of an :class:`isoload.MoE` runs within a graph."""
-
-    handle: Tensor
-    weights: Any
-
-    def expert_parameters(self) -> list[nn.Parameter]: ...
-    def run(self, rows: list[Tensor], choose: Choose, num_tokens: int | None) -> list[Tensor]: ...
-
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_layers: WeakValueDictionary[int, Layer] = WeakValueDictionary()
+_layers: WeakValueDictionary[int, MoE] = WeakValueDictionary()
 _recordings: WeakValueDictionary[int, Recording] = WeakValueDictionary()
 _numbers = itertools.count()
 
@@ -44,19 +36,19 @@ def between_graphs(reason: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
 
     def decorate(call: Callable[P, T]) -> Callable[P, T]:
         @functools.wraps(call)
-        def run(*args: P.args, **how: P.kwargs) -> T:
+        def run(*args: P.args, **kwargs: P.kwargs) -> T:
             if torch.compiler.is_compiling():
                 torch._dynamo.graph_break(msg=reason)  # which says why; the next line would too, but not that
-                result: T = torch.compiler.disable(call)(*args, **how)
+                result: T = torch.compiler.disable(call)(*args, **kwargs)
                 return result
-            return call(*args, **how)
+            return call(*args, **kwargs)
 
         return run
 
     return decorate
 
 
-def handle_of(layer: Layer) -> Tensor:
+def handle_of(layer: MoE) -> Tensor:
     """[] float64: a new number by which compiled code finds the layer when it runs.
 
     A tensor, since one graph then serves all layers that are alike, and on the CPU, where it is read; it requires a
@@ -68,14 +60,14 @@ def handle_of(layer: Layer) -> Tensor:
 
 
 def run_in_graph(
-    layer: Layer, rows: list[Tensor], chosen: Sequence[Choice], num_tokens: int | None
+    layer: MoE, rows: list[Tensor], chosen: Sequence[Choice], num_tokens: int | None
 ) -> list[Tensor]:
     """The layer's outputs [T, H] for choices that the graph made; see MoE.run."""
     parameters = layer.expert_parameters()
     whole = all(type(parameter) is nn.Parameter for parameter in parameters)  # no DTensor
     if not whole or any(weights.reads_elsewhere for weights in layer.weights):
-        apart: list[Tensor] = _run_apart(layer, rows, chosen, num_tokens)
-        return apart
+        eager: list[Tensor] = _run_apart(layer, rows, chosen, num_tokens)
+        return eager
     ids, weights = [ids for ids, _ in chosen], [weights for _, weights in chosen]
     trained = [p for p in parameters if p.requires_grad]
     frozen = [p for p in parameters if not p.requires_grad]
@@ -90,7 +82,7 @@ def run_in_graph(
 
 @between_graphs("expert Parameters of others: a Shard given as a function, DTensors")
 def _run_apart(
-    layer: Layer, rows: list[Tensor], chosen: Sequence[Choice], num_tokens: int | None
+    layer: MoE, rows: list[Tensor], chosen: Sequence[Choice], num_tokens: int | None
 ) -> list[Tensor]:
     """Between two graphs: the op could not pass on the gradients of Parameters that it does not get."""
     return layer.run(rows, lambda: chosen, num_tokens)
@@ -142,10 +134,10 @@ def run_layer(
     if not records:
         return [*outputs, torch.empty(0, dtype=torch.uint8)]
     number = next(_numbers)
-    made = _recordings[number] = Recording(number.to_bytes(8, "little"))
-    made.outputs = outputs
-    made.inputs = [*leaves, *gates, *(p for p in layer.expert_parameters() if p.requires_grad)]
-    return [*(output.detach() for output in outputs), made.ticket()]
+    recording = _recordings[number] = Recording(number.to_bytes(8, "little"))
+    recording.outputs = outputs
+    recording.inputs = [*leaves, *gates, *(p for p in layer.expert_parameters() if p.requires_grad)]
+    return [*(output.detach() for output in outputs), recording.ticket()]
 
 
 @run_layer.register_fake
@@ -157,14 +149,19 @@ def _(_handle: Tensor, rows: list[Tensor], *others: Any) -> list[Tensor]:
 @torch.library.custom_op("isoload::run_layer_backward", mutates_args=(), tags=torch.Tag.cudagraph_unsafe)
 def run_layer_backward(ticket: Tensor, grads: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:
     """The gradients of a recording's inputs (rows, weights, trained Parameters), from those of its outputs."""
-    made = _recordings[int.from_bytes(bytes(ticket.tolist()), "little")]
+    recording = _recordings[int.from_bytes(bytes(ticket.tolist()), "little")]
     with _outside_of_ops(records=True):
         # The recording ends with its ticket: backward may come again until then. A rank without experts has Parameters,
         # of no rows, which nothing is computed from.
-        found = torch.autograd.grad(
-            made.outputs, made.inputs, grads, retain_graph=True, allow_unused=True, materialize_grads=True
+        gradients = torch.autograd.grad(
+            recording.outputs,
+            recording.inputs,
+            grads,
+            retain_graph=True,
+            allow_unused=True,
+            materialize_grads=True,
         )
-    return [grad.clone() for grad in found]
+    return [grad.clone() for grad in gradients]
 
 
 @run_layer_backward.register_fake
@@ -180,8 +177,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
 
 def _backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
     ticket, *inputs = ctx.saved_tensors
-    found = iter(run_layer_backward(ticket, grads[:-1], inputs))
-    to_rows, to_weights, to_trained = (list(itertools.islice(found, count)) for count in ctx.counts)
+    gradients = iter(run_layer_backward(ticket, grads[:-1], inputs))
+    to_rows, to_weights, to_trained = (list(itertools.islice(gradients, count)) for count in ctx.counts)
     nothing = [None] * ctx.num_frozen, None, None, None
     return None, to_rows, [None] * len(to_rows), to_weights, to_trained, *nothing
 
@@ -198,10 +195,10 @@ def _outside_of_ops(records: bool) -> Iterator[None]:
         yield
 
 
-def _check_own(layer: Layer, given: Sequence[Tensor]) -> None:
+def _check_own(layer: MoE, inputs: Sequence[Tensor]) -> None:
     """Raises ValueError where compiled code computes with other Parameters than those that the layer has now."""
-    own = sorted(layer.expert_parameters(), key=lambda parameter: not parameter.requires_grad)
-    for mine, other in zip(own, given, strict=True):
+    parameters = sorted(layer.expert_parameters(), key=lambda parameter: not parameter.requires_grad)
+    for mine, other in zip(parameters, inputs, strict=True):
         if (mine.data_ptr(), mine.shape) != (other.data_ptr(), other.shape):
             raise ValueError(
                 "expert Parameters in compiled code must be those of the layer, unchanged within that code, got others "

@@ -21,8 +21,8 @@ MOST = 2**31 - 1  # copies of a batch: predicted ones stay below, whatever a pre
 def watched(rows: Tensor) -> Tensor:
     """The same memory as a tensor that counts its own changes, which one of inference mode does not."""
     with torch.inference_mode(False), torch.no_grad():
-        same: Tensor = torch.empty(0, dtype=rows.dtype, device=rows.device).set_(rows.detach())  # type: ignore[call-overload]
-        return same
+        view: Tensor = torch.empty(0, dtype=rows.dtype, device=rows.device).set_(rows.detach())  # type: ignore[call-overload]
+        return view
 
 
 class Residuals:
@@ -39,22 +39,22 @@ class Residuals:
     def _note(self, layer: int, _norm: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if layer != self._of:
             self._of, self._given = layer, []
-        given: Tensor = args[0] if args else next(iter(kwargs.values()))
-        self._given.append(given.detach().flatten(0, -2))
+        rows: Tensor = args[0] if args else next(iter(kwargs.values()))
+        self._given.append(rows.detach().flatten(0, -2))
 
     def take(self, layer: int, rows: Sequence[Tensor]) -> list[Tensor]:
         """[T, H] of every owned rank: the last that a layer's norm was given, which must be as many as its rows."""
-        sizes, given, found = [len(row) for row in rows], list[Tensor](), 0
+        sizes, parts, count = [len(row) for row in rows], list[Tensor](), 0
         left = self._given if layer == self._of else []
-        while left and found < sum(sizes):
-            given.insert(0, left.pop())
-            found += len(given[0])
+        while left and count < sum(sizes):
+            parts.insert(0, left.pop())
+            count += len(parts[0])
         self.drop()
-        if found != sum(sizes):
+        if count != sum(sizes):
             raise ValueError(
-                f"norms must be called right before a layer, on its {sum(sizes)} rows, got {found}"
+                f"norms must be called right before a layer, on its {sum(sizes)} rows, got {count}"
             )
-        return list(torch.cat(given).split(sizes)) if given else list(rows)
+        return list(torch.cat(parts).split(sizes)) if parts else list(rows)
 
     def drop(self) -> None:
         self._of, self._given = -1, []
@@ -101,7 +101,7 @@ class Feed:
         travels = isinstance(predictor, TokensPredictor) and self._reaches(target, len(self._choices))
         counts: list[Tensor] = []
         if chosen.call.failure is None:
-            ids = [own.narrow(1, 0, own.shape[1] - self.num_shared) for own in chosen.ids]
+            ids = [choices.narrow(1, 0, choices.shape[1] - self.num_shared) for choices in chosen.ids]
             self._choices = [ids, *self._choices][: self._keep]
             with chosen.call:
                 counts = self._count(layer, chosen.rows) if travels else []
@@ -122,16 +122,16 @@ class Feed:
         else:
             tokens = list(map(watched, rows))
         mine = tokens if predictor.reads == "rows" else []  # the layer's own; others are copies
-        before = [own._version for own in mine]
-        guesses = [predictor.choose(target, own) for own in tokens]
-        if before != [own._version for own in mine]:
+        versions = [tensor._version for tensor in mine]
+        guesses = [predictor.choose(target, tensor) for tensor in tokens]
+        if versions != [tensor._version for tensor in mine]:
             raise ValueError(
                 f"{type(predictor).__name__}.choose must not write to the tokens that it is given, which are the "
                 "layer's own rows: clone them first, got rows that changed"
             )
         if self._residuals is not None:
             self._residuals.drop()  # the predictor called norms, too
-        padding = [(own < 0).all(1, keepdim=True) for own in self._choices[0]]
+        padding = [(ids < 0).all(1, keepdim=True) for ids in self._choices[0]]
         return [
             ops.count(guess.masked_fill(absent, -1), self.num_routed).counts
             for guess, absent in zip(guesses, padding, strict=True)
@@ -145,21 +145,21 @@ class Feed:
         target, loads = (layer + 1) % self.predictor.num_layers, gathered.loads.narrow(1, 0, self.num_routed)
         reached = self._reaches(target, len(self._loads))
         self._loads = [loads, *self._loads][: self._keep]
-        predictor, found = self.predictor, gathered.more
+        predictor, guess = self.predictor, gathered.more
         if layer < self._last.num_layers:
             self._last.note(layer, loads)
         if isinstance(predictor, LoadsPredictor) and predictor is not self._last:
             predictor.note(layer, loads)
         if target == 0:
-            found = self._last.predict(0)
+            guess = self._last.predict(0)
         elif isinstance(predictor, LoadsPredictor):
-            found = predictor.predict(target, self._loads) if reached else None
-        if found is None:
+            guess = predictor.predict(target, self._loads) if reached else None
+        if guess is None:
             return None
-        if found.shape != loads.shape or found.dtype != torch.int32:
+        if guess.shape != loads.shape or guess.dtype != torch.int32:
             raise ValueError(
-                f"predict must return {list(loads.shape)} torch.int32, got {list(found.shape)} {found.dtype}"
+                f"predict must return {list(loads.shape)} torch.int32, got {list(guess.shape)} {guess.dtype}"
             )
         shared = gathered.loads.narrow(1, self.num_routed, self.num_shared)  # known: every token needs them
-        whole = torch.cat([found, shared], dim=1)
+        whole = torch.cat([guess, shared], dim=1)
         return whole.clamp(0, MOST // whole.numel())

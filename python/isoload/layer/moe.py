@@ -96,7 +96,7 @@ class MoE(StoredExperts):
         min_tokens: with fewer tokens over all ranks nothing is gathered or planned: each expert goes to its
             ``static`` replica, shared ones stay home, and last_plan is None. What is compared must be known on the
             host: see num_tokens of :meth:`forward`. The same on all ranks.
-        loads: by which a batch is planned, see :class:`isoload.Balancer`, as for `price`. "node" and "own" need
+        loads: by which a batch is planned, see :class:`isoload.Balancer`. "node" and "own" need
             :meth:`exchange` now and then; their policy is ``exact``, which borrows nothing and leaves shared experts
             at home.
         weight_rows: experts that every rank has memory for, for :meth:`load_placement`. None: as many as the

@@ -40,15 +40,15 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
     by_group: dict[Group, list[list[Tensor]]] = {}  # gradients of every owned rank
     for name, layer in stored_layers(model).items():
         gradients = by_group.setdefault(layer.group, [[] for _ in layer.group.ranks])
-        for own, rank in zip(gradients, layer._ranks(), strict=True):
+        for parts, rank in zip(gradients, layer._ranks(), strict=True):
             if rank.reads_elsewhere:
                 raise ValueError(
                     f"{name} must have its experts' Parameters to clip their gradients, got a Shard given as a function"
                 )
             experts |= {id(p) for p in rank.parameters()}
-            own += [p.grad for p in rank.parameters() if p.grad is not None]
+            parts += [p.grad for p in rank.parameters() if p.grad is not None]
     for group, of_ranks in by_group.items():
-        rows = [(get_total_norm(own).double() ** 2).reshape(1) for own in of_ranks]
+        rows = [(get_total_norm(parts).double() ** 2).reshape(1) for parts in of_ranks]
         squares.append(group.gather("gradient norm", rows).sum())
     others = [p.grad for p in model.parameters() if p.grad is not None and id(p) not in experts]
     for shared in (True, False):  # norms of DTensors and of plain tensors cannot be taken together
@@ -57,9 +57,11 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
         squares.append((norm if whole is None else whole()).double() ** 2)
     device = squares[0].device
     total = torch.stack([square.to(device) for square in squares]).sum().sqrt()
-    for kept in (True, False):
-        own = [p for p in model.parameters() if p.grad is not None and hasattr(p.grad, "full_tensor") == kept]
-        clip_grads_with_norm_(own, max_norm, total)
+    for sharded in (True, False):
+        parts = [
+            p for p in model.parameters() if p.grad is not None and hasattr(p.grad, "full_tensor") == sharded
+        ]
+        clip_grads_with_norm_(parts, max_norm, total)
     return total
 
 
@@ -97,7 +99,7 @@ def ignore_in_ddp(model: Model) -> Model:
         for weights in layer._ranks():
             weights.gradient_divisor = layer.group.topology.num_ranks
     ignored = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
-    named = model.named_parameters(remove_duplicate=False)
-    ignored.update(name for name, own in named if id(own) in owned)
+    parameters = model.named_parameters(remove_duplicate=False)
+    ignored.update(name for name, parameter in parameters if id(parameter) in owned)
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, sorted(ignored))
     return model

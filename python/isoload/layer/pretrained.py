@@ -106,12 +106,12 @@ def whole_parts(model: nn.Module) -> Iterator[dict[str, Any]]:
 
 def other_state(model: nn.Module) -> dict[str, Any]:
     """Return a model's state_dict without experts, on the process that writes. All processes together."""
-    kept: dict[str, Any] = {}
+    entries: dict[str, Any] = {}
     for key, value in other_entries(model).items():
         whole = whole_tensor(value)
         if is_writer():
-            kept[plain_name(key)] = whole
-    return kept
+            entries[plain_name(key)] = whole
+    return entries
 
 
 def other_entries(model: nn.Module) -> dict[str, Any]:
@@ -127,12 +127,12 @@ def other_entries(model: nn.Module) -> dict[str, Any]:
 
 def holders(model: nn.Module) -> dict[str, Any]:
     """Return the modules that save experts, with the prefix of their keys: BlockExperts and layers outside of these."""
-    found: dict[str, Any] = {}
+    modules: dict[str, Any] = {}
     for name, module in model.named_modules():
         name = f"{plain_name(name)}." if name else ""
-        if hasattr(module, "whole_experts") and not any(name.startswith(outer) for outer in found):
-            found[name] = module
-    return found
+        if hasattr(module, "whole_experts") and not any(name.startswith(outer) for outer in modules):
+            modules[name] = module
+    return modules
 
 
 @contextmanager
@@ -160,7 +160,7 @@ def save_pretrained(
     is_main_process: bool = True,
     state_dict: dict[str, Any] | None = None,
     push_to_hub: bool = False,
-    **how: Any,
+    **options: Any,
 ) -> None:
     """Write a checkpoint with all experts, which stock transformers loads. All ranks call it together; rank 0 writes.
 
@@ -183,7 +183,7 @@ def save_pretrained(
     write = kind.save_pretrained
     if state_dict is not None:
         check_whole(state_dict)
-        write(model, save_directory, is_main_process, state_dict, push_to_hub, **how)
+        write(model, save_directory, is_main_process, state_dict, push_to_hub, **options)
         return
     processes, layers = all_processes("save_pretrained"), stored_layers(model)
     with processes.agreeing("save_pretrained"):
@@ -205,12 +205,12 @@ def save_pretrained(
                     folder = (
                         aside.enter_context(written_aside(written)) if not parts else parts[0] / str(number)
                     )
-                    write(model, folder, True, part, **how)
+                    write(model, folder, True, part, **options)
                     parts.append(folder)
         with processes.agreeing("save_pretrained"):
             call.raise_failure()
             if is_writer():
-                join_parts(parts, how.get("variant"))
+                join_parts(parts, options.get("variant"))
                 aside.close()
                 take_files(target, written)
 

@@ -161,8 +161,8 @@ class Gate(nn.Module):
         return self.router(F.linear(rows.to(dtype), self.weight.to(dtype), bias), self.score_bias)
 
 
-def _as_parameter(given: Tensor) -> nn.Parameter:
-    return nn.Parameter(given, given.requires_grad if isinstance(given, nn.Parameter) else True)
+def _as_parameter(tensor: Tensor) -> nn.Parameter:
+    return nn.Parameter(tensor, tensor.requires_grad if isinstance(tensor, nn.Parameter) else True)
 
 
 def given_choices(topk_ids: Tensor, weights: Tensor, num_experts: int) -> Routing:

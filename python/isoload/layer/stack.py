@@ -39,20 +39,20 @@ LOCALS = ("planned", "held")
 
 def check_layers(layers: Sequence[MoE]) -> None:
     """Raises ValueError unless layers can share a stack."""
-    wanted, seen = facts_of(layers[0]), set[int]()
+    facts, ids = facts_of(layers[0]), set[int]()
     for i, layer in enumerate(layers):
-        if layer.run_by is not None or id(layer) in seen:
+        if layer.run_by is not None or id(layer) in ids:
             raise ValueError(f"layers must be in one stack at a time, and once, got layer {i} again")
-        seen.add(id(layer))
-        if (own := layer.balancer.own_counts) is not None:
+        ids.add(id(layer))
+        if (counts := layer.balancer.own_counts) is not None:
             raise ValueError(
-                f"layers must have loads='gathered' in a stack, which plans by all ranks' loads, got {own.word!r} in "
-                f"layer {i}"
+                f"layers must have loads='gathered' in a stack, which plans by all ranks' loads, got {counts.word!r} "
+                f"in layer {i}"
             )
         for name, value in facts_of(layer).items():
-            if value != wanted[name]:
+            if value != facts[name]:
                 raise ValueError(
-                    f"layers must have the same {name}, got {wanted[name]} in layer 0 and {value} in layer {i}"
+                    f"layers must have the same {name}, got {facts[name]} in layer 0 and {value} in layer {i}"
                 )
         if layer.transport is not layers[0].transport:
             raise ValueError(f"layers must share one transport, got another in layer {i}")
@@ -354,20 +354,20 @@ class LibraStack:
         """
         refuse_cost(cost)
         decoder = list(layers)
-        found = find_blocks(decoder, "layers")
-        blocks = [block for _, block in found]
-        if placement is not None and len({id(part) for part, _ in found}) == len(found):
-            numbers = [i for i, part in enumerate(decoder) if any(part is holder for holder, _ in found)]
+        pairs = find_blocks(decoder, "layers")
+        blocks = [block for _, block in pairs]
+        if placement is not None and len({id(part) for part, _ in pairs}) == len(pairs):
+            numbers = [i for i, part in enumerate(decoder) if any(part is holder for holder, _ in pairs)]
             placement = placement.for_model(numbers)
         if predict == "lookahead":
             predict = Lookahead(
-                [BlockGate(block) for block in blocks], [norm_before(*pair) for pair in found]
+                [BlockGate(block) for block in blocks], [norm_before(*pair) for pair in pairs]
             )
-        made = take_over(
+        balanced = take_over(
             blocks, topology, transport, placement, spare_slots, **{"policy": "hedge", **options}
         )
         stack = cls(
-            [experts.layer for experts in made],
+            [experts.layer for experts in balanced],
             predict,
             local=local,
             slots=slots,
@@ -375,7 +375,7 @@ class LibraStack:
             copies_per_rank=copies_per_rank,
             memory=memory,
         )
-        put_in(blocks, made)
+        put_in(blocks, balanced)
         return stack
 
     def close(self) -> None:
@@ -467,8 +467,8 @@ class LibraStack:
         with call:
             loads = self.feed.predict(index, gathered)
             if loads is not None and self.slots != 0 and self._fills_ahead(layer):
-                most = {} if self.slots is None else {"slots": self.slots}
-                policy = replace(layer.policy, **most)  # type: ignore[arg-type]
+                options = {} if self.slots is None else {"slots": self.slots}
+                policy = replace(layer.policy, **options)  # type: ignore[arg-type]
                 filled = fill(loads, layer.balancer.placed_on(loads.device), None, policy)
         # No exchange can be begun with slots that differ: that of weights would abort the process.
         if self.feed.may_differ and gathered.planned and values_readable(gathered.loads):

@@ -63,10 +63,10 @@ def full_optimizer_state(layer: StoredExperts, optimizer: Optimizer, reader: int
     with call:
         check_plain(ranks)
         fields = [state_fields(optimizer, rank) for rank in ranks]
-    call.agree("placement", FACTS[-1:], [(checksum(own),) for own in fields])
+    call.agree("placement", FACTS[-1:], [(checksum(rank_fields),) for rank_fields in fields])
     stacks = [
-        [optimizer.state[getattr(rank, name)][key] for name, key, _ in own]
-        for rank, own in zip(ranks, fields, strict=True)
+        [optimizer.state[getattr(rank, name)][key] for name, key, _ in rank_fields]
+        for rank, rank_fields in zip(ranks, fields, strict=True)
     ]
     full: State = {
         FULL + name: {
@@ -101,20 +101,20 @@ def load_full_optimizer_state(layer: StoredExperts, optimizer: Optimizer, state:
             raise ValueError(f"optimizer must hold the layer's expert Parameters, {name} is missing")
         if FULL + name not in state:
             raise ValueError(f"state must hold {FULL}{name}, got {sorted(state)}")
-        wanted = [num_experts, *parameter.shape[1:]]
+        shape = [num_experts, *parameter.shape[1:]]
         for key, value in state[FULL + name].items():
-            if isinstance(value, Tensor) and value.numel() != 1 and list(value.shape) != wanted:
+            if isinstance(value, Tensor) and value.numel() != 1 and list(value.shape) != shape:
                 raise ValueError(
-                    f"{FULL}{name} {key} must be {wanted} or one element, got {list(value.shape)}"
+                    f"{FULL}{name} {key} must be {shape} or one element, got {list(value.shape)}"
                 )
     for rank, name, parameter in trained(ranks):
-        wanted = [num_experts, *parameter.shape[1:]]
-        kept = optimizer.state[parameter] = {}
+        shape = [num_experts, *parameter.shape[1:]]
+        rank_state = optimizer.state[parameter] = {}
         for key, value in state[FULL + name].items():
-            if isinstance(value, Tensor) and list(value.shape) == wanted:
-                kept[key] = value[list(rank.layout.homes)].to(parameter.device)
+            if isinstance(value, Tensor) and list(value.shape) == shape:
+                rank_state[key] = value[list(rank.layout.homes)].to(parameter.device)
             else:
-                kept[key] = single_value(value, parameter, groups[id(parameter)])
+                rank_state[key] = single_value(value, parameter, groups[id(parameter)])
 
 
 def single_value(value: Any, parameter: Tensor, options: Mapping[str, Any]) -> Any:
@@ -136,11 +136,11 @@ def trained(ranks: list[RankWeights]) -> Iterator[tuple[RankWeights, str, nn.Par
 def check_plain(ranks: list[RankWeights]) -> None:
     """Raises ValueError unless all stacks are plain Parameters of the layer."""
     for rank in ranks:
-        found = [name for name, p in rank.named_parameters(recurse=False) if not hasattr(p, "to_local")]
-        if len(found) != len(rank.stored()):
+        plain = [name for name, p in rank.named_parameters(recurse=False) if not hasattr(p, "to_local")]
+        if len(plain) != len(rank.stored()):
             raise ValueError(
                 f"experts must be plain Parameters of the layer for their optimizer state, {list(rank.stored())}, got "
-                f"{found} beside parametrized ones, DTensors or a Shard given as a function: keep it by its owner"
+                f"{plain} beside parametrized ones, DTensors or a Shard given as a function: keep it by its owner"
             )
 
 
@@ -220,8 +220,8 @@ def load(model: nn.Module, optimizer: Optimizer | None, folder: str | Path) -> N
         if optimizer is not None:
             check_groups(model, optimizer, others["optimizer"])
     with processes.agreeing("load"), torch.no_grad():
-        own = other_entries(model)
-        state = {key: placed_as(others["model"][name], own[key]) for name, key in entries.items()}
+        current = other_entries(model)
+        state = {key: placed_as(others["model"][name], current[key]) for name, key in entries.items()}
         model.load_state_dict(state, strict=False)
         if optimizer is not None:
             load_groups(model, optimizer, others["optimizer"])
@@ -273,13 +273,13 @@ def describe(layers: Mapping[str, StoredExperts]) -> dict[str, Any]:
     }
 
 
-def check_described(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+def check_described(saved: Mapping[str, Any], described: Mapping[str, Any]) -> None:
     """Raise ValueError unless the layers are like those that were saved."""
-    if list(saved) != list(own):
-        raise ValueError(f"model must have the layers {list(saved)}, as saved, got {list(own)}")
-    for name, wanted in saved.items():
-        if own[name] != wanted:
-            raise ValueError(f"{name} must have {wanted}, as saved, got {own[name]}")
+    if list(saved) != list(described):
+        raise ValueError(f"model must have the layers {list(saved)}, as saved, got {list(described)}")
+    for name, value in saved.items():
+        if described[name] != value:
+            raise ValueError(f"{name} must have {value}, as saved, got {described[name]}")
 
 
 def check_target(target: Path) -> None:
@@ -349,18 +349,18 @@ def check_groups(model: nn.Module, optimizer: Optimizer, saved: Mapping[str, Any
         raise ValueError("optimizer must be None for a program that was saved without one")
     names = names_of(model)
     groups = [group_names(group, names) for group in optimizer.param_groups]
-    wanted = [group["params"] for group in saved["groups"]]
-    if [set(group) for group in groups] != [set(group) for group in wanted]:
+    saved_groups = [group["params"] for group in saved["groups"]]
+    if [set(group) for group in groups] != [set(group) for group in saved_groups]:
         raise ValueError(
-            f"optimizer must have the parameter groups {wanted}, as saved, in this order, got {groups}"
+            f"optimizer must have the parameter groups {saved_groups}, as saved, in this order, got {groups}"
         )
 
 
 def load_groups(model: nn.Module, optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
     """Load the options of all parameter groups, and the state of all Parameters but those of experts."""
     names, experts = names_of(model), expert_ids(model)
-    for group, wanted in zip(optimizer.param_groups, saved["groups"], strict=True):
-        group.update({key: value for key, value in wanted.items() if key != "params"})
+    for group, saved_group in zip(optimizer.param_groups, saved["groups"], strict=True):
+        group.update({key: value for key, value in saved_group.items() if key != "params"})
         for parameter in (p for p in group["params"] if id(p) not in experts):
             state = saved["state"].get(names[id(parameter)], {})
             optimizer.state[parameter] = {

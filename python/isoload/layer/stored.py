@@ -109,10 +109,10 @@ class StoredExperts(nn.Module):
         # else only inference could write them
         with group.agreeing("construction"), torch.inference_mode(False):
             self.weights = OwnedRanks(
-                ShardWeights(self.layouts[rank], own, self.num_rows[rank], spare, new)
-                if isinstance(own, Shard)
-                else RankWeights(self.layouts[rank], own, self.num_rows[rank], spare, new)
-                for rank, own in zip(group.ranks, experts, strict=True)
+                ShardWeights(self.layouts[rank], part, self.num_rows[rank], spare, new)
+                if isinstance(part, Shard)
+                else RankWeights(self.layouts[rank], part, self.num_rows[rank], spare, new)
+                for rank, part in zip(group.ranks, experts, strict=True)
             )
             if spare:
                 self._borrow_by(backend)
@@ -161,8 +161,10 @@ class StoredExperts(nn.Module):
 
         ``experts.gate_up`` and so on are stacks [E, ...]; a rank's own state_dict() holds only the rows of its homes.
         """
-        own = {name: value for name, value in self.state_dict().items() if not name.startswith("weights.")}
-        return own | {FULL + name: stack for name, stack in self.full_experts().items()}
+        entries = {
+            name: value for name, value in self.state_dict().items() if not name.startswith("weights.")
+        }
+        return entries | {FULL + name: stack for name, stack in self.full_experts().items()}
 
     def full_experts(self, reader: int | None = None) -> dict[str, Tensor]:
         """[E, ...] of every stack, on every process: all ranks together; with a reader on that rank, else [0, ...]."""
@@ -192,13 +194,13 @@ class StoredExperts(nn.Module):
         Raises:
             ValueError: before anything is copied: a missing or unknown key, or another shape.
         """
-        own = {name: value for name, value in state.items() if not name.startswith(FULL)}
-        wanted = {name for name in self.state_dict() if not name.startswith("weights.")}
-        if own.keys() != wanted:
-            raise ValueError(f"state must hold {sorted(wanted)} beside experts, got {sorted(own)}")
+        entries = {name: value for name, value in state.items() if not name.startswith(FULL)}
+        names = {name for name in self.state_dict() if not name.startswith("weights.")}
+        if entries.keys() != names:
+            raise ValueError(f"state must hold {sorted(names)} beside experts, got {sorted(entries)}")
         self.meet_readers()
         load_full(self._ranks(), self.placement.num_experts, state)
-        self.load_state_dict(own, strict=False)
+        self.load_state_dict(entries, strict=False)
 
     def load_placement(
         self,
@@ -278,19 +280,19 @@ def _mark_part(layer: StoredExperts, state: dict[str, Any], prefix: str, metadat
     """Mark the keys of one process's part of a state, which other processes would save under the same names."""
     if not (part := layer.part_name):
         return
-    own, marked = f"{prefix}weights.0.", f"{prefix}weights.{part}"
-    for key in [key for key in state if key.startswith(own)]:
+    inner, marked = f"{prefix}weights.0.", f"{prefix}weights.{part}"
+    for key in [key for key in state if key.startswith(inner)]:
         value = state.pop(key)
-        name = key.removeprefix(own)
+        name = key.removeprefix(inner)
         state[marked + name] = value.as_subclass(PartIndex) if name == HOMES else value
 
 
-def _read_part(layer: StoredExperts, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+def _read_part(layer: StoredExperts, state: dict[str, Any], prefix: str, *unused: Any) -> None:
     """Take a marked part for that of the first owned rank, whose experts are then compared with the state's."""
     layer.meet_readers()
-    own = f"{prefix}weights."
-    for key in [key for key in state if key.startswith(own) and PART.match(key, len(own))]:
-        state[f"{own}0.{without_part(key.removeprefix(own))}"] = state.pop(key)
+    inner = f"{prefix}weights."
+    for key in [key for key in state if key.startswith(inner) and PART.match(key, len(inner))]:
+        state[f"{inner}0.{without_part(key.removeprefix(inner))}"] = state.pop(key)
 
 
 def gather_rows(
@@ -319,16 +321,16 @@ def load_full(ranks: Sequence[RankWeights], num_experts: int, state: Mapping[str
         rank.check_load()
         for name in NAMES:
             home = rank.homes().get(name)
-            given = state.get(FULL + name)
-            wanted = None if home is None else [num_experts, *home.shape[1:]]
-            if (found := None if given is None else list(given.shape)) != wanted:
-                raise ValueError(f"{FULL}{name} must be {wanted}, got {found}")
-            if given is not None and home is not None:
-                check_kind(FULL + name, given, home)
+            saved = state.get(FULL + name)
+            shape = None if home is None else [num_experts, *home.shape[1:]]
+            if (found_shape := None if saved is None else list(saved.shape)) != shape:
+                raise ValueError(f"{FULL}{name} must be {shape}, got {found_shape}")
+            if saved is not None and home is not None:
+                check_kind(FULL + name, saved, home)
     for rank in ranks:
         homes, replicas = list(rank.layout.homes), list(rank.layout.replicas)
         stacks = [state[FULL + name] for name in rank.stored()]
-        for stack, home, behind in zip(stacks, rank.home_rows(), rank.replica_rows(), strict=True):
+        for stack, home, copies in zip(stacks, rank.home_rows(), rank.replica_rows(), strict=True):
             home.copy_(stack[homes])
-            behind[: len(replicas)].copy_(stack[replicas])
+            copies[: len(replicas)].copy_(stack[replicas])
         rank.note_refreshed()

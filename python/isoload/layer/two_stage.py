@@ -121,30 +121,30 @@ def run_planned(batch: Batch) -> list[Tensor]:
     near, far, size = list[Tensor](), list[Tensor](), layer.placement.slots_per_rank
     for rank, slots in zip(layer.group.ranks, layer.balancer.route(balanced), strict=True):
         local = slots - rank * size
-        here = (local >= 0) & (local < size)
-        near.append(torch.where(here, local, -1).long())
-        far.append(slots.masked_fill(here, -1))
+        local_copies = (local >= 0) & (local < size)
+        near.append(torch.where(local_copies, local, -1).long())
+        far.append(slots.masked_fill(local_copies, -1))
     coming = batch.fetch(borrowed) if early else None
     batch.begin("dispatch")
     started = layer.dispatcher.start_dispatch(*layer.sent(chosen, far))
     for waiting in (borrowed, coming):
         if waiting is not None:
             waiting.proceed()
-    beside = Beside(layer.group, device)
-    if not early and not beside.apart:
+    side_stream = Beside(layer.group, device)
+    if not early and not side_stream.apart:
         batch.fetch(borrowed)
     with batch.span("local"):
         stacks = layer.stacks(chosen, borrowed)
-        own = layer.run_local(chosen.kept(near), stacks)
-    if not early and beside.apart:
-        with beside:
+        own_rows = layer.run_local(chosen.kept(near), stacks)
+    if not early and side_stream.apart:
+        with side_stream:
             batch.fetch(borrowed)
     received = started()
     batch.end("dispatch")
     with batch.span("remote"):
         computed = layer.run_local(received, stacks)
     with batch.span("combine"):
-        return layer.dispatcher.combine(computed, received, own)
+        return layer.dispatcher.combine(computed, received, own_rows)
 
 
 def run_held(batch: Batch) -> list[Tensor]:
@@ -168,32 +168,34 @@ def run_local_first(batch: Batch, bring: Callable[[Tensor], list[Received]]) -> 
     """
     layer, chosen, borrowed = batch.layer, batch.chosen, batch.borrowed
     assert batch.filled is not None
-    held = held_slots(batch.filled)
-    apart = runs_apart(held.device)
-    coming = None if apart else batch.fetch(borrowed)
+    local_slots = held_slots(batch.filled)
+    overlaps = runs_apart(local_slots.device)
+    coming = None if overlaps else batch.fetch(borrowed)
     for waiting in (borrowed, coming):
         if waiting is not None:
             waiting.proceed()
-    beside = Beside(layer.group, held.device)
+    side_stream = Beside(layer.group, local_slots.device)
     with batch.span("local"):
         stacks = layer.stacks(chosen, borrowed)
-        near = [held[rank][ids] for rank, ids in zip(layer.group.ranks, chosen.ids, strict=True)]
-        own = layer.run_local(chosen.kept(near), stacks)
-    with beside:
-        received = bring(held)
+        near = [local_slots[rank][ids] for rank, ids in zip(layer.group.ranks, chosen.ids, strict=True)]
+        own_rows = layer.run_local(chosen.kept(near), stacks)
+    with side_stream:
+        received = bring(local_slots)
     batch.end("dispatch")
     with batch.span("remote"):
         computed = layer.run_local(received, stacks)
-    if apart:
-        with beside:
+    if overlaps:
+        with side_stream:
             coming = batch.fetch(borrowed)
             if coming is not None:
                 coming.proceed()
     with batch.span("combine"):
-        return layer.dispatcher.combine(computed, received, own)
+        return layer.dispatcher.combine(computed, received, own_rows)
 
 
-def take_gathered(batch: Batch, arriving: Callable[[], GatheredTokens], held: Tensor) -> list[Received]:
+def take_gathered(
+    batch: Batch, arriving: Callable[[], GatheredTokens], local_slots: Tensor
+) -> list[Received]:
     """Plans around what is held, and takes the rest of what comes to the owned ranks from the tokens of all."""
     layer, chosen = batch.layer, batch.chosen
     balanced = layer.balancer.plan(batch.gathered, batch.filled, keep_local=True)
@@ -201,18 +203,18 @@ def take_gathered(batch: Batch, arriving: Callable[[], GatheredTokens], held: Te
     tokens, far = arriving(), list[Tensor]()
     for source, ids in enumerate(tokens.ids):
         slots = route(ids, balanced.loads, balanced.plan, source)
-        far.append(slots.masked_fill(held[source][ids] >= 0, -1))
+        far.append(slots.masked_fill(local_slots[source][ids] >= 0, -1))
     return tokens.received(
         layer.group.ranks, list(map(len, chosen.rows)), far, layer.placement.slots_per_rank
     )
 
 
-def send_planned(batch: Batch, held: Tensor) -> list[Received]:
+def send_planned(batch: Batch, local_slots: Tensor) -> list[Received]:
     """Plans by a policy that leaves alone what is held, and dispatches the rest."""
     layer, chosen = batch.layer, batch.chosen
     balanced = layer.balancer.plan(batch.gathered, batch.filled)
     of_ranks = zip(layer.group.ranks, chosen.ids, layer.balancer.route(balanced), strict=True)
-    far = [slots.masked_fill(held[rank][ids] >= 0, -1) for rank, ids, slots in of_ranks]
+    far = [slots.masked_fill(local_slots[rank][ids] >= 0, -1) for rank, ids, slots in of_ranks]
     batch.begin("dispatch")
     return layer.dispatcher.start_dispatch(*layer.sent(chosen, far))()
 
@@ -227,7 +229,7 @@ def held_slots(filled: PlacedLayers) -> Tensor:
     num_ranks, size = experts.shape
     column = torch.where(experts < 0, host.num_experts, experts)
     places = torch.arange(size, device=experts.device).expand(num_ranks, -1)
-    found = torch.full((num_ranks, host.num_experts + 1), size, device=experts.device)
-    found.scatter_reduce_(1, column, places, "amin")
-    found.select(1, host.num_experts).fill_(size)
-    return found.masked_fill(found == size, -1)
+    lowest = torch.full((num_ranks, host.num_experts + 1), size, device=experts.device)
+    lowest.scatter_reduce_(1, column, places, "amin")
+    lowest.select(1, host.num_experts).fill_(size)
+    return lowest.masked_fill(lowest == size, -1)

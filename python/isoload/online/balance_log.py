@@ -27,8 +27,8 @@ class BalanceLog:
             if step % 50 == 0:
                 writer.add_scalars("train", balance.read(), step)  # or wandb.log(balance.read())
 
-    Only layers whose plans are made from loads of all ranks have an imbalance: with loads="own" or "last", and with
-    policies that sample, no rank knows it.
+    Only layers whose plans are made from loads of all ranks have an imbalance: with loads="own", and with
+    policies that sample, no rank has it.
 
     Args:
         model: with isoload's layers in it; its own forward must be called, since the hook is behind it.
@@ -46,7 +46,7 @@ class BalanceLog:
                 f"model must have isoload's MoE layers, got {type(model).__name__} without any: call isoload.balance "
                 "first"
             )
-        self._seen: list[Plan | None] = [layer.last_plan for layer in self.layers]
+        self._counted_plans: list[Plan | None] = [layer.last_plan for layer in self.layers]
         self._values: deque[tuple[int, Tensor]] = deque(maxlen=MOST)
         self._passes = 0
         self._sent = self._traffic()
@@ -76,9 +76,9 @@ class BalanceLog:
         self._passes += 1
         for index, layer in enumerate(self.layers):
             plan = layer.last_plan
-            if plan is None or plan is self._seen[index] or plan.peak is None or plan.quota is None:
+            if plan is None or plan is self._counted_plans[index] or plan.peak is None or plan.quota is None:
                 continue
-            self._seen[index] = plan
+            self._counted_plans[index] = plan
             copies = plan.quota.sum(-1, dtype=torch.float64)
             mean = copies / plan.topology.copies_per_cost
             self._values.append((index, (plan.peak / mean).detach()))  # nan without copies

@@ -26,7 +26,7 @@ MULTIPROCESS = "PROMETHEUS_MULTIPROC_DIR"
 
 
 class Metric(NamedTuple):
-    """One, exported as isoload_<name>.
+    """One metric, exported as isoload_<name>.
 
     buckets: upper bounds of a histogram, seconds. counts: of several processes with the same labels, as pipeline stages
     have, the value of which gauge is scraped.
@@ -98,28 +98,28 @@ _LOCK = threading.Lock()
 
 
 class Metrics:
-    """Those of one model on one rank; without ``on``, and without prometheus_client, calls do nothing.
+    """Metrics of one model on one rank; without ``on``, and without prometheus_client, calls do nothing.
 
     Called from several threads. prometheus_client is imported when an object that is on is made: it must not be before
-    the engine has said in PROMETHEUS_MULTIPROC_DIR where its processes write, which is so when a model is loaded.
+    the engine has set PROMETHEUS_MULTIPROC_DIR, where its processes write, which is so when a model is loaded.
     """
 
     def __init__(self, engine: str = "", model: str = "", rank: str = "", on: bool = False) -> None:
         self.on = on and _client() is not None
-        self._own = model, engine, rank
+        self._labels = model, engine, rank
         self._children: dict[tuple[str, ...], Any] = {}
 
     def set(self, name: str, value: float, *labels: str) -> None:
-        self._tell(name, labels, lambda child: child.set(value))
+        self._update(name, labels, lambda child: child.set(value))
 
     def add(self, name: str, value: float = 1, *labels: str) -> None:
-        self._tell(name, labels, lambda child: child.inc(value))
+        self._update(name, labels, lambda child: child.inc(value))
 
     def observe(self, name: str, seconds: float) -> None:
-        self._tell(name, (), lambda child: child.observe(seconds))
+        self._update(name, (), lambda child: child.observe(seconds))
 
     def set_imbalance(self, phase: str, plan: str, layers: Sequence[float]) -> None:
-        """Of every layer that has one its mean imbalance."""
+        """Set the quantiles over layers, each with its mean imbalance."""
         if self.on and len(layers):
             for quantile in QUANTILES:
                 value = float(np.quantile(layers, quantile))
@@ -127,45 +127,45 @@ class Metrics:
                 self.set("balancedness", 1 / value, phase, plan, str(quantile))
 
     def begin(self, policy: str, placer: str) -> None:
-        """When the model is loaded: versions, and counters from 0, without which the first event is no change.
+        """Begin when the model is loaded: set versions, and counters to 0, without which the first event is no change.
 
         Args:
             policy, placer: "engine" where the engine's own stand.
         """
-        self.set("info", 1, version_of("isoload"), version_of(self._own[1].lower()), policy, placer)
+        self.set("info", 1, version_of("isoload"), version_of(self._labels[1].lower()), policy, placer)
         for name, metric in METRICS.items():
             if not metric.labels and metric.kind != "gauge":
-                self._tell(name, (), lambda child: None)
+                self._update(name, (), lambda child: None)
         if self.on:
-            log.filters = [of for of in log.filters if not isinstance(of, _CountErrors)]
+            log.filters = [entry for entry in log.filters if not isinstance(entry, _CountErrors)]
             log.addFilter(_CountErrors(self))
-            if MULTIPROCESS not in os.environ and self._own[2] == "0":
+            if MULTIPROCESS not in os.environ and self._labels[2] == "0":
                 log.warning(
-                    f"isoload {self._own[1]}: metrics stay in this process: {MULTIPROCESS} is not set (SGLang sets it "
-                    "with --enable-metrics, vLLM with --api-server-count; else set it to an empty folder)"
+                    f"isoload {self._labels[1]}: metrics stay in this process: {MULTIPROCESS} is not set (SGLang sets "
+                    "it with --enable-metrics, vLLM with --api-server-count; else set it to an empty folder)"
                 )
 
-    def _tell(self, name: str, labels: tuple[str, ...], tell: Callable[[Any], None]) -> None:
-        """A file that cannot be written ends the metrics, not the engine."""
+    def _update(self, name: str, labels: tuple[str, ...], change: Callable[[Any], None]) -> None:
+        """Change a metric; a file that cannot be written ends the metrics, not the engine."""
         if not self.on:
             return
         try:
-            tell(self._child(name, labels))
+            change(self._child(name, labels))
         except OSError as error:
             self.on = False
             log.warning(
-                f"isoload {self._own[1]}: no metrics from here on, as {name} cannot be written: {error}"
+                f"isoload {self._labels[1]}: no metrics from here on, as {name} cannot be written: {error}"
             )
 
     def _child(self, name: str, labels: tuple[str, ...]) -> Any:
         key = (name, *labels)
         if key not in self._children:
-            self._children[key] = _metric(name).labels(*self._own, *labels)
+            self._children[key] = _metric(name).labels(*self._labels, *labels)
         return self._children[key]
 
 
 class _CountErrors(logging.Filter):
-    """Of isoload's own logger; every line passes."""
+    """Count the error lines of isoload's own logger; every line passes."""
 
     def __init__(self, metrics: Metrics) -> None:
         super().__init__()
@@ -178,30 +178,30 @@ class _CountErrors(logging.Filter):
 
 
 def version_of(module: str) -> str:
-    """Of what this process has imported."""
+    """Return the version of a module that this process has imported."""
     return str(getattr(sys.modules.get(module), "__version__", "unknown"))
 
 
-def tell_refused(engine: str) -> None:
-    """isoload_attached 0 of a process to which isoload has not attached, if it has a place for metrics already."""
+def set_refused(engine: str) -> None:
+    """Set isoload_attached to 0 in a process to which isoload has not attached, if metrics can be written already."""
     if MULTIPROCESS in os.environ or "prometheus_client" in sys.modules:
         Metrics(engine, on=True).set("attached", 0)
 
 
 def _metric(name: str) -> Any:
     with _LOCK:  # prometheus_client refuses a second one of a name
-        return _made(name)
+        return _create(name)
 
 
 @cache
-def _made(name: str) -> Any:
+def _create(name: str) -> Any:
     client, metric = _client(), METRICS[name]
-    made, labels = f"isoload_{name}", LABELS + metric.labels
+    full_name, labels = f"isoload_{name}", LABELS + metric.labels
     if metric.kind == "gauge":
-        return client.Gauge(made, metric.text, labels, multiprocess_mode=metric.counts)
+        return client.Gauge(full_name, metric.text, labels, multiprocess_mode=metric.counts)
     if metric.kind == "counter":
-        return client.Counter(made, metric.text, labels)
-    return client.Histogram(made, metric.text, labels, buckets=metric.buckets)
+        return client.Counter(full_name, metric.text, labels)
+    return client.Histogram(full_name, metric.text, labels, buckets=metric.buckets)
 
 
 @cache
@@ -240,8 +240,8 @@ class LayerReport:
 
 
 class Meter:
-    """Sums per layer, on the plans' device: written in place, so that captured graphs go on counting. The engine's name
-    begins every line, and so many seconds lie between two."""
+    """Sums per layer, on the plans' device: written in place, so that captured graphs count too. The engine's name
+    begins every line; lines are so many seconds apart."""
 
     def __init__(self, name: str, seconds: float) -> None:
         self.name, self.seconds = name, seconds
@@ -251,36 +251,37 @@ class Meter:
         self._calls, self._host_seconds = 0, 0.0
         self._since = time.monotonic()
 
-    def add(self, layer: int, loads: Tensor, made: Plan, host_seconds: float) -> None:
-        """One batch: [R, E] loads, their plan, and how long the host took for the call."""
+    def add(self, layer: int, loads: Tensor, planned: Plan, host_seconds: float) -> None:
+        """Add one batch: [R, E] loads, their plan, and how long the host took for the call."""
         if layer not in self._sums:
             with torch.inference_mode(False):  # else only inference could add to it
                 self._sums[layer] = torch.zeros(COLUMNS, dtype=torch.float64, device=loads.device)
-        mean = loads.sum(dtype=torch.float64) / made.topology.copies_per_cost
-        even = plan(loads, made.placed, None, "even").peak
+        mean = loads.sum(dtype=torch.float64) / planned.topology.copies_per_cost
+        even = plan(loads, planned.placed, None, "even").peak
         assert even is not None
         some, least = mean > 0, mean.clamp(min=1e-9)
         row = [some, some * even / least]
-        if made.peak is not None:
-            row += [some * made.peak / least, some & (made.peak == made.bound), some]
+        if planned.peak is not None:
+            row += [some * planned.peak / least, some & (planned.peak == planned.bound), some]
         self._sums[layer][: len(row)] += torch.stack([value.to(torch.float64) for value in row])
         self._calls += 1
         self._host_seconds += host_seconds
 
     def add_exchange(self, imbalance: Tensor) -> None:
-        """What an exchange found out of L layers: [L] float64; nan: no rank sent a copy."""
+        """Add the imbalance [L] float64 of an exchange; nan: no rank sent a copy."""
         some = ~imbalance.isnan()
         row = torch.stack([some.to(imbalance.dtype), torch.where(some, imbalance, 0.0)])
         self._sent = row if self._sent is None else self._sent + row
 
     def read_sent(self) -> list[LayerReport]:
-        """As :meth:`read`, of layers whose loads are not gathered, numbered as they were exchanged."""
+        """Return what :meth:`read` does for layers whose loads are not gathered, numbered in the order of the
+        exchange."""
         sums = [] if self._sent is None else self._sent.T.tolist()
         self._sent = None
         return [LayerReport(i, int(n), None, total / n, 0) for i, (n, total) in enumerate(sums) if n]
 
     def read(self) -> list[LayerReport]:
-        """All layers since the last reading, which begins anew; the host waits for the device."""
+        """Return all layers since the last reading, and begin anew; the host waits for the device."""
         reports = []
         for layer in sorted(self._sums):
             batches, before, after, certified, peaks = self._sums[layer].tolist()
@@ -293,7 +294,7 @@ class Meter:
         return reports
 
     def report_if_due(self) -> bool:
-        """A log line and the metrics, if anything was planned; whether the interval was over."""
+        """Log a line and set the metrics, if anything was planned; return whether the interval was over."""
         if time.monotonic() - self._since < self.seconds:
             return False
         self._since = time.monotonic()
@@ -311,13 +312,13 @@ class Meter:
 
 
 def before_and_after(layers: list[LayerReport]) -> tuple[list[float], list[float]]:
-    """Those of the layers that have them."""
+    """Return the imbalance before and after of the layers that have them."""
     before = [layer.before for layer in layers if layer.before is not None]
     return before, [layer.after for layer in layers if layer.after is not None]
 
 
 def line(name: str, layers: list[LayerReport], plan_seconds: float | None) -> str:
-    """What a report says in the log; plan_seconds: of the host per layer and batch."""
+    """Return a report's line for the log; plan_seconds: of the host per layer and batch."""
     before, after = before_and_after(layers)
     planned, worst = (sum(after) / len(after), max(after)) if after else (float("nan"), float("nan"))
     if not before:

@@ -124,9 +124,9 @@ class Rebalancer:
             planned, self._planned = self._planned, None
             # Where a thread failed on one rank, no rank takes the plan.
             with self.group.agreeing("placing"):
-                made = planned.result()
-            self.last, self.placement = made, made.placement
-            self._waiting = deque(dict.fromkeys([*made.layers, *self._waiting]))
+                rebalance = planned.result()
+            self.last, self.placement = rebalance, rebalance.placement
+            self._waiting = deque(dict.fromkeys([*rebalance.layers, *self._waiting]))
         moved = 0
         while self._waiting and moved < self.layers_per_step:
             layer = self.layers[self._index[self._waiting[0]]]
@@ -196,8 +196,10 @@ class Rebalancer:
                 f"every must be at least delay + L / layers_per_step = {self.delay + moving}, so that one plan is "
                 f"carried out before the next is begun, got {self.every}"
             )
-        held = [w for layer in self.layers if isinstance(layer, MoE) for w in layer.weights]
-        if any(isinstance(weights, ShardWeights) for weights in held) and not self.options.get("pinned"):
+        rank_weights = [w for layer in self.layers if isinstance(layer, MoE) for w in layer.weights]
+        if any(isinstance(weights, ShardWeights) for weights in rank_weights) and not self.options.get(
+            "pinned"
+        ):
             raise ValueError(
                 "pinned must be True where a layer is made of Shards, whose homes stay, got False: a placement that "
                 "moves them cannot be loaded"

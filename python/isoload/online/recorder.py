@@ -68,8 +68,8 @@ class Recorder:
     def __repr__(self) -> str:
         """Return one line of sizes."""
         sizes = amount(self.num_layers, "layer"), amount(self.num_experts, "expert")
-        kept = amount(self.num_batches, "batch", "batches")
-        return f"Recorder({', '.join(sizes)}, {kept} of at most {self.max_batches})"
+        batches = amount(self.num_batches, "batch", "batches")
+        return f"Recorder({', '.join(sizes)}, {batches} of at most {self.max_batches})"
 
     @property
     def num_layers(self) -> int:
@@ -151,15 +151,15 @@ class Recorder:
         Without a group what this process recorded, which is all of it where ranks hold the same tokens or the process
         owns every rank. If ranks recorded different numbers of batches, all of them raise ValueError.
         """
-        own = self._batches[: self.num_batches]
+        recorded = self._batches[: self.num_batches]
         if group is None or len(group.ranks) == group.topology.num_ranks:
-            return own.cpu()
+            return recorded.cpu()
         names = ("batches recorded", "steps per batch", "layers", "experts")
         facts = zip(names, (self.num_batches, self.steps_per_batch, *self._now.shape), strict=True)
         Call(group, device=self._now.device, facts=dict(facts)).agree("recorded loads")
-        nothing = [torch.zeros_like(own[0].flatten())] * (len(group.ranks) - 1) if len(own) else []
-        sums = [group.gather("recorded loads", [b.flatten(), *nothing]).sum(0).view_as(b) for b in own]
-        return torch.stack(sums).cpu() if sums else own.cpu()
+        nothing = [torch.zeros_like(recorded[0].flatten())] * (len(group.ranks) - 1) if len(recorded) else []
+        sums = [group.gather("recorded loads", [b.flatten(), *nothing]).sum(0).view_as(b) for b in recorded]
+        return torch.stack(sums).cpu() if sums else recorded.cpu()
 
     def trace(self, group: Group | None = None, name: str = "recorded") -> Trace:
         """The complete batches as a trace, see :meth:`counts`; batches without copies are left out.

@@ -17,85 +17,77 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from isoload.checks import parse_layers
 from isoload.files import open_regular
 from isoload.online.metrics import Metrics
 
 log = logging.getLogger("isoload")
-AGREE_EVERY = 16  # forward passes between two words of the first rank
+AGREE_EVERY = 16  # forward passes between two broadcasts of the first rank's state
 READ_EVERY = 1.0  # seconds between two readings of the file
-STATES = ("off", "on", "shadow")
 LONGEST = 1000  # bytes of the file
+REMOVED = {
+    "shadow": "shadow was removed in 0.2: restart with ISOLOAD_MODE=shadow",
+    "on:layers=": "on:layers= was removed in 0.2: use on or off, which are of all layers",
+}
 
 
 class Switch:
-    """Of one model on one rank; "on" until the file says another.
+    """The switch of one model on one rank; it is on until the file has another state.
 
     Args:
-        path: of the file: ``on``, ``off``, ``shadow`` or ``on:layers=0-7,9``, by position. While it is not there, or
-            says something else, all stays as it was.
-        num_layers: L.
+        path: of the file: ``on`` or ``off``. A file that is missing or has another content changes nothing.
         device: where the engine routes.
-        group: the ranks, over gloo; None: this one alone.
-        engine: its name.
+        group: the ranks, over gloo; None: this rank alone.
+        engine: name of the engine.
     """
 
-    def __init__(
-        self, path: str, num_layers: int, device: torch.device, group: dist.ProcessGroup | None, engine: str
-    ) -> None:
+    def __init__(self, path: str, device: torch.device, group: dist.ProcessGroup | None, engine: str) -> None:
         self.path, self.group, self.engine = Path(path), group, engine
         self.rank = 0 if group is None else dist.get_rank(group)
-        # [1 + L] position in STATES, then whose choice stands
-        self._code = torch.tensor(parse("on", num_layers))
+        self.on = True  # the flag, for the host
         with torch.inference_mode(False):  # else only inference could write it
-            self.flags = torch.ones(num_layers, dtype=torch.bool, device=device)
-        self._layers = list(self.flags.unbind())  # views made once
-        self.on = [True] * num_layers  # the flags, for the host
+            self.flag = torch.ones((), dtype=torch.bool, device=device)
         self._fault, self._next, self._passes = "", 0.0, 0
 
     @property
     def state(self) -> str:
-        return STATES[int(self._code[0])]
+        return "on" if self.on else "off"
 
-    def choose(self, layer: int, ours: Tensor, theirs: Tensor) -> Tensor:
+    def choose(self, ours: Tensor, theirs: Tensor) -> Tensor:
         """[T, K] one of two choices of slots, of ours' dtype: no host wait, in a captured graph too."""
-        return torch.where(self._layers[layer], ours, theirs.to(ours.dtype))
+        return torch.where(self.flag, ours, theirs.to(ours.dtype))
 
     def step_ended(self) -> bool:
-        """A forward pass is over, on all ranks, outside of any graph: whether the state has changed, on all alike."""
+        """Count a forward pass, outside of any graph; return whether the state has changed, the same on all ranks."""
         self._passes += 1
         if self._passes % AGREE_EVERY:
             return False
-        wanted = self._code.clone()
-        if self.rank == 0:
-            wanted = torch.tensor(self._read())
+        wanted = torch.tensor(self._read() if self.rank == 0 else self.on, dtype=torch.uint8)
         if self.group is not None:
             dist.broadcast(wanted, dist.get_global_rank(self.group, 0), group=self.group)
-        if torch.equal(wanted, self._code):
+        if bool(wanted) == self.on:
             return False
-        self._code = wanted
-        self.flags.copy_(wanted[1:].bool())
-        self.on = self._code[1:].bool().tolist()
-        said = f"{self.state}, isoload's on {int(wanted[1:].sum())} of {len(self.flags)} layers"
-        log.info(f"isoload {self.engine}: switched to {said}, after pass {self._passes} on rank {self.rank}")
+        self.on = bool(wanted)
+        self.flag.fill_(self.on)
+        log.info(
+            f"isoload {self.engine}: switched {self.state}, after pass {self._passes} on rank {self.rank}"
+        )
         return True
 
     def leave(self) -> None:
-        """The engine's choice stands in all layers, in captured graphs too; the file is read no more."""
-        self.flags.zero_()
+        """Leave the choice to the engine, in captured graphs too; the file is read no more."""
+        self.flag.zero_()
 
-    def _read(self) -> list[int]:
-        """What the file says; what it said before where it says nothing, or nothing that is a state."""
-        before: list[int] = self._code.tolist()
+    def _read(self) -> bool:
+        """Return the file's state, or the current one where the file has none."""
         if time.monotonic() < self._next:
-            return before
+            return self.on
         self._next = time.monotonic() + READ_EVERY
-        fault, found = "", before
+        fault, on = "", self.on
         try:
             with open_regular(self.path) as file:  # a pipe would block the engine in its pass
                 text = file.read(LONGEST).decode(errors="backslashreplace").strip()
             if text:  # else it is being written
-                found = parse(text, len(self.flags))
+                on = parse(text)
         except FileNotFoundError:
             pass
         except (OSError, ValueError) as error:
@@ -103,20 +95,21 @@ class Switch:
             if fault != self._fault:  # once
                 log.error(f"isoload {self.engine}: ISOLOAD_SWITCH {self.path}: {fault}; {self.state} stays")
         self._fault = fault
-        return found
+        return on
 
 
-def parse(text: str, num_layers: int) -> list[int]:
-    """[1 + L] position in STATES, then 1 for each layer whose replicas isoload chooses."""
-    state, _, layers = text.partition(":layers=")
-    if state not in STATES or (layers and state != "on") or (not layers and text != state):
-        raise ValueError(f"state must be on, off, shadow or on:layers=0-7, got {text!r:.80}")
-    chosen = set(parse_layers(layers, num_layers) if layers else range(num_layers if state == "on" else 0))
-    return [STATES.index(state), *(int(layer in chosen) for layer in range(num_layers))]
+def parse(text: str) -> bool:
+    """Return whether isoload chooses replicas."""
+    for start, message in REMOVED.items():
+        if text.startswith(start):
+            raise ValueError(message)
+    if text not in ("on", "off"):
+        raise ValueError(f"state must be on or off, got {text!r:.80}")
+    return text == "on"
 
 
 class Rebalance(NamedTuple):
-    """One under way.
+    """A rebalance under way.
 
     began    times are those of time.monotonic()
     since    when it began or last made progress
@@ -132,13 +125,14 @@ class Rebalance(NamedTuple):
     passes: int = 0
 
     def stalled(self, now: float) -> float:
-        """Seconds without progress. Only passes count: no engine moves experts while it has no requests."""
+        """Return the seconds without progress. Only passes count: no engine moves experts while it has no requests."""
         inside = 0.0 if self.entered is None else now - self.entered
         return max(inside, 0.0 if self.left is None else self.left - self.since)
 
 
 class Watchdog:
-    """Looks from a thread of its own, once in so many seconds, since the engine's may never come back; 0: never.
+    """Thread that looks once in so many seconds whether a rebalance stalls; 0: never. The engine's thread may never
+    return, so the watchdog has its own.
 
     The engine's hooks call :meth:`enter`, :meth:`leave` and :meth:`progressed` in the thread that runs passes, and keep
     ``worker``, the engine's thread of rebalances, if it has one.
@@ -148,46 +142,47 @@ class Watchdog:
         self.engine, self.seconds = engine, seconds
         self.worker: threading.Thread | None = None
         self.metrics = Metrics()
-        self._now: Rebalance | None = None  # replaced, never changed: another thread reads it
+        self._rebalance: Rebalance | None = None  # replaced, never changed: another thread reads it
         self._named: tuple[float | None, threading.Thread | None] = None, None  # stall and thread, once each
         self._thread: threading.Thread | None = None
 
     def enter(self) -> None:
-        """The engine goes to where it begins or continues a rebalance."""
+        """Note that the engine begins or continues a rebalance."""
         if self._thread is None and self.seconds:
-            given = weakref.ref(self), self.seconds
-            self._thread = threading.Thread(target=_watch, args=given, name="isoload-watchdog", daemon=True)
+            args = weakref.ref(self), self.seconds
+            self._thread = threading.Thread(target=_watch, args=args, name="isoload-watchdog", daemon=True)
             self._thread.start()
         now = time.monotonic()
-        of = self._now or Rebalance(now, now)
-        self._now = of._replace(entered=now, passes=of.passes + 1)
+        rebalance = self._rebalance or Rebalance(now, now)
+        self._rebalance = rebalance._replace(entered=now, passes=rebalance.passes + 1)
 
     def leave(self, pending: bool) -> None:
-        """It has returned; pending: a rebalance is not over. One that has moved experts is counted at its end."""
-        if (of := self._now) is None:
+        """Note that the engine's call has returned; pending: a rebalance is not over. One that has moved experts is
+        counted."""
+        if (rebalance := self._rebalance) is None:
             return
         now = time.monotonic()
-        self._now = of._replace(entered=None, left=now) if pending else None
-        if not pending and of.since > of.began:
+        self._rebalance = rebalance._replace(entered=None, left=now) if pending else None
+        if not pending and rebalance.since > rebalance.began:
             self.metrics.add("rebalances_total")
-            self.metrics.observe("rebalance_seconds", now - of.began)
+            self.metrics.observe("rebalance_seconds", now - rebalance.began)
 
     def progressed(self) -> None:
-        """Experts have arrived in a layer or more, and the engine routes to them."""
-        if (of := self._now) is not None:
+        """Note that experts have arrived in a layer or more, and that the engine routes to them."""
+        if (rebalance := self._rebalance) is not None:
             now = time.monotonic()
-            self._now = Rebalance(of.began, now, None if of.entered is None else now)
+            self._rebalance = Rebalance(rebalance.began, now, None if rebalance.entered is None else now)
 
     def look(self) -> None:
-        """An error line for what is new, the metrics for what is."""
-        of, worker, (stall, thread) = self._now, self.worker, self._named
-        age = 0.0 if of is None else of.stalled(time.monotonic())
+        """Log an error for each new stall or ended thread, and set the metrics."""
+        rebalance, worker, (stall, thread) = self._rebalance, self.worker, self._named
+        age = 0.0 if rebalance is None else rebalance.stalled(time.monotonic())
         dead = worker is not None and not worker.is_alive()
-        if of is not None and age >= self.seconds and stall != of.since:
-            stall = of.since
+        if rebalance is not None and age >= self.seconds and stall != rebalance.since:
+            stall = rebalance.since
             log.error(
                 f"isoload {self.engine}: EPLB has stalled: no layer's experts have arrived for {age:.0f} s "
-                f"(passes: {of.passes}). Copies go where experts last arrived"
+                f"(passes: {rebalance.passes}). Copies go where experts last arrived"
             )
         if dead and thread is not worker:
             thread = worker
@@ -198,11 +193,11 @@ class Watchdog:
         self.metrics.set("rebalance_thread_dead", float(dead))
 
 
-def _watch(given: weakref.ref[Watchdog], seconds: float) -> None:
-    """Until the watchdog is dropped."""
+def _watch(reference: weakref.ref[Watchdog], seconds: float) -> None:
+    """Look until the watchdog is dropped."""
     while True:
         time.sleep(seconds)
-        if (watchdog := given()) is None:
+        if (watchdog := reference()) is None:
             return
         watchdog.look()
         del watchdog

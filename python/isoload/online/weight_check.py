@@ -1,4 +1,4 @@
-"""The check of ISOLOAD_CHECK_WEIGHTS: whether every slot holds the weights of the expert that the engine's map says."""
+"""The check of ISOLOAD_CHECK_WEIGHTS: whether every slot holds the weights of its expert in the engine's map."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ NAMED = 8  # wrong slots in one line
 
 @dataclass
 class WeightCheck:
-    """Of one model's layers, over the ranks of a group, which call it together and all say the same.
+    """Check of one model's weights over the ranks of a group, which call it together and log the same.
 
     engine   its name, for lines
     weights  by layer the weights and scales of this rank's slots, [P/R, ...] each
     group    the expert-parallel ranks
     strict   a wrong slot ends the process; else detach() is called
-    detach   what isoload does about a wrong slot; returns what that is, in words
-    own      by layer [E]: every expert's checksum, as loaded
+    detach   what isoload does about a wrong slot; returns a sentence about it
+    expected by layer [E]: every expert's checksum, as loaded
     """
 
     engine: str
@@ -34,12 +34,12 @@ class WeightCheck:
     group: dist.ProcessGroup
     strict: bool
     detach: Callable[[], str]
-    own: dict[int, Tensor] = field(default_factory=dict)
+    expected: dict[int, Tensor] = field(default_factory=dict)
     wrong: dict[int, int] = field(default_factory=dict)  # slots of each layer, when last it was checked
     metrics: Metrics = field(default_factory=Metrics)
 
     def loaded(self, slot_to_expert: Tensor, num_experts: int) -> None:
-        """Takes every expert's weights from its lowest slot; replicas must have the same.
+        """Take every expert's checksum from its lowest slot; replicas must have the same.
 
         Args:
             slot_to_expert: [L, P] on the host, as the model was loaded.
@@ -50,11 +50,11 @@ class WeightCheck:
         if not (layers := sorted(self.weights)):
             return
         tables, sums = slot_to_expert[layers], self._sums(layers)
-        self.own = dict(zip(layers, expert_checksums(sums, tables, num_experts), strict=True))
+        self.expected = dict(zip(layers, expert_checksums(sums, tables, num_experts), strict=True))
         self._judge(layers, tables, sums, "at load")
 
     def moved(self, slot_to_expert: Tensor, layers: Sequence[int] | None = None) -> None:
-        """After a rebalance of some layers, or of all.
+        """Check some layers, or all, after a rebalance.
 
         Args:
             slot_to_expert: [L, P] on the host, as the engine routes now.
@@ -67,7 +67,7 @@ class WeightCheck:
             self._judge(layers, slot_to_expert[layers], self._sums(layers), "after a rebalance")
 
     def _sums(self, layers: Sequence[int]) -> Tensor:
-        """[L, P] of all ranks' slots, on the host, which waits once."""
+        """Return checksums [L, P] of all ranks' slots, on the host, which waits once."""
         local = torch.stack([slot_checksums(self.weights[layer]) for layer in layers])
         num_ranks = dist.get_world_size(self.group)
         ranks = local.new_empty(num_ranks * local.numel())
@@ -75,10 +75,10 @@ class WeightCheck:
         return ranks.cpu().view(num_ranks, *local.shape).transpose(0, 1).flatten(1)
 
     def _judge(self, layers: Sequence[int], tables: Tensor, sums: Tensor, when: str) -> None:
-        own = torch.stack([self.own[layer] for layer in layers])
-        wrong = wrong_slots(sums, tables, own, layers, dist.get_world_size(self.group))
+        expected = torch.stack([self.expected[layer] for layer in layers])
+        wrong = wrong_slots(sums, tables, expected, layers, dist.get_world_size(self.group))
         for layer in layers:
-            self.wrong[layer] = sum(of.layer == layer for of in wrong)
+            self.wrong[layer] = sum(slot.layer == layer for slot in wrong)
         self.metrics.set("wrong_slots", sum(self.wrong.values()))
         if not wrong:
             if dist.get_rank(self.group) == 0:
@@ -86,18 +86,18 @@ class WeightCheck:
             return
         line = f"isoload {self.engine}: weights are not those of their experts {when}: {named(wrong)}"
         if self.strict:
-            # An engine may log an Exception and go on, and may take SystemExit without a word.
+            # An engine may log an Exception and go on, and may exit without a line.
             log.critical(f"{line}. ISOLOAD_STRICT=1 ends the process")
             raise SystemExit(line)
         log.error(f"{line}. {self.detach()}")
 
 
 def named(wrong: Sequence[WrongSlot]) -> str:
-    """The first of them, and how many more."""
+    """Return the first wrong slots in words, and how many more there are."""
     texts = [
-        f"layer {of.layer}, rank {of.rank}, slot {of.slot} should hold expert {of.expert} and holds "
-        f"{'what is no expert as loaded' if of.holds is None else f'expert {of.holds}'}"
-        for of in wrong[:NAMED]
+        f"layer {entry.layer}, rank {entry.rank}, slot {entry.slot} should hold expert {entry.expert} and holds "
+        f"{'what is no expert as loaded' if entry.holds is None else f'expert {entry.holds}'}"
+        for entry in wrong[:NAMED]
     ]
-    more = len(wrong) - NAMED
-    return "; ".join(texts) + (f"; and {more} more" if more > 0 else "")
+    num_more = len(wrong) - NAMED
+    return "; ".join(texts) + (f"; and {num_more} more" if num_more > 0 else "")

@@ -10,7 +10,6 @@ Raises (all): ValueError naming the argument, the rule and the value. Values are
 from isoload.ops.counting import count, group_copies, number_rows, pack_rows
 from isoload.ops.library import check_device, device_errors
 from isoload.ops.planning import (
-    Candidates,
     Objective,
     plan_active,
     plan_exact,
@@ -41,7 +40,6 @@ from isoload.ops.routing import (
     route_shared,
     route_shared_sampled,
     share,
-    share_alone,
     share_by_rank,
 )
 from isoload.ops.spare_slots import Within, addresses, borrow, borrow_backward, plan_fill, top_up
@@ -49,7 +47,6 @@ from isoload.ops.tables import replica_tables
 
 __all__ = [
     "ActiveSplit",
-    "Candidates",
     "Counted",
     "ExactSplit",
     "JointSplit",
@@ -87,7 +84,6 @@ __all__ = [
     "route_shared",
     "route_shared_sampled",
     "share",
-    "share_alone",
     "share_by_rank",
     "top_up",
 ]

@@ -70,25 +70,25 @@ def sum_rows(
     parts = [(copies, position), *more]
     if len(parts) > kernels.MOST_PARTS:
         raise ValueError(f"more must hold at most {kernels.MOST_PARTS - 1} parts, got {len(more)}")
-    if kernels.fit(*(of for of, _ in parts), *(() if weights is None else (weights,))):
+    if kernels.fit(*(rows_of_part for rows_of_part, _ in parts), *(() if weights is None else (weights,))):
         from isoload.kernels import permutation  # imports Triton
 
         summed: Tensor = permutation.sum_rows(parts, weights, dtype)
         return summed
     exact = sum_dtype(copies.dtype)
     total = copies.new_zeros(len(position), copies.shape[1], dtype=exact)
-    parts = [(of, where) for of, where in parts if len(of)]
+    parts = [(rows_of_part, places_of_part) for rows_of_part, places_of_part in parts if len(rows_of_part)]
     readable = values_readable(position) and position.device.type == "cpu"
-    columns = zip(*(where.unbind(1) for _, where in parts), strict=True)
+    columns = zip(*(places_of_part.unbind(1) for _, places_of_part in parts), strict=True)
     for k, of_part in enumerate(columns):  # one pass per k keeps [N, K, H] from existing
-        for (of, _), places in zip(parts, of_part, strict=True):
-            present = places < len(of)
+        for (rows_of_part, _), places in zip(parts, of_part, strict=True):
+            present = places < len(rows_of_part)
             if readable:  # no work for absent copies, which are most where tokens go to several ranks
                 rows = present.nonzero().flatten()
-                part = of.index_select(0, places[rows]).to(exact)
+                part = rows_of_part.index_select(0, places[rows]).to(exact)
                 total.index_add_(0, rows, part if weights is None else part * weights[rows, k, None])
                 continue
-            part = of.index_select(0, places.clamp(max=len(of) - 1)).to(exact)
+            part = rows_of_part.index_select(0, places.clamp(max=len(rows_of_part) - 1)).to(exact)
             if weights is not None:
                 part = part * weights[:, k, None]
             # not a product with 0: the copy that stands in may hold inf and nan
@@ -138,8 +138,8 @@ def weighted_sum(
         dtype: that the sum is rounded to; None: not at all.
     """
     exact = sum_dtype(parts[0][0].dtype)
-    of = [tensor for copies, grouping in parts for tensor in (copies, grouping.copy, grouping.position)]
-    result: Tensor = _WeightedSum.apply(dtype or exact, weights, *of)
+    tensors = [tensor for copies, grouping in parts for tensor in (copies, grouping.copy, grouping.position)]
+    result: Tensor = _WeightedSum.apply(dtype or exact, weights, *tensors)
     return result
 
 
@@ -157,18 +157,18 @@ class _GatherCopies(torch.autograd.Function):
 
 class _WeightedSum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, dtype: torch.dtype, weights: Tensor, *of: Tensor) -> Tensor:
-        ctx.save_for_backward(weights, *of)
-        copies, position = of[::3], of[2::3]
-        more = list(zip(copies[1:], position[1:], strict=True))
-        return sum_rows(copies[0], position[0], weights, dtype, more)
+    def forward(ctx: Any, dtype: torch.dtype, weights: Tensor, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(weights, *tensors)
+        copies, position = tensors[::3], tensors[2::3]
+        further = list(zip(copies[1:], position[1:], strict=True))
+        return sum_rows(copies[0], position[0], weights, dtype, further)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        weights, *of = ctx.saved_tensors
+        weights, *tensors = ctx.saved_tensors
         gradients: list[Tensor | None] = []
         to_weights = None
-        for copies, copy, position in zip(of[::3], of[1::3], of[2::3], strict=True):
+        for copies, copy, position in zip(tensors[::3], tensors[1::3], tensors[2::3], strict=True):
             to_copies, to_these = sum_rows_backward(grad, copies, weights, position, copy)
             to_weights = to_these if to_weights is None else to_weights + to_these  # 0 for another part's
             gradients += [to_copies, None, None]
@@ -197,8 +197,8 @@ def count(topk_ids: Tensor, num_experts: int, num_shared: int = 0) -> Counted:
         num_shared: n shared experts, which follow the E; every token with a choice needs them. Their columns are added
             behind the ids, -1 there for a token without a choice, and counted with them, as of E + n experts.
     """
-    columns, *found = call(_count, topk_ids, num_experts, num_shared)
-    return Counted(columns if num_shared else topk_ids, *found)
+    columns, *counts = call(_count, topk_ids, num_experts, num_shared)
+    return Counted(columns if num_shared else topk_ids, *counts)
 
 
 def _fake_number_rows(a: Any) -> tuple[Tensor, Tensor, Tensor]:

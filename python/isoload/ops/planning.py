@@ -13,8 +13,8 @@ from isoload.ops.tables import ReplicaTables
 from isoload.wording import not_one_of
 
 UNLIMITED = 2**31 - 1
-Objective = Literal["spread", "local", "packed"]
-OBJECTIVES = ("spread", "local", "packed")  # the op's numbers
+Objective = Literal["spread", "local"]
+OBJECTIVES = ("spread", "local")  # the op's numbers
 
 
 def fake_split(a: Any, like: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -63,16 +63,15 @@ def plan_exact(
         pour: [] int32 copies (leading L as above) that will be poured over the ranks afterwards, each on any rank:
             those of shared experts. peak and bound are then those of both together, and the split stops where
             pouring decides: at the level at which all ranks together have room for every copy.
-        objective: "spread" levels the other ranks too; "local" keeps copies on their source rank, else its node;
-            "packed" leaves replicas idle, so that fewer weights are read. By the start of the solve: no optimum of
-            these, only near it.
+        objective: "spread" levels the other ranks too; "local" keeps copies on their source rank, else its node.
+            By the start of the solve: no optimum of these, only near it.
         ranks_per_node: divides R; None = R. Of the nodes of "local" and of send_counts.
-        sweeps: most balancing sweeps; None = 4 for "spread", 0 for the others, whose start sweeps would undo.
+        sweeps: most balancing sweeps; None = 4 for "spread", 0 for "local", whose start sweeps would undo.
         rank: the source rank whose send_counts are wanted; None = nobody's.
     """
     options = split_options(tables, tolerance, budget, objective, ranks_per_node, sweeps)
-    where = (tables.data, tables.num_ranks, tables.num_slots)
-    return ExactSplit(*call(_plan_exact, loads, *where, fixed, ticks, pour, *options, rank))
+    layout = (tables.data, tables.num_ranks, tables.num_slots)
+    return ExactSplit(*call(_plan_exact, loads, *layout, fixed, ticks, pour, *options, rank))
 
 
 def split_options(
@@ -99,10 +98,6 @@ def split_options(
     )
 
 
-Candidates = Literal["all", "node", "visited"]
-CANDIDATES: tuple[Candidates, ...] = ("all", "node", "visited")  # in the order of csrc's enum
-
-
 def _fake_plan_waterfill(a: Any) -> tuple[Tensor, Tensor, Tensor]:
     batch = a.copies.shape[:-2]
     return like(a.copies), longs(a.copies, *batch), longs(a.copies, *batch)
@@ -116,14 +111,13 @@ def plan_waterfill(
     tokens: Tensor,
     per_token: int = 1,
     ranks_per_node: int | None = None,
-    candidates: Candidates = "all",
     *,
     ticks: Tensor | None = None,
     limits: Tensor | None = None,
 ) -> WaterfillSplit:
     """Pours the copies of the shared experts over the ranks' routed loads, up to the lowest level that holds them.
 
-    No integer share has a lower peak ("all" and "node" end with ``peak == bound``). Every rank keeps what fits
+    No integer share has a lower peak, so ``peak == bound``. Every rank keeps what fits
     under the level, so no fewer copies could move. Of those that move as many as possible go where their source
     sends routed copies anyway, at most as many, and where it can choose within 3/4 of them (so many tokens there are
     about); then inside the node; then anywhere.
@@ -134,20 +128,13 @@ def plan_waterfill(
         tokens: [R] or [L, R] int32 tokens of each source that need the shared experts.
         per_token: shared experts, 1..1024: every token has so many shared copies.
         ranks_per_node: divides R; None = all ranks are one node.
-        candidates: where a copy may go besides home: "all" ranks; its "node"; "visited" ranks only, as counted
-            above: what does not fit there stays home and may pass the bound, which is that of "all".
         ticks: [R] int32 cost of one copy per rank, 1..2^20 (1024 = nominal); None = 1 each.
         limits: [R] int32 most shared copies of a rank (0 = it holds no shared slot); None = no limit. They must
-            hold all shared copies ("node": those of each node, "visited": those of each rank).
+            hold all shared copies.
     """
-    if candidates not in CANDIDATES:
-        raise ValueError(f"candidates must be all, node or visited, got {candidates!r}")
     if ranks_per_node is None:
         ranks_per_node = copies.shape[-1] if copies.dim() else 1
-    allowed = CANDIDATES.index(candidates)
-    return WaterfillSplit(
-        *call(_plan_waterfill, copies, tokens, per_token, ranks_per_node, allowed, ticks, limits)
-    )
+    return WaterfillSplit(*call(_plan_waterfill, copies, tokens, per_token, ranks_per_node, ticks, limits))
 
 
 # By dtype: default tolerance, default most iterations.
@@ -193,8 +180,8 @@ def plan_lp(
     usual_tolerance, usual_iterations = LIMITS[dtype]
     tolerance = usual_tolerance if tolerance is None else tolerance
     iterations = usual_iterations if iterations is None else iterations
-    where = (tables.data, tables.num_ranks, tables.num_slots)
-    return LpSplit(*call(_plan_lp, loads, *where, base, dtype == torch.float64, tolerance, iterations))
+    layout = (tables.data, tables.num_ranks, tables.num_slots)
+    return LpSplit(*call(_plan_lp, loads, *layout, base, dtype == torch.float64, tolerance, iterations))
 
 
 _plan_own = op("plan_own", lambda a: ints(a.counts, *a.tables.shape[:-1], a.num_slots))
@@ -242,8 +229,8 @@ def plan_own(
     Returns:
         [P] int32 (leading L as above): a row for :func:`route`.
     """
-    where = (tables.data, tables.num_ranks, tables.num_slots)
-    return call(_plan_own, counts, *where, offset, fixed, ticks, recent, sent, source, layer, sweeps)
+    layout = (tables.data, tables.num_ranks, tables.num_slots)
+    return call(_plan_own, counts, *layout, offset, fixed, ticks, recent, sent, source, layer, sweeps)
 
 
 _round_split = op("round_split", lambda a: ints(a.split, *a.split.shape))
@@ -325,5 +312,5 @@ def plan_joint(
         tolerance, budget, ticks, objective, sweeps: as in :func:`plan_exact`.
     """
     options = split_options(tables, tolerance, budget, objective, ranks_per_node, sweeps)
-    where = (tables.data, tables.num_ranks, tables.num_slots)
-    return JointSplit(*call(_plan_joint, loads, *where, num_shared, first_shared, ticks, *options, rank))
+    layout = (tables.data, tables.num_ranks, tables.num_slots)
+    return JointSplit(*call(_plan_joint, loads, *layout, num_shared, first_shared, ticks, *options, rank))

@@ -37,15 +37,13 @@ class SharedColumns(NamedTuple):
     """The shared experts in the last columns of topk_ids, and where one rank's copies of them go.
 
     num_shared columns; first_shared: place of the first one among a rank's slots; home: the rank that computes them
-    unless row says otherwise; row [R] int32: the rank's row of :func:`isoload.ops.plan_waterfill`, or None; strict: see
-    :func:`isoload.ops.route_shared`.
+    unless row says otherwise; row [R] int32: the rank's row of :func:`isoload.ops.plan_waterfill`, or None.
     """
 
     num_shared: int
     first_shared: int
     home: int
     row: Tensor | None = None
-    strict: bool = False
 
 
 class ExactSplit(NamedTuple):
@@ -130,7 +128,7 @@ class WaterfillSplit(NamedTuple):
     """What :func:`isoload.ops.plan_waterfill` returns, with the leading dimension of the copies.
 
     share [R, R] int32 shared copies that source s sends to rank d; peak [] int64 largest rank cost; bound [] int64
-    proved lower bound over all shares of these candidates. Costs are copies, or ticks if ticks were given.
+    proved lower bound over all shares. Costs are copies, or ticks if ticks were given.
     """
 
     share: Tensor

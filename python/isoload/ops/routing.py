@@ -76,44 +76,6 @@ def check_share(loads: Tensor, tables: ReplicaTables, order: Order) -> None:
         )
 
 
-_share_alone = op("share_alone", lambda a: like(a.quota))
-
-
-def share_alone(
-    counts: Tensor,
-    quota: Tensor,
-    tables: ReplicaTables,
-    source: int,
-    *,
-    past: bool = False,
-    recent: Tensor | None = None,
-) -> Tensor:
-    """How many of its own copies one source rank sends to each slot, without the other ranks' counts.
-
-    For loads that were all-reduced, not gathered: each source cuts its copies of an expert in the proportions
-    of the expert's quotas, rounded at an offset of its own (golden ratio), so that roundings nearly cancel over
-    sources. A source sends exactly its copies. Over all sources slot p receives ``quota[p]`` give or take
-    ``max(0, sources with copies of its expert - 1)``, and exactly that where an expert has all its quota in one
-    slot. Where the loads of all sources are known, :func:`share` is exact always.
-
-    Args:
-        counts: [E] or [L, E] int32 this source's copies, a part of the sums that the quota was made from.
-        quota: [P] or [L, P] int32.
-        tables: of the same layers.
-        source: this rank, 0..R-1.
-        past: the quota is of batches before, so counts need not be a part of their sums: an expert's copies are cut in
-            the proportions of its quotas, level over its replicas where all are 0. A slot then gets about its part.
-        recent: [E] int64 (leading L as above), decayed sums of counts as in :func:`isoload.ops.plan_own`: these are
-            added in place.
-
-    Returns:
-        [P] int32 (with a leading L if counts have one): a row for :func:`route`.
-    """
-    if not 0 <= source < tables.num_ranks:
-        raise ValueError(f"source must be in 0..{tables.num_ranks - 1}, got {source}")
-    return call(_share_alone, counts, quota, tables.data, source, past, recent)
-
-
 NO_COLUMNS = SharedColumns(0, 0, 0)
 
 _route = op("route", lambda a: like(a.topk_ids))
@@ -140,10 +102,10 @@ def route(
     Returns:
         [T, K] slots in the dtype of the ids; -1 where they are -1. DeepEP's ``topk_idx``.
     """
-    num_shared, first_shared, home, row, strict = NO_COLUMNS if shared is None else shared
-    columns = (row, num_shared, first_shared, home, strict)
-    where = (send_counts, tables.data, tables.num_experts, tables.num_ranks)
-    return call(_route, counted.ids, counted.numbers, counted.parts, *where, *columns)
+    num_shared, first_shared, home, row = NO_COLUMNS if shared is None else shared
+    columns = (row, num_shared, first_shared, home)
+    layout = (send_counts, tables.data, tables.num_experts, tables.num_ranks)
+    return call(_route, counted.ids, counted.numbers, counted.parts, *layout, *columns)
 
 
 def route_sampled(
@@ -185,8 +147,6 @@ def route_shared(
     slots_per_rank: int,
     rank: int,
     num_shared: int = 1,
-    *,
-    strict: bool = False,
 ) -> Tensor:
     """The rank of every shared copy on this rank, exactly as often as the rank's share says.
 
@@ -201,13 +161,11 @@ def route_shared(
         slots_per_rank: S; slot p is on rank p // S.
         rank: this rank, the home of its tokens.
         num_shared: shared experts, 1..1024.
-        strict: a token never goes to a rank it does not visit, but stays home; the other ranks' copies are then
-            upper limits.
 
     Returns:
         [T, num_shared] int32 ranks; -1 for a token without a slot.
     """
-    return call(_route_shared, slots, source_quota, slots_per_rank, rank, num_shared, strict)
+    return call(_route_shared, slots, source_quota, slots_per_rank, rank, num_shared)
 
 
 SharedRule = Literal["static", "dynamic", "blog", "blog_all"]
@@ -294,8 +252,8 @@ def balance_own(
     Raises:
         ValueError: naming the argument, the rule and the value; ``recent`` and ``sent`` are then as they were.
     """
-    where = (tables.data, tables.num_experts, tables.num_ranks, tables.num_slots)
-    return call(_balance_own, topk_ids, *where, offset, ticks, recent, sent, source, layer, sweeps)
+    layout = (tables.data, tables.num_experts, tables.num_ranks, tables.num_slots)
+    return call(_balance_own, topk_ids, *layout, offset, ticks, recent, sent, source, layer, sweeps)
 
 
 def _fake_balance_same(a: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -333,9 +291,9 @@ def balance_same(
         ValueError: naming the argument, the rule and the value.
     """
     options = split_options(tables, tolerance, budget, objective, ranks_per_node, sweeps)
-    where = (tables.data, tables.num_experts, tables.num_ranks, tables.num_slots)
-    found = call(_balance_same, topk_ids, *where, ticks, *options)
-    slots, loads, quota, peak, bound, telemetry = found
+    layout = (tables.data, tables.num_experts, tables.num_ranks, tables.num_slots)
+    results = call(_balance_same, topk_ids, *layout, ticks, *options)
+    slots, loads, quota, peak, bound, telemetry = results
     return slots, loads, ExactSplit(quota, peak, bound, telemetry, quota)
 
 

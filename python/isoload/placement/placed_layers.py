@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
@@ -15,37 +15,12 @@ from isoload.checks import may_be_kept
 from isoload.ops.tables import ReplicaTables
 from isoload.topology import Topology
 
+if TYPE_CHECKING:
+    from isoload.placement.placement import Placement
+
 MEMOS = 8  # tensors that policies keep per placement and device
-
-
-class HostPlacement(Protocol):
-    """What of an :class:`isoload.Placement` its layers are read by on a device."""
-
-    @property
-    def topology(self) -> Topology: ...
-    @property
-    def spare_slots(self) -> int: ...
-    @property
-    def num_shared(self) -> int: ...
-    @property
-    def num_experts(self) -> int: ...
-    @property
-    def num_layers(self) -> int: ...
-    @property
-    def num_routed(self) -> int: ...
-    @property
-    def num_slots(self) -> int: ...
-    @property
-    def slots_per_rank(self) -> int: ...
-    @property
-    def layer_ids(self) -> tuple[int, ...]: ...
-    @property
-    def arrays(self) -> tuple[Ints, Ints]: ...
-    def layer(self, index: int, device: torch.device | str) -> PlacedLayers: ...
-
-
 Ints: TypeAlias = "np.ndarray[Any, np.dtype[np.int32]]"
-OfLayer: TypeAlias = "Callable[[HostPlacement, int], np.ndarray[Any, Any]]"
+OfLayer: TypeAlias = "Callable[[Placement, int], np.ndarray[Any, Any]]"
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,7 +48,7 @@ class PlacedLayers:
     slot_to_expert: Tensor
     home_slot: Tensor
     tables: ReplicaTables
-    host: HostPlacement
+    host: Placement
     layer: int | None
     topology: Topology
     spare_slots: int
@@ -91,7 +66,7 @@ class PlacedLayers:
 
     @classmethod
     def of(
-        cls, host: HostPlacement, layer: int | None, slots: Tensor, home: Tensor, tables: ReplicaTables
+        cls, host: Placement, layer: int | None, slots: Tensor, home: Tensor, tables: ReplicaTables
     ) -> PlacedLayers:
         """The layers with what follows from the placement."""
         topology, device, (*batch, experts) = host.topology, home.device, home.shape

@@ -28,7 +28,6 @@ from isoload.placers.base import (
 from isoload.placers.craft import CraftPlacer
 from isoload.placers.eplb import EplbPlacer, TrivialPlacer
 from isoload.placers.grace import GracePlacer
-from isoload.placers.graph import GraphPlacer
 from isoload.placers.resize import resized
 from isoload.placers.scenario import ScenarioPlacer
 from isoload.topology import NOMINAL_TICKS, Topology, as_topology
@@ -38,8 +37,7 @@ MAX_SHARED = 64  # models have one or two
 MAX_SLOTS = 2**16  # of a layer: planners stay below a second
 
 PLACERS: dict[str, type[Placer]] = {
-    placer.name: placer
-    for placer in (TrivialPlacer, EplbPlacer, GraphPlacer, CraftPlacer, ScenarioPlacer, GracePlacer)
+    placer.name: placer for placer in (TrivialPlacer, EplbPlacer, CraftPlacer, ScenarioPlacer, GracePlacer)
 }
 
 

@@ -19,10 +19,8 @@ from isoload.policies.grace import GracePolicy
 from isoload.policies.lp import LpPolicy
 from isoload.policies.published import (
     DynamicPolicy,
-    GraceSampledPolicy,
     LibraPublishedPolicy,
     LlepPublishedPolicy,
-    LpAffinePolicy,
     LpSampledPolicy,
     WaterfillSampledPolicy,
 )
@@ -36,7 +34,6 @@ for _policy in (
     ExactPolicy,
     ExactActivePolicy,
     LpPolicy,
-    LpAffinePolicy,
     LpSampledPolicy,
     SharedLocalPolicy,
     WaterfillPolicy,
@@ -49,7 +46,6 @@ for _policy in (
     LibraPublishedPolicy,
     HedgePolicy,
     GracePolicy,
-    GraceSampledPolicy,
 ):
     register_policy(_policy)
 

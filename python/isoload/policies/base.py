@@ -3,6 +3,7 @@
 A policy is a frozen dataclass whose fields are its options. It never waits for a device and never exchanges anything
 between ranks: from the same loads every rank computes the same plan.
 
+    plan          loads, placed -> Plan        the three below, one after another
     fill          demand, placed -> placed     which experts lie in the spare slots (default: none)
     split         demand, placed -> Plan       how many copies every slot takes (default: exact)
     share         loads, plan -> [R, P]        which source sends them (default: own rank first, then own node)
@@ -17,17 +18,26 @@ experts takes the policy of the routed ones as option ``routed``; both accept an
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from isoload import ops
-from isoload.checks import check_options, make, parse
+from isoload.checks import check_options, make, parse, values_readable
 from isoload.ops import Order
-from isoload.placement.placed_layers import HostPlacement, PlacedLayers
-from isoload.policies.plan import Plan, rank_cost
+from isoload.placement.placed_layers import PlacedLayers
+from isoload.placement.placement import Placement
+from isoload.policies.plan import (
+    Plan,
+    SharedPlan,
+    check_tokens,
+    per_expert,
+    rank_cost,
+    shared_copies,
+    widened,
+)
 
 GOLDEN = 0x9E3779B97F4A7C15  # spreads layer, step and rank over the 64-bit seeds of sampled routes
 Needs = Literal["sum", "per_source"]
@@ -50,6 +60,23 @@ class Demand(NamedTuple):
     gathered: Tensor | None = None
     rank: int | None = None
     last: PlacedLayers | None = None
+
+    @classmethod
+    def of(cls, loads: Tensor, placed: PlacedLayers, rank: int | None = None) -> Demand:
+        """Take loads apart: the last num_shared columns say how many tokens of each source need the shared experts."""
+        if placed.shared_home is None:
+            return cls(loads, rank=rank)
+        tokens = loads.select(-1, placed.host.num_routed)
+        if values_readable(loads):
+            check_tokens(tokens, placed.host.num_routed, placed.num_shared)
+        at_home = tokens
+        if placed.num_shared > 1 or placed.shared_limits is not None:
+            wide = widened(tokens)
+            if placed.shared_limits is not None:  # some ranks hold no experts
+                home = placed.shared_home.expand(wide.shape)
+                wide = torch.zeros_like(wide).scatter_add_(-1, home, wide)
+            at_home = shared_copies(wide, placed.num_shared)
+        return cls(loads.narrow(-1, 0, placed.host.num_routed), tokens, at_home, loads, rank)
 
     @property
     def routed(self) -> Demand:
@@ -88,8 +115,53 @@ class Policy:
         if not torch.compiler.is_compiling():  # in a graph policies are made of checked ones
             check_options(self)
 
-    def check(self, placement: HostPlacement) -> None:
+    def check(self, placement: Placement) -> None:
         """Raises ValueError for a placement that it cannot plan, whatever the loads."""
+
+    def plan(
+        self,
+        loads: Tensor,
+        placed: PlacedLayers,
+        rank: int | None = None,
+        *,
+        filled: PlacedLayers | None = None,
+        keep_local: bool = False,
+        step: int | Tensor = 0,
+    ) -> Plan:
+        """Return the plan of one batch: fill, split and share.
+
+        Loads and placement are those that :func:`isoload.plan` has checked, or that a Balancer has made.
+
+        Args:
+            loads: [E] or [R, E] int32.
+            placed: the layer, or all layers.
+            rank: the source rank whose send_counts are part of the plan; None = none.
+            filled, keep_local, step: see :func:`isoload.plan`.
+        """
+        demand = Demand.of(loads, placed, rank)
+        if filled is None:
+            filled = self.fill(demand, placed)
+        elif filled.host is not placed.host or filled.layer != placed.layer:
+            raise ValueError(
+                f"filled must be of the placement and layer that are planned, {placed.layer}, got {filled.layer}"
+            )
+        elif filled.quota is not None:  # the quota of other loads
+            filled = replace(filled, quota=None)
+        if keep_local:
+            from isoload.policies.borrowing import may_keep_local, split_above_local  # imports this module
+
+            if not may_keep_local(self):
+                raise ValueError(
+                    f"keep_local must be False for policy {self.name}, which draws or fixes the share"
+                )
+            made = split_above_local(self, demand, filled)
+        else:
+            made = self.split(demand, filled)
+        if demand.tokens is not None:
+            made = with_shared(made, demand, placed)
+        if rank is not None and made.send_counts is None and made.quota is not None:
+            made = replace(made, send_counts=made.policy.share(demand.loads, made, rank, "locality"))
+        return replace(made, step=step) if isinstance(step, Tensor) or step else made
 
     def fill(self, demand: Demand, placed: PlacedLayers) -> PlacedLayers:
         """The slots of this batch: those of the placement, spare slots filled if the policy borrows."""
@@ -116,9 +188,29 @@ class Policy:
         if by_rank is None:
             home = torch.where((slots >= 0).any(1, keepdim=True), placed.home_rank(rank), -1)
             return home.to(torch.int32).expand(-1, placed.num_shared)
-        strict = plan.shared.rule == "limit"
         size, row = placed.host.slots_per_rank, by_rank.select(0, rank)
-        return ops.route_shared(slots, row, size, rank, placed.num_shared, strict=strict)
+        return ops.route_shared(slots, row, size, rank, placed.num_shared)
+
+
+def with_shared(made: Plan, demand: Demand, placed: PlacedLayers) -> Plan:
+    """Add the shared copies to a plan and to its quota; where the policy does not place them, they stay home."""
+    assert demand.tokens is not None and demand.at_home is not None
+    shared = made.shared or SharedPlan("home", demand.tokens)
+    if shared.in_quota:
+        return made
+    if made.quota is not None and shared.is_met:
+        if shared.by_rank is None:
+            copies = (demand.at_home // placed.num_shared).unsqueeze(-1)
+        else:
+            copies = per_expert(shared.by_rank, placed.num_shared).sum(-3, dtype=torch.int32)
+        shared_part(made.quota, placed).add_(copies)  # in which the split left 0
+    return replace(made, shared=shared)
+
+
+def shared_part(per_slot: Tensor, placed: PlacedLayers) -> Tensor:
+    """[..., R, n] the shared slots of per_slot [..., P], a view."""
+    per_rank = per_slot.view(*per_slot.shape[:-1], placed.topology.num_ranks, -1)
+    return per_rank.narrow(-1, placed.first_shared, placed.num_shared)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,8 @@ from torch.nn.functional import pad
 
 from isoload import ops
 from isoload.ops import Order, Within
-from isoload.placement.placed_layers import HostPlacement, PlacedLayers
+from isoload.placement.placed_layers import PlacedLayers
+from isoload.placement.placement import Placement
 from isoload.policies.base import Demand, Needs, Policy, chosen_plan, even_split, make_policy, solve
 from isoload.policies.exact import ExactPolicy
 from isoload.policies.plan import Plan
@@ -61,7 +62,7 @@ class BorrowPolicy(Policy, ABC):
     def samples(self) -> bool:  # type: ignore[override]
         return self.splitter.samples
 
-    def check(self, placement: HostPlacement) -> None:
+    def check(self, placement: Placement) -> None:
         spare = placement.spare_slots
         if spare < 1:
             raise ValueError(f"spare_slots must be at least 1 for policy {self.name}, got {spare}")

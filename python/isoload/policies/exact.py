@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -32,10 +33,11 @@ class ExactPolicy(Policy):
     """The least possible peak over all integer quotas.
 
     Options: tolerance (relative; 0 = exact, ``peak == bound``), budget (most augmentations; None = no limit),
-    objective (which of the splits with this peak: "spread", "local" or "packed", see :func:`isoload.ops.plan_exact`).
+    objective (which of the splits with this peak: "spread" or "local", see :func:`isoload.ops.plan_exact`).
     """
 
     name = "exact"
+    removed: ClassVar[Mapping[str, str]] = {"objective=packed": "use policy exact_active"}
     tolerance: float = 0.0
     budget: int | None = None
     objective: Objective = "spread"
@@ -53,7 +55,15 @@ class ExactPolicy(Policy):
 
     def split(self, demand: Demand, placed: PlacedLayers) -> Plan:
         rank = demand.rank if type(self) is ExactPolicy else None  # another may split or share its own way
-        return exact_plan(self, demand, placed, rank, **self.options)
+        per_node = placed.topology.ranks_per_node
+        how: dict[str, Any] = {"ticks": placed.ticks, "ranks_per_node": per_node, "objective": self.objective}
+        split = ops.plan_exact(
+            demand.loads, placed.tables, demand.at_home, self.tolerance, self.budget, rank=rank, **how
+        )
+        send_counts = None if rank is None else split.send_counts
+        return Plan(
+            placed, self, split.quota, split.peak, split.bound, split.telemetry, send_counts=send_counts
+        )
 
     def balance_same(self, topk_ids: Tensor, placed: PlacedLayers) -> tuple[Tensor, Tensor, Plan]:
         """Slots [T, K] of rows that all ranks hold alike, their loads [R, E], and the plan; without shared experts."""

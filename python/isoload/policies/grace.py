@@ -31,8 +31,7 @@ class GracePolicy(Policy):
     """A replica on the own rank, else those on the own node, else all: copies are cut by the replicas' weights.
 
     Weights are the placement's ``replica_weight``, which :func:`isoload.place` makes of predicted loads; equal without.
-    The published rule draws every copy (``grace_sampled``); here a rank cuts its copies, at an offset of its own, so
-    that roundings cancel.
+    The published rule draws every copy; here a rank cuts its copies, at an offset of its own, so that roundings cancel.
 
     Options: locality=False cuts by weights alone (Algorithm 4 in place of 5).
     """

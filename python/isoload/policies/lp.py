@@ -9,14 +9,15 @@ from typing import ClassVar, Literal
 import torch
 
 from isoload import ops
-from isoload.placement.placed_layers import HostPlacement, PlacedLayers
+from isoload.placement.placed_layers import PlacedLayers
+from isoload.placement.placement import Placement
 from isoload.policies.base import Demand, Policy, chosen_plan
 from isoload.policies.plan import Plan
 
 Precision = Literal["float32", "float64"]
 
 
-def refuse_speeds(policy: str, placement: HostPlacement) -> None:
+def refuse_speeds(policy: str, placement: Placement) -> None:
     """Raise ValueError if the placement's topology has speeds."""
     if placement.topology.speeds is not None:
         raise ValueError(f"speeds must be None for policy {policy}, which counts copies: use policy exact")
@@ -35,7 +36,9 @@ class LpPolicy(Policy):
     """
 
     name = "lp"
-    removed: ClassVar[Mapping[str, str]] = {"method": "policy lp_affine computes the split of method affine"}
+    removed: ClassVar[Mapping[str, str]] = {
+        "method": "use policy lp_sampled, which has the split of method affine"
+    }
     precision: Precision = "float32"
     tolerance: float | None = None
     iterations: int | None = None
@@ -47,7 +50,7 @@ class LpPolicy(Policy):
         if self.iterations is not None and not 0 <= self.iterations <= 1000:
             raise ValueError(f"iterations must be in 0..1000, got {self.iterations}")
 
-    def check(self, placement: HostPlacement) -> None:
+    def check(self, placement: Placement) -> None:
         refuse_speeds(self.name, placement)
 
     def split(self, demand: Demand, placed: PlacedLayers) -> Plan:

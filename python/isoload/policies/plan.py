@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -20,6 +20,10 @@ from isoload.ops.tables import ReplicaTables
 from isoload.placement.placed_layers import PlacedLayers, pick_layer
 from isoload.topology import Topology
 from isoload.wording import amount, span, text_table
+
+if TYPE_CHECKING:
+    from isoload.policies.base import Policy
+
 
 MOST_DRAWN = 2**14  # numbers that are kept for a checkpoint to come back to: batches in flight, times layers
 
@@ -64,17 +68,17 @@ def in_backward() -> bool:
 
 TOO_MANY = 2**31  # copies of a batch
 
-Rule = Literal["home", "by_rank", "limit", "sample"]
+Rule = Literal["home", "by_rank", "sample"]
 
 
 @dataclass(frozen=True, eq=False)
 class SharedPlan:
     """Where the shared copies of one batch go. Fields may have a leading L.
 
-    rule                  "home": to the source's own rank; "by_rank": as that says; "limit": not more than it
-                          says, what a token cannot use stays home; "sample": every token draws a rank
+    rule                  "home": to the source's own rank; "by_rank": as that says; "sample": every token
+                          draws a rank
     tokens  [R] int32     tokens of source rank s that need the shared experts: n copies each
-    by_rank [R, R] int32  shared copies, all n experts together, that source s sends to rank d; rules by_rank and limit
+    by_rank [R, R] int32  shared copies, all n experts together, that source s sends to rank d; rule by_rank
     copies  [R, R] int32  routed copies that source s sends to rank d, where the rule uses them
     in_quota              whether the quota of the policy's plan has these copies already
     """
@@ -168,17 +172,6 @@ def per_expert(by_rank: Tensor, num_shared: int) -> Tensor:
     return ((upto + turn) // num_shared - (before + turn) // num_shared).to(torch.int32)
 
 
-class Planner(Protocol):
-    """What of an :class:`isoload.policies.Policy` its plans are read by."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def needs(self) -> str: ...
-    def share(self, loads: Tensor, plan: Plan, rank: int | None, order: Any) -> Tensor: ...
-    def route_shared(self, slots: Tensor, plan: Plan, rank: int) -> Tensor: ...
-
-
 @dataclass(frozen=True, eq=False)
 class Plan:
     """Two integer vectors over slots, and the proof of how good they are. Fields may have a leading L.
@@ -202,7 +195,7 @@ class Plan:
     """
 
     placed: PlacedLayers
-    policy: Planner
+    policy: Policy
     quota: Tensor | None
     peak: Tensor | None
     bound: Tensor

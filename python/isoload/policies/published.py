@@ -22,12 +22,11 @@ from torch import Tensor
 from isoload import ops
 from isoload.checks import capturing, put_on
 from isoload.ops.results import LpSplit
-from isoload.placement.placed_layers import HostPlacement, PlacedLayers
+from isoload.placement.placed_layers import PlacedLayers
 from isoload.placement.placement import Placement
 from isoload.policies.base import Demand, Policy, Seeded, chosen_plan, sample_seed, sampled_plan, sum_sources
 from isoload.policies.borrowing import BorrowPolicy, check_rules
-from isoload.policies.grace import wished_parts
-from isoload.policies.lp import LpPolicy, refuse_speeds, rounded_plan, telemetry
+from isoload.policies.lp import LpPolicy, telemetry
 from isoload.policies.plan import Plan, SharedPlan
 from isoload.policies.shared import SharedPolicy, bound_with_shared, rank_copies
 from isoload.traces import read_trace
@@ -95,7 +94,7 @@ class WaterfillSampledPolicy(Seeded, SharedPolicy):
                 f"recorded must be a trace's file with rule recorded alone, got {self.recorded!r}"
             )
 
-    def check(self, placement: HostPlacement) -> None:
+    def check(self, placement: Placement) -> None:
         super().check(placement)
         wanted = (placement.num_layers, placement.num_routed)
         if self.recorded is not None and (got := recorded_counts(self.recorded).shape) != wanted:
@@ -139,7 +138,7 @@ def recorded_counts(path: str) -> np.ndarray[Any, Any]:
     return counts
 
 
-def rank_parts(host: HostPlacement, layer: int, path: str) -> np.ndarray[Any, Any]:
+def rank_parts(host: Placement, layer: int, path: str) -> np.ndarray[Any, Any]:
     """[R] float64 each rank's part of a layer's recorded copies, an expert's spread evenly over its slots."""
     slots, counts = host.arrays[0][layer], recorded_counts(path)[layer]
     held = (slots >= 0) & (slots < host.num_routed)
@@ -147,42 +146,6 @@ def rank_parts(host: HostPlacement, layer: int, path: str) -> np.ndarray[Any, An
     per_slot = np.where(held, each[np.where(held, slots, 0)], 0.0)
     parts: np.ndarray[Any, Any] = per_slot.reshape(host.topology.num_ranks, -1).sum(1)
     parts /= max(1, counts.sum())
-    return parts
-
-
-@dataclass(frozen=True)
-class GraceSampledPolicy(Seeded):
-    """Each copy draws a replica on its own rank, else on its node, else any, by weights (GRACE-MoE, Algorithm 5).
-
-    Weights as in ``grace``. The plan's are those over all replicas; :meth:`weights_of` has a rank's own. Draws need no
-    loads, and do not use spare slots that another policy filled.
-
-    Options: seed and step (the batch's number), which together with layer and rank select the random stream;
-    locality=False draws among all replicas (Algorithm 4 alone).
-    """
-
-    name = "grace_sampled"
-    samples = True
-    locality: bool = True
-
-    def split(self, demand: Demand, placed: PlacedLayers) -> Plan:
-        anywhere = parts_by_rank(placed, False).select(-2, 0)  # the same for all ranks
-        return sampled_plan(self, anywhere, demand, placed)
-
-    def weights_of(self, plan: Plan, rank: int) -> Tensor:
-        return parts_by_rank(plan.placed, self.locality).select(-2, rank)
-
-
-def parts_by_rank(placed: PlacedLayers, locality: bool) -> Tensor:
-    """[..., R, P] float32 wished part of every slot in a source rank's copies of its expert; 0 = not used."""
-    # Not by the policy, whose step changes with every batch.
-    return placed.memo(("grace_sampled", locality), partial(drawn_parts, locality=locality))
-
-
-def drawn_parts(host: Placement, layer: int, locality: bool) -> np.ndarray[Any, Any]:
-    parts = np.zeros((host.topology.num_ranks, host.num_slots), dtype=np.float32)
-    for slots, wished in wished_parts(host, layer, locality):
-        parts[:, slots] = wished
     return parts
 
 
@@ -205,6 +168,14 @@ class Parts(NamedTuple):
     solo: Array
 
 
+class Program(NamedTuple):
+    """Minimise cost @ x for matrix @ x = right and x >= 0; the columns are explained in :func:`standard_form`."""
+
+    matrix: Array
+    right: Array
+    cost: Array
+
+
 def plan_affine(
     loads: Tensor, slot_to_expert: Tensor, num_ranks: int, base: Tensor | None = None, iterations: int = 5
 ) -> LpSplit:
@@ -225,48 +196,47 @@ def plan_affine(
         raise ValueError(f"loads must be on the CPU for affine scaling, got {loads.device}")
     batch = loads.shape[:-1]
     base = torch.zeros(num_ranks, dtype=torch.int32) if base is None else base
-    given = (loads, slot_to_expert, base.expand(*batch, num_ranks))
-    rows = [part.reshape(-1, part.shape[-1]).numpy() for part in given]
-    solved = [
+    tensors = (loads, slot_to_expert, base.expand(*batch, num_ranks))
+    rows = [tensor.reshape(-1, tensor.shape[-1]).numpy() for tensor in tensors]
+    layers = [
         solve_layer(counts, slots, carried, iterations) for counts, slots, carried in zip(*rows, strict=True)
     ]
-    split, peak, status = zip(*solved, strict=True)
-    whole = torch.tensor(status, dtype=torch.int32).view(batch)
+    split, peak, status = zip(*layers, strict=True)
+    statuses = torch.tensor(status, dtype=torch.int32).view(batch)
     primal = torch.tensor(peak, dtype=torch.float64).view(batch)
-    found = torch.from_numpy(np.stack(split)).view(*batch, -1)
-    return LpSplit(found, primal, torch.zeros_like(primal), torch.full_like(whole, iterations), whole)
+    parts = torch.from_numpy(np.stack(split)).view(*batch, -1)
+    return LpSplit(parts, primal, torch.zeros_like(primal), torch.full_like(statuses, iterations), statuses)
 
 
 def solve_layer(loads: Array, slots: Array, base: Array, steps: int) -> tuple[Array, float, int]:
     """[P] split, its largest rank load and the status of one layer."""
     split = np.zeros(len(slots))
-    parts = parts_of(loads, slots, base, split)
+    parts = movable_parts(loads, slots, base, split)
     accepted = True
     if parts.load.any():
-        found, accepted = scale(parts, steps)
-        split[parts.slot] = found * (parts.load / np.bincount(parts.expert, found))[parts.expert]
+        shares, accepted = scale(standard_form(parts), len(parts.slot), steps)
+        split[parts.slot] = shares * (parts.load / np.bincount(parts.expert, shares))[parts.expert]
     peak = float((split.reshape(len(base), -1).sum(1) + base).max())
     return split, peak, 0 if accepted else 2
 
 
-def parts_of(loads: Array, slots: Array, base: Array, split: Array) -> Parts:
+def movable_parts(loads: Array, slots: Array, base: Array, split: Array) -> Parts:
     """The parts; the load of experts with one rank is written to split [P]."""
     num_ranks, size = len(base), len(slots) // len(base)
-    held = np.flatnonzero((slots >= 0) & (slots < len(loads)))
-    _, first = np.unique(slots[held].astype(np.int64) * num_ranks + held // size, return_index=True)
-    held = held[first]  # the lowest slot of each pair of expert and rank, by expert
-    ranks = np.bincount(slots[held], minlength=len(loads))
-    alone, moving = held[ranks[slots[held]] == 1], held[ranks[slots[held]] > 1]
+    filled = np.flatnonzero((slots >= 0) & (slots < len(loads)))
+    _, first = np.unique(slots[filled].astype(np.int64) * num_ranks + filled // size, return_index=True)
+    filled = filled[first]  # the lowest slot of each pair of expert and rank, by expert
+    ranks = np.bincount(slots[filled], minlength=len(loads))
+    alone, moving = filled[ranks[slots[filled]] == 1], filled[ranks[slots[filled]] > 1]
     split[alone] = loads[slots[alone]]
     solo = split.reshape(num_ranks, size).sum(1) + base
     names, expert = np.unique(slots[moving], return_inverse=True)
     return Parts(moving, expert, moving // size, loads[names].astype(np.float64), solo)
 
 
-def scale(parts: Parts, steps: int) -> tuple[Array, bool]:
-    """[n] shares of the parts, and whether they are accepted; else all are 0.5."""
+def standard_form(parts: Parts) -> Program:
+    """The program over a part's share, a slack per rank, the peak, and the big-M column that makes x = 1 feasible."""
     experts, ranks, n = len(parts.load), len(parts.solo), len(parts.slot)
-    # Columns: parts, a slack per rank, the peak, and the big-M column that makes x = 1 feasible.
     matrix = np.zeros((experts + ranks, n + ranks + 2), dtype=np.float32)
     matrix[parts.expert, np.arange(n)] = matrix[experts + parts.rank, np.arange(n)] = 1
     matrix[experts + np.arange(ranks), n + np.arange(ranks)] = 1
@@ -276,6 +246,12 @@ def scale(parts: Parts, steps: int) -> tuple[Array, bool]:
     matrix[:, -1] = right - matrix[:, :-1].sum(1)
     cost = np.zeros(matrix.shape[1], dtype=np.float32)
     cost[-2:] = 1, BIG_M
+    return Program(matrix, right, cost)
+
+
+def scale(program: Program, num_parts: int, steps: int) -> tuple[Array, bool]:
+    """[num_parts] shares of the parts, and whether they are accepted; else all are 0.5."""
+    matrix, right, cost = program
     x, largest = np.ones_like(cost), np.float32(np.inf)
     with np.errstate(all="ignore"):  # what breaks down is not accepted
         for _ in range(steps):
@@ -284,14 +260,14 @@ def scale(parts: Parts, steps: int) -> tuple[Array, bool]:
             try:
                 lower = np.linalg.cholesky(normal)
             except np.linalg.LinAlgError:
-                return np.full(n, 0.5), False
+                return np.full(num_parts, 0.5), False
             prices = np.linalg.solve(lower.T, np.linalg.solve(lower, scaled @ cost))
             move = x * (cost - matrix.T @ prices)
             largest = move.max()
             x = x * (1 - (STEP / largest if largest > 1e-9 else 1) * move)
         missed = np.abs(matrix @ x - right).max()
     accepted = bool(largest < 0.1 and 0 <= x[-1] < 1e-4 and missed < 0.05 and (x > 0).all())
-    return (x[:n].astype(np.float64) if accepted else np.full(n, 0.5)), accepted
+    return (x[:num_parts].astype(np.float64) if accepted else np.full(num_parts, 0.5)), accepted
 
 
 MILLION = 1_000_000
@@ -644,36 +620,6 @@ def llep_published(
     return segments
 
 
-@dataclass(frozen=True)
-class LpAffinePolicy(Policy):
-    """The split after some steps of affine scaling (``affine_scaling.py``), rounded; on the CPU, without speeds.
-
-    Telemetry: iterations, status (0 accepted, 2 not accepted: the split is even), 0, 0.
-
-    Options: iterations (0..1000).
-    """
-
-    name = "lp_affine"
-    cpu_only = True
-    iterations: int = 5
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 <= self.iterations <= 1000:
-            raise ValueError(f"iterations must be in 0..1000, got {self.iterations}")
-
-    def check(self, placement: HostPlacement) -> None:
-        refuse_speeds(self.name, placement)
-
-    def split(self, demand: Demand, placed: PlacedLayers) -> Plan:
-        return rounded_plan(self, self.relax(demand, placed), demand, placed)
-
-    def relax(self, demand: Demand, placed: PlacedLayers) -> ops.LpSplit:
-        """The real-valued split."""
-        loads, ranks = sum_sources(demand.loads, placed), placed.topology.num_ranks
-        return plan_affine(loads, placed.slot_to_expert, ranks, demand.at_home, self.iterations)
-
-
 Method = Literal["interior", "affine"]
 
 
@@ -681,9 +627,9 @@ Method = Literal["interior", "affine"]
 class LpSampledPolicy(Seeded, LpPolicy):
     """Each copy draws its replica with the real-valued split's probabilities: the published LPLB, but its solver.
 
-    Options: as ``lp``; method: "interior", or "affine", which is the published solver (as ``lp_affine``; without
-    precision or tolerance); seed and step (the batch's number), which together with layer and rank select the random
-    stream.
+    Options: as ``lp``; method: "interior", or "affine", which is the published solver (on the CPU, without precision or
+    tolerance; iterations=None takes five steps); seed and step (the batch's number), which together with layer and rank
+    select the random stream.
     """
 
     name = "lp_sampled"
@@ -711,5 +657,6 @@ class LpSampledPolicy(Seeded, LpPolicy):
         """The real-valued split."""
         if self.method == "interior":
             return super().relax(demand, placed)
-        steps = {} if self.iterations is None else {"iterations": self.iterations}
-        return LpAffinePolicy(**steps).relax(demand, placed)
+        loads, ranks = sum_sources(demand.loads, placed), placed.topology.num_ranks
+        steps = 5 if self.iterations is None else self.iterations
+        return plan_affine(loads, placed.slot_to_expert, ranks, demand.at_home, steps)

@@ -7,18 +7,20 @@ alone, so that a comparison of them compares the decision about shared experts.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from isoload import ops
-from isoload.ops import Candidates, Objective, Order
-from isoload.placement.placed_layers import HostPlacement, PlacedLayers
+from isoload.ops import Objective, Order
+from isoload.placement.placed_layers import PlacedLayers
+from isoload.placement.placement import Placement
 from isoload.policies.base import EVEN, Demand, Policy, exact_plan, make_policy, solve
 from isoload.policies.exact import EvenPolicy, ExactPolicy
-from isoload.policies.plan import Plan, Rule, SharedPlan, rank_cost, shared_copies, widened
+from isoload.policies.plan import Plan, SharedPlan, rank_cost, shared_copies, widened
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class SharedPolicy(Policy, ABC):
     def borrows(self) -> bool:  # type: ignore[override]
         return self.routed_policy.borrows
 
-    def check(self, placement: HostPlacement) -> None:
+    def check(self, placement: Placement) -> None:
         if not placement.num_shared:
             raise ValueError(f"placement must have shared experts for policy {self.name}, got num_shared=0")
         self.routed_policy.check(placement)
@@ -130,7 +132,7 @@ def joint_plan(policy: SharedPolicy, demand: Demand, placed: PlacedLayers, how: 
     return Plan(placed, policy, *of, shared=shared, send_counts=made.send_counts)
 
 
-def add_exactly(made: Plan, demand: Demand, candidates: Candidates) -> tuple[ops.WaterfillSplit, SharedPlan]:
+def add_exactly(made: Plan, demand: Demand) -> tuple[ops.WaterfillSplit, SharedPlan]:
     """The least peak over all places of the shared copies, given the routed split; and who sends what where."""
     assert demand.tokens is not None
     placed = made.placed
@@ -139,12 +141,10 @@ def add_exactly(made: Plan, demand: Demand, candidates: Candidates) -> tuple[ops
         demand.tokens,
         placed.num_shared,
         placed.topology.ranks_per_node,
-        candidates,
         ticks=placed.ticks,
         limits=placed.shared_limits,
     )
-    rule: Rule = "limit" if candidates == "visited" else "by_rank"
-    return filled, SharedPlan(rule, demand.tokens, filled.share)
+    return filled, SharedPlan("by_rank", demand.tokens, filled.share)
 
 
 @dataclass(frozen=True)
@@ -170,28 +170,15 @@ class WaterfillPolicy(SharedPolicy):
     The integer form of the blog's Waterfill (papers/001): the peak is the least there is for this routed split, and
     no more copies leave home than must.
 
-    Options: routed as in ``shared_local``; candidates: "all" ranks, those of the own "node", or only "visited" ones
-    and the source, where what finds no visited rank stays home and the peak is counted from routed slots.
+    Options: routed as in ``shared_local``.
     """
 
     name = "waterfill"
-    candidates: Candidates = "all"
-
-    def check(self, placement: HostPlacement) -> None:
-        super().check(placement)
-        # else a rank's shared copies would have no candidate that is alive
-        topology, live = placement.topology, placement.topology.live_ranks
-        if self.candidates == "visited" and len(live) < topology.num_ranks:
-            raise ValueError("candidates must be all or node for a topology with dead ranks, got 'visited'")
-        nodes = {rank // topology.ranks_per_node for rank in live}
-        if self.candidates == "node" and len(nodes) < topology.num_nodes:
-            raise ValueError(
-                "candidates must be all for a topology with a node without live ranks, got 'node'"
-            )
+    removed: ClassVar[Mapping[str, str]] = {"candidates": "shared copies may go to all ranks"}
 
     def joined(self) -> dict[str, Any] | None:
         plain = type(self) is WaterfillPolicy and type(self.routed_policy) is EvenPolicy
-        return EVEN if plain and self.candidates == "all" else None
+        return EVEN if plain else None
 
     def split_routed(self, demand: Demand, placed: PlacedLayers) -> Plan:
         """Copies spread evenly need no second split for the bound beside the shared ones."""
@@ -202,14 +189,13 @@ class WaterfillPolicy(SharedPolicy):
         )
 
     def add_shared(self, made: Plan, demand: Demand) -> Plan:
-        filled, shared = add_exactly(made, demand, self.candidates)
+        filled, shared = add_exactly(made, demand)
         if self.joined() is None:
             bound = bound_with_shared(demand, made.placed)
         else:
             bound = live_bound(made.bound, demand, made.placed)
         bound = torch.minimum(bound, filled.peak)
-        peak = filled.peak if shared.is_met else None
-        return replace(made, policy=self, peak=peak, bound=bound, shared=shared)
+        return replace(made, policy=self, peak=filled.peak, bound=bound, shared=shared)
 
 
 @dataclass(frozen=True)
@@ -224,6 +210,7 @@ class JointPolicy(SharedPolicy):
     """
 
     name = "joint"
+    removed: ClassVar[Mapping[str, str]] = ExactPolicy.removed
     routed: str = "exact"
     tolerance: float = 0.0
     budget: int | None = None
@@ -246,6 +233,6 @@ class JointPolicy(SharedPolicy):
         return exact_plan(exact, demand.routed, placed, pour=pour, **exact.options)
 
     def add_shared(self, made: Plan, demand: Demand) -> Plan:
-        filled, shared = add_exactly(made, demand, "all")
+        filled, shared = add_exactly(made, demand)
         bound = torch.minimum(live_bound(made.bound, demand, made.placed), filled.peak)
         return replace(made, policy=self, peak=filled.peak, bound=bound, shared=shared)

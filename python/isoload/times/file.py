@@ -17,12 +17,7 @@ from isoload.wording import shown
 FORMAT, VERSION, UNIT = "isoload times", 1, "microseconds"
 MOST_BYTES = 16 * 2**20
 NEW = "isoload measure writes a new one"
-PLANS = (
-    "exact",
-    "own",
-    "last",
-    "node",
-)  # who chooses replicas, as isoload.analysis.advice.Candidate names them
+PLANS = ("exact", "own", "node")  # who chooses replicas, as isoload.analysis.advice.Candidate names them
 
 
 @dataclass(frozen=True)

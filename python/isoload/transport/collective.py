@@ -119,11 +119,11 @@ def make_symmetric(
         timeout: of the processes' exchanges.
         limit: of a rank's wait for others in the trial.
     """
-    rank, own = group.ranks[0], path_of(os.getpid())
+    rank, path = group.ranks[0], path_of(os.getpid())
     try:
         with group.agreeing(STAGE):
             site = Site.here(device)
-            with own.open("x") as file:
+            with path.open("x") as file:
                 file.write(str(site.word))
         sites: list[Site] = group.gather_objects(STAGE, site)
         with group.agreeing(STAGE):
@@ -131,7 +131,7 @@ def make_symmetric(
             if len({other[:2] for other in sites}) == 1:  # else handles of the fabric travel, not descriptors
                 check_paths(sites, rank)
     finally:
-        own.unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
     # Workers that see one GPU each all have the index 0, which torch takes for one GPU.
     indices, gpus = {(other.host, other.device_index) for other in sites}, {other.gpu for other in sites}
     masked = len(indices) < len(gpus) and OVERLAP not in os.environ
@@ -239,8 +239,8 @@ class CollectiveGroup(Group):
         with self.agreeing("construction") as facts:
             facts["topology"] = self.topology
         if self.topology.num_ranks != size:
-            got = self.topology.num_ranks
-            raise ValueError(f"topology must have the group's {size} ranks, got {got}")
+            num_ranks = self.topology.num_ranks
+            raise ValueError(f"topology must have the group's {size} ranks, got {num_ranks}")
 
     @classmethod
     def own(cls, topology: Topology | int, like: dist.ProcessGroup | None = None) -> CollectiveGroup:
@@ -254,9 +254,9 @@ class CollectiveGroup(Group):
             like: whose processes join; None = all.
         """
         ranks = None if like is None else dist.get_process_group_ranks(like)
-        given = dist.group.WORLD if like is None else like
-        assert given is not None
-        return cls(topology, dist.new_group(ranks, timeout=timeout_of(given)))
+        process_group = dist.group.WORLD if like is None else like
+        assert process_group is not None
+        return cls(topology, dist.new_group(ranks, timeout=timeout_of(process_group)))
 
     def _gather(self, stage: str, rows: Owned, in_node: bool = False) -> Tensor:
         node, num_ranks = self.join_node() if in_node else None, self.topology.num_ranks
@@ -267,24 +267,17 @@ class CollectiveGroup(Group):
             _all_gather(gathered[near.start : near.stop].flatten(), rows[0], group=node or self.process_group)
         return gathered
 
-    def _sum(self, stage: str, rows: Owned) -> Tensor:
-        total = rows[0].clone()
-        with self.named(stage):
-            self._meet(stage, total, total.nbytes)
-            dist.all_reduce(total, group=self.process_group)
-        return total
-
     def join_node(self) -> dist.ProcessGroup:
         def make() -> dist.ProcessGroup:
             assert self.process_group is not None
             near = self.topology.node_of(self.ranks[0])
             members = [dist.get_process_group_ranks(self.process_group)[rank] for rank in near]
             # local: ranks outside of this group need not call it
-            made = dist.new_group(
+            process_group = dist.new_group(
                 members, timeout=timeout_of(self.process_group), use_local_synchronization=True
             )
-            assert isinstance(made, dist.ProcessGroup)
-            return made
+            assert isinstance(process_group, dist.ProcessGroup)
+            return process_group
 
         return self.memo(("node",), make)
 

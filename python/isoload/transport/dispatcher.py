@@ -139,8 +139,8 @@ class Dispatcher(Shared, ABC):
 
     def check_dispatch(self, x: Owned, slots: Owned, weights: Owned, call: Call | None) -> Call:
         """The call, for arguments of all owned ranks; else ValueError."""
-        for name, given in (("x", x), ("slots", slots), ("weights", weights)):
-            self.group.check_owned(name, given)
+        for name, tensors in (("x", x), ("slots", slots), ("weights", weights)):
+            self.group.check_owned(name, tensors)
         return Call(self.group, device=x[0].device) if call is None else call
 
     def check_received(self, y: Owned, received: list[Received], kind: type[Handle]) -> list[Handle]:
@@ -148,12 +148,12 @@ class Dispatcher(Shared, ABC):
         self.group.check_owned("y", y)
         self.group.check_owned("received", received)
         handles = []
-        for got in received:
-            if not isinstance(got.handle, kind):
-                found = type(got.handle).__name__
-                raise ValueError(f"received must come from this dispatcher's dispatch, got a {found}")
-            handles.append(got.handle)
-        self._check_like("y", y, received, [len(got.rows) for got in received], "the received rows")
+        for batch in received:
+            if not isinstance(batch.handle, kind):
+                name = type(batch.handle).__name__
+                raise ValueError(f"received must come from this dispatcher's dispatch, got a {name}")
+            handles.append(batch.handle)
+        self._check_like("y", y, received, [len(batch.rows) for batch in received], "the received rows")
         return handles
 
     def check_own(self, own: Owned | None, received: list[Received], num_tokens: Sequence[int]) -> None:
@@ -163,13 +163,13 @@ class Dispatcher(Shared, ABC):
             self._check_like("own", own, received, num_tokens, "the rank's tokens")
 
     def _check_like(
-        self, name: str, given: Owned, received: list[Received], lengths: Sequence[int], whose: str
+        self, name: str, tensors: Owned, received: list[Received], lengths: Sequence[int], reason: str
     ) -> None:
-        for rank, rows, got, length in zip(self.group.ranks, given, received, lengths, strict=True):
-            shape, dtype = [length, got.rows.shape[1]], got.rows.dtype
+        for rank, rows, batch, length in zip(self.group.ranks, tensors, received, lengths, strict=True):
+            shape, dtype = [length, batch.rows.shape[1]], batch.rows.dtype
             if list(rows.shape) != shape or rows.dtype != dtype:
                 raise ValueError(
-                    f"{name} of rank {rank} must be {shape} {dtype} as {whose}, got {list(rows.shape)} {rows.dtype}"
+                    f"{name} of rank {rank} must be {shape} {dtype} as {reason}, got {list(rows.shape)} {rows.dtype}"
                 )
 
 
@@ -246,9 +246,9 @@ def with_own(map_: RowMap) -> Tensor:
     nowhere = len(map_.sent)
     row_to_rank = torch.cat([map_.row_to_rank, map_.row_to_rank.new_full((1,), nowhere)])
     ranks = torch.cat([row_to_rank[map_.token_to_rows], row_to_rank.new_full((tokens, 1), map_.own)], dim=1)
-    own = torch.arange(num_rows, num_rows + tokens, device=ranks.device).unsqueeze(1)
+    local = torch.arange(num_rows, num_rows + tokens, device=ranks.device).unsqueeze(1)
     absent = map_.token_to_rows == num_rows
-    rows = torch.cat([map_.token_to_rows.masked_fill(absent, num_rows + tokens), own], dim=1)
+    rows = torch.cat([map_.token_to_rows.masked_fill(absent, num_rows + tokens), local], dim=1)
     return rows.gather(1, ranks.argsort(dim=1, stable=True))
 
 
@@ -330,15 +330,15 @@ class Combine(torch.autograd.Function):
     def forward(
         ctx: Any, group: Group, maps: list[RowMap], padded: bool, link: Tensor, *values: Tensor
     ) -> tuple[Tensor, ...]:
-        y, own = values[: len(maps)], values[len(maps) :]
+        y, local = values[: len(maps)], values[len(maps) :]
         payload = [as_bytes(rows) for rows in y]
-        ctx.group, ctx.maps, ctx.padded, ctx.has_own = group, maps, padded, bool(own)
+        ctx.group, ctx.maps, ctx.padded, ctx.has_own = group, maps, padded, bool(local)
         returned = [b.view(y[0].dtype) for b in group.send_back("combine", payload, maps)]
         positions = [m.token_to_rows for m in maps]
-        if own:
-            returned = [torch.cat(parts) for parts in zip(returned, own, strict=True)]
+        if local:
+            returned = [torch.cat(parts) for parts in zip(returned, local, strict=True)]
             positions = list(map(with_own, maps))
-        return tuple(sum_rows(rows, where) for rows, where in zip(returned, positions, strict=True))
+        return tuple(sum_rows(rows, position) for rows, position in zip(returned, positions, strict=True))
 
     @staticmethod
     @once_differentiable

@@ -163,7 +163,7 @@ class Exchanges(Shared, ABC):
     """R ranks that exchange tensors; lists run over ``ranks``, those that this process owns.
 
     Every rank makes the same calls in the same order. Each exchange has a stage, which names it in errors and in
-    ``traffic.bytes``. A subclass moves the bytes: ``_gather``, ``_swap`` and ``gather_objects``, if it can ``_sum`` and
+    ``traffic.bytes``. A subclass moves the bytes: ``_gather``, ``_swap`` and ``gather_objects``, if it can
     ``_start_gather``.
 
     Args:
@@ -191,10 +191,6 @@ class Exchanges(Shared, ABC):
     @abstractmethod
     def _gather(self, stage: str, rows: Owned, in_node: bool = False) -> Tensor:
         """[R, F] the row [F] of every rank; in_node: only of the ranks of the owned ones' nodes, 0 of the others."""
-
-    def _sum(self, stage: str, rows: Owned) -> Tensor:
-        """[F] the rows [F] of all ranks, added up."""
-        return self._gather(stage, rows).sum(0, dtype=rows[0].dtype)
 
     @abstractmethod
     def _swap(
@@ -263,16 +259,16 @@ class Exchanges(Shared, ABC):
         """What make() returned when the key was new, the same object from then on: for all layers of the group."""
         if key not in self._memo:
             self._memo[key] = make()
-        made: T = self._memo[key]
-        return made
+        value: T = self._memo[key]
+        return value
 
     def reset_traffic(self) -> None:
         """Counts from zero. The rows stay where they were: a dispatch would move them, and the host wait for that."""
         self.traffic = Traffic.of(self.topology.num_ranks, self.traffic.rows.device)
 
-    def check_owned(self, name: str, given: Sequence[object]) -> None:
+    def check_owned(self, name: str, entries: Sequence[object]) -> None:
         """Raises ValueError unless a list has an entry per owned rank."""
-        if len(given) != len(self.ranks):
+        if len(entries) != len(self.ranks):
             raise ValueError(
-                f"{name} must have one entry per owned rank ({len(self.ranks)}), got {len(given)}"
+                f"{name} must have one entry per owned rank ({len(self.ranks)}), got {len(entries)}"
             )

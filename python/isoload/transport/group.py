@@ -17,7 +17,7 @@ from isoload.checks import capturing, may_be_kept, put_on, values_readable
 from isoload.ops.library import device_errors, error_word, raise_broken
 from isoload.placement.placement import Placement
 from isoload.topology import Topology
-from isoload.transport.exchanges import Exchanges, Owned, PerRank, num_bytes
+from isoload.transport.exchanges import Exchanges, Owned, PerRank
 from isoload.wording import not_one_of
 
 STAGE_BYTES = 40  # of a stage's name, where ranks tell each other
@@ -59,12 +59,13 @@ def rank_failed(rank: int, stage: str) -> str:
     return f"rank {rank} failed in stage {stage}, so all ranks stop; its own error says why"
 
 
-def raise_unlike(name: str, values: Sequence[object], first: int = 0, why: str = "") -> None:
+def raise_unlike(name: str, values: Sequence[object], first: int = 0, reason: str = "") -> None:
     """Raises ValueError if the values of the ranks from first on differ, naming the first rank that does."""
     for rank, value in enumerate(values, first):
         if value != values[0]:
             raise ValueError(
-                f"{name} must be the same on all ranks, got {values[0]} on rank {first} and {value} on rank {rank}{why}"
+                f"{name} must be the same on all ranks, got {values[0]} on rank {first} and {value} on rank "
+                f"{rank}{reason}"
             )
 
 
@@ -86,9 +87,9 @@ def raise_other_stage(headers: Tensor, first: int = 0) -> None:
     rows = [bytes(row) for row in headers.tolist()]
     stages = [row[:STAGE_BYTES].rstrip(b"\0").decode(errors="replace") for row in rows]
     sizes = [int.from_bytes(row[STAGE_BYTES:], "little") for row in rows]
-    why = ": all ranks make the same calls in the same order"
-    raise_unlike("stage", stages, first, why)
-    raise_unlike(f"bytes per row of stage {stages[0]}", sizes, first, why)
+    reason = ": all ranks make the same calls in the same order"
+    raise_unlike("stage", stages, first, reason)
+    raise_unlike(f"bytes per row of stage {stages[0]}", sizes, first, reason)
 
 
 def checksum(value: object) -> int:
@@ -100,14 +101,15 @@ def placement_facts(placement: Placement, layer: int) -> dict[str, int]:
     """What all ranks must hold alike of one layer."""
     slots, homes = placement.arrays
     weight = placement.weight_array
-    held = {
+    tensors = {
         "slot_to_expert": slots[layer].tolist(),
         "home_slot": homes[layer].tolist(),
         "replica_weight": None if weight is None else weight[layer].tolist(),
     }
-    return {f"checksum of {name}": checksum(value) for name, value in held.items()}
+    return {f"checksum of {name}": checksum(value) for name, value in tensors.items()}
 
 
+LENGTH = ("length of counts",)
 FACT_RANGE = 2**31 - 1  # facts travel as int32 beside the loads: larger ones by their remainder
 
 
@@ -129,7 +131,6 @@ class Group(Exchanges):
         errors: list[int] | None = None,
         facts: Mapping[str, int] | None = None,
         in_node: bool = False,
-        summed: bool = False,
     ) -> Tensor:
         """Every rank's counts, or that it failed: minus its code in their place; beside them facts that must be equal.
 
@@ -140,43 +141,38 @@ class Group(Exchanges):
                 are readable (on CPU; elsewhere under ISOLOAD_CHECK=1), else they stay here.
             in_node: only the ranks of a node meet, after :meth:`join_node`; rows of other nodes are 0, and their
                 failures and facts not heard of. Their caller agrees on the length of counts.
-            summed: the counts are added up in one all-reduce, in which each rank has columns of its own for the rest.
 
         Returns:
-            loads [R, E] int32, the same on all ranks; summed [E].
+            loads [R, E] int32, the same on all ranks.
 
         Raises:
             ValueError: the same on all ranks, naming rank and stage, if any rank has an error, or the first fact that
                 differs. At once on CPU; errors on a GPU at the next :meth:`Call.swap_counts` or, where a dispatcher
                 makes none, at the next :meth:`check`. In a CUDA graph likewise, for every replay.
         """
-        self.check_owned("counts", counts)
-        self.check_owned("errors", errors := [0] * len(counts) if errors is None else errors)
+        if len(counts) != len(self.ranks) or (errors is not None and len(errors) != len(self.ranks)):
+            self.check_owned("counts", counts)
+            self.check_owned("errors", errors or [])
+        agreed: list[tuple[int, ...]] = []
         for rank, row in zip(self.ranks, counts, strict=True):
             if row.dim() != 1 or row.dtype != torch.int32:
                 raise ValueError(
                     f"counts of rank {rank} must be [E] int32, got {list(row.shape)} {row.dtype}"
                 )
-        self.agree_new("gather", ("length of counts",), [(len(row),) for row in counts], counts[0].device)
-        compared = {k: v % FACT_RANGE for k, v in (facts or {}).items()} if values_readable(counts[0]) else {}
-        width, num_ranks = len(counts[0]), self.topology.num_ranks
-        rows = [
-            row.new_full(row.shape, -code) if code else row for row, code in zip(counts, errors, strict=True)
-        ]
-        if summed:  # a rank's first count again, in columns of its own
-            rows = [torch.cat([row, row.narrow(0, 0, 1)]) for row in rows]
-        if compared:
-            rows = [torch.cat([row, row.new_tensor(list(compared.values()))]) for row in rows]
-        if summed:
-            rows = [own_columns(*of, width, num_ranks) for of in zip(rows, self.ranks, strict=True)]
-        self.traffic.bytes["gather"] += sum(map(num_bytes, rows))
-        if summed:
-            total = self._sum("gather", rows)
-            loads, of_ranks = total.narrow(0, 0, width), total.narrow(0, width, len(total) - width)
-            gathered = of_ranks.view(num_ranks, -1)
-        else:
-            gathered = self._gather("gather", rows, in_node)
-            loads = gathered.narrow(1, 0, width) if compared else gathered
+            agreed.append((len(row),))
+        if (LENGTH, *agreed) not in self._agreed:
+            self.agree_new("gather", LENGTH, agreed, counts[0].device)
+        compared = facts if facts and values_readable(counts[0]) else {}
+        width, rows, values = len(counts[0]), [], []
+        for value in compared.values():
+            values.append(value % FACT_RANGE)
+        beside = counts[0].new_tensor(values) if compared else None
+        for row, code in zip(counts, errors or [0] * len(counts), strict=True):
+            own = row.new_full(row.shape, -code) if code else row
+            rows.append(own if beside is None else torch.cat([own, beside]))
+        self.traffic.bytes["gather"] += len(rows) * rows[0].numel() * rows[0].itemsize
+        gathered = self._gather("gather", rows, in_node)
+        loads = gathered.narrow(1, 0, width) if compared else gathered
         first = gathered.select(1, 0)
         if torch.compiler.is_compiling() and loads.device.type == "cpu":
             checked: Tensor = loads_of(loads, first)
@@ -186,17 +182,23 @@ class Group(Exchanges):
             torch.minimum(self._replayed, first, out=self._replayed)
             self._captures = True
             return loads
-        # A copy: who writes to the loads, which are the caller's, hides no failure.
-        self._unread = first.clone() if self._unread is None else torch.minimum(self._unread, first)
+        if compared and first.device.type == "cpu" and not self._captures:
+            codes = first.tolist()
+            if min(codes) < 0:  # a rank that failed has no facts to compare
+                _raise_gathered(codes, first.device)
+        else:
+            # A copy: who writes to the loads, which are the caller's, hides no failure.
+            self._unread = first.clone() if self._unread is None else torch.minimum(self._unread, first)
         if self._replayed is None and may_be_kept(first):
             with torch.inference_mode(False):  # else only inference could write it
                 self._replayed = torch.zeros(first.shape, dtype=first.dtype, device=first.device)
-        if compared or first.device.type == "cpu":  # a rank that failed has no facts to compare
+        if self._unread is not None and (compared or first.device.type == "cpu"):
             self.check()
         if compared:
-            met = self.topology.node_of(self.ranks[0]) if in_node else range(num_ranks)
-            facts_of_ranks = gathered[met.start : met.stop, -len(compared) :].tolist()
-            raise_disagreement(list(compared), facts_of_ranks, met.start)
+            near = self.topology.node_of(self.ranks[0]) if in_node else range(len(gathered))
+            told = gathered[near.start : near.stop, width:]
+            if not told.eq(told[0]).all():
+                raise_disagreement(list(compared), told.tolist(), near.start)
         return loads
 
     def check(self) -> None:
@@ -259,15 +261,15 @@ class Group(Exchanges):
         with call:
             yield call.facts
         error = call.failure
-        said = None if error is None else f"{type(error).__name__}: {error}"
-        gathered = self.gather_objects(stage, call.facts if said is None else said)
+        failure = None if error is None else f"{type(error).__name__}: {error}"
+        gathered = self.gather_objects(stage, call.facts if failure is None else failure)
         if error is not None:
             raise error
-        for rank, given in enumerate(gathered):
-            if isinstance(given, str):
-                raise ValueError(f"{rank_failed(rank, stage)}: {given}")
+        for rank, answer in enumerate(gathered):
+            if isinstance(answer, str):
+                raise ValueError(f"{rank_failed(rank, stage)}: {answer}")
         for name in gathered[0]:
-            raise_unlike(name, [given[name] for given in gathered])
+            raise_unlike(name, [answer[name] for answer in gathered])
 
 
 def _raise_gathered(first: Sequence[int], device: torch.device) -> None:
@@ -275,14 +277,6 @@ def _raise_gathered(first: Sequence[int], device: torch.device) -> None:
     if min(first, default=0) < 0 and device.type == "cuda":
         device_errors(device)  # ops noted the counts that stand for a code: forgotten
     raise_failure([max(-count, 0) for count in first])
-
-
-def own_columns(row: Tensor, rank: int, width: int, num_ranks: int) -> Tensor:
-    """[width + R * F] the first width of a row [width + F], and the rest in the rank's columns among zeros."""
-    each = len(row) - width
-    beside = row.narrow(0, width, each)
-    own = torch.nn.functional.pad(beside, (rank * each, (num_ranks - 1 - rank) * each))
-    return torch.cat([row.narrow(0, 0, width), own])
 
 
 class Call:
@@ -345,7 +339,7 @@ class Call:
             self.later(self)
         raise self.failure
 
-    def gather_loads(self, counts: Owned, width: int, in_node: bool = False, summed: bool = False) -> Tensor:
+    def gather_loads(self, counts: Owned, width: int, in_node: bool = False) -> Tensor:
         """:meth:`Group.gather_loads` of counts [width] each, which are not read where this process has failed."""
         group, errors, failed = self.group, None, self.failure is not None
         if failed:
@@ -354,7 +348,7 @@ class Call:
         elif self.limit is not None:
             counts = [torch.minimum(row, self.limit) for row in counts]
         try:
-            loads = group.gather_loads(counts, errors, {**self.facts, **self.in_gather}, in_node, summed)
+            loads = group.gather_loads(counts, errors, {**self.facts, **self.in_gather}, in_node)
         except ValueError as error:
             if in_node:  # other nodes have not met this one yet
                 self.failure = error if self.failure is None else self.failure

@@ -72,16 +72,16 @@ class RowDispatcher(Dispatcher):
     def __init__(
         self, group: Group, max_tokens_per_rank: int | None = None, max_copies_per_rank: int | None = None
     ) -> None:
-        given = {"max_tokens_per_rank": max_tokens_per_rank, "max_copies_per_rank": max_copies_per_rank}
+        limits = {"max_tokens_per_rank": max_tokens_per_rank, "max_copies_per_rank": max_copies_per_rank}
         with group.agreeing("construction") as facts:
-            for name, value in given.items():
+            for name, value in limits.items():
                 if value is not None and value < 1:
                     raise ValueError(f"{name} must be at least 1, got {value}")
             if max_tokens_per_rank is None and max_copies_per_rank is not None:
                 raise ValueError(
                     f"max_copies_per_rank needs max_tokens_per_rank, got {max_copies_per_rank} and None"
                 )
-            facts.update(given)
+            facts.update(limits)
         self.group = group
         self.max_tokens_per_rank = max_tokens_per_rank
         self.max_copies_per_rank = max_copies_per_rank
@@ -90,20 +90,20 @@ class RowDispatcher(Dispatcher):
     def dispatch(
         self, x: Owned, slots: Owned, weights: Owned, slots_per_rank: int, call: Call | None = None
     ) -> list[Received]:
-        maps, payload, rest = self._pack((x, slots, weights), slots_per_rank, call)
+        maps, payload, packed = self._pack((x, slots, weights), slots_per_rank, call)
         link, *values = Dispatch.apply(self.group, maps, payload, anchor(), *x, *weights)
-        return self._receive(maps, link, values, slots_per_rank, rest)
+        return self._receive(maps, link, values, slots_per_rank, packed)
 
     def start_dispatch(
         self, x: Owned, slots: Owned, weights: Owned, slots_per_rank: int, call: Call | None = None
     ) -> Callable[[], list[Received]]:
         """See :meth:`Dispatcher.start_dispatch`. The row counts are exchanged before it returns."""
-        maps, payload, rest = self._pack((x, slots, weights), slots_per_rank, call, forward_only=True)
+        maps, payload, packed = self._pack((x, slots, weights), slots_per_rank, call, forward_only=True)
         finish = self.group.start_send("dispatch", payload, maps)
 
         def wait() -> list[Received]:
             values = [part for column in unpack_payload(finish(), x[0], weights[0]) for part in column]
-            return self._receive(maps, x[0].new_empty(()), values, slots_per_rank, rest)
+            return self._receive(maps, x[0].new_empty(()), values, slots_per_rank, packed)
 
         return wait
 
@@ -140,45 +140,47 @@ class RowDispatcher(Dispatcher):
         if values_readable(like):
             call.agree("dispatch", FACTS, facts)
             group.note_agreed(FACTS, facts)
-            self._check_copies([own[1] for own in counts])
+            self._check_copies([kinds[1] for kinds in counts])
         else:
             call.raise_failure()
             group.agree_new("dispatch", FACTS, facts, like.device)
         return None
 
     def _pack(
-        self, given: Given, slots_per_rank: int, call: Call | None, forward_only: bool = False
+        self, tensors: Given, slots_per_rank: int, call: Call | None, forward_only: bool = False
     ) -> tuple[list[RowMap], Owned, Any]:
         """Where every owned rank's tokens go, what it sends, and for :meth:`_receive` most copies that it gets."""
         group, num_ranks = self.group, self.group.topology.num_ranks
-        call, facts, numbers = self._check_given(given, slots_per_rank, call, forward_only)
-        x, slots, weights = given
+        call, facts, numbers = self._check_given(tensors, slots_per_rank, call, forward_only)
+        x, slots, weights = tensors
         exchanged = self._exchange_counts(call, [n.counts for n in numbers], facts, x[0])
         if exchanged is None:
             equal = [[self.max_tokens_per_rank or 0] * num_ranks] * len(group.ranks)
-            sent, got, most = equal, equal, [self.max_copies_per_rank] * len(group.ranks)
+            sent, received, max_copies = equal, equal, [self.max_copies_per_rank] * len(group.ranks)
         else:
-            sent, got = ([kinds[0] for kinds in ranks] for ranks in exchanged)
-            most = [sum(kinds[1]) for kinds in exchanged[1]]
+            sent, received = ([kinds[0] for kinds in ranks] for ranks in exchanged)
+            max_copies = [sum(kinds[1]) for kinds in exchanged[1]]
         group.traffic.move_to(x[0].device)
-        for rank, found in zip(group.ranks, numbers, strict=True):
-            group.traffic.rows.select(0, rank).add_(found.counts.select(0, 0))
+        for rank, numbered in zip(group.ranks, numbers, strict=True):
+            group.traffic.rows.select(0, rank).add_(numbered.counts.select(0, 0))
         tokens = x, slots, weights, numbers
-        return *pack_hop(tokens, slots_per_rank, sent, got, group.ranks, self.max_tokens_per_rank), most
+        return *pack_hop(
+            tokens, slots_per_rank, sent, received, group.ranks, self.max_tokens_per_rank
+        ), max_copies
 
     def _receive(
-        self, maps: Sequence[RowMap], link: Tensor, values: Sequence[Tensor], slots_per_rank: int, rest: Any
+        self, maps: Sequence[RowMap], link: Tensor, values: Sequence[Tensor], slots_per_rank: int, packed: Any
     ) -> list[Received]:
         """values: rows [N, H] of every owned rank, then slots [N, K] of each, then weights. rest: as packed."""
         handles = [RowHandle(row_map, link) for row_map in maps]
-        return received(values, handles, rest)
+        return received(values, handles, packed)
 
     def _check_given(
-        self, given: Given, slots_per_rank: int, call: Call | None, forward_only: bool
+        self, tensors: Given, slots_per_rank: int, call: Call | None, forward_only: bool
     ) -> tuple[Call, list[tuple[int, ...]], list[RowNumbers]]:
         """The call, FACTS and the rows to every rank, of arguments that fit; else the call has the failure."""
         group, capacity, num_ranks = self.group, self.max_tokens_per_rank, self.group.topology.num_ranks
-        x, slots, weights = given
+        x, slots, weights = tensors
         call = self.check_dispatch(x, slots, weights, call)
         numbers: list[RowNumbers] = []
         facts: list[tuple[int, ...]] = []
@@ -191,22 +193,22 @@ class RowDispatcher(Dispatcher):
                         f"x of rank {rank} must have at most max_tokens_per_rank={capacity} tokens, got {len(rows)}"
                     )
             facts = [
-                dispatch_facts(*of, slots_per_rank, num_ranks)
-                for of in zip(group.ranks, x, slots, weights, strict=True)
+                dispatch_facts(*parts, slots_per_rank, num_ranks)
+                for parts in zip(group.ranks, x, slots, weights, strict=True)
             ]
             numbers = [number_rows(s, slots_per_rank, num_ranks) for s in slots]
         return call, facts, numbers
 
     def _check_copies(self, copies: Owned) -> None:
         """Raises ValueError on all ranks alike if a rank gets more than max_copies_per_rank, of copies [R] to each."""
-        most = self.max_copies_per_rank
-        if most is None:
+        limit = self.max_copies_per_rank
+        if limit is None:
             return
         total = self.group.gather("dispatch agreement", copies).sum(0)
-        if (worst := int(total.max())) > most:
+        if (worst := int(total.max())) > limit:
             raise ValueError(
                 f"max_copies_per_rank must be at least the copies that rank {int(total.argmax())} gets ({worst}), "
-                f"got {most}"
+                f"got {limit}"
             )
 
 
@@ -238,12 +240,12 @@ def pack_hop(
 
 
 def received(
-    values: Sequence[Tensor], handles: Sequence[RowHandle], most: Sequence[int | None]
+    values: Sequence[Tensor], handles: Sequence[RowHandle], max_copies: Sequence[int | None]
 ) -> list[Received]:
     """Of every owned rank; values: the rows of each, then the slots, then the weights."""
     owned = len(handles)
     columns = (values[i * owned : (i + 1) * owned] for i in range(3))
-    return [Received(*fields) for fields in zip(*columns, handles, most, strict=True)]
+    return [Received(*fields) for fields in zip(*columns, handles, max_copies, strict=True)]
 
 
 class Hop(NamedTuple):
@@ -285,16 +287,16 @@ class NodeDispatcher(RowDispatcher):
         self.num_counts = 3 + group.topology.ranks_per_node
 
     def _pack(
-        self, given: Given, slots_per_rank: int, call: Call | None, forward_only: bool = False
+        self, tensors: Given, slots_per_rank: int, call: Call | None, forward_only: bool = False
     ) -> tuple[list[RowMap], Owned, Hops]:
         """Where every owned rank's tokens go, what it sends to its leaders, and the sizes of both hops."""
         group, topology = self.group, self.group.topology
-        call, facts, numbers = self._check_given(given, slots_per_rank, call, forward_only)
-        x, slots, weights = given
+        call, facts, numbers = self._check_given(tensors, slots_per_rank, call, forward_only)
+        x, slots, weights = tensors
         slots_per_node = topology.ranks_per_node * slots_per_rank
         to_nodes, counts = list[RowNumbers](), Owned()
         with call:
-            to_nodes = [number_rows(own, slots_per_node, topology.num_nodes) for own in slots]
+            to_nodes = [number_rows(row_slots, slots_per_node, topology.num_nodes) for row_slots in slots]
             counts = [n.counts for n in numbers]
             if self.host_waits:
                 counts = list(map(self._count_hops, group.ranks, counts, to_nodes))
@@ -302,8 +304,8 @@ class NodeDispatcher(RowDispatcher):
         hops = self._fixed_hops() if exchanged is None else self._hops(*exchanged)
         group.traffic.move_to(x[0].device)
         nodes = [rank // topology.ranks_per_node for rank in group.ranks]
-        for rank, node, found in zip(group.ranks, nodes, to_nodes, strict=True):
-            away = found.counts.select(0, 0).clone()
+        for rank, node, numbered in zip(group.ranks, nodes, to_nodes, strict=True):
+            away = numbered.counts.select(0, 0).clone()
             away.narrow(0, node, 1).zero_()
             self._leaders(group.traffic.rows.select(0, rank), rank).add_(away)
         tokens, across = (x, slots, weights, to_nodes), hops.across
@@ -311,24 +313,29 @@ class NodeDispatcher(RowDispatcher):
         return *pack_hop(tokens, slots_per_node, across.sent, across.got, nodes, capacity), hops
 
     def _receive(
-        self, maps: Sequence[RowMap], link: Tensor, values: Sequence[Tensor], slots_per_rank: int, rest: Hops
+        self,
+        maps: Sequence[RowMap],
+        link: Tensor,
+        values: Sequence[Tensor],
+        slots_per_rank: int,
+        packed: Hops,
     ) -> list[Received]:
         """The second hop: rows [N, H], slots [N, K] in the node and weights [N, K] of leaders to their node's ranks."""
         group, topology, owned = self.group, self.group.topology, len(maps)
         rows, slots, weights = (values[i * owned : (i + 1) * owned] for i in range(3))
         per_node = topology.ranks_per_node
-        numbers = [number_rows(own, slots_per_rank, per_node) for own in slots]
-        for rank, found in zip(group.ranks, numbers, strict=True):
+        numbers = [number_rows(row_slots, slots_per_rank, per_node) for row_slots in slots]
+        for rank, numbered in zip(group.ranks, numbers, strict=True):
             inside = group.traffic.rows.select(0, rank).narrow(0, topology.node_of(rank).start, per_node)
-            inside.add_(found.counts.select(0, 0))
+            inside.add_(numbered.counts.select(0, 0))
         capacity = None if self.max_tokens_per_rank is None else self.max_tokens_per_rank * topology.num_nodes
         places = [rank % per_node for rank in group.ranks]
-        tokens, hop = (rows, slots, weights, numbers), rest.inside
+        tokens, hop = (rows, slots, weights, numbers), packed.inside
         inner, payload = pack_hop(tokens, slots_per_rank, hop.sent, hop.got, places, capacity)
         last, *parts = Dispatch.apply(group, inner, payload, link, *rows, *weights)
         before = [RowHandle(row_map, link) for row_map in maps]
         handles = [RowHandle(row_map, last, first) for row_map, first in zip(inner, before, strict=True)]
-        return received(parts, handles, rest.most)
+        return received(parts, handles, packed.most)
 
     def _leaders(self, of_ranks: Tensor, rank: int) -> Tensor:
         """[num_nodes] the entries of a rank's leaders in a vector [R]."""
@@ -347,19 +354,19 @@ class NodeDispatcher(RowDispatcher):
         fanned = counts.select(0, 0).view(-1, per_node).t()  # [L, num_nodes]
         return torch.cat([counts, to_leaders.unsqueeze(0), fanned.repeat_interleave(per_node, dim=1)])
 
-    def _hops(self, sent: list[PerRank], got: list[PerRank]) -> Hops:
+    def _hops(self, sent: list[PerRank], arriving: list[PerRank]) -> Hops:
         """From what :meth:`_count_hops` made of every source, sent and got."""
         topology = self.group.topology
         per_node = topology.ranks_per_node
-        out, back = PerRank(), PerRank()
-        for rank, of_kind in zip(self.group.ranks, got, strict=True):
+        outward, back = PerRank(), PerRank()
+        for rank, of_kind in zip(self.group.ranks, arriving, strict=True):
             # that came to this rank as the leader of the sources in its place
             fanned = [sum(to_place[rank % per_node :: per_node]) for to_place in of_kind[3:]]
             came = [sum(of_kind[0][place::per_node]) for place in range(per_node)]
-            out.append(self._in_node(rank, fanned))
+            outward.append(self._in_node(rank, fanned))
             back.append(self._in_node(rank, came))
-        across = Hop([kinds[2] for kinds in sent], [kinds[2] for kinds in got])
-        return Hops(across, Hop(out, back), [sum(kinds[1]) for kinds in got])
+        across = Hop([kinds[2] for kinds in sent], [kinds[2] for kinds in arriving])
+        return Hops(across, Hop(outward, back), [sum(kinds[1]) for kinds in arriving])
 
     def _fixed_hops(self) -> Hops:
         """With max_tokens_per_rank."""
@@ -369,10 +376,10 @@ class NodeDispatcher(RowDispatcher):
         across, inside = PerRank(), PerRank()
         for rank in self.group.ranks:
             alike = (other % per_node == rank % per_node for other in range(topology.num_ranks))
-            across.append([capacity if same else 0 for same in alike])
+            across.append([capacity if flag else 0 for flag in alike])
             inside.append(self._in_node(rank, [capacity * topology.num_nodes] * per_node))
-        most: list[int | None] = [self.max_copies_per_rank] * len(across)
-        return Hops(Hop(across, across), Hop(inside, inside), most)
+        max_copies: list[int | None] = [self.max_copies_per_rank] * len(across)
+        return Hops(Hop(across, across), Hop(inside, inside), max_copies)
 
     def _in_node(self, rank: int, by_place: list[int]) -> list[int]:
         """[R] numbers of the ranks of a rank's node, 0 of all others."""

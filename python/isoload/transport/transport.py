@@ -160,24 +160,24 @@ class GatheredTokens:
             sent.append(
                 pack_rows(no_values, s, weights, numbers, slots_per_rank, num_ranks * capacity, capacity)
             )
-        got = []
+        batches = []
         for rank, tokens in zip(ranks, num_tokens, strict=True):
-            parts = [take_part(*of, rank) for of in zip(self.rows, self.weights, sent, strict=True)]
+            parts = [take_part(*tensors, rank) for tensors in zip(self.rows, self.weights, sent, strict=True)]
             rows, local, weights = (torch.cat(column) for column in zip(*parts, strict=True))
             _, *maps = sent[rank]
-            own = RowMap(equal, equal, maps[0], maps[1], maps[2][:tokens], rank)
-            got.append(Received(rows, local, weights, RowHandle(own, self.rows[0].new_empty(()))))
-        return got
+            row_map = RowMap(equal, equal, maps[0], maps[1], maps[2][:tokens], rank)
+            batches.append(Received(rows, local, weights, RowHandle(row_map, self.rows[0].new_empty(()))))
+        return batches
 
 
 def take_part(rows: Tensor, weights: Tensor, sent: PackedRows, rank: int) -> tuple[Tensor, Tensor, Tensor]:
     """[C, H] rows, [C, K] local slots and [C, K] weights that one source, of rows [C, H], sends to a rank."""
     capacity, no_values = len(rows), weights.narrow(1, 0, 0)
     part = sent.payload.narrow(0, rank * capacity, capacity)
-    _, local, given = RowLayout.of(no_values, weights).parts(part, no_values, weights)
+    _, local, gates = RowLayout.of(no_values, weights).parts(part, no_values, weights)
     tokens = sent.row_to_token.narrow(0, rank * capacity, capacity)  # C where the row is padding
-    taken = rows.index_select(0, tokens.clamp(max=capacity - 1))
-    return taken.masked_fill((tokens == capacity).unsqueeze(1), 0), local, given
+    taken_rows = rows.index_select(0, tokens.clamp(max=capacity - 1))
+    return taken_rows.masked_fill((tokens == capacity).unsqueeze(1), 0), local, gates
 
 
 def start_gather_tokens(
@@ -191,14 +191,14 @@ def start_gather_tokens(
         ids, weights: [T, K] of every owned rank.
     """
     facts: list[tuple[int, ...]] = [
-        (row.shape[1], DTYPES.index(row.dtype), own.shape[1], DTYPES.index(given.dtype))
-        for row, own, given in zip(x, ids, weights, strict=True)
+        (row.shape[1], DTYPES.index(row.dtype), row_ids.shape[1], DTYPES.index(gates.dtype))
+        for row, row_ids, gates in zip(x, ids, weights, strict=True)
     ]
     group.agree_new("dispatch", FACTS, facts, x[0].device)
     packed = []
-    for row, own, given in zip(x, ids, weights, strict=True):
-        behind = (0, 0, 0, capacity - len(row))
-        columns = F.pad(row, behind), F.pad(own.int(), behind, value=-1), F.pad(given, behind)
+    for row, row_ids, gates in zip(x, ids, weights, strict=True):
+        padding = (0, 0, 0, capacity - len(row))
+        columns = F.pad(row, padding), F.pad(row_ids.int(), padding, value=-1), F.pad(gates, padding)
         packed.append(pack(*(column.contiguous() for column in columns)).flatten())
     finish = group.start_gather("tokens", packed)
     width, top_k = x[0].shape[1], ids[0].shape[1]
@@ -206,7 +206,7 @@ def start_gather_tokens(
 
     def wait() -> GatheredTokens:
         columns = [unpack(tokens.view(capacity, -1), layout) for tokens in finish().unbind()]
-        rows, chosen, given = (list(column) for column in zip(*columns, strict=True))
-        return GatheredTokens(rows, [own.long() for own in chosen], given)
+        rows, chosen, gates = (list(column) for column in zip(*columns, strict=True))
+        return GatheredTokens(rows, [row_ids.long() for row_ids in chosen], gates)
 
     return wait

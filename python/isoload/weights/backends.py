@@ -38,7 +38,7 @@ from isoload.wording import not_one_of
 class BorrowPlan:
     """What one batch and layer borrows, the same on every rank: from home rows to places in the spare pools.
 
-    slot_to_expert  [P] int32  of the plan: its last spare_slots of every rank say what is borrowed
+    slot_to_expert  [P] int32  of the plan: its last spare_slots of every rank hold what is borrowed
     home            [E, 2] int32 rank and weight row of every expert's home
     home_rows       the same on the host
     """
@@ -113,7 +113,7 @@ class Backend(ABC):
         self.group, self.peers = group, peers
 
     @abstractmethod
-    def start(self, stage: str, plan: BorrowPlan, held: Stacks, pools: Stacks) -> Wait:
+    def start(self, stage: str, plan: BorrowPlan, sources: Stacks, pools: Stacks) -> Wait:
         """Begins to copy what the owned ranks borrow into their pools; the result waits for it.
 
         The field's names: DeepEP's ``lb_prefetch_weights``, MoonEP's ``prefetch_weights``.
@@ -160,10 +160,10 @@ class DeepEPBorrow(Backend):
         self._whole: dict[int, Tensor] = {}  # the pools with their padding, by address
         self._sent: dict[tuple[object, ...], Tensor] = {}  # gradients where DeepEP reads them, by layout
 
-    def start(self, stage: str, plan: BorrowPlan, held: Stacks, pools: Stacks) -> Wait:
-        own = [padded(as_many(stack, plan.rows)) for stack in held[0]]
+    def start(self, stage: str, plan: BorrowPlan, sources: Stacks, pools: Stacks) -> Wait:
+        padded_stacks = [padded(as_many(stack, plan.rows)) for stack in sources[0]]
         whole = [self._whole[stack.data_ptr()] for stack in pools[0]]
-        event = self.buffer.lb_prefetch_weights(whole, own, redundancy_mapping(plan))
+        event = self.buffer.lb_prefetch_weights(whole, padded_stacks, redundancy_mapping(plan))
         return lambda: event.current_stream_wait()
 
     def add_back(self, stage: str, plan: BorrowPlan, grads: Stacks, totals: Stacks) -> None:
@@ -258,8 +258,8 @@ class AllToAll(Backend):
 
     name = "all_to_all"
 
-    def start(self, stage: str, plan: BorrowPlan, held: Stacks, pools: Stacks) -> Wait:
-        return start_moves(self.group, stage, plan.moves, held, pools)
+    def start(self, stage: str, plan: BorrowPlan, sources: Stacks, pools: Stacks) -> Wait:
+        return start_moves(self.group, stage, plan.moves, sources, pools)
 
     def add_back(self, stage: str, plan: BorrowPlan, grads: Stacks, totals: Stacks) -> None:
         add_back(self.group, stage, plan.moves, grads, totals)
@@ -281,9 +281,9 @@ class Pull(Backend):
         self._shown: dict[tuple[object, ...], Stacks] = {}  # gradients where peers can read them, by layout
         self._tables: dict[tuple[int, ...], Tensor] = {}
 
-    def start(self, stage: str, plan: BorrowPlan, held: Stacks, pools: Stacks) -> Wait:
+    def start(self, stage: str, plan: BorrowPlan, sources: Stacks, pools: Stacks) -> Wait:
         # The gather of this batch's loads came between the last write of peers' weights and this read.
-        peers = reach_all(self.peers, held)
+        peers = reach_all(self.peers, sources)
         self._reads = True
         self._in_graphs |= capturing(pools[0][0].device)
 
@@ -333,9 +333,9 @@ class Pull(Backend):
         """Gradients in memory that peers can read, the same every time."""
         key = tuple((g.shape, g.dtype) for g in grads[0])
         if key not in self._shown:
-            self._shown[key] = [[self.new_stack(g, len(g)) for g in own] for own in grads]
-        for own, shown in zip(grads, self._shown[key], strict=True):
-            for g, place in zip(own, shown, strict=True):
+            self._shown[key] = [[self.new_stack(g, len(g)) for g in rank_grads] for rank_grads in grads]
+        for rank_grads, shown in zip(grads, self._shown[key], strict=True):
+            for g, place in zip(rank_grads, shown, strict=True):
                 place.copy_(g)
         return self._shown[key]
 
@@ -369,7 +369,7 @@ class Pull(Backend):
 
 
 class Copy(Pull):
-    """Copy engines read from peers, as the plan's copy on the host says: no multiprocessor is used."""
+    """Copy engines read from peers, by the plan's copy on the host: no multiprocessor is used."""
 
     name = "copy"
     reads_moves = True
@@ -412,17 +412,17 @@ def make_backend(group: Group, name: str | None, device: torch.device, own_memor
     kind = BACKENDS[name or ("all_to_all" if isinstance(peers, str) else "pull")]
 
     def make() -> Backend:
-        made = kind(group, None if isinstance(peers, str) else peers)
+        backend = kind(group, None if isinstance(peers, str) else peers)
         if isinstance(peers, str):
-            made.why = peers if name else f"pull cannot be used: {peers}"
+            backend.why = peers if name else f"pull cannot be used: {peers}"
         falls_back = kind is AllToAll and name is None and device.type == "cuda"
-        log.log(logging.WARNING if falls_back else logging.INFO, "borrow uses %s: %s", kind.name, made.why)
-        return made
+        log.log(logging.WARNING if falls_back else logging.INFO, "borrow uses %s: %s", kind.name, backend.why)
+        return backend
 
     return group.memo(("backend", kind.name), make)
 
 
 def reach_all(peers: Peers, stacks: Stacks) -> Stacks:
     """[R][W] the stacks of every rank, given the owned ones."""
-    by_stack = [peers.reach(list(own)) for own in zip(*stacks, strict=True)]
+    by_stack = [peers.reach(list(rank_stacks)) for rank_stacks in zip(*stacks, strict=True)]
     return [list(of_rank) for of_rank in zip(*by_stack, strict=True)]

@@ -42,9 +42,10 @@ class SparePool:
                     for _ in range(NUM_BUFFERS)
                 ]
         except RuntimeError as error:
-            one = sum(s.shape[1:].numel() * s.itemsize for s in like[0])
+            expert_bytes = sum(s.shape[1:].numel() * s.itemsize for s in like[0])
             raise ValueError(
-                f"spare_slots must fit in memory, {NUM_BUFFERS} times {spare_slots} experts of {one} bytes, got {error}"
+                f"spare_slots must fit in memory, {NUM_BUFFERS} times {spare_slots} experts of {expert_bytes} bytes, "
+                f"got {error}"
             ) from error
         self.holds: list[weakref.ref[Borrowed] | None] = [None] * NUM_BUFFERS
         self.in_graphs = False  # whether captured CUDA graphs write to the buffers
@@ -82,7 +83,7 @@ class Borrowing:
         stacks = [rank.stored_rows() for rank in self.ranks]
         if dtype is not None:
             stacks = [
-                [stack[:0].to(dtype) for stack in own] for own in stacks
+                [stack[:0].to(dtype) for stack in rank_stacks] for rank_stacks in stacks
             ]  # sizes and dtype alone are read
         key = ("spare pool", self.backend.name, spare, *((s.shape[1:], s.dtype, s.device) for s in stacks[0]))
         return self.group.memo(key, lambda: SparePool(stacks, spare, self.backend))
@@ -145,7 +146,7 @@ class Borrowed:
 
     def __init__(self, borrowing: Borrowing, plan: BorrowPlan, in_use: Borrowed | None = None) -> None:
         self.plan = plan
-        self._of, self._pool, self._dtype = borrowing, borrowing.pool, borrowing.dtype
+        self._borrowing, self._pool, self._dtype = borrowing, borrowing.pool, borrowing.dtype
         self._buffer: int = self._pool.take(None if in_use is None else in_use._buffer)
         # Kept for backward: by then a Parameter may have other memory (functional_call).
         self._homes = [rank.readable_homes() for rank in borrowing.ranks]
@@ -163,7 +164,7 @@ class Borrowed:
             return
         self._pool.holds[self._buffer] = weakref.ref(self)
         self._pool.in_graphs |= capturing(self.plan.slot_to_expert.device)
-        backend = self._of.backend
+        backend = self._borrowing.backend
         self._start = lambda: backend.start(stage, self.plan, self._sources(), self.pools)
         if self.plan.on_host or not backend.reads_moves:
             self.proceed()
@@ -174,14 +175,14 @@ class Borrowed:
         """The home rows in the dtype in which they travel."""
         if (dtype := self._dtype) is None:
             return self._homes
-        return [[stack.detach().to(dtype) for stack in own] for own in self._homes]
+        return [[stack.detach().to(dtype) for stack in rank_stacks] for rank_stacks in self._homes]
 
     def proceed(self) -> None:
         """To be called once the host has waited for something later than the plan: the plan's copy is there now."""
         if self._start is None:
             return
-        if self._of.backend.reads_moves and not self.plan.has_arrived:
-            self._of.group.traffic.host_syncs += 1
+        if self._borrowing.backend.reads_moves and not self.plan.has_arrived:
+            self._borrowing.group.traffic.host_syncs += 1
         start, self._start = self._start, None
         self._finish = start()
 
@@ -203,7 +204,7 @@ class Borrowed:
 
     def add_back(self, grads: Stacks, totals: Stacks) -> None:
         """Adds the gradients [spare_slots, ...] of the pools to the homes' totals."""
-        self._of.backend.add_back("borrowed gradients", self.plan, grads, totals)
+        self._borrowing.backend.add_back("borrowed gradients", self.plan, grads, totals)
 
 
 class JoinRows(torch.autograd.Function):
@@ -221,7 +222,7 @@ class JoinRows(torch.autograd.Function):
         group: Group,
         ranks: Sequence[RankWeights],
         trained: Sequence[bool],
-        held: Stacks,
+        resident: Stacks,
         replicas: Sequence[Move],
         borrowed: Borrowed | None,
         noted: dict[str, Tensor],
@@ -232,14 +233,16 @@ class JoinRows(torch.autograd.Function):
         ctx.group, ctx.ranks, ctx.trained = group, ranks, trained
         ctx.num_homes = [len(rank.layout.homes) for rank in ranks]
         ctx.noted, ctx.num_passed, ctx.divisor = noted, num_passed, ranks[0].gradient_divisor
-        ctx.replicas, ctx.borrowed, ctx.own_dtype = replicas, borrowed, held[0][0].dtype
+        ctx.replicas, ctx.borrowed, ctx.own_dtype = replicas, borrowed, resident[0][0].dtype
         # Saved to be found changed: after .to() or a copy, a step on a Parameter shows in no storage's version.
         ctx.save_for_backward(*noted.values(), *values[num_passed:])
-        joined = [[in_dtype(s, dtype) for s in compress(own, cycle(trained))] for own in held]
+        joined = [
+            [in_dtype(s, dtype) for s in compress(rank_stacks, cycle(trained))] for rank_stacks in resident
+        ]
         ctx.widths = list(map(len, joined))
         pools = [] if borrowed is None else borrowed.pools
-        joined += [list(compress(own, trained)) for own in pools]
-        stacks = [stack.detach() for own in joined for stack in own]
+        joined += [list(compress(rank_stacks, trained)) for rank_stacks in pools]
+        stacks = [stack.detach() for rank_stacks in joined for stack in rank_stacks]
         return *(rows.view_as(rows) for rows in values[:num_passed]), *stacks
 
     @staticmethod
@@ -259,7 +262,7 @@ class JoinRows(torch.autograd.Function):
 def _totals(ctx: Any, stacks: Sequence[Tensor]) -> list[Tensor]:
     """The gradients of every rank's home rows, replicas' and borrowed ones' included, of the stacks that train."""
     joined, borrowed = sum(ctx.widths), len(stacks) - sum(ctx.widths)
-    held = split(stacks, ctx.widths)
+    grads = split(stacks, ctx.widths)
     spare = split(stacks[joined:], [borrowed // len(ctx.widths)] * len(ctx.widths))
     width, dtype = sum(ctx.trained), stacks[0].dtype
     # Incoming gradients are only read: a caller may pass the same tensors to backward again, as schedules do that
@@ -267,20 +270,20 @@ def _totals(ctx: Any, stacks: Sequence[Tensor]) -> list[Tensor]:
     adds = bool(ctx.replicas) or ctx.borrowed is not None or ctx.divisor != 1
     # Rows that have replicas and are also borrowed would be rounded twice: their sums stay exact in between. So do
     # gradients of stacks that are computed in another dtype than their Parameters have.
-    both = bool(ctx.replicas) and ctx.borrowed is not None
+    twice = bool(ctx.replicas) and ctx.borrowed is not None
     wide = torch.promote_types(torch.promote_types(dtype, ctx.own_dtype), torch.float32)
-    exact = wide if both or dtype != ctx.own_dtype else dtype
+    exact = wide if twice or dtype != ctx.own_dtype else dtype
     totals, replicas = [], []
-    for count, own in zip(ctx.num_homes, held, strict=True):
-        totals.append([home_gradient(g, count, exact, copy=adds) for g in own[:width]])
-        replicas.append([g[count:] for g in own] if len(own) == width else own[width:])
+    for count, rank_grads in zip(ctx.num_homes, grads, strict=True):
+        totals.append([home_gradient(g, count, exact, copy=adds) for g in rank_grads[:width]])
+        replicas.append([g[count:] for g in rank_grads] if len(rank_grads) == width else rank_grads[width:])
     if ctx.replicas:
         add_back(ctx.group, "replica gradients", ctx.replicas, replicas, totals)
     if ctx.borrowed is not None:
         ctx.borrowed.add_back(spare, totals)
     if ctx.divisor != 1:
-        totals = [[total.div_(ctx.divisor) for total in own] for own in totals]
-    return [total.to(ctx.own_dtype) for own in totals for total in own]
+        totals = [[total.div_(ctx.divisor) for total in rank_grads] for rank_grads in totals]
+    return [total.to(ctx.own_dtype) for rank_grads in totals for total in rank_grads]
 
 
 def in_dtype(stack: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -297,8 +300,8 @@ def home_gradient(stack: Tensor, count: int, dtype: torch.dtype, copy: bool) -> 
 
 def split(values: Sequence[Tensor], widths: Sequence[int]) -> list[list[Tensor]]:
     """Parts of these widths, in order; others may follow."""
-    rest = iter(values)
-    return [list(islice(rest, width)) for width in widths]
+    remaining = iter(values)
+    return [list(islice(remaining, width)) for width in widths]
 
 
 def check_recomputed(noted: dict[str, Tensor], saved: Sequence[Tensor]) -> None:
@@ -346,15 +349,17 @@ def join_rows(
             Parameters in the Parameters' dtype.
     """
     trained, homes = trained_stacks(ranks), [rank.home_rows() for rank in ranks]
-    held = [
-        rank.stored_rows() if rank.shows_storage() else [*own, *rank.replica_rows()]
-        for rank, own in zip(ranks, homes, strict=True)
+    resident = [
+        rank.stored_rows() if rank.shows_storage() else [*rank_stacks, *rank.replica_rows()]
+        for rank, rank_stacks in zip(ranks, homes, strict=True)
     ]
     passes = bool(replicas) or borrowed is not None or not any(trained)  # else the node hangs on the weights
     passed = list(rows) if passes else []
-    given = [*passed, *(stack for own in homes for stack in own)]
+    inputs = [*passed, *(stack for rank_stacks in homes for stack in rank_stacks)]
     out: Iterator[Tensor] = iter(
-        JoinRows.apply(group, ranks, trained, held, replicas, borrowed, noted, dtype, len(passed), *given)
+        JoinRows.apply(
+            group, ranks, trained, resident, replicas, borrowed, noted, dtype, len(passed), *inputs
+        )
     )
     rows = [next(out) for _ in passed] if passes else list(rows)
 
@@ -362,13 +367,16 @@ def join_rows(
         return [next(out) if t else in_dtype(s, dtype) for s, t in zip(stacks, cycle(trained), strict=False)]
 
     groups = []
-    for rank, own in zip(ranks, map(joined, held), strict=True):
+    for rank, rank_stacks in zip(ranks, map(joined, resident), strict=True):
         width = len(trained)
-        made = [ExpertWeights(**rank.by_name(own[i : i + width])) for i in range(0, len(own), width)]
-        groups.append([made[0], *(weights for weights in made[1:] if weights.num_slots)])
+        expert_weights = [
+            ExpertWeights(**rank.by_name(rank_stacks[i : i + width]))
+            for i in range(0, len(rank_stacks), width)
+        ]
+        groups.append([expert_weights[0], *(weights for weights in expert_weights[1:] if weights.num_slots)])
     if borrowed is not None:
         for parts, rank, spare in zip(
-            groups, ranks, (joined(own, None) for own in borrowed.pools), strict=True
+            groups, ranks, (joined(rank_stacks, None) for rank_stacks in borrowed.pools), strict=True
         ):
             parts.append(BorrowedWeights(**rank.by_name(spare), wait=borrowed.wait))
     return rows, groups

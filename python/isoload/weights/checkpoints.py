@@ -34,7 +34,7 @@ from isoload.weights.quantised import FORMATS, FP8, dequantise
 INDEX = "model.safetensors.index.json"
 # safetensors' names of the dtypes that are read; others stay names
 DTYPES = {"F8_E4M3": torch.float8_e4m3fn, "F32": torch.float32, "BF16": torch.bfloat16, "U8": torch.uint8}
-Found = tuple[Any, list[int], torch.dtype | str]
+View = tuple[Any, list[int], torch.dtype | str]
 
 
 class Tensors(ABC):
@@ -49,22 +49,22 @@ class Tensors(ABC):
         """The place of a tensor, for messages."""
 
     @abstractmethod
-    def _find(self, key: str) -> Found:
+    def _find(self, key: str) -> View:
         """What slices like the tensor, its shape and dtype; keys that are not there are refused before."""
 
     def shape(self, key: str) -> list[int]:
         """Of a tensor that must be there."""
-        return self._found(key)[1]
+        return self._checked(key)[1]
 
     def read(self, key: str, shape: list[int], dtype: torch.dtype, row: int | None = None) -> Tensor:
         """A tensor on the CPU, or one row of it."""
-        found, *kind = self._found(key)
+        view, *kind = self._checked(key)
         if kind != [shape, dtype]:
             raise ValueError(f"{key} in {self.where(key)} must be {shape} {dtype}, got {kind[0]} {kind[1]}")
-        part: Tensor = found[:] if row is None else found[row : row + 1][0]
+        part: Tensor = view[:] if row is None else view[row : row + 1][0]
         return part.cpu()
 
-    def _found(self, key: str) -> Found:
+    def _checked(self, key: str) -> View:
         if key not in self.keys():
             raise ValueError(f"{self.where(key)} must have {key}, got none")
         return self._find(key)
@@ -82,7 +82,7 @@ class StateTensors(Tensors):
     def where(self, key: str) -> str:
         return "the state"
 
-    def _find(self, key: str) -> Found:
+    def _find(self, key: str) -> View:
         tensor = self.state[key].detach()
         return tensor, list(tensor.shape), tensor.dtype
 
@@ -105,12 +105,12 @@ class FileTensors(Tensors):
                 return {key: self.path / name for key, name in names.items()}
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise ValueError(f"{index} must be an index with a weight_map, got {error!r}") from error
-        found = sorted(self.path.glob("*.safetensors"))
-        if len(found) != 1:
+        files = sorted(self.path.glob("*.safetensors"))
+        if len(files) != 1:
             raise ValueError(
-                f"{self.path} must be a safetensors file, or a folder with {INDEX} or one such file, got {len(found)}"
+                f"{self.path} must be a safetensors file, or a folder with {INDEX} or one such file, got {len(files)}"
             )
-        return dict.fromkeys(self._open(found[0]).keys(), found[0])
+        return dict.fromkeys(self._open(files[0]).keys(), files[0])
 
     def keys(self) -> Iterable[str]:
         return self.files.keys()
@@ -133,13 +133,13 @@ class FileTensors(Tensors):
                 raise ValueError(f"{file} must be a whole safetensors file, got: {error}") from error
         return self._opened[file]
 
-    def _find(self, key: str) -> Found:
+    def _find(self, key: str) -> View:
         opened = self._open(self.files[key])
         if key not in opened.keys():  # noqa: SIM118, no mapping
             raise ValueError(f"{self.where(key)} must have {key}, as {INDEX} says, got none")
-        found = opened.get_slice(key)
-        name: str = found.get_dtype()
-        return found, list(found.get_shape()), DTYPES.get(name, name)
+        view = opened.get_slice(key)
+        name: str = view.get_dtype()
+        return view, list(view.get_shape()), DTYPES.get(name, name)
 
 
 PARTS = {
@@ -159,13 +159,13 @@ class DeepSeekV3Layout:
     def __init__(self, tensors: Tensors, prefix: str) -> None:
         self.tensors, self.prefix = tensors, prefix
         pattern = re.compile(re.escape(prefix) + r"(\d{1,9})\.")
-        found = sorted({int(match[1]) for key in tensors.keys() if (match := pattern.match(key))})  # noqa: SIM118
-        if found != list(range(len(found))):
-            missing = next(i for i, expert in enumerate(found) if i != expert)
+        experts = sorted({int(match[1]) for key in tensors.keys() if (match := pattern.match(key))})  # noqa: SIM118
+        if experts != list(range(len(experts))):
+            missing = next(i for i, expert in enumerate(experts) if i != expert)
             raise ValueError(
-                f"{tensors.where('')} must have all experts under {prefix}, got {found[-1]} and no {missing}"
+                f"{tensors.where('')} must have all experts under {prefix}, got {experts[-1]} and no {missing}"
             )
-        self.num_experts = len(found)
+        self.num_experts = len(experts)
         shape = tensors.shape(key := f"{prefix}0.gate_proj.weight")
         if len(shape) != 2:
             raise ValueError(f"{key} in {tensors.where(key)} must be [I, H], got {shape}")
@@ -220,22 +220,22 @@ class GptOssLayout:
         is_scale = name.endswith("_scale")
         if name.endswith("_scale_2") or (is_scale and not self.as_bytes):
             return None
-        of = name.removesuffix("_bias").removesuffix("_scale")
-        out, columns = self.sizes[of]
+        projection = name.removesuffix("_bias").removesuffix("_scale")
+        out, columns = self.sizes[projection]
         if name.endswith("_bias"):
-            key, shape = f"{self.prefix}{of}_proj_bias", [self.num_experts, out]
+            key, shape = f"{self.prefix}{projection}_proj_bias", [self.num_experts, out]
             rows = [self.tensors.read(key, shape, torch.bfloat16, expert) for expert in experts]
             return torch.stack(rows) if rows else torch.empty(0, out, dtype=torch.bfloat16)
         width = columns if not self.as_bytes else columns // (BLOCK if is_scale else 2)
         stack = torch.empty(len(experts), out, width, dtype=torch.uint8 if self.as_bytes else torch.bfloat16)
         for row, expert in zip(stack, experts, strict=True):
-            packed, scales, opened = self._read(of, expert)
+            packed, scales, opened = self._read(projection, expert)
             row.copy_((scales if is_scale else packed) if self.as_bytes else opened)
         return stack
 
-    def _read(self, of: str, expert: int) -> tuple[Tensor, Tensor, Tensor]:
+    def _read(self, projection: str, expert: int) -> tuple[Tensor, Tensor, Tensor]:
         """One expert's bytes [out, in / 2], scales [out, in / 32] and values [out, in] of a projection."""
-        (out, columns), key = self.sizes[of], f"{self.prefix}{of}_proj"
+        (out, columns), key = self.sizes[projection], f"{self.prefix}{projection}_proj"
         shape = [self.num_experts, out, columns // BLOCK]
         packed = self.tensors.read(f"{key}_blocks", [*shape, BLOCK // 2], torch.uint8, expert).flatten(-2)
         scales = self.tensors.read(f"{key}_scales", shape, torch.uint8, expert)

@@ -1,4 +1,4 @@
-"""Checksums of the weights in every slot, and the slots that do not hold the expert that a map says."""
+"""Checksums of the weights in every slot, and the slots that do not hold their expert in a map."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LAST_SHIFT = 31
 
 
 class WrongSlot(NamedTuple):
-    """A slot whose weights are not those of the expert that its layer's map says.
+    """A slot whose weights are not those of its expert in the layer's map.
 
     layer   its number
     rank    on which it lies
@@ -58,10 +58,10 @@ def slot_checksums(weights: Sequence[Tensor]) -> Tensor:
     for tensor in weights:
         parts = [tensor] if tensor.is_contiguous() else tensor.split(1)
         for first, part in enumerate(parts):
-            own = sums[first : first + len(part)]
+            slot_sums = sums[first : first + len(part)]
             words = 0
             for chunk in _words(as_bytes(part.detach().contiguous())):
-                own += _mixed(chunk, position + words).sum(1)
+                slot_sums += _mixed(chunk, position + words).sum(1)
                 words += chunk.shape[1]
         position += words
     return sums
@@ -91,15 +91,15 @@ def _shifted(words: Tensor, bits: int) -> Tensor:
 
 def expert_checksums(sums: Tensor, slot_to_expert: Tensor, num_experts: int) -> Tensor:
     """[L, E] int64, each expert's that of its lowest slot, from sums [L, P] of slots that hold experts [L, P]."""
-    own = sums.new_zeros(len(sums), num_experts)
+    checksums = sums.new_zeros(len(sums), num_experts)
     layers = torch.arange(len(sums))
     for slot in reversed(range(sums.shape[1])):
-        own[layers, slot_to_expert[:, slot].long()] = sums[:, slot]
-    return own
+        checksums[layers, slot_to_expert[:, slot].long()] = sums[:, slot]
+    return checksums
 
 
 def wrong_slots(
-    sums: Tensor, slot_to_expert: Tensor, own: Tensor, layers: Sequence[int], num_ranks: int
+    sums: Tensor, slot_to_expert: Tensor, expected: Tensor, layers: Sequence[int], num_ranks: int
 ) -> list[WrongSlot]:
     """Slots with another sum than their expert has, by layer and slot.
 
@@ -111,9 +111,9 @@ def wrong_slots(
         num_ranks: R; P/R consecutive slots lie on each.
     """
     per_rank = sums.shape[1] // num_ranks
-    found = []
-    for i, slot in (sums != own.gather(1, slot_to_expert.long())).nonzero().tolist():
-        holds = (own[i] == sums[i, slot]).nonzero().flatten().tolist()
+    wrong = []
+    for i, slot in (sums != expected.gather(1, slot_to_expert.long())).nonzero().tolist():
+        holds = (expected[i] == sums[i, slot]).nonzero().flatten().tolist()
         expert = int(slot_to_expert[i, slot])
-        found.append(WrongSlot(layers[i], slot // per_rank, slot, expert, holds[0] if holds else None))
-    return found
+        wrong.append(WrongSlot(layers[i], slot // per_rank, slot, expert, holds[0] if holds else None))
+    return wrong

@@ -104,17 +104,17 @@ class _BorrowedLinear(torch.autograd.Function):
         x, ends = ctx.saved_tensors
         _, _, _, trains, biased, _ = ctx.needs_input_grad
         ctx.wait()
-        own, weight = ctx.weight.dtype, ctx.weight.to(grad.dtype)
+        dtype, weight = ctx.weight.dtype, ctx.weight.to(grad.dtype)
         if ctx.kernel == "grouped_mm":
             to_x = grouped_mm(grad, weight, ends)
-            to_weight = grouped_mm(grad.t(), x, ends).to(own) if trains else None
-            return None, None, to_x, to_weight, _sum_per_slot(grad, ends).to(own) if biased else None, None
+            to_weight = grouped_mm(grad.t(), x, ends).to(dtype) if trains else None
+            return None, None, to_x, to_weight, _sum_per_slot(grad, ends).to(dtype) if biased else None, None
         bounds = [0, *ends.tolist()]
         parts = [(grad[a:b], x[a:b]) for a, b in pairwise(bounds)]
         to_x = torch.cat([g @ w for (g, _), w in zip(parts, weight.unbind(), strict=True)])
         to_x = torch.cat([to_x, x.new_zeros(len(x) - bounds[-1], x.shape[1])])
-        to_weight = torch.stack([g.t() @ rows for g, rows in parts]).to(own) if trains else None
-        to_bias = torch.stack([g.sum(0) for g, _ in parts]).to(own) if biased else None
+        to_weight = torch.stack([g.t() @ rows for g, rows in parts]).to(dtype) if trains else None
+        to_bias = torch.stack([g.sum(0) for g, _ in parts]).to(dtype) if biased else None
         return None, None, to_x, to_weight, to_bias, None
 
 
@@ -338,8 +338,8 @@ def _check_arguments(
         if len(outside := slots[(slots < -1) | (slots >= num_slots)]):
             raise ValueError(f"slots must be in -1..{num_slots - 1}, got {int(outside[0])}")
         present = [] if max_copies is None else count_copies(slots, groups)
-        for g, (most, here) in enumerate(zip(max_copies or (), present, strict=True)):
-            if most < here:
+        for g, (most, count) in enumerate(zip(max_copies or (), present, strict=True)):
+            if most < count:
                 raise ValueError(
-                    f"max_copies[{g}] must be at least the number of copies present ({here}), got {most}"
+                    f"max_copies[{g}] must be at least the number of copies present ({count}), got {most}"
                 )

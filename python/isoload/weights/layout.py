@@ -57,23 +57,23 @@ class RankMoves(SendCounts):
     filled: list[int]
 
     @staticmethod
-    def of(moves: Sequence[Move], rank: int, num_ranks: int) -> RankMoves:
-        to: list[list[int]] = [[] for _ in range(num_ranks)]
-        of: list[list[int]] = [[] for _ in range(num_ranks)]
+    def from_moves(moves: Sequence[Move], rank: int, num_ranks: int) -> RankMoves:
+        to_rank: list[list[int]] = [[] for _ in range(num_ranks)]
+        from_rank: list[list[int]] = [[] for _ in range(num_ranks)]
         copied, filled = [], []
         for source, target in moves:
             if source.rank == target.rank == rank:
                 copied.append(source.row)
                 filled.append(target.row)
             elif source.rank == rank:
-                to[target.rank].append(source.row)
+                to_rank[target.rank].append(source.row)
             elif target.rank == rank:
-                of[source.rank].append(target.row)
+                from_rank[source.rank].append(target.row)
         return RankMoves(
-            leaving=[row for rows in to for row in rows],
-            arriving=[row for rows in of for row in rows],
-            sent=list(map(len, to)),
-            got=list(map(len, of)),
+            leaving=[row for rows in to_rank for row in rows],
+            arriving=[row for rows in from_rank for row in rows],
+            sent=list(map(len, to_rank)),
+            got=list(map(len, from_rank)),
             copied=copied,
             filled=filled,
         )
@@ -97,9 +97,9 @@ def start_moves(group: Group, stage: str, moves: Sequence[Move], sources: Stacks
 
     def wait() -> None:
         arrived = finish()
-        for part, stacks, came, own in zip(parts, targets, arrived, copies, strict=True):
-            put_rows(stacks, part.arriving, came)
-            put_rows(stacks, part.filled, own)
+        for part, stacks, arrived_rows, copied in zip(parts, targets, arrived, copies, strict=True):
+            put_rows(stacks, part.arriving, arrived_rows)
+            put_rows(stacks, part.filled, copied)
         for buffer in (*buffers, *copies, *arrived):
             if buffer.is_cuda:
                 # Another stream may have made it: kept until the current one has done what it has now.
@@ -140,7 +140,7 @@ def add_back(group: Group, stage: str, moves: Sequence[Move], grads: Stacks, tot
 
 def parts_of(group: Group, moves: Sequence[Move]) -> list[RankMoves]:
     """The owned ranks' parts."""
-    return [RankMoves.of(moves, rank, group.topology.num_ranks) for rank in group.ranks]
+    return [RankMoves.from_moves(moves, rank, group.topology.num_ranks) for rank in group.ranks]
 
 
 def travels(moves: Sequence[Move]) -> bool:
@@ -235,12 +235,14 @@ def layouts(placed: PlacedLayers, before: Sequence[Layout] | None = None) -> lis
 
 def shard_layouts(placed: PlacedLayers) -> list[Layout]:
     """[R] the rows of every rank whose home rows ascend by expert, as in a Shard."""
-    return layouts(placed, [Layout(tuple(sorted(own.homes)), (), ()) for own in layouts(placed)])
+    return layouts(placed, [Layout(tuple(sorted(layout.homes)), (), ()) for layout in layouts(placed)])
 
 
 def home_addresses(layouts: Sequence[Layout]) -> dict[int, Address]:
     """The home row of every expert, from the layouts [R] of all ranks."""
-    return {e: Address(rank, row) for rank, own in enumerate(layouts) for row, e in enumerate(own.homes)}
+    return {
+        e: Address(rank, row) for rank, layout in enumerate(layouts) for row, e in enumerate(layout.homes)
+    }
 
 
 def replica_moves(layouts: Sequence[Layout]) -> list[Move]:
@@ -248,8 +250,8 @@ def replica_moves(layouts: Sequence[Layout]) -> list[Move]:
     home = home_addresses(layouts)
     return [
         Move(home[expert], Address(rank, i))
-        for rank, own in enumerate(layouts)
-        for i, expert in enumerate(own.replicas)
+        for rank, layout in enumerate(layouts)
+        for i, expert in enumerate(layout.replicas)
     ]
 
 
@@ -271,8 +273,8 @@ def keep_rows(before: Sequence[int], homes: Sequence[int], replicas: Sequence[in
 def count_rows(placed: PlacedLayers, weight_rows: int | None) -> list[int]:
     """[R] weight rows of every rank: as many as its slots hold experts, or weight_rows."""
     assert placed.layer is not None
-    held = placed.host.arrays[0][placed.layer].reshape(placed.topology.num_ranks, -1) >= 0
-    counts: list[int] = held.sum(1).tolist()
+    filled = placed.host.arrays[0][placed.layer].reshape(placed.topology.num_ranks, -1) >= 0
+    counts: list[int] = filled.sum(1).tolist()
     if weight_rows is None:
         return counts
     if weight_rows < max(counts):

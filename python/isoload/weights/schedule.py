@@ -160,9 +160,9 @@ class _Schedule:
         if expert is None or any(a.rank == address.rank and a != address for a in self.holders[expert]):
             return None
         waiting = self.waiting.get(expert, [])
-        here = [a for a in waiting if a.rank == address.rank]
+        local = [a for a in waiting if a.rank == address.rank]
         last = len(self.holders[expert]) == 1
-        return next(iter(here or (waiting if last else [])), None)
+        return next(iter(local or (waiting if last else [])), None)
 
     def _note_free(self, rows: Iterable[Address]) -> None:
         """Update which of these rows are free."""
@@ -174,15 +174,15 @@ class _Schedule:
 
     def _cycles(self) -> list[list[Address]]:
         """Return the cycles that the pending rows lie on: each row's content goes to the row after it."""
-        cycles, seen = [], set()
+        cycles, visited = [], set()
         for first in self.pending:
-            if first in seen:
+            if first in visited:
                 continue
             cycle = [first]
             while (following := self._next_of(cycle[-1])) != first:
                 assert following is not None
                 cycle.append(following)
-            seen.update(cycle)
+            visited.update(cycle)
             cycles.append(cycle)
         return cycles
 

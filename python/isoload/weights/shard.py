@@ -39,14 +39,14 @@ class Shard:
     experts: Sequence[int]
     weights: ExpertWeights | Callable[[], ExpertWeights]
 
-    def given(self) -> ExpertWeights:
+    def owner_stacks(self) -> ExpertWeights:
         """The stacks as the owner has them."""
         return self.weights if isinstance(self.weights, ExpertWeights) else self.weights()
 
     def read(self) -> ExpertWeights:
         """The stacks [homes, ...] on this process."""
-        given = self.given()
-        return replace(given, **{name: local_part(stack) for name, stack in given.stacks().items()})
+        weights = self.owner_stacks()
+        return replace(weights, **{name: local_part(stack) for name, stack in weights.stacks().items()})
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -74,16 +74,16 @@ class ShardWeights(RankWeights):
     ) -> None:
         nn.Module.__init__(self)
         self.layout = layout
-        given, here = shard.weights, shard.read()
-        self._shard = None if isinstance(given, ExpertWeights) else shard
+        weights, local = shard.weights, shard.read()
+        self._shard = None if isinstance(weights, ExpertWeights) else shard
         self.reads_elsewhere = self._shard is not None
         for name in NAMES:
-            own = as_parameter(getattr(given, name)) if isinstance(given, ExpertWeights) else None
-            self.register_parameter(name, own)
-            stack: Tensor | None = getattr(here, name)
+            parameter = as_parameter(getattr(weights, name)) if isinstance(weights, ExpertWeights) else None
+            self.register_parameter(name, parameter)
+            stack: Tensor | None = getattr(local, name)
             stored = None if stack is None else new_stack(stack.detach(), num_rows - len(layout.homes))
             setattr(self, f"stored_{name}", stored)
-        self.place_rows(num_rows, spare_slots, here.down.device)
+        self.place_rows(num_rows, spare_slots, local.down.device)
         self._refreshed = None  # no replica is there yet
 
     def homes(self) -> dict[str, Tensor]:
@@ -93,8 +93,8 @@ class ShardWeights(RankWeights):
 
     def versions(self) -> list[int]:
         # An in-place step on a DTensor counts on the DTensor, not on its local part.
-        own = super().homes() if self._shard is None else self._shard.given().stacks()
-        return [version_of(stack) for stack in own.values()]
+        stacks = super().homes() if self._shard is None else self._shard.owner_stacks().stacks()
+        return [version_of(stack) for stack in stacks.values()]
 
     def replica_rows(self) -> list[Tensor]:
         return self.stored_rows()
@@ -143,19 +143,19 @@ def check_shard(shard: Shard, homes: Sequence[int], rank: int) -> ExpertWeights:
             f"experts of rank {rank}'s shard must be those at home there by the placement, ascending, {list(homes)}, "
             f"got {list(shard.experts)}"
         )
-    given = shard.weights
-    for name, stack in given.stacks().items() if isinstance(given, ExpertWeights) else ():
+    weights = shard.weights
+    for name, stack in weights.stacks().items() if isinstance(weights, ExpertWeights) else ():
         if stack.requires_grad and not isinstance(stack, nn.Parameter):
             raise ValueError(
                 f"{name} of rank {rank}'s shard must be a Parameter or have no gradient, got a tensor with one: give a "
                 "function that returns it"
             )
-    here = shard.read()
-    if here.num_slots != len(homes):
+    local = shard.read()
+    if local.num_slots != len(homes):
         raise ValueError(
-            f"rank {rank}'s shard must hold the {len(homes)} experts {list(homes)}, got {here.num_slots}"
+            f"rank {rank}'s shard must hold the {len(homes)} experts {list(homes)}, got {local.num_slots}"
         )
-    return here
+    return local
 
 
 def check_homes_stay(before: Sequence[Layout], after: Sequence[Layout]) -> None:
@@ -234,16 +234,16 @@ def move_weights(
     Where home rows stay, of a Shard, they are copied into the replica rows that get another expert.
     """
     if isinstance(ranks[0], ShardWeights):
-        held, into = [r.home_rows() for r in ranks], [r.replica_rows() for r in ranks]
+        sources, targets = [r.home_rows() for r in ranks], [r.replica_rows() for r in ranks]
         moves = [
             m for m in replica_moves(after) if replica_at(after, m.target) != replica_at(before, m.target)
         ]
         chunks = spread_moves(moves, rows_per_chunk, len(after))
     else:
-        held = into = [rank.stored_rows() for rank in ranks]
+        sources = targets = [rank.stored_rows() for rank in ranks]
         chunks = plan_moves([r.experts for r in before], [r.experts for r in after], rows_per_chunk)
     for chunk in chunks:
-        move_rows(group, "placement", chunk, held, into)
+        move_rows(group, "placement", chunk, sources, targets)
 
 
 def replica_at(layouts: Sequence[Layout], place: Address) -> Sequence[int]:
@@ -268,14 +268,16 @@ def move_state(
     for name, key in sorted({field[:2] for rank in ranks for field in state_fields(optimizer, rank)}):
         states = [optimizer.state[getattr(rank, name)] for rank in ranks]
         counts = [len(after[rank].homes) for rank in group.ranks]
-        rooms = [_make_room(state[key], count) for state, count in zip(states, counts, strict=True)]
+        stacks = [_resized(state[key], count) for state, count in zip(states, counts, strict=True)]
         for chunk in chunks:
-            move_rows(group, "placement state", chunk, [[room] for room in rooms], [[room] for room in rooms])
-        for state, room, count in zip(states, rooms, counts, strict=True):
-            state[key] = room if len(room) == count else room[:count].clone()
+            move_rows(
+                group, "placement state", chunk, [[stack] for stack in stacks], [[stack] for stack in stacks]
+            )
+        for state, stack, count in zip(states, stacks, counts, strict=True):
+            state[key] = stack if len(stack) == count else stack[:count].clone()
 
 
-def _make_room(tensor: Tensor, count: int) -> Tensor:
+def _resized(tensor: Tensor, count: int) -> Tensor:
     """The tensor with at least so many rows, contiguous."""
     missing = count - len(tensor)
     if missing <= 0:

@@ -93,18 +93,18 @@ def no_distributed_checkpoint(key: str) -> str:
     return f"torch.distributed.checkpoint cannot save or load experts over ranks yet, got {key}: {WHOLE}"
 
 
-def check_kind(key: str, given: Tensor, held: Tensor) -> None:
-    """Raises ValueError where loading would cast quantised weights, whose values say nothing alone, or scales."""
-    plain = given.dtype in DTYPES and held.dtype in DTYPES and "_scale" not in key.rpartition(".")[2]
-    if given.dtype != held.dtype and not plain:
-        raise ValueError(f"{key} must be {held.dtype} as the layer's experts, got {given.dtype}")
+def check_kind(key: str, loaded: Tensor, stored: Tensor) -> None:
+    """Raises ValueError where loading would cast scales, or quantised weights, which have no meaning without them."""
+    plain = loaded.dtype in DTYPES and stored.dtype in DTYPES and "_scale" not in key.rpartition(".")[2]
+    if loaded.dtype != stored.dtype and not plain:
+        raise ValueError(f"{key} must be {stored.dtype} as the layer's experts, got {loaded.dtype}")
 
 
 def rows_for(homes: Sequence[int], state: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     """The state with the rows under the prefix in the order of these homes, and without their names."""
-    held = [key for key in state if key.startswith(prefix)]
+    keys = [key for key in state if key.startswith(prefix)]
     rows = {key: value for key, value in state.items() if key != prefix + HOMES}
-    if not held:
+    if not keys:
         return rows
     if prefix + HOMES not in state:
         raise ValueError(
@@ -121,7 +121,7 @@ def rows_for(homes: Sequence[int], state: Mapping[str, Any], prefix: str) -> dic
         )
     if saved == list(homes):
         return rows
-    if any(key.startswith(f"{prefix}parametrizations.") for key in held):
+    if any(key.startswith(f"{prefix}parametrizations.") for key in keys):
         raise ValueError(f"{prefix}{HOMES} must be {list(homes)} for parametrized experts, got {saved}")
     index = [saved.index(expert) for expert in homes]
     for key in (prefix + name for name in NAMES if prefix + name in rows):
@@ -141,7 +141,7 @@ class RankWeights(nn.Module):
     Args:
         layout: the experts of its rows.
         dense: the stacks of all E experts, or their checkpoint, from which the rank takes its own.
-        num_rows: weight rows to make room for; those that the layout does not use hold zeros.
+        num_rows: weight rows of the storage; those that the layout does not use hold zeros.
         spare_slots: the last local slots, for borrowed experts, whose rows count on from num_rows.
         new_stack: (like, rows) -> [rows, ...] zeros: where the storages come from.
     """
@@ -178,22 +178,24 @@ class RankWeights(nn.Module):
         self.gradient_divisor = 1  # of the home rows' gradients
         self.had_gradients = False  # so an optimizer may keep state of the home rows
         self.row_of_slot = torch.tensor(self._rows(self.layout), dtype=torch.int64, device=device)
-        self._own = dict(self.named_parameters(recurse=False))
-        held = self.stored() if self.stored_down_scale is not None else {}
+        self._made_parameters = dict(self.named_parameters(recurse=False))
+        stored = self.stored() if self.stored_down_scale is not None else {}
         # noted since a cast, by .to(dtype), changes the storages along with the Parameters
-        self.fixed_dtypes = {name: s.dtype for name, s in held.items() if not name.endswith("_bias")}
+        self.fixed_dtypes = {name: s.dtype for name, s in stored.items() if not name.endswith("_bias")}
         self._refreshed: list[tuple[Tensor, int]] | None = None
         self.note_refreshed()
 
     def replaced(self) -> list[str]:
         """The stacks that have another Parameter than this was made with, as fully_shard gives them one."""
         now = self.named_parameters(recurse=False)
-        return [name for name, p in now if p is not self._own[name] and isinstance(p, nn.Parameter)]
+        return [
+            name for name, p in now if p is not self._made_parameters[name] and isinstance(p, nn.Parameter)
+        ]
 
     def homes(self) -> dict[str, Tensor]:
         """The home rows [homes, ...] by stack: the Parameters."""
-        held = [(name, getattr(self, name)) for name in NAMES]
-        return {name: parameter for name, parameter in held if parameter is not None}
+        stacks = [(name, getattr(self, name)) for name in NAMES]
+        return {name: parameter for name, parameter in stacks if parameter is not None}
 
     def home_rows(self) -> list[Tensor]:
         """The home rows of every stack, each [homes, ...]."""
@@ -201,8 +203,8 @@ class RankWeights(nn.Module):
 
     def stored(self) -> dict[str, Tensor]:
         """The storages [rows, ...] by stack."""
-        held = [(name, getattr(self, f"stored_{name}")) for name in NAMES]
-        return {name: stack for name, stack in held if stack is not None}
+        stacks = [(name, getattr(self, f"stored_{name}")) for name in NAMES]
+        return {name: stack for name, stack in stacks if stack is not None}
 
     def stored_rows(self) -> list[Tensor]:
         """The storage of every stack, each [rows, ...]."""
@@ -257,9 +259,9 @@ class RankWeights(nn.Module):
         for name, home in homes.items():
             stored = storages[name]
             wanted = [len(self.layout.homes), *stored.shape[1:]], stored.dtype, stored.device
-            if (given := (list(home.shape), home.dtype, home.device)) != wanted:
+            if (actual := (list(home.shape), home.dtype, home.device)) != wanted:
                 raise ValueError(
-                    f"{name} must be {' '.join(map(str, wanted))}, got {' '.join(map(str, given))}"
+                    f"{name} must be {' '.join(map(str, wanted))}, got {' '.join(map(str, actual))}"
                 )
         if self.fixed_dtypes:
             check_stay(homes, self.fixed_dtypes)
@@ -299,18 +301,18 @@ class RankWeights(nn.Module):
     def row_ends(self, ends: Sequence[int]) -> list[int] | None:
         """Where the copies of every weight row end, given those of the local slots [S]; None if these lie otherwise."""
         placed = len(ends) - self.spare_slots
-        found: list[int] = []
+        ends_by_row: list[int] = []
         for slot, row in enumerate(self._rows(self.layout)[:placed]):
             if row < 0 and ends[slot] != (ends[slot - 1] if slot else 0):
                 raise ValueError(
                     f"slot {slot} must have no copies, since it holds no expert, got ends {list(ends)}"
                 )
-            if row >= 0 and row != len(found):
+            if row >= 0 and row != len(ends_by_row):
                 return None
             if row >= 0:
-                found.append(ends[slot])
+                ends_by_row.append(ends[slot])
         last = ends[placed - 1] if placed else 0
-        return [*found, *[last] * (self.num_rows - len(found)), *ends[placed:]]
+        return [*ends_by_row, *[last] * (self.num_rows - len(ends_by_row)), *ends[placed:]]
 
     def take_layout(self, layout: Layout) -> None:
         """Takes the storages as they are now for the rows of another layout; no pointer changes."""
@@ -343,13 +345,13 @@ class RankWeights(nn.Module):
 
     def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *how: Any) -> None:
         state = rows_for(self.layout.homes, state, prefix)
-        for name, held in self.stored().items():
-            if (given := state.get(prefix + name)) is not None:
-                check_kind(prefix + name, given, held)
-            of = name.removesuffix("_2").removesuffix("_scale")
-            if of != name and (given is None) != (state.get(prefix + of) is None):
+        for name, stored in self.stored().items():
+            if (loaded := state.get(prefix + name)) is not None:
+                check_kind(prefix + name, loaded, stored)
+            stem = name.removesuffix("_2").removesuffix("_scale")
+            if stem != name and (loaded is None) != (state.get(prefix + stem) is None):
                 raise ValueError(
-                    f"state must hold {prefix + of} and {prefix + name} together, got one of them"
+                    f"state must hold {prefix + stem} and {prefix + name} together, got one of them"
                 )
         # assign=True would put Parameters with memory of their own in place of these: copy instead
         metadata = {**metadata, "assign_to_params_buffers": False}
@@ -361,7 +363,7 @@ class RankWeights(nn.Module):
         for name, stored in self.stored().items():
             setattr(self, f"stored_{name}", fn(stored))
         self.row_of_slot = fn(self.row_of_slot)
-        self._own = dict(self.named_parameters(recurse=False))
+        self._made_parameters = dict(self.named_parameters(recurse=False))
         self._restore(*before)  # .to() and the like give the Parameters memory of their own
         return self
 

@@ -1,26 +1,31 @@
 """isoload inside of SGLang: behind its own options, attached by its plug-in loader. docs/sglang.md describes it.
 
-layers      the Balancers of all layers, made once and refreshed in place
-dispatch    hooks of --ep-dispatch-algorithm dynamic and lp
-waterfill   stands for SGLang's WaterfillBalancer
-placement   --eplb-algorithm isoload
-phases      prefill or decode
-self_check  a known batch through every hook
+layers     the Balancers of all layers, made once and refreshed in place
+dispatch   hooks of --ep-dispatch-algorithm dynamic and lp, and of --enable-waterfill
+placement  rebalances, --eplb-algorithm isoload, --init-expert-location
+
+Here: which hook serves which function, and a known batch through every hook that can run without a model, on SGLang's
+own records, before any is hooked.
 """
 
 from __future__ import annotations
 
 import os
+from typing import Any
 
+import torch
+
+from isoload.engines.record import EngineRecord
 from isoload.engines.seams import SHADOW, PlugIn, Seam
 from isoload.engines.settings import PLACEMENT, SGLANG, Settings
-from isoload.engines.sglang import dispatch, placement, self_check
-from isoload.engines.sglang.layers import LAYERS
-from isoload.engines.sglang.waterfill import DeepEPWaterfillBalancer, WaterfillBalancer
+from isoload.engines.sglang import dispatch, placement
+from isoload.engines.sglang.dispatch import DeepEPWaterfillBalancer, WaterfillBalancer
+from isoload.engines.sglang.layers import EPLB, LAYERS, Layer
+from isoload.engines.tables import IDS, SLOTS, is_right, known_balancer, known_placement, replica_lists
 
 HOOKS = {
     "set_global_expert_location_metadata": dispatch.set_metadata,
-    "update": dispatch.update_metadata,
+    "update": placement.update_metadata,
     "init_lplb_solvers": dispatch.init_lplb_solvers,
     "resolve_routing_inputs": dispatch.resolve_routing_inputs,
     "_post_process_topk_ids": dispatch.post_process,  # in shadow mode, with four of the others
@@ -30,16 +35,122 @@ HOOKS = {
     "DeepEPWaterfillBalancer": DeepEPWaterfillBalancer,  # its older home
     "compute_algorithm": placement.compute_algorithm,
     "rebalance_experts": placement.rebalance_experts,
-    "rebalance": dispatch.rebalance,
+    "rebalance": placement.rebalance,
     "initialize": dispatch.initialize,
     "forward": dispatch.forward,
+}
+
+
+def dispatch_info(algorithm: str) -> Any:
+    from sglang.srt.eplb.expert_location_dispatch import ExpertLocationDispatchInfo
+
+    lists = replica_lists(known_placement())
+    return ExpertLocationDispatchInfo(
+        ep_dispatch_algorithm=algorithm,  # type: ignore[arg-type]
+        partial_logical_to_rank_dispatch_physical_map=None,
+        partial_logical_to_all_physical_map=lists.logical_to_physical[0],
+        partial_logical_to_all_physical_map_num_valid=lists.num_replicas[0],
+        num_physical_experts=SLOTS.shape[1],
+        rank_invariant=True,
+    )
+
+
+def check_dynamic() -> bool:
+    """Check map_dynamic with SGLang's own function, with and without rows of padding."""
+    from sglang.srt.eplb.expert_location_dispatch import _topk_ids_logical_to_physical_dynamic as stock
+
+    info, right = dispatch_info("dynamic"), True
+    for valid in (None, torch.tensor(3)):
+        info.isoload_layer, info.isoload_num_valid = Layer(known_balancer(), None), valid
+        slots = dispatch.map_dynamic(stock, IDS, info)
+        right &= is_right(slots, len(IDS) if valid is None else 3) and bool((slots >= 0).all())
+    info.isoload_layer = None
+    return right and torch.equal(dispatch.map_dynamic(stock, IDS, info), stock(IDS, info)) and check_resolve()
+
+
+def check_lp() -> bool:
+    layer = Layer(known_balancer(), None)
+    solved = layer.solve(IDS)
+    return is_right(dispatch.map_solved(IDS, dispatch_info("lp"), solved), len(IDS)) and check_resolve()
+
+
+def check_waterfill() -> bool:
+    """Check WaterfillBalancer on one rank, in both spellings of the last argument."""
+    from sglang.srt.layers.moe.topk import StandardTopKOutput
+
+    ids = torch.tensor([[0, 3], [-1, -1], [2, -1]], dtype=torch.int32)
+    routed = StandardTopKOutput(torch.ones(3, 2), ids, torch.zeros(3, 4))
+    want = torch.tensor([[0, 3, 4], [-1, -1, -1], [2, -1, 4]], dtype=torch.int32)
+    right = True
+    for weight in ({"shared_weight": 0.5}, {"routed_scaling_factor": 2.0}):
+        output = WaterfillBalancer(4, 1, 0, -1, **weight).expand_topk(routed, 3)
+        right &= torch.equal(output.topk_ids, want)
+        right &= torch.equal(output.topk_weights, torch.tensor([[1, 1, 0.5], [0, 0, 0], [1, 0, 0.5]]))
+    return right
+
+
+def check_placement() -> bool:
+    """Check that tables have the shapes and types of SGLang's own, which other names still get."""
+    from sglang.srt.eplb.eplb_algorithms import compute_algorithm, rebalance_experts
+
+    counts = torch.tensor([[[90, 30, 5, 5, 5, 5]]])
+    tables = {}
+    for name in ("auto", placement.NAME):
+        chosen = placement.compute_algorithm(compute_algorithm, name, None, 1)
+        tables[name] = placement.rebalance_experts(rebalance_experts, counts, 8, 4, None, 1, chosen)
+    ours, theirs = tables[placement.NAME], tables["auto"]
+    same = all(a.dtype == b.dtype and a.dim() == b.dim() for a, b in zip(ours, theirs, strict=True))
+    experts = ours[0].gather(1, ours[1].flatten(1).clamp(min=0)).view_as(ours[1])
+    right = torch.where(ours[1] < 0, torch.arange(6).view(1, 6, 1), experts) == torch.arange(6).view(1, 6, 1)
+    return same and bool(right.all()) and int(ours[2].sum()) == 8
+
+
+def check_resolve() -> bool:
+    """Check that a draft model's layers, which have no dispatch, stay as they are."""
+    from sglang.srt.layers.moe.topk import resolve_routing_inputs
+
+    rows = torch.tensor(3)
+    result = dispatch.resolve_routing_inputs(
+        resolve_routing_inputs, layer_id=0, is_draft=True, num_token_non_padded=rows
+    )
+    return result == (rows, None)
+
+
+def check_shadow() -> bool:
+    """Check that the results of SGLang's function come back unchanged, and that a draft's copies are not counted."""
+    before, slots, known = LAYERS.record, torch.tensor([[4, 1], [0, 2], [-1, -1]]), known_placement()
+    device = torch.device("cpu")
+    record = EngineRecord(
+        LAYERS.settings, "", "", 0, SLOTS, known.num_experts, known.topology, "same", device
+    )
+    routed, LAYERS.record = (slots, object(), slots), record
+    try:
+        results = [
+            dispatch.post_process(
+                lambda *_, **__: routed, slots, layer_id=0, expert_location_dispatch_info=info
+            )
+            for info in (object(), None)
+        ]
+    finally:
+        LAYERS.record = before
+        record.close()
+    counted = torch.bincount(torch.tensor([4, 1, 0, 2]), minlength=SLOTS.shape[1])
+    return all(result is routed for result in results) and torch.equal(record.recorder._now[0], counted)
+
+
+CHECKS = {
+    "dynamic": check_dynamic,
+    "lp": check_lp,
+    "Waterfill": check_waterfill,
+    EPLB: check_placement,
+    SHADOW: check_shadow,
 }
 
 
 def hook(seams: list[Seam], settings: Settings) -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    LAYERS.lost = frozenset(self_check.CHECKS) - {
+    LAYERS.lost = frozenset(CHECKS) - {
         SHADOW,
         *(option for seam in seams for option in seam.serves),
     }
@@ -47,12 +158,12 @@ def hook(seams: list[Seam], settings: Settings) -> None:
         HookRegistry.register(seam.target, HOOKS[seam.name], HookType(seam.kind))
 
 
-PLUG_IN = PlugIn("SGLang", SGLANG, LAYERS.start, self_check.CHECKS, hook)
+PLUG_IN = PlugIn("SGLang", SGLANG, LAYERS.start, CHECKS, hook)
 attach = PLUG_IN.attach
 
 
 def attach_or_leave() -> None:
-    """What SGLang's entry point calls.
+    """Attach to SGLang; its entry point calls this.
 
     Raises:
         SystemExit: as PlugIn.attach_or_leave; or ISOLOAD_PLACEMENT is set, which SGLang has an option for.

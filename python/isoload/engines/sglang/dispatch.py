@@ -1,4 +1,5 @@
-"""Hooks of SGLang's dispatch: logical to physical ids, behind --ep-dispatch-algorithm dynamic and lp.
+"""Hooks of SGLang's dispatch: logical to physical ids, behind --ep-dispatch-algorithm dynamic and lp; and the shared
+experts of --enable-waterfill.
 
 dynamic  Without an all-to-all backend all ranks hold the same tokens and compute the same plan. With one each plans its
          own, and SGLang calls nothing on a rank without tokens: no forward pass may hold an exchange.
@@ -11,27 +12,29 @@ rebalances, too: `_post_process_topk_ids` returns the slots of the routed copies
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from isoload.balancing.balancer import Balancer
 from isoload.engines.layers import JOINED_BY_ALL
 from isoload.engines.settings import CHECK, SWITCH
-from isoload.engines.sglang.layers import LAYERS, Layer, model_name
-from isoload.engines.sglang.phases import phase_of
+from isoload.engines.sglang.layers import LAYERS, Layer, model_name, moe, phase_of
 from isoload.engines.sglang.placement import check_at_start, check_file
-from isoload.engines.sglang.runtime import moe
+from isoload.placement.placement import Placement
+from isoload.policies.shared import WaterfillPolicy
+from isoload.topology import Topology
 
 Original = Callable[..., Any]
 MOVED = "routed_experts_weights_of_layer"  # a model's weights that SGLang moves when experts move
 
 
-def set_metadata(original: Original, value: Any, *more: Any, **named: Any) -> None:
-    """Around set_global_expert_location_metadata: the Balancers of `dynamic`, and in shadow mode the record, are made
-    here, before any batch and any graph."""
-    original(value, *more, **named)
+def set_metadata(original: Original, value: Any, *args: Any, **kwargs: Any) -> None:
+    """Wrap set_global_expert_location_metadata: make the Balancers of `dynamic`, or in shadow mode the record, before
+    any batch and any graph."""
+    original(value, *args, **kwargs)
     if value is None:
         return
     if LAYERS.settings.mode == "shadow":
@@ -47,37 +50,9 @@ def set_metadata(original: Original, value: Any, *more: Any, **named: Any) -> No
         )
 
 
-def update_metadata(
-    original: Original, self: Any, other: Any, update_layer_ids: list[int], *more: Any, **named: Any
-) -> None:
-    """Around ExpertLocationMetadata.update, SGLang's rebalancing behind a pass: the tables of the Balancers follow in
-    place."""
-    from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
-
-    original(self, other, update_layer_ids, *more, **named)
-    if self is get_global_expert_location_metadata():
-        if LAYERS.by_id:
-            LAYERS.follow(self, moe().ep_dispatch_algorithm)
-            LAYERS.check_moved(update_layer_ids)
-        elif LAYERS.record is not None:
-            LAYERS.record.moved(self.physical_to_logical_map_cpu)
-    LAYERS.watch.progressed()
-
-
-def rebalance(original: Original, self: Any, *more: Any, **named: Any) -> Iterator[None]:
-    """Around EPLBManager.rebalance, a generator that comes back between two chunks of layers, once in a pass."""
-    LAYERS.watch.enter()
-    try:
-        for _ in original(self, *more, **named):
-            LAYERS.watch.leave(pending=True)
-            yield
-            LAYERS.watch.enter()
-    finally:
-        LAYERS.watch.leave(pending=False)
-
-
 def init_lplb_solvers(*, model_config: Any) -> None:
-    """Replaces SGLang's of this name: Layers for solvers. After a rebalance they are there already, and refreshed."""
+    """Replace SGLang's function: pass Layers for solvers. After a rebalance the Layers exist already, and are
+    refreshed."""
     from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
     from sglang.srt.eplb.lplb_solver import assert_lplb_supported_model, set_global_lplb_solver
 
@@ -92,10 +67,10 @@ def init_lplb_solvers(*, model_config: Any) -> None:
         set_global_lplb_solver(layer_id, layer)
 
 
-def resolve_routing_inputs(original: Original, *, layer_id: int, **named: Any) -> tuple[Tensor | None, Any]:
-    """Around SGLang's of this name, where a layer's batch, its padding and its number are known together."""
-    num_valid, info = original(layer_id=layer_id, **named)
-    layer = LAYERS.of(layer_id)
+def resolve_routing_inputs(original: Original, *, layer_id: int, **kwargs: Any) -> tuple[Tensor | None, Any]:
+    """Wrap SGLang's function, which has a layer's batch, its padding and its number together."""
+    num_valid, info = original(layer_id=layer_id, **kwargs)
+    layer = LAYERS.layer(layer_id)
     if info is not None and layer is not None:
         if info.ep_dispatch_algorithm == "dynamic":
             layer.turn(LAYERS.phase_now)
@@ -105,26 +80,24 @@ def resolve_routing_inputs(original: Original, *, layer_id: int, **named: Any) -
     return num_valid, info
 
 
-def map_dynamic(original: Original, topk_ids: Tensor, info: Any, *more: Any, **named: Any) -> Tensor:
-    """Around _topk_ids_logical_to_physical_dynamic."""
+def map_dynamic(original: Original, topk_ids: Tensor, info: Any, *args: Any, **kwargs: Any) -> Tensor:
+    """Wrap _topk_ids_logical_to_physical_dynamic: return the slots of isoload's plan."""
     layer: Layer | None = getattr(info, "isoload_layer", None)
     if layer is None or info.ep_dispatch_algorithm != "dynamic":
-        return cast(Tensor, original(topk_ids, info, *more, **named))
+        return cast(Tensor, original(topk_ids, info, *args, **kwargs))
     num_valid = info.isoload_num_valid
     rows = topk_ids if topk_ids.dim() == 2 else topk_ids.view(-1, 1)
     slots = layer.slots(rows, num_valid).view(topk_ids.shape)
     if num_valid is None and layer.switch is None:
         return slots
-    theirs = original(topk_ids, info, *more, **named).to(slots.dtype)
-    stands = layer.standing(slots, theirs)
-    if layer.record is not None:
-        layer.record.add(layer.balancer.layer, stands.view(rows.shape), num_valid)
+    theirs = original(topk_ids, info, *args, **kwargs).to(slots.dtype)
+    chosen = slots if layer.switch is None else layer.switch.choose(slots, theirs)
     # Rows of padding keep SGLang's own replica: some of its kernels take no -1.
-    return stands if num_valid is None else torch.where(slots < 0, theirs, stands)
+    return chosen if num_valid is None else torch.where(slots < 0, theirs, chosen)
 
 
 def map_solved(topk_ids: Tensor, info: Any, log2phy_prob: Tensor) -> Tensor:
-    """Replaces _topk_ids_logical_to_physical_probability: the Layer's solve() has mapped these ids already."""
+    """Replace _topk_ids_logical_to_physical_probability: the Layer's solve() has mapped these ids already."""
     if log2phy_prob.shape != topk_ids.shape:
         raise RuntimeError(
             f"solved ids must be those of topk_ids {list(topk_ids.shape)}, got {list(log2phy_prob.shape)}"
@@ -133,14 +106,14 @@ def map_solved(topk_ids: Tensor, info: Any, log2phy_prob: Tensor) -> Tensor:
 
 
 def post_process(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Around _post_process_topk_ids, in shadow mode."""
+    """Wrap _post_process_topk_ids in shadow mode: count the slots that SGLang chose."""
     result = original(*args, **kwargs)
-    named = dict(zip(NAMES, args, strict=False)) | kwargs
-    info, slots = named.get("expert_location_dispatch_info"), result[2]
+    arguments = dict(zip(NAMES, args, strict=False)) | kwargs
+    info, slots = arguments.get("expert_location_dispatch_info"), result[2]
     if LAYERS.record is not None and info is not None and slots is not None:
         # On AMD rows of padding are those of expert 0, elsewhere they are -1.
-        num_valid = named.get("num_token_non_padded") if torch.version.hip else None
-        LAYERS.record.add(named["layer_id"], slots, num_valid)
+        num_valid = arguments.get("num_token_non_padded") if torch.version.hip else None
+        LAYERS.record.add(arguments["layer_id"], slots, num_valid)
     return result
 
 
@@ -150,12 +123,12 @@ NAMES = (  # of _post_process_topk_ids
 )  # fmt: skip
 
 
-def initialize(original: Original, self: Any, *more: Any, **named: Any) -> None:
-    """Around ModelRunner.initialize, which reads --init-expert-location, runs and captures batches that no user sent,
+def initialize(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
+    """Wrap ModelRunner.initialize, which reads --init-expert-location, runs and captures batches that no user sent,
     and at whose end it is known what every layer does."""
     if not self.is_draft_worker:
         check_file(getattr(self, "model_config", None))
-    original(self, *more, **named)
+    original(self, *args, **kwargs)
     if self.is_draft_worker:
         return
     if LAYERS.settings.mode == "shadow":
@@ -171,7 +144,7 @@ def initialize(original: Original, self: Any, *more: Any, **named: Any) -> None:
 
 
 def weights_of(model: Any) -> Mapping[int, Sequence[Tensor]]:
-    """By layer what SGLang moves when experts move."""
+    """Return by layer the weights that SGLang moves when experts move."""
     weights = getattr(model, MOVED, None)
     if weights is None:
         raise ValueError(
@@ -181,7 +154,7 @@ def weights_of(model: Any) -> Mapping[int, Sequence[Tensor]]:
 
 
 def forward(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Around ModelRunner.forward, in which graphs are replayed and experts move: what is exchanged comes after it.
+    """Wrap ModelRunner.forward, in which graphs are replayed and experts move; exchanges run after the pass.
 
     SGLang counts the same passes towards its own rebalances: with attention data parallelism ranks without requests run
     idle ones. Reports wait for the device, once per interval.
@@ -201,3 +174,95 @@ def forward(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     if LAYERS.meter is not None and LAYERS.meter.report_if_due():
         LAYERS.check_device()
     return result
+
+
+class WaterfillBalancer:
+    """Replacement of SGLang's WaterfillBalancer, one for each TopK and HashTopK. All ranks make and call them together.
+
+    Behind lp the layer's plan has decided about the shared copies already (policy joint, unless ISOLOAD_POLICY names
+    another); else, and in draft models, they fill the ranks beside the routed copies as these lie (policy waterfill).
+    num_routed_experts is P, the slots of all ranks; shared_weight that of the shared expert's output, in older versions
+    the inverse of routed_scaling_factor, or 1 where that is 0.
+    """
+
+    flag = "--enable-waterfill"
+
+    def __init__(
+        self,
+        num_routed_experts: int,
+        world_size: int,
+        rank: int,
+        layer_id: int,
+        shared_weight: float | None = None,
+        *,
+        routed_scaling_factor: float | None = None,
+    ) -> None:
+        if (shared_weight is None) == (routed_scaling_factor is None):
+            raise ValueError(
+                "one of shared_weight and routed_scaling_factor must be given, "
+                f"got {shared_weight} and {routed_scaling_factor}"
+            )
+        if num_routed_experts % world_size:
+            raise ValueError(
+                f"num_routed_experts must be a multiple of {world_size}, got {num_routed_experts}"
+            )
+        if shared_weight is None:
+            shared_weight = 1 / routed_scaling_factor if routed_scaling_factor else 1.0
+        self.slots_per_rank, self.shared_weight = num_routed_experts // world_size, shared_weight
+        self.layer: Layer | None = None
+        layer = LAYERS.by_id.get(layer_id)
+        # The model's own layers come before those of draft models, whose numbers may be the same.
+        if layer is not None and layer.plans_shared:
+            LAYERS.add_shared(layer)
+            self.layer = layer
+        else:
+            LAYERS.num_waterfill, LAYERS.waterfill_flag = LAYERS.num_waterfill + 1, self.flag
+            self.balancer = fixed_routed(num_routed_experts, world_size)
+
+    def expand_topk(self, topk_output: Any, num_tokens: int) -> Any:
+        """Return topk_ids [T, K + 1] with the shared slots, from [T, K] routed slots, and their weights.
+
+        Every rank's shared slot is its last, so that routed slot p becomes ``p + p // S``. A row without a routed
+        copy gets shared slot -1 and weight 0, as has every id of -1.
+        """
+        ids, weights = topk_output.topk_ids, topk_output.topk_weights
+        shared_rank = None if self.layer is None else self.layer.take_shared(num_tokens)
+        if shared_rank is not None:
+            # One shared slot lies behind the routed ones of each rank; -1 stays.
+            routed = ids + ids.div(self.slots_per_rank, rounding_mode="floor").clamp(min=0)
+            slots = torch.cat([routed, self._slot(ids, shared_rank)], dim=1)
+        elif self.layer is None:
+            slots = cast(Tensor, self.balancer(ids.contiguous()))
+        else:
+            raise RuntimeError(
+                "Waterfill must come after the layer's plan, which was not made for this batch"
+            )
+        shared = torch.where(slots[:, -1:] >= 0, self.shared_weight, 0.0).to(weights.dtype)
+        weights = torch.cat([weights.masked_fill(ids < 0, 0.0), shared], dim=1)
+        return topk_output._replace(topk_ids=slots, topk_weights=weights)
+
+    def _slot(self, ids: Tensor, rank: Tensor) -> Tensor:
+        """Return [T, 1] the shared slot of a rank; -1 where SGLang has masked the row since."""
+        live = (rank >= 0) & (ids >= 0).any(1, keepdim=True)
+        size = self.slots_per_rank
+        return torch.where(live, rank * (size + 1) + size, -1).to(ids.dtype)
+
+
+class DeepEPWaterfillBalancer(WaterfillBalancer):
+    """The class's name in SGLang up to 0.5.15."""
+
+    flag = "--enable-deepep-waterfill"
+
+
+def fixed_routed(num_slots: int, num_ranks: int) -> Balancer:
+    """Return a Balancer in which every slot is an expert of its own, which cannot move, and every rank has a shared
+    expert."""
+    per_rank = torch.arange(num_slots, dtype=torch.int32).view(num_ranks, -1)
+    shared = torch.full((num_ranks, 1), num_slots, dtype=torch.int32)
+    slots, topology = torch.cat([per_rank, shared], dim=1).view(1, -1), Topology(num_ranks)
+    placement, policy = (
+        Placement(slots, topology, num_slots + 1, num_shared=1),
+        WaterfillPolicy(routed="none"),
+    )
+    group = LAYERS.group(topology) if num_ranks > 1 else None
+    return Balancer(placement, policy=policy, group=group, shared_columns=False)

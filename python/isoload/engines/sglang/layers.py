@@ -1,5 +1,9 @@
 """The Balancers of one process, by layer: made when SGLang has its expert locations, refreshed in place when it moves
-experts. LAYERS is the only state of the plug-in."""
+experts. LAYERS is the only state of the plug-in.
+
+Beside them what they read of SGLang: its options and ranks, the phase of a pass, and which ranks are gone. SGLang's
+modules are imported inside of functions, which only its processes call.
+"""
 
 from __future__ import annotations
 
@@ -7,37 +11,66 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from isoload.balancing.balancer import Balancer
-from isoload.engines.layers import JOINED_BY_ALL, EngineLayer, EngineLayers, LoneRank
+from isoload.engines.layers import EXCHANGED, JOINED_BY_ALL, EngineLayer, EngineLayers, LoneRank
 from isoload.engines.record import EngineRecord
 from isoload.engines.settings import CHECK, LOADS, PHASES, PLACER, POLICY, SWITCH, Settings, Variable
-from isoload.engines.sglang import elastic
-from isoload.engines.sglang.phases import prefill_graphs
-from isoload.engines.sglang.runtime import moe, parallel
 from isoload.engines.tables import engine_topology
 from isoload.online.metrics import Meter
-from isoload.policies import make_policy
+from isoload.policies import Policy, make_policy
 from isoload.policies.plan import without_shared_slots
 from isoload.topology import Topology
 from isoload.transport import Group
 
 log = logging.getLogger("isoload")
 EPLB = "--eplb-algorithm isoload"
+UNAGREED = "SGLANG_SCHEDULER_SKIP_ALL_GATHER"
 
 
 class Layer(EngineLayer):
-    """Behind lp it stands where SGLang has an LPLBSolver: ``solve(topk_ids)``."""
+    """One MoE layer. Behind lp it replaces SGLang's LPLBSolver: ``solve(topk_ids)``."""
 
     def __init__(self, balancer: Balancer, meter: Meter | None) -> None:
         super().__init__(balancer, meter)
         self.num_valid: Tensor | None = None  # of the batch that comes next: rows from here on are padding
         self.shared: Tensor | None = None  # [T, 1] rank of every token's shared copy; Waterfill takes it
+        self.policies: dict[str, Policy] = {}  # by phase, where they differ
+
+    def plan_by(self, policies: dict[str, Policy]) -> None:
+        """Take a policy for each phase; raise ValueError where one of them cannot plan this layer."""
+        self.policies = policies if len(set(policies.values())) > 1 else {}
+        for policy in self.policies.values():
+            self.balancer.policy = policy
+
+    def turn(self, phase: Callable[[], str]) -> None:
+        """Let the phase's policy plan the next batch, in a graph that is captured now too.
+
+        The phase must be the same on all ranks. Ranks that gather loads compare their policies there; others could not
+        find a difference.
+        """
+        if not self.policies:
+            return
+        if torch.compiler.is_compiling():
+            raise RuntimeError(
+                f"{POLICY.name} must be one for prefill and decode where the router is traced into one graph of both"
+            )
+        policy = self.policies[phase()]
+        if self.balancer.policy is not policy:
+            self.balancer.policy = policy
+
+    @property
+    def policy_name(self) -> str:
+        """The policy's name; of each phase where they differ."""
+        phases = ", ".join(f"{policy.name} in {phase}" for phase, policy in self.policies.items())
+        return phases or super().policy_name
 
     def solve(self, topk_ids: Tensor) -> Tensor:
-        """[T, K] physical ids of the routed copies, from [T, K] logical ones; all ranks together, also with T = 0."""
+        """Return [T, K] physical ids of the routed copies, from [T, K] logical ones; all ranks call it together,
+        also with T = 0."""
         num_valid, self.num_valid = self.num_valid, None
         self.turn(LAYERS.phase_now)
         slots = self.slots(topk_ids, num_valid)
@@ -55,11 +88,11 @@ class Layer(EngineLayer):
     @property
     def plans_shared(self) -> bool:
         """Whether Waterfill's shared copies can join the plan: one of all counts, which has none yet."""
-        of = self.balancer
-        return of.tokens == "own" and of.loads == "gathered" and not of.placement.num_shared
+        balancer = self.balancer
+        return balancer.tokens == "own" and balancer.loads == "gathered" and not balancer.placement.num_shared
 
     def take_shared(self, num_tokens: int) -> Tensor | None:
-        """[T, 1] the ranks that the plan of this batch chose for the shared copies, once; None: nothing was planned."""
+        """Return [T, 1] the ranks of the shared copies in the plan of this batch, once; None: nothing was planned."""
         shared, self.shared = self.shared, None
         if shared is not None and len(shared) != num_tokens:
             raise RuntimeError(
@@ -70,7 +103,7 @@ class Layer(EngineLayer):
 
 
 class Layers(EngineLayers[Layer]):
-    """All layers of this process. SGLang's modules are imported inside of functions, which only its processes call."""
+    """All layers of this process."""
 
     engine = "SGLang"
 
@@ -90,18 +123,18 @@ class Layers(EngineLayers[Layer]):
         return int(parallel().moe_ep_rank)
 
     def own_rank(self) -> int:
-        return self.engine_rank() + elastic.joined_behind()
+        return self.engine_rank() + joined_behind()
 
     def group(self, topology: Topology) -> Group:
-        return super().group(topology) if elastic.backend() is None else LoneRank(topology, self.own_rank())
+        return super().group(topology) if elastic_backend() is None else LoneRank(topology, self.own_rank())
 
     def follow(self, metadata: Any, algorithm: str) -> None:
-        """Takes SGLang's ExpertLocationMetadata: Balancers are made, or refreshed in place where there are some.
+        """Take SGLang's ExpertLocationMetadata: make the Balancers, or refresh those that exist in place.
 
         Args:
             algorithm: "dynamic" or "lp"; the same on all ranks.
         """
-        tables = elastic.live_tables(metadata)
+        tables = live_tables(metadata)
         if self.refresh(tables):
             return
         switched = self.settings.switch is not None
@@ -110,32 +143,34 @@ class Layers(EngineLayers[Layer]):
                 f"{SWITCH.name} must come with --ep-dispatch-algorithm dynamic and without --pp-size, got "
                 f"{algorithm!r} and {parallel().pp_size}"
             )
-        if (given := elastic.backend()) is not None and (switched or self.settings.check_weights):
+        if (backend := elastic_backend()) is not None and (switched or self.settings.check_weights):
             raise ValueError(
                 f"--elastic-ep-backend must come without {SWITCH.name} and {CHECK.name}, by which all ranks meet, got "
-                f"{given!r} with one"
+                f"{backend!r} with one"
             )
         self.by_id = {}
         topology, device = topology_of(metadata), metadata.physical_to_logical_map.device
         self.place(tables, metadata.num_logical_experts, topology, device)
         # A policy of shared experts comes with Waterfill, which SGLang makes when it has loaded the model.
-        chosen = moe()
+        options = moe()
         waterfill = any(
-            getattr(chosen, f"enable_{name}", False) for name in ("waterfill", "deepep_waterfill")
+            getattr(options, f"enable_{name}", False) for name in ("waterfill", "deepep_waterfill")
         )
         waits = self.settings.places_shared and waterfill and "Waterfill" not in self.lost
         exact = dict.fromkeys(PHASES, make_policy("exact"))
         policies = exact if waits else self.settings.policies_for(shared=False)
         self.in_prefill_graph = prefill_graphs() if self.settings.phased else None
-        same = chosen.moe_a2a_backend == "none"
+        same = options.moe_a2a_backend == "none"
         loads, group = ("gathered", None) if same else (self.loads_of(algorithm), self.group(topology))
         for i in range(metadata.num_layers):
-            self.add(Layer(self.balancer(i, policies, group, loads), self.own_meter()), policies)
+            layer = Layer(self.balancer(i, policies["decode"], group, loads), self.own_meter())
+            layer.plan_by(policies)
+            self.add(layer)
 
     def count(self, metadata: Any) -> None:
-        """In shadow mode: makes the record of an ExpertLocationMetadata, or tells it where the experts are now."""
-        chosen, tables = moe(), metadata.physical_to_logical_map_cpu
-        if chosen.eplb_algorithm == "isoload":
+        """In shadow mode: make the record of an ExpertLocationMetadata, or update where the experts are."""
+        options, tables = moe(), metadata.physical_to_logical_map_cpu
+        if options.eplb_algorithm == "isoload":
             raise ValueError(
                 "--eplb-algorithm must be one of SGLang's where ISOLOAD_MODE is shadow, got 'isoload'"
             )
@@ -144,37 +179,37 @@ class Layers(EngineLayers[Layer]):
             return
         self.record = EngineRecord(
             self.settings, self.engine, "", self.own_rank(), tables, metadata.num_logical_experts,
-            topology_of(metadata), "same" if chosen.moe_a2a_backend == "none" else "own",
+            topology_of(metadata), "same" if options.moe_a2a_backend == "none" else "own",
             metadata.physical_to_logical_map.device,
         )  # fmt: skip
 
     def loads_of(self, algorithm: str) -> str:
-        """Whose counts plan the batches of an all-to-all backend's ranks, which hold tokens of their own."""
+        """Return whose counts plan the batches of an all-to-all backend's ranks, which hold tokens of their own."""
         loads = self.settings.loads_for("own" if algorithm == "dynamic" else "gathered")
-        if (given := elastic.backend()) is not None and (algorithm, loads) != ("dynamic", "own"):
+        if (backend := elastic_backend()) is not None and (algorithm, loads) != ("dynamic", "own"):
             raise ValueError(
                 f"--elastic-ep-backend must come with --ep-dispatch-algorithm dynamic and {LOADS.name} own, got "
-                f"{given!r} with {algorithm} and {loads}"
+                f"{backend!r} with {algorithm} and {loads}"
             )
         if algorithm == "dynamic" and loads in JOINED_BY_ALL:
             raise ValueError(
-                f"{LOADS.name} must be own or last behind --ep-dispatch-algorithm dynamic over an all-to-all backend, "
+                f"{LOADS.name} must be own behind --ep-dispatch-algorithm dynamic over an all-to-all backend, "
                 f"where ranks without tokens join no gather (behind lp they do), got {loads!r}"
             )
         return loads
 
     def add_shared(self, layer: Layer) -> None:
-        """Waterfill is on in this layer: the shared expert's copies are planned with the routed ones."""
+        """Plan the copies of this layer's shared expert with the routed ones, as Waterfill is on."""
         old, policies = layer.balancer, self.settings.policies_for(shared=True)
-        layer.balancer = self.balancer(old.layer, policies, old.group, "gathered", num_shared=1)
+        layer.balancer = self.balancer(old.layer, policies["decode"], old.group, "gathered", num_shared=1)
         layer.plan_by(policies)
 
     def phase_now(self) -> str:
-        """Of the pass under way; of a graph that is captured, what it will be replayed for."""
+        """Return the phase of the pass under way; while a graph is captured, the phase it will be replayed in."""
         return "prefill" if self.in_prefill_graph is not None and self.in_prefill_graph() else self.phase
 
-    def of(self, layer_id: int) -> Layer | None:
-        """The layer whose replicas isoload chooses."""
+    def layer(self, layer_id: int) -> Layer | None:
+        """Return the layer with this number if isoload chooses its replicas."""
         return None if self.detached else self.by_id.get(layer_id)
 
     def detach(self) -> str:
@@ -186,6 +221,11 @@ class Layers(EngineLayers[Layer]):
     def chooses(self) -> bool:
         return bool(self.by_id or self.num_waterfill)
 
+    def exchanged(self) -> str:
+        """Return what the ranks exchange so that copies are level."""
+        ways = {EXCHANGED[way_of(layer.balancer)] for layer in self.by_id.values()}
+        return " and ".join(sorted(ways))
+
     def places(self) -> bool:
         """Whether SGLang's rebalances lay experts out with isoload's placer."""
         if EPLB in self.lost:  # an older SGLang may have no get_exec
@@ -193,7 +233,7 @@ class Layers(EngineLayers[Layer]):
         return bool(moe().eplb_algorithm == "isoload")
 
     def announce(self) -> None:
-        """The line that says what is attached, of one rank for all; when the model is loaded."""
+        """Log on one rank what is attached, when the model is loaded."""
         if self.by_id and not any(layer.balancer.placement.num_shared for layer in self.by_id.values()):
             self.settings.policies_for(shared=False)
         if self.engine_rank():
@@ -215,14 +255,14 @@ class Layers(EngineLayers[Layer]):
                 f"{' and '.join(sorted(without))}"
             )
         if without:  # an older SGLang may have no get_exec
-            self.say_unused(self.unused())
+            self.warn_unused(self.unused())
 
     def unused(self) -> dict[Variable, str]:
         """Return why variables have no effect behind SGLang's options, as :meth:`Settings.unused` takes it."""
         reasons = {}
         if not self.by_id:
-            own = f"SGLang's own --ep-dispatch-algorithm {moe().ep_dispatch_algorithm} chooses replicas"
-            reasons = dict.fromkeys((POLICY, LOADS), f"{own}. Pass --ep-dispatch-algorithm dynamic")
+            choice = f"SGLang's own --ep-dispatch-algorithm {moe().ep_dispatch_algorithm} chooses replicas"
+            reasons = dict.fromkeys((POLICY, LOADS), f"{choice}. Pass --ep-dispatch-algorithm dynamic")
         elif all(layer.balancer.tokens == "same" for layer in self.by_id.values()):
             reasons[LOADS] = (
                 "all ranks hold the same tokens without an all-to-all backend, so each has the counts of all. "
@@ -235,7 +275,7 @@ class Layers(EngineLayers[Layer]):
         return reasons
 
     def announce_shadow(self, model: str) -> None:
-        """The same in shadow mode, whose record of a model begins."""
+        """Begin a model's record in shadow mode, and log it on one rank."""
         if self.record is None:
             return
         self.record.clear()
@@ -250,17 +290,99 @@ class Layers(EngineLayers[Layer]):
             )
             return
         stays = f"SGLang's --ep-dispatch-algorithm {algorithm}, which chooses as ever"
-        log.info(f"isoload: in shadow behind {stays}: {self.record.kept()}")
-        self.say_unused({})
+        log.info(f"isoload: in shadow behind {stays}: {self.record.summary()}")
+        self.warn_unused({})
+
+
+def way_of(balancer: Balancer) -> str:
+    """Return the key in EXCHANGED."""
+    if isinstance(balancer.group, LoneRank):
+        return "alone"
+    return "same" if balancer.tokens == "same" else balancer.loads
 
 
 def model_name(runner: Any) -> str:
-    """As SGLang's own metrics have it, of a ModelRunner."""
+    """Return a ModelRunner's model as SGLang's own metrics name it."""
     return str(runner.server_args.served_model_name or runner.model_config.model_path)
 
 
 def topology_of(metadata: Any) -> Topology:
     return engine_topology(metadata.ep_size, parallel().nnodes)
+
+
+def moe() -> Any:
+    """Return SGLang's options of MoE layers."""
+    from sglang.srt.runtime_context import get_exec
+
+    return get_exec().moe
+
+
+def parallel() -> Any:
+    """Return SGLang's ranks and groups."""
+    from sglang.srt.runtime_context import get_parallel
+
+    return get_parallel()
+
+
+def phase_of(batch: Any) -> str:
+    """Return a ForwardBatch's phase, the same on all ranks: prefill wherever one rank has some, as in SGLang's
+    all-to-all. A mixed batch is prefill, a draft's verification decode."""
+    mode = batch.forward_mode
+    prefill = batch.is_extend_in_batch or (mode.is_extend() and not mode.is_target_verify())
+    return "prefill" if prefill else "decode"
+
+
+def prefill_graphs() -> Callable[[], bool]:
+    """Return SGLang's function of whether a graph of prefill is being captured, where each phase has a policy.
+
+    Raises:
+        ValueError: ranks would not agree, or this SGLang has no such function.
+    """
+    from sglang.srt.utils import get_bool_env_var
+
+    rule = f"{POLICY.name} must be one for prefill and decode"
+    if get_bool_env_var(UNAGREED):
+        raise ValueError(f"{rule} where {UNAGREED} is set, by which ranks agree on no phase")
+    try:
+        from sglang.srt.model_executor.runner_utils.prefill_graph import is_in_prefill_graph_scope
+    except ImportError:
+        raise ValueError(f"{rule} with this SGLang, which does not say which graphs are of prefill") from None
+    in_scope: Callable[[], bool] = is_in_prefill_graph_scope
+    return in_scope
+
+
+def elastic_backend() -> str | None:
+    """Return SGLang's --elastic-ep-backend."""
+    backend: str | None = moe().elastic_ep_backend
+    return backend
+
+
+def joined_behind() -> int:
+    """Return how much larger this process's rank is than SGLang counts it, where it has joined a running engine."""
+    return int(parallel().ep_join_rank_offset) if moe().is_ep_scale_joiner else 0
+
+
+def live_tables(metadata: Any) -> Tensor:
+    """Return [L, P] the expert in each slot of an ExpertLocationMetadata, on the host; -1 on ranks that are gone.
+
+    An expert of which no copy is left keeps its slots there, and the log names it.
+    """
+    tables: Tensor = metadata.physical_to_logical_map_cpu
+    if elastic_backend() is None:
+        return tables
+    from sglang.srt.elastic_ep.elastic_ep import ElasticEPStateManager
+
+    state = ElasticEPStateManager.instance()
+    if state is None or bool((alive := state.active_ranks_cpu[: metadata.ep_size] != 0).all()):
+        return tables
+    gone = ~alive.repeat_interleave(tables.shape[1] // metadata.ep_size)
+    live = tables.masked_fill(gone, -1)
+    for layer, (row, left) in enumerate(zip(tables, live, strict=True)):
+        if lost := sorted(set(range(metadata.num_logical_experts)) - set(left.tolist())):
+            live[layer] = torch.where(torch.isin(row, torch.tensor(lost)), row, left)
+            ranks = (~alive).nonzero().flatten().tolist()
+            log.error(f"isoload: layer {layer} has no copy left of experts {lost}: ranks {ranks} are gone")
+    return live
 
 
 LAYERS = Layers()

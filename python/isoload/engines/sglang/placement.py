@@ -1,47 +1,44 @@
-"""--eplb-algorithm isoload: SGLang's rebalancing lays experts out with a placer of isoload's registry."""
+"""Where SGLang's experts are placed: its rebalances, --eplb-algorithm isoload, and the file that it starts from."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from isoload.engines.sglang import elastic
-from isoload.engines.sglang.layers import EPLB, LAYERS, topology_of
-from isoload.engines.sglang.runtime import moe, parallel
+from isoload.engines.sglang.layers import EPLB, LAYERS, elastic_backend, moe, parallel, topology_of
 from isoload.engines.tables import EngineSizes, check_placer, engine_topology, lay_out, running
 from isoload.files import open_regular, read_text
 
+Original = Callable[..., Any]
 NAME = "isoload"
-
-
 CHOSEN = object()  # what compute_algorithm returns for this name, in place of a member of SGLang's Enum
 
 
-def compute_algorithm(original: Callable[..., Any], raw_algorithm: str, *more: Any, **named: Any) -> Any:
-    """Around SGLang's of this name."""
-    return CHOSEN if raw_algorithm == NAME else original(raw_algorithm, *more, **named)
+def compute_algorithm(original: Original, raw_algorithm: str, *args: Any, **kwargs: Any) -> Any:
+    """Wrap SGLang's function: return CHOSEN for isoload's name."""
+    return CHOSEN if raw_algorithm == NAME else original(raw_algorithm, *args, **kwargs)
 
 
 def rebalance_experts(
-    original: Callable[..., Any],
+    original: Original,
     tokens_per_expert: Tensor,
     num_physical_experts: int,
     num_local_physical_experts: int,
     num_groups: int | None,
     num_nodes: int,
     algorithm: Any,
-    *more: Any,
-    **named: Any,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
-    """Around SGLang's of this name: counts [batches, L, E] -> its three tables, on the device of the counts."""
+    """Wrap SGLang's function: return its three tables, on the device of the counts [batches, L, E]."""
     if algorithm is not CHOSEN:
         sizes = num_physical_experts, num_local_physical_experts, num_groups, num_nodes
-        return original(tokens_per_expert, *sizes, algorithm, *more, **named)
+        return original(tokens_per_expert, *sizes, algorithm, *args, **kwargs)
     from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
 
     device, metadata = tokens_per_expert.device, get_global_expert_location_metadata()
@@ -52,8 +49,38 @@ def rebalance_experts(
     return tuple(table.to(device) for table in placed)
 
 
+def update_metadata(
+    original: Original, self: Any, other: Any, update_layer_ids: list[int], *args: Any, **kwargs: Any
+) -> None:
+    """Wrap ExpertLocationMetadata.update, SGLang's rebalance after a pass: the tables of the Balancers are refreshed in
+    place."""
+    from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
+
+    original(self, other, update_layer_ids, *args, **kwargs)
+    if self is get_global_expert_location_metadata():
+        if LAYERS.by_id:
+            LAYERS.follow(self, moe().ep_dispatch_algorithm)
+            LAYERS.check_moved(update_layer_ids)
+        elif LAYERS.record is not None:  # in shadow mode
+            LAYERS.record.moved(self.physical_to_logical_map_cpu)
+    LAYERS.watch.progressed()
+
+
+def rebalance(original: Original, self: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
+    """Wrap EPLBManager.rebalance, a generator that yields between two chunks of layers, once in a pass."""
+    LAYERS.watch.enter()
+    try:
+        for _ in original(self, *args, **kwargs):
+            LAYERS.watch.leave(pending=True)
+            yield
+            LAYERS.watch.enter()
+    finally:
+        LAYERS.watch.leave(pending=False)
+
+
 def check_at_start(metadata: Any) -> None:
-    """Where --eplb-algorithm isoload is given: whether the placer can lay this model of SGLang's out."""
+    """Raise ValueError where --eplb-algorithm isoload is passed and the placer cannot lay out this model of
+    SGLang's."""
     if moe().eplb_algorithm == NAME and EPLB not in LAYERS.lost:
         tables, experts = metadata.physical_to_logical_map_cpu, metadata.num_logical_experts
         placer = LAYERS.settings.placer
@@ -73,9 +100,9 @@ def check_file(model_config: Any) -> None:
     """
     if not {"dynamic", "lp", EPLB} - LAYERS.lost:  # an older SGLang may have no get_exec
         return
-    given = moe().init_expert_location
+    path = moe().init_expert_location
     # While ranks may join SGLang adds their slots to those of the file, and checks the sum.
-    if given == "trivial" or elastic.backend() is not None:
+    if path == "trivial" or elastic_backend() is not None:
         return
     from sglang.srt.eplb.expert_location import ModelConfigForExpertLocation
 
@@ -85,8 +112,8 @@ def check_file(model_config: Any) -> None:
     redundant, option = moe().ep_num_redundant_experts, "--ep-num-redundant-experts {}"
     experts = model.num_logical_experts
     sizes = EngineSizes(model.num_layers, experts, redundant, parallel().ep_size, option, True)
-    source = f"--init-expert-location {given:.200}"
-    content = read_location(given)
+    source = f"--init-expert-location {path:.200}"
+    content = read_location(path)
     if (counts := content.get("logical_count")) is not None:
         *_, layers, counted = torch.as_tensor(counts).shape
         if counted != experts:
@@ -104,11 +131,11 @@ def check_file(model_config: Any) -> None:
             )
 
 
-def read_location(given: str) -> dict[str, Any]:
+def read_location(path: str) -> dict[str, Any]:
     """Return the content of --init-expert-location, a file or JSON text, as SGLang reads it."""
-    if given.endswith(".pt"):
-        with open_regular(Path(given)) as file:
+    if path.endswith(".pt"):
+        with open_regular(Path(path)) as file:
             content: dict[str, Any] = torch.load(file, weights_only=True, map_location="cpu")
         return content
-    text = read_text(Path(given)) if given.endswith(".json") else given
+    text = read_text(Path(path)) if path.endswith(".json") else path
     return dict(json.loads(text))

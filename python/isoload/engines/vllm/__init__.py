@@ -1,11 +1,12 @@
 """isoload inside of vLLM: behind its expert-parallel load balancer (EPLB), attached as a general plug-in.
 docs/vllm.md describes it.
 
-layers      the Balancers of all models, made once and refreshed in place
-dispatch    hooks of the choice of replicas and of EPLB's state
-placement   the policy of rebalances
-start       the placement file that vLLM starts from
-self_check  a known batch through every hook
+layers     the Balancers of all models, made once and refreshed in place
+dispatch   hooks of the choice of replicas and of EPLB's state
+placement  the policy of rebalances, and the placement file that vLLM starts from
+
+Here: which hook serves which function, and a known batch through every hook that can run without a model, before any
+is hooked.
 """
 
 from __future__ import annotations
@@ -15,13 +16,18 @@ import logging
 import pkgutil
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from isoload.engines.seams import PlugIn, Seam, read_seams
 from isoload.engines.settings import PLACEMENT, VLLM, Settings
-from isoload.engines.vllm import dispatch, self_check, start
-from isoload.engines.vllm.layers import MODELS
-from isoload.engines.vllm.placement import make_policy
+from isoload.engines.tables import IDS, SLOTS, is_right, known_balancer, known_placement, replica_lists
+from isoload.engines.vllm import dispatch, placement
+from isoload.engines.vllm.layers import MODELS, Layer
+from isoload.engines.vllm.placement import START, make_policy
 
 HOOKS: dict[str, Callable[..., Any]] = {
     "add_model": dispatch.add_model,
@@ -31,9 +37,47 @@ HOOKS: dict[str, Callable[..., Any]] = {
     "step": dispatch.step,
 }
 AT_START: dict[str, Callable[..., Any]] = {
-    "add_model": start.add_model,
-    "initialize_model": start.initialize_model,
+    "add_model": placement.add_model,
+    "initialize_model": placement.initialize_model,
 }
+
+
+def first_replica(topk_ids: Tensor, *_: Any) -> Tensor:
+    """Return every copy's first replica, in place of vLLM's function, which is a kernel for GPUs."""
+    lists = replica_lists(known_placement())
+    return lists.logical_to_physical[0, topk_ids.long(), 0].to(topk_ids.dtype)
+
+
+def check_dispatch() -> bool:
+    """Check map_and_record with and without rows of padding, recorded and not."""
+    lists, right = replica_lists(known_placement()), True
+    maps = lists.logical_to_physical[0], lists.num_replicas[0]
+    runner = SimpleNamespace(do_naive_dispatch_combine=False)
+    MODELS.by_map[maps[0].data_ptr()] = Layer(known_balancer(), None, runner, "same")
+    for valid in (None, torch.tensor(3, dtype=torch.int32)):
+        for record in (True, False):
+            loads, rows = torch.zeros(SLOTS.shape[1], dtype=torch.int32), len(IDS) if valid is None else 3
+            slots = dispatch.map_and_record(first_replica, IDS, loads, *maps, torch.tensor(record), valid)
+            want = torch.bincount(slots[:rows].flatten().long(), minlength=len(loads)) * record
+            right &= is_right(slots, rows) and torch.equal(slots[rows:], first_replica(IDS[rows:]))
+            right &= torch.equal(loads, want.int())
+    return right
+
+
+def check_policy() -> bool:
+    """Check that a map has the shape, type and device of vLLM's own."""
+    from vllm.distributed.eplb.policy import DefaultEplbPolicy
+
+    loads, known = torch.tensor([[90, 30, 5, 5, 5, 5]], dtype=torch.int32), known_placement()
+    maps = [
+        policy.rebalance_experts(loads, SLOTS.shape[1], 1, 1, known.topology.num_ranks, SLOTS)
+        for policy in (make_policy(MODELS.settings.placer), DefaultEplbPolicy)
+    ]
+    alike = all(getattr(maps[0], name) == getattr(maps[1], name) for name in ("shape", "dtype", "device"))
+    return alike and maps[0].unique().tolist() == list(range(known.num_experts))
+
+
+CHECKS = {"eplb_map_to_physical_and_record": check_dispatch, "rebalance_experts": check_policy}
 
 
 def attach_or_leave() -> None:
@@ -76,7 +120,7 @@ def hook(seams: list[Seam], settings: Settings) -> None:
 
 
 def wrap(target: str, around: Callable[..., Any]) -> None:
-    """Wraps vLLM's function of a dotted path: in its own place, and where modules have imported it by name."""
+    """Wrap vLLM's function of a dotted path, in its own module and where modules have imported it by name."""
     path, _, name = target.rpartition(".")
     owner = pkgutil.resolve_name(path)
     original = getattr(owner, name)
@@ -92,7 +136,7 @@ def wrap(target: str, around: Callable[..., Any]) -> None:
 
 
 def log_as_vllm() -> None:
-    """vLLM gives handlers to its own logger alone; where the program gave none either, isoload's lines go to them."""
+    """Send isoload's lines to the handlers of vLLM's logger where the program has set none."""
     import vllm.logger  # noqa: F401  # configures it
 
     log, theirs = logging.getLogger("isoload"), logging.getLogger("vllm")
@@ -103,8 +147,8 @@ def log_as_vllm() -> None:
         log.propagate = False  # handlers that the root gets later would write each line again
 
 
-FROM_FILE = PlugIn("vLLM", PLACEMENT, start.START.start, {}, hook_start, read_seams("vllm_start"))
-PLUG_IN = PlugIn("vLLM", VLLM, MODELS.start, self_check.CHECKS, hook)
+FROM_FILE = PlugIn("vLLM", PLACEMENT, START.start, {}, hook_start, read_seams("vllm_start"))
+PLUG_IN = PlugIn("vLLM", VLLM, MODELS.start, CHECKS, hook)
 
 
 def attach(settings: Settings) -> list[str]:

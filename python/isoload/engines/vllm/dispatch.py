@@ -15,7 +15,7 @@ Original = Callable[..., Any]
 
 
 def add_model(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Around EplbState.add_model, at whose end a loaded model's experts have their first places."""
+    """Wrap EplbState.add_model, at whose end a loaded model's experts have their first places."""
     before = set(self.model_states)
     original(self, *args, **kwargs)
     for key, state in self.model_states.items():
@@ -29,13 +29,13 @@ def commit(
     model_state: Any,
     new_physical_to_logical_map: Tensor,
     layer: int | None = None,
-    **named: Any,
+    **kwargs: Any,
 ) -> None:
-    """Around _commit_eplb_maps: a rebalance has moved the experts of all layers; and around
-    _commit_eplb_maps_for_layer: an asynchronous one has moved those of one."""
-    original(model_state, new_physical_to_logical_map, *([] if layer is None else [layer]), **named)
+    """Wrap _commit_eplb_maps, after a rebalance has moved the experts of all layers, and _commit_eplb_maps_for_layer,
+    after an asynchronous one has moved those of one layer."""
+    original(model_state, new_physical_to_logical_map, *([] if layer is None else [layer]), **kwargs)
     MODELS.watch.progressed()
-    layers = MODELS.of(model_state)
+    layers = MODELS.layers(model_state)
     if layers is not None and layers.by_id:
         layers.follow(new_physical_to_logical_map, layer)
         layers.check_moved(None if layer is None else [layer])
@@ -51,13 +51,13 @@ def map_and_record(
     logical_replica_count: Tensor,
     record_enabled: Tensor,
     num_unpadded_tokens: Tensor | None = None,
-    **named: Any,
+    **kwargs: Any,
 ) -> Tensor:
-    """Around eplb_map_to_physical_and_record."""
+    """Wrap eplb_map_to_physical_and_record: return the slots of isoload's plan."""
     layer = MODELS.by_map.get(logical_to_physical_map.data_ptr())
     maps = logical_to_physical_map, logical_replica_count
     if layer is None or isinstance(layer, Counted):
-        theirs = original(topk_ids, expert_load_view, *maps, record_enabled, num_unpadded_tokens, **named)
+        theirs = original(topk_ids, expert_load_view, *maps, record_enabled, num_unpadded_tokens, **kwargs)
         if layer is not None:
             layer.record.add(layer.layer, theirs, None if layer.gathered else num_unpadded_tokens)
         return cast(Tensor, theirs)
@@ -65,9 +65,9 @@ def map_and_record(
     theirs = None
     if replaces_padding or layer.switch is not None:
         unrecorded = torch.zeros_like(record_enabled)
-        theirs = original(topk_ids, expert_load_view, *maps, unrecorded, num_unpadded_tokens, **named)
-    given = topk_ids, expert_load_view, record_enabled, num_unpadded_tokens
-    slots = layer.map_and_record(*given, None if layer.switch is None else theirs)
+        theirs = original(topk_ids, expert_load_view, *maps, unrecorded, num_unpadded_tokens, **kwargs)
+    batch = topk_ids, expert_load_view, record_enabled, num_unpadded_tokens
+    slots = layer.map_and_record(*batch, None if layer.switch is None else theirs)
     if num_unpadded_tokens is None or not replaces_padding:
         return slots
     # Rows of padding keep vLLM's own replica: some of its kernels take no -1.
@@ -78,7 +78,7 @@ def map_and_record(
 def step(
     original: Original, self: Any, is_dummy: bool = False, is_profile: bool = False, **kwargs: Any
 ) -> None:
-    """Around EplbState.step, which every rank calls after every forward pass, one without requests after a dummy one:
+    """Wrap EplbState.step, which every rank calls after every forward pass, one without requests after a dummy one:
     vLLM counts these calls towards its own rebalances. Reports wait for the device, once per interval. What a profiling
     pass counted is forgotten."""
     if is_profile:

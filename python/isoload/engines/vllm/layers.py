@@ -33,23 +33,11 @@ class Layer(EngineLayer):
     def __init__(self, balancer: Balancer, meter: Meter | None, runner: Any, tokens: RankTokens) -> None:
         super().__init__(balancer, meter)
         self.runner, self.tokens = runner, tokens
-        self.decode_tokens = 0  # most of a rank's pass of decode, where each phase has a policy
-
-    def phase(self, num_rows: int) -> str:
-        """Of the pass under way, by what all ranks agree about: the tokens of the fullest one, padded; vLLM says no
-        more. A graph has the same number whenever it is replayed. num_rows: of this rank, where all hold the same."""
-        from vllm.forward_context import get_forward_context
-
-        agreed = get_forward_context().dp_metadata
-        if agreed is None and self.tokens == "own":
-            raise RuntimeError("vLLM must say how many tokens each rank has where these are its own")
-        tokens = num_rows if agreed is None else int(agreed.num_tokens_across_dp_cpu.max())
-        return "prefill" if tokens > self.decode_tokens else "decode"
 
     def describe(self) -> str:
-        """What ranks hold, and what they exchange so that copies are level."""
-        held = {"own": f"tokens of their own, {EXCHANGED[self.balancer.loads]}", "same": EXCHANGED["same"]}
-        return held.get(self.tokens, "tokens gathered before they are routed, no collective")
+        """Return what ranks hold, and what they exchange so that copies are level."""
+        texts = {"own": f"tokens of their own, {EXCHANGED[self.balancer.loads]}", "same": EXCHANGED["same"]}
+        return texts.get(self.tokens, "tokens gathered before they are routed, no collective")
 
     def map_and_record(
         self,
@@ -59,7 +47,7 @@ class Layer(EngineLayer):
         num_unpadded_tokens: Tensor | None,
         theirs: Tensor | None = None,
     ) -> Tensor:
-        """[T, K] slots of logical ids [T, K]; rows of padding that were not planned are -1.
+        """Return slots [T, K] of logical ids [T, K]; rows of padding that were not planned are -1.
 
         Args:
             topk_ids: any integers; -1 = masked.
@@ -73,23 +61,20 @@ class Layer(EngineLayer):
                 f"layer {self.balancer.layer}: vLLM must exchange tokens as when its model was loaded, "
                 f"do_naive_dispatch_combine is now {self.runner.do_naive_dispatch_combine}"
             )
-        self.turn(lambda: self.phase(len(topk_ids)))
         ids = topk_ids if topk_ids.dtype in (torch.int32, torch.int64) else topk_ids.to(torch.int32)
         # Gathered rows are all ranks', the number of unpadded ones is this rank's: planned by it, ranks would differ.
         padding_after = None if self.tokens == "gathered" else num_unpadded_tokens
         slots = counted = self.slots(ids, padding_after)
-        if theirs is not None:
-            slots = counted = self.standing(slots, theirs)
+        if self.switch is not None and theirs is not None:
+            slots = counted = self.switch.choose(slots, theirs)
         if (self.tokens == "gathered" or theirs is not None) and num_unpadded_tokens is not None:
             counted = slots.masked_fill(padding(slots, num_unpadded_tokens), -1)
-        if self.record is not None:
-            self.record.add(self.balancer.layer, slots if self.tokens == "gathered" else counted)
         expert_load_view += count(counted, len(expert_load_view)) * record_enabled
         return slots.to(topk_ids.dtype)
 
 
 def padding(rows: Tensor, num_unpadded_tokens: Tensor) -> Tensor:
-    """[T, 1] whether a row is padding."""
+    """Return [T, 1] whether a row is padding."""
     return (torch.arange(len(rows), device=rows.device) >= num_unpadded_tokens).unsqueeze(1)
 
 
@@ -97,6 +82,7 @@ class ModelLayers(EngineLayers[Layer]):
     """All layers of one model, the served one or a draft."""
 
     engine = "vLLM"
+    draft = False  # whether the model drafts for the served one
 
     def engine_group(self) -> dist.ProcessGroup:
         from vllm.distributed.parallel_state import get_ep_group
@@ -110,8 +96,8 @@ class ModelLayers(EngineLayers[Layer]):
         return int(get_ep_group().rank_in_group)
 
     def make(self, state: Any, parallel: Any) -> Counter[str]:
-        """Balancers of the layers of an EplbModelState whose tokens isoload can plan, under a ParallelConfig; for the
-        others how many vLLM keeps, by reason."""
+        """Make Balancers for the layers of an EplbModelState whose tokens isoload can plan, under a ParallelConfig;
+        return by reason how many layers vLLM keeps."""
         from vllm.distributed.parallel_state import get_ep_group, get_node_count
 
         if self.settings.switch is not None and getattr(parallel, "pipeline_parallel_size", 1) > 1:
@@ -121,31 +107,28 @@ class ModelLayers(EngineLayers[Layer]):
         tables = state.physical_to_logical_map.cpu()
         topology = engine_topology(get_ep_group().world_size, get_node_count())
         experts = state.model.num_logical_experts
-        if self.recorded and not parallel.enable_elastic_ep:
+        if not self.draft and not parallel.enable_elastic_ep:
             check_sizes(state, parallel, topology.num_ranks)
         check_placer("--enable-eplb", self.settings.placer, tables, experts, topology)
         self.place(tables, experts, topology, state.physical_to_logical_map.device)
-        policies = self.settings.policies_for(shared=False)
+        policy = self.settings.policies_for(shared=False)["decode"]
         loads = self.settings.loads_for("own" if self.settings.policy is None else "gathered")
-        held, kept = tokens_by_layer(state, parallel, loads)
-        for i, tokens in held.items():
-            most = None if self.switch is None else most_decoded(parallel, tokens == "gathered")
-            made = self.balancer(i, policies, self.group(topology) if tokens == "own" else None, loads)
-            layer = Layer(made, self.own_meter(), state.model.moe_layers[i], tokens)
-            self.add(layer, policies, state.model_name, most)
-            if layer.policies:
-                layer.decode_tokens = most_decoded(parallel, gathered=False)
-        return kept
+        layer_tokens, skipped = tokens_by_layer(state, parallel, loads)
+        for i, tokens in layer_tokens.items():
+            balancer = self.balancer(i, policy, self.group(topology) if tokens == "own" else None, loads)
+            self.add(Layer(balancer, self.own_meter(), state.model.moe_layers[i], tokens))
+        return skipped
 
     def count(self, state: Any, parallel: Any, name: str) -> dict[int, Counted]:
-        """In shadow mode: makes the record of an EplbModelState, under a name in metrics; the layers that it counts."""
+        """In shadow mode: make the record of an EplbModelState, under a name in metrics; return the layers that it
+        counts."""
         from vllm.distributed.parallel_state import get_ep_group, get_node_count
 
-        held, kept = tokens_by_layer(state, parallel, "own")
+        layer_tokens, skipped = tokens_by_layer(state, parallel, "own")
         if not parallel.enable_elastic_ep:
             check_sizes(state, parallel, get_ep_group().world_size)
-        group, kinds = get_ep_group(), {tokens == "own" for tokens in held.values()}
-        for reason, number in kept.items():
+        group, kinds = get_ep_group(), {tokens == "own" for tokens in layer_tokens.values()}
+        for reason, number in skipped.items():
             log.info(f"isoload: in shadow {number} layers of {state.model_name} are not counted: {reason}")
         if len(kinds) != 1:
             log.error(
@@ -156,17 +139,17 @@ class ModelLayers(EngineLayers[Layer]):
             self.settings, self.engine, state.model_name, group.rank_in_group, state.physical_to_logical_map.cpu(),
             state.model.num_logical_experts, engine_topology(group.world_size, get_node_count()),
             "own" if kinds.pop() else "same", state.physical_to_logical_map.device,
-            most_decoded(parallel, "gathered" in held.values()),
+            most_decoded(parallel, "gathered" in layer_tokens.values()),
         )  # fmt: skip
         self.measure(name, "engine", {})
         if not record.rank:
             stays = f"vLLM's EPLB of {state.model_name}, which chooses and rebalances as ever"
-            log.info(f"isoload: in shadow behind {stays}: {record.kept(len(held))}")
-            self.say_unused({})
-        return {i: Counted(record, i, tokens == "gathered") for i, tokens in held.items()}
+            log.info(f"isoload: in shadow behind {stays}: {record.summary(len(layer_tokens))}")
+            self.warn_unused({})
+        return {i: Counted(record, i, tokens == "gathered") for i, tokens in layer_tokens.items()}
 
     def follow(self, rows: Tensor, layer: int | None = None) -> None:
-        """Takes new locations: [L, P] of all layers, or [P] of one."""
+        """Load new locations: [L, P] of all layers, or [P] of one."""
         if not self.refresh(replaced(self.tables, rows, layer)):
             raise RuntimeError(f"vLLM must keep its {list(self.tables.shape)} slots, got {list(rows.shape)}")
 
@@ -174,23 +157,23 @@ class ModelLayers(EngineLayers[Layer]):
         MODELS.by_map = {at: layer for at, layer in MODELS.by_map.items() if layer not in self.by_id.values()}
         return super().detach()
 
-    def announce(self, name: str, kept: Counter[str]) -> None:
-        """What is attached, and what is not, of one rank for all."""
+    def announce(self, name: str, skipped: Counter[str]) -> None:
+        """Log on one rank what is attached, and what is not."""
         if self.engine_rank():
             return
-        held = " and ".join(sorted({layer.describe() for layer in self.by_id.values()}))
-        dispatch = f"replicas ({held}), {self.describe()}; " if self.by_id else ""
+        ways = " and ".join(sorted({layer.describe() for layer in self.by_id.values()}))
+        dispatch = f"replicas ({ways}), {self.describe()}; " if self.by_id else ""
         log.info(f"isoload: attached to vLLM's EPLB of {name}: {dispatch}placer {self.settings.placer}")
-        for reason, number in kept.items():
+        for reason, number in skipped.items():
             log.info(f"isoload: vLLM's own choice of replicas stays on {number} layers of {name}: {reason}")
-        if self.recorded:  # a draft model may hold other tokens than the served one
-            self.say_unused(self.unused())
+        if not self.draft:  # a draft model may hold other tokens than the served one
+            self.warn_unused(self.unused())
 
     def unused(self) -> dict[Variable, str]:
         """Return why variables have no effect on this model, as :meth:`Settings.unused` takes it."""
         if not self.by_id:
-            own = "vLLM's own choice of replicas stays on every layer. Start vLLM without what the lines above name"
-            return dict.fromkeys((POLICY, LOADS), own)
+            choice = "vLLM's own choice of replicas stays on every layer. Start vLLM without what the lines above name"
+            return dict.fromkeys((POLICY, LOADS), choice)
         if any(layer.tokens == "own" for layer in self.by_id.values()):
             return {}
         same = "all ranks route the same tokens, so each has the counts of all"
@@ -213,13 +196,14 @@ def check_sizes(state: Any, parallel: Any, num_ranks: int) -> None:
 
 
 def replaced(tables: Tensor, rows: Tensor, layer: int | None) -> Tensor:
-    """[L, P] tables on the host with new rows: [L, P] of all layers, or [P] of one."""
+    """Return tables [L, P] on the host with new rows: [L, P] of all layers, or [P] of one."""
     rows = rows.cpu().to(tables.dtype)
     return rows if layer is None else tables.index_copy(0, torch.tensor([layer]), rows.unsqueeze(0))
 
 
 def most_decoded(parallel: Any, gathered: bool) -> int:
-    """Most tokens of a pass without prefill: those of as many requests as vLLM serves at a time, and their drafts."""
+    """Return the most tokens of a pass without prefill: one and its drafts for each request that vLLM serves at a
+    time."""
     from vllm.config import get_current_vllm_config
 
     config = get_current_vllm_config()
@@ -229,7 +213,7 @@ def most_decoded(parallel: Any, gathered: bool) -> int:
 
 
 def tokens_of(runner: Any, parallel: Any, loads: str) -> tuple[RankTokens | None, str]:
-    """What a rank holds when it routes, as vLLM's layer and configuration say; the same on all ranks.
+    """Return what a rank holds when it routes, by vLLM's layer and configuration; the same on all ranks.
 
     own       rows of its own, which an all-to-all exchanges afterwards
     same      the rows that all ranks hold
@@ -262,33 +246,33 @@ def tokens_of(runner: Any, parallel: Any, loads: str) -> tuple[RankTokens | None
 
 
 def tokens_by_layer(state: Any, parallel: Any, loads: str) -> tuple[dict[int, RankTokens], Counter[str]]:
-    """:func:`tokens_of` the layers of an EplbModelState; of the others how many vLLM keeps, by reason."""
-    held, kept = dict[int, RankTokens](), Counter[str]()
+    """Return :func:`tokens_of` an EplbModelState's layers, and by reason how many layers vLLM keeps."""
+    layer_tokens, skipped = dict[int, RankTokens](), Counter[str]()
     for i, runner in enumerate(state.model.moe_layers):
         tokens, reason = tokens_of(runner, parallel, loads)
         if tokens is None:
-            kept[reason] += 1
+            skipped[reason] += 1
         else:
-            held[i] = tokens
-    return held, kept
+            layer_tokens[i] = tokens
+    return layer_tokens, skipped
 
 
-def is_draft(args: Sequence[Any], named: Mapping[str, Any]) -> bool:
+def is_draft(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether EplbState.add_model(model, model_config, model_name=None) is given a draft: vLLM names these alone, from
     0.32 on; before that their configuration states it."""
-    config = named.get("model_config", args[1] if len(args) > 1 else None)
-    named_draft = named.get("model_name", args[2] if len(args) > 2 else None) is not None
+    config = kwargs.get("model_config", args[1] if len(args) > 1 else None)
+    named_draft = kwargs.get("model_name", args[2] if len(args) > 2 else None) is not None
     return named_draft or getattr(config, "runner_type", None) == "draft"
 
 
-def served_name(args: Sequence[Any], named: Mapping[str, Any]) -> str:
-    """That of vLLM's own metrics, of what EplbState.add_model is given; empty: a configuration without one."""
-    config = named.get("model_config", args[1] if len(args) > 1 else None)
+def served_name(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """Return the name in vLLM's own metrics from the arguments of EplbState.add_model; empty: it has none."""
+    config = kwargs.get("model_config", args[1] if len(args) > 1 else None)
     return str(getattr(config, "served_model_name", None) or "")
 
 
 class Counted(NamedTuple):
-    """A layer in shadow mode; gathered: its rows are those of all ranks, of which vLLM says no padding."""
+    """A layer in shadow mode; gathered: its rows are those of all ranks, whose padding vLLM does not give."""
 
     record: EngineRecord
     layer: int
@@ -302,7 +286,12 @@ class Models:
         self.start(Settings.read({}))
 
     def start(self, settings: Settings) -> None:
-        """Of a process whose hooks are attached; it has no model yet."""
+        """Begin in a process whose hooks are attached and which has no model yet."""
+        if settings.phased:
+            raise ValueError(
+                f"{POLICY.name} with a policy for each phase was removed in 0.2 in vLLM, whose batches mix "
+                f"phases: use one policy, got {settings.policy!r}"
+            )
         self.settings, self.in_shadow = settings, settings.mode == "shadow"
         seconds = 0 if self.in_shadow else settings.report_seconds
         self.meter = Meter("vLLM", seconds) if seconds else None
@@ -312,43 +301,43 @@ class Models:
         self.by_map: dict[int, Layer | Counted] = {}
 
     def add(self, state: Any, parallel: Any, draft: bool = False, name: str = "") -> None:
-        """Takes a model whose experts vLLM has placed; of drafts, which come first, no plans are measured. All ranks
+        """Take a model whose experts vLLM has placed; of drafts, which come first, no plans are measured. All ranks
         call it together. name: as served; empty: the state's."""
         layers, name = ModelLayers(), name or state.model_name
-        layers.settings, layers.recorded = self.settings, not draft
+        layers.settings, layers.draft = self.settings, draft
         if self.in_shadow:
             if not draft:
-                self._keep(state, layers, layers.count(state, parallel, name))
+                self._register(state, layers, layers.count(state, parallel, name))
             return
         layers.meter = None if draft else self.meter
-        kept = layers.make(state, parallel)
-        self._keep(state, layers, layers.by_id)
-        layers.announce(state.model_name, kept)
+        skipped = layers.make(state, parallel)
+        self._register(state, layers, layers.by_id)
+        layers.announce(state.model_name, skipped)
         weights = dict(enumerate(state.model.expert_weights)) if self.settings.report_seconds else {}
-        layers.measure(name, self.settings.placer, weights, sum(kept.values()))
+        layers.measure(name, self.settings.placer, weights, sum(skipped.values()))
         if not draft:
             self.watch.metrics = layers.metrics
         if self.settings.check_weights:
             layers.check_loaded(dict(enumerate(state.model.expert_weights)))
 
-    def _keep(self, state: Any, layers: ModelLayers, held: Mapping[int, Layer | Counted]) -> None:
-        """Until vLLM drops the model, so that its addresses may be another's."""
-        maps = {state.logical_to_physical_map[i].data_ptr(): layer for i, layer in held.items()}
+    def _register(self, state: Any, layers: ModelLayers, by_layer: Mapping[int, Layer | Counted]) -> None:
+        """Keep the layers until vLLM drops the model, after which other tensors may have its addresses."""
+        maps = {state.logical_to_physical_map[i].data_ptr(): layer for i, layer in by_layer.items()}
         self.by_state[id(state)] = layers
         self.by_map.update(maps)
         weakref.finalize(state, self._forget, id(state), list(maps))
 
-    def of(self, state: Any) -> ModelLayers | None:
-        """The model's, by its EplbModelState."""
+    def layers(self, state: Any) -> ModelLayers | None:
+        """Return a model's layers by its EplbModelState."""
         return self.by_state.get(id(state))
 
     def step_ended(self, states: Iterable[Any]) -> None:
-        """A forward pass over these EplbModelStates is over, on all ranks, a dummy one too."""
-        for layers in filter(None, map(self.of, states)):
+        """Count a forward pass over these EplbModelStates, on all ranks, a dummy pass too."""
+        for layers in filter(None, map(self.layers, states)):
             layers.step_ended()
 
     def check_device(self) -> None:
-        """Raises ValueError for what ops found wrong in values on a GPU; called where the host waits anyway."""
+        """Raise ValueError for what ops found wrong in values on a GPU; called where the host waits anyway."""
         for layers in self.by_state.values():
             layers.check_device()
 

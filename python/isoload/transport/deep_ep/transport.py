@@ -96,13 +96,13 @@ class DeepEPDispatcher(Dispatcher):
         rows = x[0]
         # a tensor of our own: DeepEP keeps it until backward, and a route may be written again for the next batch
         topk_idx = slots[0].to(torch.int64, copy=True, memory_format=torch.contiguous_format)
-        link, got, local, gates, handle = Dispatch.apply(
+        link, received, local, gates, handle = Dispatch.apply(
             self, topk_idx, self._anchor(), rows.contiguous(), weights[0].contiguous()
         )
         traffic = self.group.traffic
         traffic.host_syncs += self.host_waits
         traffic.move_to(rows.device)
-        return [Received(got, local, gates, DeepEPHandle(handle, len(rows), link), ends=handle.ends)]
+        return [Received(received, local, gates, DeepEPHandle(handle, len(rows), link), ends=handle.ends)]
 
     def combine(self, y: Owned, received: list[Received], own: Owned | None = None) -> Owned:
         (handle,) = self.check_received(y, received, DeepEPHandle)
@@ -129,11 +129,11 @@ class DeepEPDispatcher(Dispatcher):
         facts = dispatch_facts(rank, x, slots, weights, slots_per_rank, shape.num_ranks)
         if x.dtype not in self.dtypes:
             raise ValueError(f"x of rank {rank} must be bfloat16 for DeepEP, got {x.dtype}")
-        made = {"hidden": x.shape[1], "top_k": slots.shape[1], "slots_per_rank": slots_per_rank}
-        for name, given in made.items():
-            if given != getattr(shape, name):
+        values = {"hidden": x.shape[1], "top_k": slots.shape[1], "slots_per_rank": slots_per_rank}
+        for name, value in values.items():
+            if value != getattr(shape, name):
                 raise ValueError(
-                    f"{name} of rank {rank} must be {getattr(shape, name)}, as the dispatcher was made for, got {given}"
+                    f"{name} of rank {rank} must be {getattr(shape, name)}, as the dispatcher was made for, got {value}"
                 )
         if len(x) > shape.max_tokens_per_rank:
             raise ValueError(
@@ -155,9 +155,9 @@ class DeepEPDispatcher(Dispatcher):
         """Joins the exchange to autograd on every rank, where it has a backward."""
         return anchor() if self.wire.differentiable else torch.zeros(())
 
-    def _refuse_gradients(self, name: str, *given: Tensor) -> None:
-        wanted = torch.is_grad_enabled() and any(value.requires_grad for value in given)
-        if wanted and not self.wire.differentiable:
+    def _refuse_gradients(self, name: str, *tensors: Tensor) -> None:
+        needed = torch.is_grad_enabled() and any(value.requires_grad for value in tensors)
+        if needed and not self.wire.differentiable:
             raise ValueError(
                 f"{name} must not require a gradient for DeepEP's {self.wire.kind}, which has no backward, "
                 "got requires_grad=True"
@@ -169,11 +169,11 @@ class Dispatch(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, of: DeepEPDispatcher, topk_idx: Tensor, _anchor: Tensor, x: Tensor, weights: Tensor
+        ctx: Any, dispatcher: DeepEPDispatcher, topk_idx: Tensor, _anchor: Tensor, x: Tensor, weights: Tensor
     ) -> tuple[Any, ...]:
-        with of.group.named("dispatch"):
-            sent = of.wire.dispatch(x, topk_idx, weights)
-        ctx.of, ctx.handle = of, sent.handle
+        with dispatcher.group.named("dispatch"):
+            sent = dispatcher.wire.dispatch(x, topk_idx, weights)
+        ctx.of, ctx.handle = dispatcher, sent.handle
         ctx.save_for_backward(sent.slots)
         ctx.mark_non_differentiable(sent.slots)
         # EPBuffer sends all weights of a token to each of its ranks
@@ -196,11 +196,13 @@ class Combine(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, of: DeepEPDispatcher, handle: WireHandle, _link: Tensor, y: Tensor, *own: Tensor
+        ctx: Any, dispatcher: DeepEPDispatcher, handle: WireHandle, _link: Tensor, y: Tensor, *local: Tensor
     ) -> Tensor:
-        ctx.of, ctx.handle, ctx.has_own = of, handle, bool(own)
-        with of.group.named("combine"):
-            return of.wire.combine(y.contiguous(), handle, None, own[0].contiguous() if own else None)[0]
+        ctx.of, ctx.handle, ctx.has_own = dispatcher, handle, bool(local)
+        with dispatcher.group.named("combine"):
+            return dispatcher.wire.combine(
+                y.contiguous(), handle, None, local[0].contiguous() if local else None
+            )[0]
 
     @staticmethod
     @once_differentiable
@@ -230,8 +232,8 @@ class Package:
 
 def installed() -> list[Package]:
     """The packages that are there, that with the preferred buffer first; one without buffers is not DeepSeek's."""
-    found = list(_read(MODULES))
-    return sorted(found, key=lambda p: min(map(BUFFERS.index, p.buffers), default=len(BUFFERS)))
+    packages = list(_read(MODULES))
+    return sorted(packages, key=lambda p: min(map(BUFFERS.index, p.buffers), default=len(BUFFERS)))
 
 
 def load_buffer(name: str | None = None) -> Any:
@@ -247,11 +249,11 @@ def load_buffer(name: str | None = None) -> Any:
     if name is not None and name not in BUFFERS:
         raise ValueError(not_one_of("kind", BUFFERS, name))
     for package in installed():
-        wanted = name or next(iter(package.buffers), None)
-        if wanted in package.buffers:
-            return getattr(_start(package), str(wanted))
-    there = ", ".join(f"{p} with {', '.join(p.buffers) or 'no buffer'}" for p in installed()) or "none"
-    raise ValueError(f"DeepEP must be installed with {name or ' or '.join(BUFFERS)}, got {there}")
+        buffer = name or next(iter(package.buffers), None)
+        if buffer in package.buffers:
+            return getattr(_start(package), str(buffer))
+    packages = ", ".join(f"{p} with {', '.join(p.buffers) or 'no buffer'}" for p in installed()) or "none"
+    raise ValueError(f"DeepEP must be installed with {name or ' or '.join(BUFFERS)}, got {packages}")
 
 
 def _start(package: Package) -> Any:
@@ -328,12 +330,14 @@ class DeepEPTransport(Transport):
         shape = Shape(joined.topology.num_ranks, slots_per_rank, top_k, hidden, max_tokens_per_rank)
         if buffer is None:
             with joined.agreeing("construction"):
-                made = load_buffer("Buffer" if low_latency else kind)
-                name = f"{made.__name__}{', low latency' if low_latency else ''}"
+                buffer_class = load_buffer("Buffer" if low_latency else kind)
+                name = f"{buffer_class.__name__}{', low latency' if low_latency else ''}"
                 LIMITS[name].check(name, shape)
                 if borrow_bytes and name != "EPBuffer":
                     raise ValueError(f"borrow_bytes must be 0 for DeepEP's {name}, got {borrow_bytes}")
-            buffer = make_buffer(made, joined.process_group, shape, low_latency, deterministic, borrow_bytes)
+            buffer = make_buffer(
+                buffer_class, joined.process_group, shape, low_latency, deterministic, borrow_bytes
+            )
         dispatcher = DeepEPDispatcher(joined, buffer, shape, waits, expert_major)
         joined.memo(_BUFFER, lambda: buffer)
         super().__init__(joined, dispatcher)
@@ -345,7 +349,7 @@ def shared_buffer(group: Group) -> Any:
 
 
 def make_buffer(
-    made: Any,
+    buffer_class: Any,
     group: dist.ProcessGroup | None,
     shape: Shape,
     low_latency: bool,
@@ -353,27 +357,27 @@ def make_buffer(
     borrow_bytes: int,
 ) -> Any:
     """A buffer of a class of DeepEP, sized for a shape as its own hints say."""
-    if made.__name__ == "Buffer":
+    if buffer_class.__name__ == "Buffer":
         ranks, row_bytes = shape.num_ranks, 2 * shape.hidden
         if low_latency:
-            size = made.get_low_latency_rdma_size_hint(
+            size = buffer_class.get_low_latency_rdma_size_hint(
                 shape.max_tokens_per_rank, shape.hidden, ranks, shape.num_slots
             )
-            return made(group, 0, size, low_latency_mode=True, num_qps_per_rank=shape.slots_per_rank)
-        configs = made.get_dispatch_config(ranks), made.get_combine_config(ranks)
+            return buffer_class(group, 0, size, low_latency_mode=True, num_qps_per_rank=shape.slots_per_rank)
+        configs = buffer_class.get_dispatch_config(ranks), buffer_class.get_combine_config(ranks)
         nvlink = max(c.get_nvl_buffer_size_hint(row_bytes, ranks) for c in configs)
         rdma = 0
         if ranks > NODE:  # a DeepEP built without NVSHMEM has no hint
             rdma = max(c.get_rdma_buffer_size_hint(row_bytes, ranks) for c in configs)
-        return made(group, nvlink, rdma)
-    more = {}
-    if made.__name__ == "EPBuffer":
-        more["lb_allocation_plan_or_num_bytes"] = -(-borrow_bytes // ALLOCATION) * ALLOCATION
-    return made(
+        return buffer_class(group, nvlink, rdma)
+    options = {}
+    if buffer_class.__name__ == "EPBuffer":
+        options["lb_allocation_plan_or_num_bytes"] = -(-borrow_bytes // ALLOCATION) * ALLOCATION
+    return buffer_class(
         group,
         num_max_tokens_per_rank=shape.max_tokens_per_rank,
         hidden=shape.hidden,
         num_topk=shape.top_k,
         deterministic=deterministic,
-        **more,
+        **options,
     )

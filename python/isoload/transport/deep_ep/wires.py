@@ -66,23 +66,23 @@ class Limits:
         slots = (
             self.slots_per_rank if shape.num_ranks <= NODE else min(self.slots_per_rank, self.between_nodes)
         )
-        for name, given, most in (
+        for name, value, limit in (
             ("slots_per_rank", shape.slots_per_rank, slots),
             ("ranks x slots_per_rank", shape.num_slots, self.num_slots),
             ("top_k", shape.top_k, self.top_k),
             ("hidden", shape.hidden, self.most_hidden),
         ):
-            if given > most:
-                raise ValueError(f"{name} must be at most {most} for DeepEP's {kind}, got {given}")
+            if value > limit:
+                raise ValueError(f"{name} must be at most {limit} for DeepEP's {kind}, got {value}")
         if shape.hidden % HIDDEN_MULTIPLE:
             raise ValueError(
                 f"hidden must be a multiple of {HIDDEN_MULTIPLE} for DeepEP's {kind}, got {shape.hidden}"
             )
         for name, allowed in (("hidden", self.hidden), ("num_ranks", self.num_ranks)):
             if allowed and getattr(shape, name) not in allowed:
-                some = ", ".join(map(str, allowed))
+                values = ", ".join(map(str, allowed))
                 raise ValueError(
-                    f"{name} must be one of {some} for DeepEP's {kind}, got {getattr(shape, name)}"
+                    f"{name} must be one of {values} for DeepEP's {kind}, got {getattr(shape, name)}"
                 )
         rows = shape.num_ranks * shape.max_tokens_per_rank
         if rows % self.tokens_multiple:
@@ -160,9 +160,9 @@ class Wire(ABC):
                 "waits must be True for expert_major, whose rows are counted by expert, got False"
             )
         for method, names in self.needs.items():
-            found = getattr(buffer, method, None)
-            taken = inspect.signature(found).parameters if callable(found) else {}
-            if missing := [name for name in names.split() if name not in taken]:
+            function = getattr(buffer, method, None)
+            parameters = inspect.signature(function).parameters if callable(function) else {}
+            if missing := [name for name in names.split() if name not in parameters]:
                 raise ValueError(
                     f"buffer.{method} must take {', '.join(missing)} as the {self.kind} that isoload was written "
                     f"for, got a {type(buffer).__name__} of another version"
@@ -205,7 +205,7 @@ class ElasticWire(Wire):
     expands = True
 
     def dispatch(self, x: Tensor, topk_idx: Tensor, weights: Tensor) -> Sent:
-        rows, slots, got, handle, _ = self.buffer.dispatch(
+        rows, slots, gates, handle, _ = self.buffer.dispatch(
             x,
             topk_idx=topk_idx,
             topk_weights=weights,
@@ -220,13 +220,13 @@ class ElasticWire(Wire):
             slot = torch.arange(self.shape.slots_per_rank, device=rows.device)
             slots = slot.repeat_interleave(put_on(rows.device, counts), output_size=len(rows)).unsqueeze(1)
             ends = list(accumulate(counts))
-            return Sent(rows, slots, got.unsqueeze(1), WireHandle(handle, ends=ends))
+            return Sent(rows, slots, gates.unsqueeze(1), WireHandle(handle, ends=ends))
         if self.waits:
-            return Sent(rows, slots, got, WireHandle(handle))
+            return Sent(rows, slots, gates, WireHandle(handle))
         # behind the last row that came, memory is as it was
         count = handle.psum_num_recv_tokens_per_scaleup_rank[-1]
         real = (torch.arange(len(rows), device=rows.device) < count).unsqueeze(1)
-        return Sent(rows.masked_fill(~real, 0), slots.masked_fill(~real, -1), got, WireHandle(handle, real))
+        return Sent(rows.masked_fill(~real, 0), slots.masked_fill(~real, -1), gates, WireHandle(handle, real))
 
     def as_before(self) -> dict[str, Any]:
         # num_experts though the handle has it: the count of SMs is derived from the argument
@@ -254,7 +254,7 @@ class LegacyWire(Wire):
         per_rank, per_rdma_rank, per_slot, in_rank, _ = self.buffer.get_dispatch_layout(
             topk_idx, self.shape.num_slots
         )
-        rows, slots, got, _, handle, _ = self.buffer.dispatch(
+        rows, slots, gates, _, handle, _ = self.buffer.dispatch(
             x,
             num_tokens_per_rank=per_rank,
             num_tokens_per_rdma_rank=per_rdma_rank,
@@ -265,9 +265,9 @@ class LegacyWire(Wire):
             num_worst_tokens=0 if self.waits else self.shape.num_ranks * self.shape.max_tokens_per_rank,
         )
         if self.waits:
-            return Sent(rows, slots, got, WireHandle(handle))
+            return Sent(rows, slots, gates, WireHandle(handle))
         real = (slots >= 0).any(1, keepdim=True)
-        return Sent(rows.masked_fill(~real, 0), slots, got, WireHandle(handle, real))
+        return Sent(rows.masked_fill(~real, 0), slots, gates, WireHandle(handle, real))
 
 
 class LowLatencyWire(Wire):

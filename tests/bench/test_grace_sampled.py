@@ -1,7 +1,8 @@
-"""Policy grace_sampled: draws from the nearest replicas, in the proportions of their weights."""
+"""Policy grace_sampled of the benches: draws from the nearest replicas, in the proportions of their weights."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,18 @@ from isoload.policies import sample_seed
 from isoload.traces import read_trace
 from support.grace_cases import draw, tier
 
+sys.path.append(str(Path(__file__).parents[2] / "bench"))
+from lib.published_policies import registered
+
 SHIPPED = Path(__file__).parents[2] / "examples" / "traces" / "gptoss20b_decode.npz"
+
+
+@pytest.fixture(autouse=True)
+def policies_of_the_benches():
+    with registered():
+        yield
+
+
 LOCALITY = pytest.mark.parametrize("locality", [True, False])
 
 
