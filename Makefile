@@ -114,13 +114,13 @@ lint: $(TESTED)
 	$(CLANG_FORMAT) --dry-run --Werror $(SOURCES) $(shell find tests/native -type f)
 
 cuda-check: $(READY)
-	$(PY) csrc/cuda/check.py
+	$(PY) tests/tools/cuda_check.py
 
 # Not in .venv: the interpreter needs an older numpy, and a machine without a GPU needs Triton for nothing else.
 KERNELS_PY := .venv-kernels/bin/python
 kernels-check: .venv-kernels/.installed
 	$(KERNELS_PY) -m pytest -W ignore:::triton.runtime.interpreter tests/kernels
-	TRITON_CACHE_DIR=build/triton $(KERNELS_PY) kernels/check.py
+	TRITON_CACHE_DIR=build/triton PYTHONPATH=python $(KERNELS_PY) tests/tools/kernels_check.py
 
 # --no-deps: sglang asks for a CUDA torch and hundreds of packages that no test imports.
 SGLANG ?= sglang==0.5.23
@@ -215,7 +215,6 @@ bench: $(READY)
 	OPENBLAS_NUM_THREADS=1 $(PY) bench/bench_lp.py
 	$(PY) bench/bench_active.py
 	$(PY) bench/bench_ahead.py
-	$(PY) bench/bench_first.py
 	$(PY) bench/bench_kernels.py
 
 ifeq ($(VENV),0)

@@ -22,7 +22,7 @@ import numpy as np
 
 import isoload
 from isoload.analysis.judge import even_imbalance
-from isoload.times.cost import DEEPSEEK_V3_FP8
+from isoload.times.exchanges import DEEPSEEK_V3_FP8
 from isoload.traces import read_trace
 from lib import table
 from lib.harness import command, write_results

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 import torch.distributed as dist
 
 import isoload
@@ -20,14 +19,12 @@ from isoload.analysis.advice import Question
 from isoload.analysis.models import find_model, layer_time, layer_times
 from isoload.analysis.timeline import timeline
 from isoload.layer import LibraStack
-from isoload.times import cost
 from isoload.topology import as_topology
 from isoload.transport.deep_ep import DeepEPTransport
 from support import deep_ep_double
 from support.hugging_face import make_model
 
 MODEL = find_model("deepseek-v3")
-COST = cost.CostModel(hidden=8, intermediate=6)
 
 
 @pytest.fixture
@@ -60,7 +57,6 @@ def read(ranks: Any, folder: Path) -> Any:
 # Derived from a Placement, which has its topology already.
 DERIVED = {"PlacedLayers", "offsets"}
 COUNTS = np.ones((1, 16))
-SENT = torch.ones(8, 8, dtype=torch.int64)
 CALLS: dict[Any, tuple[Callable[..., Any], int]] = {
     isoload.Placement: (lambda ranks: isoload.Placement([[0, 1, 2, 3]], ranks, 4).topology, 2),
     isoload.place: (lambda ranks: isoload.place(COUNTS, ranks, 3).topology, 8),
@@ -85,13 +81,6 @@ CALLS: dict[Any, tuple[Callable[..., Any], int]] = {
     layer_time: (lambda ranks: layer_time("h200", "sglang", "prefill", MODEL, ranks), 8),
     layer_times: (lambda ranks: layer_times("h200", "sglang", "prefill", MODEL, ranks), 8),
     timeline: (seconds, 8),
-    cost.slots_in_time: (lambda ranks: cost.slots_in_time(4096, 4, ranks, COST), 8),
-    cost.import_seconds: (lambda ranks: cost.import_seconds(SENT, ranks, COST).tolist(), 8),
-    cost.exchange_seconds: (lambda ranks: cost.exchange_seconds(SENT, ranks, COST).tolist(), 8),
-    cost.lent: (
-        lambda ranks: cost.lent(torch.tensor([0, 1, 1, 0]), torch.tensor([0, 2]), 1, ranks).tolist(),
-        2,
-    ),
 }
 
 

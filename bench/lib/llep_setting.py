@@ -11,7 +11,7 @@ from torch import Tensor
 
 import isoload
 from isoload.policies import Policy, make_policy
-from isoload.times.cost import DEEPSEEK_V3_FP8
+from isoload.times.exchanges import DEEPSEEK_V3_FP8
 from isoload.weights.experts import ExpertWeights
 from workloads import make_workload
 

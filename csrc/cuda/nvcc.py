@@ -1,4 +1,4 @@
-"""The nvcc step of setup.py, and what ptxas says about every kernel. Needs no GPU and no CUDA build of torch."""
+"""The nvcc step of setup.py. Needs no GPU and no CUDA build of torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import shutil
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
 
 CUDA = Path(__file__).resolve().parent
 CSRC = CUDA.parent
@@ -29,27 +28,11 @@ FLAGS += [f"-gencode=arch=compute_{arch[3:]},code={arch}" for arch in ([ONLY] if
 FLAGS += [] if ONLY else [f"-gencode=arch={NEWEST},code={NEWEST}"]
 
 
-class Kernel(NamedTuple):
-    """One kernel on one architecture, as ptxas reports it; bytes, but for registers."""
-
-    name: str
-    architecture: str
-    registers: int
-    spilled: int  # stored and loaded
-    stack: int
-    shared: int  # static; a launch adds the dynamic part
-
-
 def find(tool: str = "nvcc") -> str | None:
     """A tool of CUDA where torch's CUDA_HOME is looked for: CUDA_HOME, CUDA_PATH, PATH, /usr/local/cuda."""
     homes = filter(None, map(os.environ.get, ("CUDA_HOME", "CUDA_PATH")))
     places = [*(f"{home}/bin" for home in homes), os.environ.get("PATH", ""), "/usr/local/cuda/bin"]
     return shutil.which(tool, path=os.pathsep.join(places))
-
-
-def version(nvcc: str) -> str:
-    text = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
-    return re.findall(r"release ([\d.]+)", text)[0]
 
 
 def library_folder(nvcc: str) -> str:
@@ -90,27 +73,3 @@ def compile_all(nvcc: str, folder: Path) -> list[str]:
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         return list(pool.map(compile_one, SOURCES))
-
-
-def kernels(folder: Path) -> list[Kernel]:
-    """What ptxas said about the objects that compile_all has put into ``folder``."""
-    found = [kernel for path in sorted((folder / ONLY).glob("*.txt")) for kernel in _read(path.read_text())]
-    return [k._replace(name=n) for k, n in zip(found, short_names([k.name for k in found]), strict=True)]
-
-
-def _read(text: str) -> list[Kernel]:
-    report = (
-        r"entry function '(\w+)' for '(\w+)'.*?(\d+) bytes stack frame, (\d+) bytes spill stores, "
-        r"(\d+) bytes spill loads.*?Used (\d+) registers(?:[^\n]*?(\d+) bytes smem)?"
-    )
-    return [
-        Kernel(name, architecture, int(registers), int(stored) + int(loaded), int(stack), int(shared or 0))
-        for name, architecture, stack, stored, loaded, registers, shared in re.findall(report, text, re.S)
-    ]
-
-
-def short_names(mangled: list[str]) -> list[str]:
-    """plan_exact<16> of each kernel."""
-    said = subprocess.run(["c++filt"], input="\n".join(mangled), capture_output=True, text=True, check=True)
-    found = re.findall(r"(\w+)_kernel(<[^(]*>)?\(", said.stdout)
-    return [kernel + arguments.replace(" ", "") for kernel, arguments in found]

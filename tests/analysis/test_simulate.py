@@ -11,8 +11,8 @@ from isoload.analysis import simulate
 from isoload.analysis.simulate import ReplaySettings, default_slots_per_rank
 from isoload.cli.replay import replay_json
 from isoload.policies import parse_policy
-from isoload.times.cost import CostModel
 from isoload.traces import Trace
+from support.measured_times import times
 from support.oracles import cut_optimum
 
 LAYERS, EXPERTS, TOP_K, RANKS, PER_NODE = 3, 10, 3, 4, 2
@@ -178,7 +178,7 @@ def test_totals_and_settings():
         "batch_tokens": None,
         "assign": "contiguous",
         "seed": 0,
-        "cost": None,
+        "times": None,
         "policies": list(POLICIES),
         "model": None,
         "num_experts": EXPERTS,
@@ -290,8 +290,10 @@ def test_without_k_what_tokens_count_is_left_out():
     assert rows["exact"].remote_rank_copy_share > 0
     shares = (rows["exact"].remote_rank_rows, rows["exact"].remote_node_rows)
     assert shares == (rows["exact"].remote_rank_share, rows["exact"].remote_node_share) == (None, None)
-    for settings in ({"shared_experts": 1}, {"cost": CostModel()}):
-        with pytest.raises(ValueError, match="top_k must be known where cost or shared_experts count tokens"):
+    for settings in ({"shared_experts": 1}, {"times": times()}):
+        with pytest.raises(
+            ValueError, match="top_k must be known where times or shared_experts count tokens"
+        ):
             replay(Trace("counts", 12, counts=counts), **settings)
 
 
@@ -365,7 +367,7 @@ def test_threads_are_given_back():
             {"loads": "own", "policies": ("even", "dynamic")},
             "policies must have exact for loads='own', got even, dynamic",
         ),
-        ({"loads": "own", "cost": CostModel()}, "cost must be none for loads='own'"),
+        ({"loads": "own", "times": times()}, "times must be none for loads='own'"),
         (
             {"loads": "own", "policies": ("exact:objective=local",)},
             "policy must be exact, of objective spread",

@@ -15,7 +15,6 @@ import isoload
 from isoload.analysis.metrics import count_routed
 from isoload.analysis.timeline import Timeline, timeline
 from isoload.times import AllToAllTime, ExpertTime, LayerTime
-from isoload.times.cost import CostModel, import_seconds
 from isoload.times.exchanges import Curve
 from isoload.transport import LocalTransport
 from support.small_layer import make_setup
@@ -298,11 +297,10 @@ def test_waiting_is_what_no_event_covers() -> None:
     assert found.stages()["waiting"]["mean"] == pytest.approx(np.mean(waiting)) and min(waiting) > 0
 
 
-def test_borrowed_weights_take_what_the_cost_model_says() -> None:
+def test_borrowed_weights_take_what_they_are_given() -> None:
     """A tensor [L, R]; behind compute all wait for the rank to which most come."""
-    lent = torch.zeros(LAYERS, RANKS, RANKS, dtype=torch.int64)
-    lent[:, 0, 1], lent[:, 0, 3] = 1, 2
-    moves = import_seconds(lent, TOPOLOGY, CostModel(64, 32))
+    moves = torch.zeros(LAYERS, RANKS, dtype=torch.float64)
+    moves[:, 1], moves[:, 3] = 1e-5, 2e-5
     plain = timeline(LAYER, EVEN, TOKENS, TOPOLOGY)
     found = timeline(LAYER, EVEN, TOKENS, TOPOLOGY, moves_s=moves)
     assert found.seconds == pytest.approx(plain.seconds + float(moves.amax(-1).sum()), rel=1e-12)

@@ -1,16 +1,12 @@
-"""The benches of borrowing run: one instance judged against counts of our own, a cost file that replay can read."""
+"""The benches of borrowing run: one instance judged against counts of our own."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import numpy as np
 import pytest
-
-from isoload.times.cost import read_cost
 
 
 @pytest.fixture
@@ -23,20 +19,6 @@ def fill(benches: None) -> ModuleType:
     import bench_fill
 
     return bench_fill
-
-
-@pytest.fixture
-def cost(benches: None, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    import bench_cost
-    from lib.harness import Timing
-
-    def one_call(call: Any, units: int = 1, seconds: float = 0, least: int = 0) -> Timing:
-        call()
-        return Timing(40.0 / units, 50.0)
-
-    monkeypatch.setattr(bench_cost, "measure", one_call)
-    monkeypatch.setattr(bench_cost, "BEYOND_CACHES", 1)
-    return bench_cost
 
 
 def test_every_workload_is_judged_at_least_33k_copies(fill: ModuleType) -> None:
@@ -73,23 +55,3 @@ def test_few_slots_bound(benches: None) -> None:
     assert slots_bound([[30, 30], [30, 30], [0, 0]], 10, 1) == 45
     assert slots_bound([[30, 30], [30, 30], [0, 0]], 2, 2) == 42, "rank 2 gets 38 and pays 4"
     assert slots_bound([[5, 5]], 3, 4) == 10
-
-
-def test_a_cost_file_is_measured_and_read(
-    cost: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    target = tmp_path / "cost.json"
-    arguments = ["--hidden", "160", "--intermediate", "80", "--out", str(target)]
-    monkeypatch.setattr(sys, "argv", ["bench_cost.py", *arguments])
-    cost.main()
-    model = read_cost(target)
-    assert (model.hidden, model.intermediate, model.weight_bytes, model.overhead_us) == (160, 80, 4, 40.0)
-    assert [size for size, _ in model.token_us] == list(cost.SIZES)
-    assert model.bandwidths == (3.8, 3.8), "160 x 80 x 3 x 4 bytes in 40 us"
-    assert "bandwidth between nodes not measured" in model.source
-    assert f"pays from {model.break_even[0]} copies" in capsys.readouterr().out
-
-
-def test_the_kept_cost_file_is_of_a_cpu() -> None:
-    model = read_cost(Path(__file__).parents[2] / "bench" / "results" / "cost_cpu.json")
-    assert model.source.startswith("bench_cost on ") and min(model.break_even) >= 1

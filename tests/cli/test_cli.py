@@ -18,6 +18,7 @@ from isoload.cli.arguments import parse_layers
 from isoload.policies import POLICIES
 from isoload.traces import Trace, write_trace
 from support.documents import PLAIN
+from support.measured_times import written
 
 ROOT = Path(__file__).parents[2]
 TRACE = "examples/traces/gptoss20b_decode.npz"
@@ -111,110 +112,79 @@ def test_forecasts_reach_the_replay(trace, predict):
     assert found["settings"]["predict"] == predict and found["policies"][0]["policy"] == "hedge"
 
 
-COSTS = """\
-constants: made
-expert 64 x 32, 3 matrices, 2 B per weight (0.0 MiB), 2 B per activation; µs: 1
-per expert in use, per copy 2 at 1, 0.5 at 64 copies; 8 GB/s inside a node, 1
-between nodes
-a borrow pays from 4 copies inside a node, 25 between nodes, if nothing hides
-the transfer
-"""
-
-
 @pytest.fixture
-def cost_file(tmp_path):
-    constants = {"hidden": 64, "intermediate": 32, "weight_bytes": 2, "overhead_us": 1, "bandwidths": [8, 1]}
-    path = tmp_path / "cost.json"
-    path.write_text(json.dumps(constants | {"token_us": [[1, 2], [64, 0.5]], "source": "made"}))
-    return path
+def times_file(tmp_path):
+    return written(tmp_path / "mine.json")
 
 
-def test_cost_adds_a_table_and_its_constants(trace, cost_file):
-    args = [
-        "replay",
-        trace,
-        "--ranks",
-        4,
-        "--spare-slots",
-        2,
-        "--policies",
-        "none,llep:min_chunk=1,spill_cost,exact",
-    ]
-    plain, result = run(*args), run(*args, "--cost", cost_file)
+def test_times_add_a_table(trace, times_file):
+    args = ["replay", trace, "--ranks", 4, "--spare-slots", 2]
+    args += ["--policies", "none,llep:min_chunk=1,spill_cost,exact"]
+    plain, result = run(*args), run(*args, "--times", times_file)
     assert result.exit_code == 0, result.output
-    first, second = result.stdout.split(COSTS)
-    # By the file's prices spill_cost may borrow where by its own it does not, and pass the bound.
-    first, before = (
-        [line for line in text.splitlines() if not line.startswith("Below the bound")]
-        for text in (first, plain.stdout)
-    )
-    assert len(first) == len(before) + 1
-    lines = second.splitlines()
-    assert lines[1].split("  ")[-1].strip() == "borrowed"
-    assert lines[2].split() == ["policy", "mean", "change", "max", "experts"]
-    assert [line.split()[0] for line in lines[3:7]] == ["none", "llep:min_chunk=1", "spill_cost", "exact"]
-    assert lines[3].split()[2] == "+0.0%" and lines[3].split()[-1] == "0.0" and max(map(len, lines)) <= 80
-    assert lines[8].startswith("µs: predicted, of the busiest rank, one layer.")
-    lines = run(*args, "--cost", cost_file, "--wide").stdout.split(COSTS)[1].splitlines()
-    titles = "policy compute all-to-all import mean max change mean max experts copies"
-    assert lines[2].split() == titles.split()
-    assert lines[3].split()[3] == "0.0" and lines[3].split()[6] == "+0.0%" and lines[3].split()[-1] == "-"
+    assert [line.split()[0] for line in plain.stdout.splitlines() if line][:3] == [
+        line.split()[0] for line in result.stdout.splitlines() if line
+    ][:3]
+    lines = result.stdout.splitlines()
+    lines = lines[next(i for i, line in enumerate(lines) if line.endswith("borrowed")) :]
+    assert lines[1].split() == ["policy", "experts", "from", "to", "change", "experts"]
+    assert [line.split()[0] for line in lines[2:6]] == ["none", "llep:min_chunk=1", "spill_cost", "exact"]
+    assert lines[2].split()[4] == "+0.0%" and lines[2].split()[-1] == "0.0" and max(map(len, lines)) <= 80
+    assert "experts of the busiest rank, dispatch and combine" in " ".join(lines)
+    wide = run(*args, "--times", times_file, "--wide").stdout
+    titles = "policy experts from to import from to change experts copies"
+    assert titles in [" ".join(line.split()) for line in wide.splitlines()]
 
 
-def test_cost_in_json(trace, cost_file):
+def test_times_in_json(trace, times_file):
     args = ["replay", trace, "--ranks", 4, "--policies", "none,exact", "--json", "-"]
-    found = json.loads(run(*args, "--cost", cost_file).stdout)
-    assert found["settings"]["cost"]["source"] == "made" and list(found) == KEYS
+    found = json.loads(run(*args, "--times", times_file).stdout)
+    assert found["settings"]["times"] == str(times_file) and list(found) == KEYS
     predicted = found["policies"][0]["predicted"]
-    parts = [predicted[f"{name}_us"] for name in ("compute", "exchange", "import")]
-    assert predicted["layer_us_mean"] == pytest.approx(sum(parts)) and predicted["borrowed"] == 0
-    means = [row["predicted"]["layer_us_mean"] for row in found["policies"]]
-    assert [row["predicted"]["layer_us_change"] for row in found["policies"]] == [0, means[1] / means[0] - 1]
+    for end in ("low", "high"):
+        parts = predicted["experts_us"], predicted[f"exchange_us_{end}"], predicted["import_us"]
+        assert predicted[f"layer_us_{end}"] == pytest.approx(sum(parts))
+    highs = [row["predicted"]["layer_us_high"] for row in found["policies"]]
+    assert [row["predicted"]["layer_us_change"] for row in found["policies"]] == [0, highs[1] / highs[0] - 1]
     plain = json.loads(run(*args).stdout)
-    assert plain["settings"]["cost"] is None and "predicted" not in plain["policies"][0]
+    assert plain["settings"]["times"] is None and "predicted" not in plain["policies"][0]
 
 
-def test_built_in_constants(trace):
-    lines = run("replay", trace, "--ranks", 4, "--cost", "default").stdout
-    assert "constants: arithmetic for DeepSeek-V3's experts in FP8 on an H100" in lines
-    assert "pays from 749 copies inside a node, 5992 between" in " ".join(lines.split())
-    assert "a rank has 8 copies per batch and layer, mean: too few for a borrow to pay" in lines
-
-
-def test_notes_below_the_tables_of_policies_that_borrow(trace):
-    args = ["replay", trace, "--ranks", 4, "--spare-slots", 2, "--cost", "default"]
+def test_notes_below_the_tables_of_policies_that_borrow(trace, times_file):
+    args = ["replay", trace, "--ranks", 4, "--spare-slots", 2, "--times", times_file]
     lines = run(*args, "--policies", "llep:min_chunk=1:threshold=1.0").stdout.splitlines()
     assert "Below the bound: policies that borrow have slots that the bound does not count." in lines
-    note = r"llep:\S+ a borrowed expert computes \d+ copies, its transfer takes longer than they do"
-    assert re.search(note, " ".join(lines))
+    text = " ".join(lines)
+    assert re.search(
+        r"llep:\S+ a borrowed expert computes \d+ copies, its transfer takes longer than they do", text
+    )
+    assert "a borrow pays from 110 copies, and a rank has 8 in a batch and layer, mean" in text
 
 
-def test_cost_files_that_are_wrong(trace, tmp_path):
-    missing, wrong = tmp_path / "missing.json", tmp_path / "wrong.json"
-    wrong.write_text('{"hidden": 0}')
-    for command in (["replay", trace], ["doctor"]):
-        message = error_of(*command, "--cost", missing)
-        assert message.startswith(f"cost file must be a JSON object, got {missing}: ")
-        assert error_of(*command, "--cost", wrong) == "hidden must be a positive number below 2^53, got 0"
+def test_more_ranks_than_were_measured_are_said_to_be_extrapolated(trace, times_file):
+    shown = " ".join(run("replay", trace, "--ranks", 8, "--times", times_file).stdout.split())
+    assert "the all-to-all of 8 ranks is extrapolated; measured were 4 ranks." in shown
 
 
-def test_a_cost_file_without_an_end_is_refused(tmp_path):
-    """No byte of it is read; a large one neither."""
+def test_times_files_that_are_wrong(trace, tmp_path):
+    """No byte of one without an end is read; of a large one neither."""
     large = tmp_path / "large.json"
     large.touch()
     os.truncate(large, 2**33)
     for path, why in (("/dev/zero", "is no regular file"), (large, "must be at most 16 MiB, has more")):
-        message = error_of("doctor", "--cost", path)
-        assert message == f"cost file must be a JSON object, got {path}: {path}: {why}"
+        message = error_of("replay", trace, "--times", path)
+        assert message == f"times file {path} cannot be read: {path}: {why}"
 
 
-@pytest.mark.slow
-def test_doctor_says_when_a_borrow_pays(cost_file):
-    found = json.loads(run("doctor", "--cost", cost_file, "--json", "-").stdout)
-    assert {"name", "on", "detail", "asked"} == set(found[0])
-    assert found[-1]["detail"].startswith(
-        "borrowing an expert pays from 4 tokens inside a node (8 GB/s), 25 between"
-    )
+@pytest.mark.parametrize(
+    ("command", "use"),
+    [
+        (("replay", "run.npz"), "use --times FILE, which isoload measure writes"),
+        (("doctor",), "isoload measure prints from how many copies a borrow pays"),
+    ],
+)
+def test_removed_options_are_refused_with_what_to_use(command, use):
+    assert error_of(*command, "--cost", "default") == f"--cost was removed in 0.2: {use}"
 
 
 def test_inspect(trace):
@@ -253,7 +223,7 @@ def test_without_k_a_replay_says_what_it_cannot_judge(tmp_path):
     write_trace(Trace("loads", 32, counts=counts), tmp_path / "loads.npz")
     out = " ".join(run("replay", tmp_path / "loads.npz").stdout.split())
     assert "rows leave" not in out and "copies are drawn one by one, rows not counted (--top-k)." in out
-    message = "--top-k must be known where cost or --shared-experts count tokens, got none"
+    message = "--top-k must be known where times or --shared-experts count tokens, got none"
     assert error_of("replay", tmp_path / "loads.npz", "--shared-experts", 1) == message
 
 

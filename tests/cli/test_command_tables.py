@@ -10,11 +10,12 @@ from rich.console import Console
 from isoload.analysis.inspection import inspect_trace
 from isoload.analysis.metrics import PolicyFigures
 from isoload.analysis.simulate import Replay
-from isoload.cli import cost, demo
+from isoload.cli import demo
 from isoload.cli.doctor import Item, print_doctor
 from isoload.cli.inspect import inspect_figures, print_inspection
 from isoload.cli.replay import (
     FIGURES,
+    TIMES,
     print_replay,
     replay_columns,
     replay_header,
@@ -272,13 +273,13 @@ def test_doctor_prints_what_is_off_and_why():
     assert out.splitlines() == ["one        on   1.0", "other one  off  not [there]"]
 
 
-NAMES = [figure.key for figure in cost.FIGURES]
-COST_ROW = {"mean_copies": 1.5, **dict(zip(NAMES, ["none", *map(float, range(1, 11))], strict=True))}
+NAMES = [figure.key for figure in TIMES]
+TIMES_ROW = {"mean_copies": 1.5, **dict(zip(NAMES, ["none", *map(float, range(1, 10))], strict=True))}
 DEMO_ROW = dict(zip([figure.key for figure in demo.FIGURES], ["none", 1.5, 2.5, 35, 0.5], strict=True))
 ROWS = {
     "replay": (FIGURES, DYNAMIC.to_json()),
     "inspect": (inspect_figures(["4", "8", "16"]), inspect_trace(skewed_trace(), 4)[0]),
-    "cost": (cost.FIGURES, COST_ROW),
+    "times": (TIMES, TIMES_ROW),
     "demo": (demo.FIGURES, DEMO_ROW),
 }
 

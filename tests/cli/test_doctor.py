@@ -10,7 +10,6 @@ from isoload import kernels
 from isoload.cli import doctor, engines
 from isoload.cli.app import app
 from isoload.engines.settings import PLACEMENT, SGLANG, VLLM
-from isoload.times.cost import CostModel
 from isoload.transport import collective, deep_ep
 
 NAMES = [
@@ -124,15 +123,9 @@ def test_collectives_without_nccl(monkeypatch):
     assert not item("NCCL").on and item("NCCL").detail.startswith("torch is built without NCCL")
 
 
-def test_break_even_is_of_the_given_constants():
+def test_break_even():
     assert item("break-even").detail.startswith(
         "borrowing an expert pays from 749 tokens inside a node (400 GB/s)"
-    )
-    model = CostModel(hidden=10, intermediate=4, token_us=((8, 0.01),), bandwidths=(0.5, 0.1), source="mine")
-    assert doctor.report(model)[-1] == doctor.Item(
-        "break-even",
-        True,
-        "borrowing an expert pays from 24 tokens inside a node (0.5 GB/s), 120 between nodes (0.1 GB/s): mine",
     )
 
 

@@ -15,6 +15,7 @@ import isoload
 from isoload.cli.app import app
 from isoload.traces import Trace, write_trace
 from support.documents import PLAIN
+from support.measured_times import written
 
 NAME, SHOWN = "run\x1b[31m\u202e", "run\\x1b[31m\\u202e"
 FULL = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
@@ -28,7 +29,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     trace = Trace(NAME, 8, 2, counts=counts, cluster=labels, provenance={"model": "m\x07"})
     write_trace(trace, tmp_path / "run.npz")
     isoload.write_placement(isoload.place(trace, isoload.Topology(4), 3), tmp_path / "plan.json")
-    (tmp_path / "cost.json").write_text('{"source": "\\u001b[2J"}')
+    written(tmp_path / "times.json", unit="\x1b[2J")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -38,10 +39,10 @@ COMMANDS = {
     "inspect a placement": ["inspect", "run.npz", "--placement", "plan.json"],
     "replay": ["replay", "run.npz", "--ranks", "4"],
     "replay a placement": ["replay", "run.npz", "--placement", "plan.json", "--calibrate", "all"],
-    "replay with a cost file": ["replay", "run.npz", "--ranks", "4", "--cost", "cost.json"],
+    "replay with a times file": ["replay", "run.npz", "--ranks", "4", "--times", "times.json"],
     "place": ["place", "run.npz", "--ranks", "4", "-o", "new\x1b.json"],
     "convert": ["convert", "plan.json", "--format", "vllm", "-o", "new\x1b.json"],
-    "doctor": ["doctor", "--cost", "cost.json"],
+    "doctor": ["doctor", "plan.json"],
     "a page": ["inspect", "run.npz", "--html", "page.html"],
     "a file that is not there": ["inspect", "no\x1b[31m.npz"],
     "a file name of other bytes": ["inspect", "no\udcff.npz"],

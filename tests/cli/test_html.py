@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from isoload.cli.app import app
 from support.documents import PLAIN, printed
+from support.measured_times import written
 from support.pages import missing, read_page, read_png
 from support.sweeps import rest
 
@@ -46,7 +47,7 @@ PLACE = ["place", TRACE, "--ranks", "8", "--slots-per-rank", "5", "-o", "plan.js
 COMMANDS = {
     "advise": ADVISE,
     "replay": REPLAY,
-    "replay-cost": [*REPLAY, "--cost", "default"],
+    "replay-times": [*REPLAY, "--times", "times.json"],
     "inspect": INSPECT,
     "inspect-placement": [*INSPECT[:2], "--placement", "plan.json"],
     "place": PLACE,
@@ -56,6 +57,7 @@ COMMANDS = {
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
+    written(tmp_path / "times.json", ranks=8, nodes=2, speeds=[1.0] * 8)
     return tmp_path
 
 
@@ -64,7 +66,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     "command",
     [
         *rest(ADVISE, REPLAY),
-        [*REPLAY, "--cost", "default"],
+        [*REPLAY, "--times", "times.json"],
         *rest(INSPECT, COMMANDS["inspect-placement"]),
         PLACE,
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from isoload.analysis.server import phases
 from isoload.cli.app import app
 from isoload.wording import between
 from support.documents import PLAIN, printed
+from support.measured_times import step, times
 from support.pages import missing, read_page
 from support.recorded_runs import save_run
 
@@ -111,3 +113,17 @@ def test_the_page_begins_with_what_was_recorded(folder: Path, tmp_path: Path) ->
 def test_what_cannot_be_is_one_line(folder: Path, words: list[str], said: str) -> None:
     done = CliRunner().invoke(app, ["report", str(folder), *words], env=PLAIN)
     assert done.exit_code == 2 and said in done.stderr and done.stderr.count("\n") == 1, done.output
+
+
+def test_times_of_ones_own_stand_for_a_gpu(folder: Path, tmp_path: Path) -> None:
+    """The experts' shape is the model's; eight ranks were measured."""
+    experts = replace(times().experts, hidden=2880, intermediate=2880, dtype="bfloat16")
+    measured = times(experts=experts, ranks=8, dispatch=step("dispatch", 8), combine=step("combine", 8))
+    path, target = tmp_path / "times.json", tmp_path / "report.json"
+    path.write_text(json.dumps(measured.to_json() | {"speeds": [1.0] * 8}))
+    words = ["report", str(folder), "--times", str(path), "--model", "gpt-oss-20b", "--dtype", "bfloat16"]
+    printed([*words, "--json", str(target)])
+    report = json.loads(target.read_text())
+    assert all(row["saved_ms"] is not None for row in report["phases"]) and report["advice"] is not None
+    refused = CliRunner().invoke(app, [*words, "--gpu", "h100"], env=PLAIN)
+    assert "gpu must be left out with times, which are of your GPUs" in refused.stderr

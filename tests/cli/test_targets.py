@@ -13,6 +13,7 @@ from isoload.cli.app import app
 from isoload.cli.arguments import check_targets
 from isoload.traces import Trace, write_trace
 from support.documents import PLAIN
+from support.measured_times import written
 from support.sglang_recording import Recording
 from support.sweeps import rest
 
@@ -27,7 +28,7 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "old.json").write_text('{"top_k": 2, "model": "m"}')
     write_trace(Trace("run", 8, 2, counts=counts), tmp_path / "run.npz")
     isoload.write_placement(isoload.place(counts, isoload.Topology(4), 3), tmp_path / "plan.json")
-    (tmp_path / "cost.json").write_text('{"hidden": 64}')
+    written(tmp_path / "times.json")
     (tmp_path / "package.json").write_text('{"name": "mine"}')
     (tmp_path / "notes.txt").write_text("mine")
     monkeypatch.chdir(tmp_path)
@@ -61,9 +62,8 @@ def refused(*args):
         (("convert", "plan.json", "--format", "vllm", "-o"), "plan.json", "plan.json"),
         (("replay", "old.npz", *RANKS, "--json"), "old.json", "old.npz"),
         (("replay", "old.npz", "--placement", "plan.json", "--json"), "plan.json", "plan.json"),
-        (("replay", "old.npz", *RANKS, "--cost", "cost.json", "--json"), "cost.json", "cost.json"),
+        (("replay", "old.npz", *RANKS, "--times", "times.json", "--json"), "times.json", "times.json"),
         (("inspect", "old.npz", "--json"), "old.json", "old.npz"),
-        (("doctor", "--cost", "cost.json", "--json"), "cost.json", "cost.json"),
         (("demo", "old.npz", "--json"), "old.json", "old.npz"),
     ],
 )
@@ -82,7 +82,7 @@ def test_no_command_writes_to_what_it_reads(folder, command, target, owner, forc
 PLACE = ("place", "run.npz", *RANKS, "--placer", "eplb")
 
 
-@pytest.mark.parametrize("target", ["old.npz", "old.json", "cost.json", "package.json", "notes.txt"])
+@pytest.mark.parametrize("target", ["old.npz", "old.json", "package.json", "notes.txt"])
 def test_no_file_of_another_kind_is_replaced(folder, target):
     new = f"output must be a new file, or --force be given to replace a placement, got {target!r}"
     assert refused(*PLACE, "-o", target) == new

@@ -12,18 +12,20 @@ from torch import Tensor
 import isoload
 from isoload.balancing import prediction as predict
 from isoload.layer.stack import LibraStack
-from isoload.times.cost import CostModel
+from isoload.times import ExpertTime, Times
 from isoload.transport import LocalTransport
 from isoload.weights.compute import run_experts
 from isoload.weights.experts import SwiGLU
 from support.fp8_experts import open_experts, random_experts
 from support.live_tensors import live_tensors
+from support.measured_times import times
 from support.quantised_experts import random_quantised
 from support.stacks import EXPERTS, HIDDEN, INNER, TOKENS, Model, PastChoices, close, routing_trace, run
 from support.sweeps import first, rest
 
 LOCALS = pytest.mark.parametrize("local", ["planned", "held"])
 LAYERS = 3
+BYTES = 3 * HIDDEN * INNER * 8  # of an expert in float64
 
 
 def transport_for(model: Model, local: str) -> LocalTransport:
@@ -239,18 +241,19 @@ def test_local_copies_are_computed_before_remote_ones_arrive(local: str) -> None
         assert spans["local"].begin < spans["dispatch"].end <= spans["remote"].begin <= spans["combine"].begin
 
 
-@pytest.mark.few(2)
+def measured(inner: int = INNER) -> Times:
+    """1 us per copy, 288 us per move."""
+    experts = ExpertTime("GPU", "isoload", "float16", HIDDEN, inner, 0.0, 0.0, 1.0, 0.0, 1.0)
+    return times(experts=experts, move_us=288.0)
+
+
 @pytest.mark.parametrize(
     ("copies", "slots"), [(1, 0), (300, 1), (100_000, 2)], ids=["too short", "for one", "for all"]
 )
-def test_slots_by_a_cost_model(copies: int, slots: int) -> None:
-    """1 us per copy and 1 MB/s between nodes: 1 B per copy, and an expert has 3 * 8 * 6 * 2."""
-    cost = CostModel(
-        HIDDEN, INNER, weight_bytes=2, overhead_us=0, token_us=((1, 1.0),), bandwidths=(1, 0.001)
-    )
+def test_slots_by_times(copies: int, slots: int) -> None:
     model = Model(4)
     layers = model.layers()
-    stack = LibraStack(layers, "lookahead", slots="auto", cost=cost, copies_per_rank=copies)
+    stack = LibraStack(layers, "lookahead", slots="auto", times=measured(), copies_per_rank=copies)
     assert stack.slots == slots
     assert stack.bounded_by == ("spare slots" if slots == 2 else "time")
     assert_dense(model, layers)
@@ -259,29 +262,26 @@ def test_slots_by_a_cost_model(copies: int, slots: int) -> None:
         assert (spare[:, : 2 - slots] == -1).all() and bool((spare >= 0).any()) == (slots > 0)
 
 
-@pytest.mark.parametrize(("memory", "slots"), [(0, 0), (2 * 288 - 1, 0), (2 * 288, 1), (4 * 288, 2)])
+@pytest.mark.parametrize(("memory", "slots"), [(0, 0), (2 * BYTES - 1, 0), (2 * BYTES, 1), (4 * BYTES, 2)])
 def test_slots_by_memory(memory: int, slots: int) -> None:
-    """Of two layers at once, 3 * 8 * 6 * 2 = 288 bytes each expert."""
-    cost = CostModel(
-        HIDDEN, INNER, weight_bytes=2, overhead_us=0, token_us=((1, 1.0),), bandwidths=(1, 0.001)
-    )
+    """Of two layers at once."""
     model = Model(4)
     layers = model.layers()
-    stack = LibraStack(layers, "lookahead", slots="auto", cost=cost, copies_per_rank=100_000, memory=memory)
+    how = {"slots": "auto", "times": measured(), "copies_per_rank": 100_000}
+    stack = LibraStack(layers, "lookahead", memory=memory, **how)
     assert (stack.slots, stack.bounded_by) == (slots, "memory" if slots < 2 else "spare slots")
     assert_dense(model, layers)
 
 
-def test_a_cost_is_of_values_and_not_of_their_bytes() -> None:
+def test_times_are_of_values_and_not_of_their_bytes() -> None:
     model = Model(4)
     model.dense = [random_quantised("MXFP4", EXPERTS, HIDDEN, INNER, 1) for _ in model.dense]
     for inner in (INNER, INNER // 2):
-        cost = CostModel(HIDDEN, inner, overhead_us=0, token_us=((1, 1.0),))
-        how = {"slots": "auto", "cost": cost, "copies_per_rank": 9}
+        how = {"slots": "auto", "times": measured(inner), "copies_per_rank": 9}
         if inner == INNER:
             LibraStack(model.layers(), "last", **how)
         else:
-            with pytest.raises(ValueError, match=f"cost must be of the layers' experts, {HIDDEN} x {INNER}"):
+            with pytest.raises(ValueError, match=f"times must be of the layers' experts, {HIDDEN} x {INNER}"):
                 LibraStack(model.layers(), "last", **how)
 
 

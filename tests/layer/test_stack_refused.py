@@ -12,13 +12,14 @@ from torch import nn
 import isoload
 from isoload.balancing import prediction
 from isoload.layer.stack import LibraStack
-from isoload.times.cost import CostModel
+from isoload.times import ExpertTime
 from isoload.transport import LocalTransport
 from support.hugging_face import make_model
+from support.measured_times import times
 from support.stacks import EXPERTS, HIDDEN, INNER, Model, PastChoices
 
 MODEL = Model(4)
-COST = CostModel(hidden=HIDDEN, intermediate=INNER)
+TIMES = times(experts=ExpertTime("GPU", "isoload", "float64", HIDDEN, INNER, 0.0, 0.0, 1.0, 0.0, 1.0))
 
 
 def layers(local: LocalTransport | None = None, model: Model = MODEL, **how: Any) -> list[isoload.MoE]:
@@ -200,26 +201,38 @@ REFUSED: dict[str, Refused] = {
     ),
     "auto": (
         lambda: LibraStack(layers(), "last", slots="auto"),
-        "slots must come with cost and copies_per_rank if 'auto', got None, None",
+        "slots must come with times and copies_per_rank if 'auto', got None, None",
     ),
-    "cost": (
-        lambda: LibraStack(layers(), "last", cost=COST),
-        "cost, copies_per_rank and memory must be None unless slots is 'auto', got slots=None",
+    "times": (
+        lambda: LibraStack(layers(), "last", times=TIMES),
+        "times, copies_per_rank and memory must be None unless slots is 'auto', got slots=None",
     ),
     "memory without auto": (
         lambda: LibraStack(layers(), "last", slots=1, memory=10),
-        "cost, copies_per_rank and memory must be None unless slots is 'auto', got slots=1",
+        "times, copies_per_rank and memory must be None unless slots is 'auto', got slots=1",
     ),
     "memory": (
-        lambda: LibraStack(layers(), "last", slots="auto", cost=COST, copies_per_rank=1, memory=-1),
+        lambda: LibraStack(layers(), "last", slots="auto", times=TIMES, copies_per_rank=1, memory=-1),
         "memory must be a number of bytes from 0 on, or None, got -1",
     ),
-    "cost of others": (
-        lambda: LibraStack(layers(), "last", slots="auto", cost=CostModel(), copies_per_rank=10),
-        "cost must be of the layers' experts, 8 x 6, got 7168 x 2048",
+    "times of others": (
+        lambda: LibraStack(layers(), "last", slots="auto", times=times(), copies_per_rank=10),
+        "times must be of the layers' experts, 8 x 6, got 64 x 32",
+    ),
+    "no times": (
+        lambda: LibraStack(layers(), "last", slots="auto", times="mine.json", copies_per_rank=10),
+        "times must be what isoload.times.load returns, got 'mine.json'",
+    ),
+    "cost": (
+        lambda: LibraStack(layers(), "last", slots="auto", cost=1, copies_per_rank=10),
+        r"cost= was removed in 0.2: use times=isoload.times.load\(FILE\), which isoload measure writes",
+    ),
+    "cost of a decoder": (
+        lambda: LibraStack.from_decoder([nn.Linear(2, 2)], MODEL.topology, cost=1),
+        r"cost= was removed in 0.2: use times=isoload.times.load\(FILE\), which isoload measure writes",
     ),
     "copies": (
-        lambda: LibraStack(layers(), "last", slots="auto", cost=COST, copies_per_rank=0),
+        lambda: LibraStack(layers(), "last", slots="auto", times=TIMES, copies_per_rank=0),
         "copies must be a number of at least 1, got 0",
     ),
     "alpha": (lambda: layers(policy="libra", alpha=1.5), "alpha must be in 0..1, got 1.5"),

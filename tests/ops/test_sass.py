@@ -1,4 +1,4 @@
-"""csrc/cuda/sass.py reads listings of machine code: sizes, loads on their way, accesses by pointers of any memory."""
+"""tests/tools/sass.py reads listings of machine code: sizes, loads on their way, accesses by pointers of any memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from support.simt_build import ROOT
 
-sys.path.append(str(ROOT / "csrc" / "cuda"))
+sys.path.append(str(ROOT / "tests" / "tools"))
 import sass
 
 LISTING = """

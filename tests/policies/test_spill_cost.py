@@ -122,7 +122,9 @@ def test_exports_have_a_price() -> None:
 
 def test_default_import_costs_are_break_even_points() -> None:
     counts, placement = loads((0, 50_000), (9, 30_000)), placed(8, 4)
-    near, far = (isoload.times.cost.break_even(3 * 7168 * 2048, bandwidth, 0.147) for bandwidth in (400, 50))
+    near, far = (
+        isoload.times.exchanges.break_even(3 * 7168 * 2048, bandwidth, 0.147) for bandwidth in (400, 50)
+    )
     fill = ops.plan_fill(
         counts,
         placement.slot_to_expert[0],

@@ -8,38 +8,8 @@ from typing import Any
 
 import pytest
 
-from isoload.times import AllToAllTime, ExpertTime, Times, load
-from isoload.times.exchanges import Curve
-
-
-def step(name: str, ranks: int = 4) -> AllToAllTime:
-    curve = Curve(30.0, 0.1, 1.5)
-    return AllToAllTime("GPU", "isoload", name, ranks, 1, curve, curve, 4096.0, 0.02, source="given")
-
-
-def times(**changes: Any) -> Times:
-    experts = ExpertTime(
-        "GPU", "isoload", "bfloat16", 64, 32, 5.0, 2.0, 0.1, 0.01, 2.0, copies_from=1, copies_to=100
-    )
-    parts: dict[str, Any] = {
-        "device": "GPU",
-        "software": {"torch": "2.13"},
-        "ranks": 4,
-        "nodes": 1,
-        "experts": experts,
-        "dispatch": step("dispatch"),
-        "combine": step("combine"),
-        "move_us": 12.0,
-        "plan_us": {"exact": 30.0, "own": 20.0},
-        "speeds": (1.0, 1.0, 1.1, 1.0),
-        "points": {"experts": [[1.0, 2.0]], "exchange": []},
-    }
-    return Times(**parts | changes)
-
-
-def written(path: Path, **changes: Any) -> Path:
-    path.write_text(json.dumps(times().to_json() | changes))
-    return path
+from isoload.times import load
+from support.measured_times import times, written
 
 
 def test_a_file_is_read_back(tmp_path: Path) -> None:
@@ -103,3 +73,23 @@ def test_missing_files_and_constants_are_named(tmp_path: Path) -> None:
     content["experts"]["a_us"] = -1
     with pytest.raises(ValueError, match="a_us must be finite numbers from 0 on, got -1"):
         load(written(tmp_path / "times.json", experts=content["experts"]))
+
+
+def test_a_borrow_pays_from_the_copies_of_a_move() -> None:
+    """A move takes 12 us, a copy 0.11."""
+    assert times().break_even == 110 and times(move_us=None).break_even is None
+
+
+def test_moves_in_time_by_hand() -> None:
+    """10 copies over 3 experts: 5 us for the call, 6.26 for reading and multiplying, 0.1 for rows; a move takes 0.5."""
+    ours = times(move_us=0.5)
+    assert ours.moves_in_time(10, 3) == int(1e6 * ours.experts.seconds([4, 3, 3]) / 0.5) > 0
+    assert ours.moves_in_time(10, 20) > ours.moves_in_time(10, 3), "weights of the experts that have copies"
+    assert times(move_us=1e9).moves_in_time(1, 1) == 0
+    for arguments, name in (((0, 3), "copies"), ((3, 0), "slots"), ((1.5, 3), "copies")):
+        with pytest.raises(ValueError, match=f"{name} must be a number of at least 1, got"):
+            ours.moves_in_time(*arguments)
+    with pytest.raises(
+        ValueError, match="no time of moving an expert's weights: run isoload measure on at least two"
+    ):
+        times(move_us=None).moves_in_time(10, 3)

@@ -7,8 +7,13 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
 
-from isoload.topology import Topology
+from isoload.placement.placement import Placement
+from isoload.policies.plan import Plan
+from isoload.times import LayerTime
+from isoload.topology import NOMINAL_TICKS, Topology
 
 Ints = npt.NDArray[np.integer[Any]]
 Floats = npt.NDArray[np.float64]
@@ -188,3 +193,62 @@ class Tally:
             plan_us_median=float(np.median(self.layer_ns)) / 1000,
             plan_us_batched=float(np.median(self.batched_ns)) / 1000,
         )
+
+
+@dataclass
+class TimesTally:
+    """Collects what a policy's layers take by measured times; :meth:`figures` sums them up.
+
+    move_us: microseconds in which the weights of one expert reach a rank.
+    """
+
+    layer: LayerTime
+    move_us: float
+    microseconds: list[Floats] = field(default_factory=list)  # [L, 4] experts, exchange from and to, imports
+    borrowed: list[Floats] = field(default_factory=list)  # [L, 2] experts, copies that they compute
+    copies: list[Floats] = field(default_factory=list)  # [L] of all ranks
+
+    def add(self, plans: list[Plan], routed: RoutedBatch, placement: Placement, num_tokens: int) -> None:
+        """Add one batch: every layer's plan, and the figures of its routed slots."""
+        topology, ranks = placement.topology, placement.topology.num_ranks
+        copies = routed.slot_copies.reshape(len(plans), ranks, -1)
+        experts, dispatch, combine = self.layer.parts(copies, routed.rank_rows.sum(1), num_tokens / ranks)
+        if topology.ticks is not None:
+            experts = experts * (topology.ticks / NOMINAL_TICKS).numpy()
+        slots = torch.stack([plan.slot_to_expert for plan in plans])
+        lending = lent(slots, placement.home_slot, placement.spare_slots, ranks).numpy()
+        moves = np.maximum(lending.sum(-1), lending.sum(-2)).max(-1) * self.move_us
+        parts = [1e6 * experts.max(-1)[:, None], 1e6 * (dispatch + combine), moves[:, None]]
+        self.microseconds.append(np.concatenate(parts, -1))
+        spare = copies[..., placement.slots_per_rank - placement.spare_slots :]
+        self.borrowed.append(np.stack([lending.sum((-1, -2)), spare.sum((-1, -2))], -1).astype(np.float64))
+        self.copies.append(copies.sum((-1, -2)) / ranks)
+
+    def figures(self) -> dict[str, Any]:
+        """Return means over all (batch, layer) pairs that have copies; times in microseconds, imports not hidden."""
+        parts, borrowed, copies = map(np.concatenate, (self.microseconds, self.borrowed, self.copies))
+        experts, low, high, moves = parts[copies > 0].mean(0).tolist()
+        lent_experts, moved = borrowed[copies > 0].sum(0)
+        return {
+            "experts_us": experts,
+            "exchange_us_low": low,
+            "exchange_us_high": high,
+            "import_us": moves,
+            "layer_us_low": experts + low + moves,
+            "layer_us_high": experts + high + moves,
+            "borrowed": float(lent_experts / (copies > 0).sum()),  # experts, of all ranks
+            "copies_per_borrowed": float(moved / lent_experts) if lent_experts else None,
+            "mean_copies": float(copies[copies > 0].mean()),  # of a rank
+        }
+
+
+def lent(slot_to_expert: Tensor, home_slot: Tensor, spare_slots: int, num_ranks: int) -> Tensor:
+    """Return [..., R, R] int64 experts that each rank (row) sends to each rank's spare slots.
+
+    slot_to_expert: [..., P] of a plan; home_slot: [..., E] of its placement.
+    """
+    size = slot_to_expert.shape[-1] // num_ranks
+    borrowed = slot_to_expert.reshape(*slot_to_expert.shape[:-1], num_ranks, size)[..., size - spare_slots :]
+    lenders = home_slot.gather(-1, borrowed.clamp(min=0).flatten(-2).long()).view(borrowed.shape) // size
+    numbers = torch.arange(num_ranks, device=lenders.device).view(num_ranks, 1, 1)
+    return ((lenders.unsqueeze(-3) == numbers) & (borrowed >= 0).unsqueeze(-3)).sum(-1)

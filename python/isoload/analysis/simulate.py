@@ -17,8 +17,7 @@ from torch import Tensor
 
 from isoload.analysis.batches import Batches, Fold, SourceBatch, calibration_folds, make_batches, strictest
 from isoload.analysis.judge import without_replicas
-from isoload.analysis.layer_cost import CostTally
-from isoload.analysis.metrics import PolicyFigures, RoutedBatch, Tally, count_routed
+from isoload.analysis.metrics import PolicyFigures, RoutedBatch, Tally, TimesTally, count_routed
 from isoload.analysis.prediction import Forecast, IdleBorrowing, check_prediction
 from isoload.balancing.balancer import Balancer
 from isoload.balancing.own_counts import REMOVED_LOADS, Loads
@@ -28,7 +27,8 @@ from isoload.placement.placement import Placement
 from isoload.placers import make_placer, parse_placer, place
 from isoload.policies import POLICIES, Policy, make_policy, parse_policy
 from isoload.policies.plan import Plan
-from isoload.times.cost import CostModel
+from isoload.times import Times
+from isoload.times.exchanges import DEFAULT_BANDWIDTHS
 from isoload.topology import Topology
 from isoload.traces import Trace
 from isoload.transport import LocalGroup
@@ -57,7 +57,9 @@ class ReplaySettings:
     assign: str = "contiguous"  # how sequences go to source ranks, see :func:`source_ranks` of replay.batches
     seed: int = 0  # of drawn batches and of every policy that draws
     predict: str = "last"  # what policies that fill spare slots ahead know, see :class:`Forecast`
-    cost: CostModel | None = None  # by which times are predicted; policies that price imports take it, too
+    times: Times | None = (
+        None  # of one's own GPUs, for a layer's time by policy and for policies that price imports
+    )
     policies: tuple[str, ...] = (
         DEFAULT_POLICIES  # BASELINE, or in ``isoload.POLICIES``, with options as the placer
     )
@@ -76,7 +78,7 @@ class Replay:
     layers: int
     batches: int
     policies: tuple[PolicyFigures, ...]
-    costs: tuple[dict[str, Any], ...] = ()  # a row per policy if the settings have a cost model
+    layer_times: tuple[dict[str, Any], ...] = ()  # a row per policy if the settings have times
     notes: tuple[str, ...] = ()  # sentences about policies that borrowed nothing
     # What each policy's row sums up.
     tallies: tuple[Tally, ...] = field(default=(), repr=False, compare=False)
@@ -116,9 +118,7 @@ def _replay(
     on_batch: Callable[[int, int], None],
     given: Placement | None,
 ) -> Replay:
-    model = settings.cost
-    bandwidths = model.bandwidths if model else None
-    topology = Topology(settings.num_ranks, settings.ranks_per_node, bandwidths=bandwidths)
+    topology = Topology(settings.num_ranks, settings.ranks_per_node)
     _check(settings, trace)
     placer, options = parse_placer(settings.placer)
     planner = make_placer(placer, options)
@@ -138,7 +138,10 @@ def _replay(
         topology, slots_per_rank = given.topology, None
     folds = [Fold(fold.calibrate, fold.replay[: settings.max_batches or None]) for fold in whole]
     tallies = [Tally(name, topology, trace.top_k > 0) for name in settings.policies]
-    costs = [CostTally(model) for _ in settings.policies] if model else []
+    timed: list[TimesTally] = []
+    if settings.times:
+        layer_time, extrapolated = settings.times.layer(topology.num_ranks, topology.num_nodes, trace.top_k)
+        timed = [TimesTally(layer_time, settings.times.move_us or 0.0) for _ in settings.policies]
     idle = [IdleBorrowing(name) for name in settings.policies]
     tokens = done = widest = 0
     refused: dict[str, str] = {}
@@ -152,7 +155,7 @@ def _replay(
         refused |= _warm_up(placements, settings)
         kept = [i for i, tally in enumerate(tallies) if tally.policy not in refused]
         tallies, idle = [tallies[i] for i in kept], [idle[i] for i in kept]
-        costs = [costs[i] for i in kept] if costs else []
+        timed = [timed[i] for i in kept] if timed else []
         settings = replace(settings, policies=tuple(tally.policy for tally in tallies))
         by_loads = {
             name: LayersByLoads(
@@ -165,7 +168,7 @@ def _replay(
         for index in fold.replay:
             batch = batches.source_batch(index, settings.num_ranks, settings.assign)
             batch = batch.with_shared(trace.num_experts, settings.shared_experts)
-            _replay_batch(batch, index, placements, settings, forecast, by_loads, tallies, costs, idle)
+            _replay_batch(batch, index, placements, settings, forecast, by_loads, tallies, timed, idle)
             tokens, done = tokens + batch.num_tokens, done + 1
             on_batch(done, total)
     figures = tuple(tally.figures() for tally in tallies)
@@ -175,10 +178,11 @@ def _replay(
         resolved |= {"placer": None, "calibrate": None, "placement": given.provenance}
         if topology.speeds is not None:
             resolved["speeds"] = list(topology.speeds)
-    predicted = tuple(tally.figures() for tally in costs)
+    predicted = tuple(tally.figures() for tally in timed)
     for row in predicted:
-        row["layer_us_change"] = row["layer_us_mean"] / predicted[0]["layer_us_mean"] - 1
+        row["layer_us_change"] = row["layer_us_high"] / predicted[0]["layer_us_high"] - 1
     notes = tuple(note for each in idle if (note := each.note()))
+    notes += tuple(f"{note}." for note in extrapolated) if timed else ()
     made = figures, predicted, notes, tuple(tallies), refused
     return Replay(trace.name, resolved, tokens, trace.num_layers, total, *made)
 
@@ -216,7 +220,7 @@ def _replay_batch(
     forecast: Forecast | None,
     by_loads: dict[str, LayersByLoads],
     tallies: list[Tally],
-    costs: list[CostTally],
+    timed: list[TimesTally],
     idle: list[IdleBorrowing],
 ) -> None:
     placement = placements[0]  # then the baseline's
@@ -230,7 +234,7 @@ def _replay_batch(
         if by_own := by_loads.get(tally.policy):
             slots = by_own.route(batch, tally)
         else:
-            policy = _policy(tally.policy, settings, index)
+            policy = _policy(tally.policy, settings, index, placement.topology)
             plans = _timed_plans(loads, ahead, placement, policy, tally)
             idle[position].add(plans, loads, placement, policy)
             routes = [
@@ -244,8 +248,8 @@ def _replay_batch(
             tally.layer_ns[-len(loads) :], tally.batched_ns[-1] = [0] * len(loads), 0.0
         _check_realised(plans, routed, tally.policy)
         tally.add(routed, bound)
-        if costs:
-            costs[position].add(plans, routed, placement)
+        if timed:
+            timed[position].add(plans, routed, placement, batch.num_tokens)
 
 
 def _timed_plans(
@@ -281,8 +285,8 @@ def _check(settings: ReplaySettings, trace: Trace) -> None:
     policies, loads = settings.policies, settings.loads
     if settings.max_batches < 0:
         raise ValueError(f"max_batches must be at least 0, got {settings.max_batches}")
-    if not trace.top_k and (settings.cost or settings.shared_experts):
-        raise ValueError("top_k must be known where cost or shared_experts count tokens, got none")
+    if not trace.top_k and (settings.times or settings.shared_experts):
+        raise ValueError("top_k must be known where times or shared_experts count tokens, got none")
     names, listed = [_parsed(policy)[0] for policy in policies], ", ".join(policies)
     if not policies or len(set(policies)) < len(policies):
         raise ValueError(f"policies must be distinct and at least one, got {listed or 'none at all'}")
@@ -294,8 +298,8 @@ def _check(settings: ReplaySettings, trace: Trace) -> None:
         raise ValueError(f"exchange_every must be at least 1, got {settings.exchange_every}")
     if loads != "gathered" and "exact" not in names:
         raise ValueError(f"policies must have exact for loads={loads!r}, got {listed}: others plan by all")
-    if loads != "gathered" and settings.cost:
-        raise ValueError(f"cost must be none for loads={loads!r}: it is reckoned from plans of all ranks")
+    if loads != "gathered" and settings.times:
+        raise ValueError(f"times must be none for loads={loads!r}: layers are timed by plans of all ranks")
     check_prediction(settings.predict)
 
 
@@ -337,14 +341,15 @@ def in_order(placement: Placement) -> Placement:
     return without_replicas(trivial)  # where R does not divide E
 
 
-def _policy(policy: str, settings: ReplaySettings, step: int) -> Policy:
+def _policy(policy: str, settings: ReplaySettings, step: int, topology: Topology | None = None) -> Policy:
     """A policy that draws gets the seed, and one that draws anew for every batch its number; one that prices imports
-    the cost model's constants. Its own options come first."""
+    the settings' times, which are those of the topology's links inside of a node. Its own options come first."""
     name, options = _parsed(policy)
     known = {field.name for field in fields(POLICIES[name])}
     given: dict[str, Any] = {"seed": settings.seed, "step": step}
-    if settings.cost:
-        given |= {"expert_bytes": settings.cost.expert_bytes, "token_us": settings.cost.large_token_us}
+    if settings.times and settings.times.move_us and topology is not None:
+        near, _ = topology.bandwidths or DEFAULT_BANDWIDTHS
+        given |= {"expert_bytes": settings.times.move_us * near * 1e3, "token_us": settings.times.copy_us}
     given = {key: value for key, value in given.items() if key in known}
     return make_policy(name, {**given, **options})
 
@@ -362,7 +367,11 @@ def _warm_up(placements: tuple[Placement, Placement], settings: ReplaySettings) 
         loads = torch.zeros(shape, dtype=torch.int32)
         try:
             _timed_plans(
-                loads, loads, placement, _policy(policy, settings, 0), Tally(policy, placement.topology)
+                loads,
+                loads,
+                placement,
+                _policy(policy, settings, 0, placement.topology),
+                Tally(policy, placement.topology),
             )
         except ValueError as error:
             if not settings.skip_refused:
@@ -375,7 +384,8 @@ def _resolved(
     settings: ReplaySettings, trace: Trace, batches: Batches, folds: list[Fold], slots_per_rank: int
 ) -> dict[str, Any]:
     """The settings as they took effect, and what else is needed to read the figures."""
-    given = asdict(settings)
+    given = asdict(replace(settings, times=None))
+    given["times"] = settings.times and settings.times.source
     del given["skip_refused"]
     if not any(_policy(name, settings, 0).ahead for name in settings.policies):
         del given["predict"]  # nothing was predicted

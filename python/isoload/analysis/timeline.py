@@ -111,8 +111,8 @@ def timeline(
             every layer and rank, or what broadcasts to [L, R].
         gather_s: of the gather of loads; 0: none, and no waiting for it.
         plan_s: of a rank from its loads to its slots.
-        moves_s: in which a rank's weights of a layer arrive, as :func:`isoload.times.cost.import_seconds` gives
-            them. They delay its experts.
+        moves_s: in which a rank's weights of a layer arrive, for example its borrowed experts
+            times a times file's move_us. They delay its experts.
         beside: weights travel from the plan of the layer before on (of the first layer from the step's begin on), as
             with a fill ahead; else after the layer's own plan and before its dispatch.
         two_batch: two halves of the batch, every slot's copies cut in two; one computes while the other exchanges, in

@@ -17,12 +17,11 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from isoload.cli.options import CostFile, Force, JsonTarget
+from isoload.cli.options import Force, JsonTarget
 from isoload.cli.tables import say, write_out
 from isoload.files import printable
 
 if TYPE_CHECKING:
-    from isoload.times.cost import CostModel
     from isoload.transport import deep_ep
 
 
@@ -36,14 +35,13 @@ class Item:
     asked: bool = False
 
 
-def report(cost: CostModel | None = None) -> list[Item]:
-    """Everything isoload can use, from the interpreter up; cost: constants of the break-even point of a borrow."""
+def report() -> list[Item]:
+    """Everything isoload can use, from the interpreter up."""
     import torch
 
     from isoload import __version__
     from isoload.cli.engines import ENGINES, look
     from isoload.ops.library import LIBRARY, ON_CUDA
-    from isoload.times.cost import CostModel
 
     checks: dict[str, Callable[[], tuple[bool, str]]] = {
         "python": lambda: (True, f"{platform.python_version()} on {platform.machine()}"),
@@ -58,7 +56,7 @@ def report(cost: CostModel | None = None) -> list[Item]:
         "Triton kernels": _kernels,
         "DeepEP": _deep_ep,
         "HiGHS (scipy)": lambda: _package("scipy", "the LP oracle of tests and benchmarks", "plan"),
-        "break-even": lambda: _break_even(cost or CostModel()),
+        "break-even": _break_even,
     }
     engines = [Item(engine.name, *look(engine, os.environ)) for engine in ENGINES]
     items = [Item(name, *check()) for name, check in checks.items()]
@@ -159,12 +157,18 @@ def _package(module: str, use: str, extra: str) -> tuple[bool, str]:
         return True, f"version unknown, for {use}"
 
 
-def _break_even(model: CostModel) -> tuple[bool, str]:
+def _break_even() -> tuple[bool, str]:
     """From how many tokens borrowing an expert pays."""
-    (near, far), (inside, outside) = model.break_even, model.bandwidths
+    from isoload.times import exchanges
+
+    inside, outside = exchanges.DEFAULT_BANDWIDTHS
+    near, far = (
+        exchanges.break_even(exchanges.DEEPSEEK_V3_FP8, bandwidth, exchanges.DEEPSEEK_V3_TOKEN_US)
+        for bandwidth in (inside, outside)
+    )
     return True, (
         f"borrowing an expert pays from {near} tokens inside a node ({inside:g} GB/s), {far} between nodes "
-        f"({outside:g} GB/s): {model.source}"
+        f"({outside:g} GB/s): arithmetic for DeepSeek-V3's experts in FP8 on an H100"
     )
 
 
@@ -242,7 +246,6 @@ def doctor(
             metavar="[FILE...]", help="Placement file or record to describe, in place of this machine."
         ),
     ] = None,
-    cost: CostFile = None,
     json: JsonTarget = None,
     force: Force = False,
 ) -> None:
@@ -253,14 +256,13 @@ def doctor(
     Exit code 1 if a variable asks for an engine (ISOLOAD_SGLANG=1, ISOLOAD_VLLM=1) that isoload would stay out of.
     """
     from isoload.cli.arguments import check_targets
-    from isoload.cli.cost import given_cost
 
-    check_targets([cost, *(files or [])], force, json)
+    check_targets(files or [], force, json)
     if files:
         items = file_items(files)
         write_out(json, [asdict(item) for item in items], lambda console: print_file(items, console))
         return
-    items = report(given_cost(cost))
+    items = report()
     write_out(json, [asdict(item) for item in items], lambda console: print_doctor(items, console))
     if any(item.asked and not item.on for item in items):
         raise typer.Exit(1)

@@ -148,7 +148,10 @@ def _print(times: Times, target: str) -> None:
                 f"{name}: a call {curve.a_us:.3g} µs, a token {curve.s_us:.3g} µs{_errors(step.fit_error, None)}"
             )
     if times.move_us is not None:
-        lines.append(f"the weights of an expert move in {times.move_us:.3g} µs")
+        lines.append(
+            f"the weights of an expert move in {times.move_us:.3g} µs: a borrow pays from {times.break_even} copies, "
+            "if nothing hides the transfer"
+        )
     plans = ", ".join(f"{name} {us:.3g} µs" for name, us in times.plan_us.items())
     lines.append(f"planning a layer: {plans}")
     spread = max(times.speeds) / min(times.speeds) - 1

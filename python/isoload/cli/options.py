@@ -161,10 +161,6 @@ TopK = Annotated[
 LayersText = Annotated[
     str | None, typer.Option(metavar="LIST", help="Only these layers, by position: 0-3,7.")
 ]
-CostFile = Annotated[
-    str | None,
-    typer.Option(metavar="FILE|default", help="A cost file (bench/bench_cost.py measures one), or: default."),
-]
 Wide = Annotated[bool, typer.Option("--wide", help="Show all figures; without it the table fits 80 columns.")]
 JsonTarget = Annotated[
     str | None,
@@ -220,6 +216,10 @@ def _line_of(error: Exception, file: str | None) -> str:
 CLICK_ERROR: Any = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
 NOT_WRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # errors of a stream without a file name
 INTERRUPTED = 130  # exit code of a process that Ctrl-C ended: 128 + SIGINT
+REMOVED = {  # options by command, and what to use instead
+    ("replay", "--cost"): "use --times FILE, which isoload measure writes",
+    ("doctor", "--cost"): "isoload measure prints from how many copies a borrow pays",
+}
 OTHER_NAMES = {"num_ranks": "ranks", "num_shared": "shared_experts"}
 
 
@@ -282,7 +282,9 @@ class Group(TyperGroup):
             code = super().main(*args, **given | {"standalone_mode": False}) or 0
             sys.stdout.flush()
         except CLICK_ERROR as error:
-            print_error(error.format_message())
+            command, option = getattr(error.ctx, "info_name", ""), getattr(error, "option_name", "")
+            use = REMOVED.get((str(command), str(option)))
+            print_error(f"{option} was removed in 0.2: {use}" if use else error.format_message())
             code = error.exit_code
         except (KeyboardInterrupt, typer.Abort):
             code = INTERRUPTED

@@ -9,14 +9,12 @@ import typer
 from rich.console import Console
 
 from isoload.cli import options
-from isoload.cli.cost import FIGURES as COSTS
-from isoload.cli.cost import UNITS as COST_UNITS
-from isoload.cli.cost import constants, given_cost, print_cost
 from isoload.cli.tables import NO_FREEDOM, Column, Figure, Row, columns_of, page_table, say, write_out
 
 if TYPE_CHECKING:
     from isoload.analysis.metrics import PolicyFigures
     from isoload.analysis.simulate import Replay
+    from isoload.times import Times
 
 UNITS = (
     "imbalance: max/mean rank load, mean over batches and layers. bound: {best}'s here. row: token x rank. "
@@ -55,6 +53,22 @@ FIGURES = (
     Figure("active_experts", "used", "slots", ".1f", wide=True),
     Figure("plan_us.median", "plan µs", "one", ".1f"),
     Figure("plan_us.batched", "plan µs", "batch", ".1f", wide=True),
+)
+TIMES = (
+    Figure("policy", "", "policy"),
+    Figure("experts_us", "µs, busiest rank", "experts", ".1f"),
+    Figure("exchange_us_low", "all-to-all µs", "from", ".1f", wide=True),
+    Figure("exchange_us_high", "all-to-all µs", "to", ".1f", wide=True),
+    Figure("import_us", "µs, busiest rank", "import", ".1f", wide=True),
+    Figure("layer_us_low", "layer µs", "from", ".1f"),
+    Figure("layer_us_high", "layer µs", "to", ".1f"),
+    Figure("layer_us_change", "layer µs", "change", "+.1%"),
+    Figure("borrowed", "borrowed", "experts", ".1f"),
+    Figure("copies_per_borrowed", "borrowed", "copies", ".0f", wide=True),
+)
+TIMES_UNITS = (
+    "Modelled from {times.source}: experts of the busiest rank, dispatch and combine, and imports, one after the "
+    "other; planning is not included. change: of the upper end, from the first policy's. borrowed: experts per layer."
 )
 
 
@@ -133,10 +147,26 @@ def replay_warnings(replay: Replay) -> list[str]:
     return found
 
 
+def times_warnings(rows: Sequence[Row], times: Times) -> list[str]:
+    """Return warnings about borrows that cost more than they save, and about batches too small for any."""
+    least = times.break_even or 0
+    warnings = [
+        f"{row['policy']}: a borrowed expert computes {row['copies_per_borrowed']:.0f} copies, "
+        "its transfer takes longer than they do"
+        for row in rows
+        if row["copies_per_borrowed"] is not None and row["copies_per_borrowed"] < least
+    ]
+    if (copies := rows[0]["mean_copies"]) < least:
+        warnings.append(
+            f"a borrow pays from {least} copies, and a rank has {copies:.0f} in a batch and layer, mean"
+        )
+    return warnings
+
+
 def replay_json(replay: Replay) -> Row:
-    """The JSON object of ``isoload replay --json``; a cost model adds what it predicts to every policy's row."""
+    """The JSON object of ``isoload replay --json``; times add a layer's time to every policy's row."""
     rows = [row.to_json() for row in replay.policies]
-    for row, predicted in zip(rows, replay.costs, strict=False):
+    for row, predicted in zip(rows, replay.layer_times, strict=False):
         row["predicted"] = predicted
     for row, tally in zip(rows, replay.tallies, strict=False):  # a Replay made by hand may have none
         row["by_batch"] = tally.by_batch()
@@ -214,7 +244,12 @@ def replay(
     ] = 16,
     plugin: options.Plugins = None,
     layers: options.LayersText = None,
-    cost: options.CostFile = None,
+    times: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE", help="Times that isoload measure wrote: adds a table of a layer's time by policy."
+        ),
+    ] = None,
     wide: options.Wide = False,
     stages: options.Stages = False,
     same_layers: options.SameLayers = False,
@@ -236,8 +271,8 @@ def replay(
     From a trace of counts alone tokens are drawn, layer by layer:
     K distinct experts each, in the shares of the counts; without K copy by copy.
 
-    With --cost a second table predicts times and memory of a layer by constants, which are printed;
-    policies that price imports use them where their options set no others.
+    With --times a second table has what a layer takes on the GPUs that isoload measure timed;
+    policies that price imports use these times where their options set no others.
     """
     from isoload.analysis import simulate
     from isoload.cli.arguments import (
@@ -251,9 +286,10 @@ def replay(
     )
     from isoload.cli.options import load_plugins
     from isoload.policies import POLICIES
+    from isoload.times import load
 
     load_plugins(plugin)
-    check_targets([*traces, placement, cost], force, json, html=html)
+    check_targets([*traces, placement, times], force, json, html=html)
     reading = Reading(stages, same_layers, allow_missing_ranks, first_moe_layer, model)
     placed = None if placement is None else reading.stated(given_placement(context, placement))
     if placed is not None:
@@ -278,7 +314,7 @@ def replay(
         assign=assign,
         seed=seed,
         predict=predict,
-        cost=given_cost(cost),
+        times=None if times is None else load(times),
         policies=chosen,
         loads=loads,  # type: ignore[arg-type]
         exchange_every=exchange_every,
@@ -290,14 +326,21 @@ def replay(
     with progress("replaying batches") as on_batch:
         found = simulate.replay(loaded, settings, on_batch, placed)
 
-    priced = [{"policy": row.policy, **cost} for row, cost in zip(found.policies, found.costs, strict=False)]
+    timed = [
+        {"policy": row.policy, **row_times}
+        for row, row_times in zip(found.policies, found.layer_times, strict=False)
+    ]
     figures = replay_json(found)
 
     def show(console: Console) -> None:
         say(console, ("", source_line([loaded])))
         print_replay(found, console, wide, note)
-        if settings.cost:
-            print_cost(priced, settings.cost, console, wide)
+        if settings.times:
+            units, warnings = (
+                [TIMES_UNITS.format(times=settings.times)],
+                times_warnings(timed, settings.times),
+            )
+            say(console, columns_of(TIMES, timed, wide), ("dim", units), ("yellow", warnings))
 
     def drawn() -> str:
         from isoload.cli.pages import replay_page
@@ -305,9 +348,9 @@ def replay(
         with_nodes = found.settings["num_ranks"] > found.settings["ranks_per_node"]
         tables = page_table(replay_columns(found.policies, with_nodes, wide=True))
         notes = [*replay_units(found, wide=True), *replay_warnings(found)]
-        if settings.cost:
-            tables += page_table(columns_of(COSTS, priced, wide=True))
-            notes += [*constants(settings.cost), *COST_UNITS]
+        if settings.times:
+            tables += page_table(columns_of(TIMES, timed, wide=True))
+            notes += [TIMES_UNITS.format(times=settings.times), *times_warnings(timed, settings.times)]
         return replay_page(found, replay_header(found, note), tables, notes, figures)
 
     write_out(json, figures, show, html=html, page=drawn)

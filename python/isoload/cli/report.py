@@ -16,6 +16,7 @@ from isoload.wording import amount, between
 if TYPE_CHECKING:
     from isoload.analysis.rank_loads import Recorded
     from isoload.analysis.server import Phase
+    from isoload.times import Times
 
 FIGURES = (
     Figure("phase", "", "phase"),
@@ -81,6 +82,12 @@ def report(
     gpu: Annotated[
         str | None, typer.Option(help="As advise takes it; with --model times are modelled.")
     ] = None,
+    times: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE", help="In place of --gpu: times that isoload measure wrote of your GPUs."
+        ),
+    ] = None,
     model: Annotated[
         str | None, typer.Option(metavar="NAME|FILE", help="A model's name, or its config.json.")
     ] = None,
@@ -110,14 +117,18 @@ def report(
     from isoload.analysis.rank_loads import read_recorded
     from isoload.analysis.server import phases
     from isoload.cli.arguments import Reading, check_targets
+    from isoload.times import load
     from isoload.traces import write_trace
 
-    check_targets([recorded], force, json, html=html)
+    check_targets([recorded, times], force, json, html=html)
     if trace is not None and not force and Path(trace).exists():
         raise ValueError(f"trace must be a new file, or --force be given, got {trace!r}")
-    if (gpu is None) != (model is None):
-        raise ValueError(f"gpu must come with model, got {gpu} and {model}")
-    if html is not None and gpu is None:
+    if gpu is not None and times is not None:
+        raise ValueError("gpu must be left out with times, which are of your GPUs")
+    device = gpu if times is None else load(times)
+    if (device is None) != (model is None):
+        raise ValueError(f"gpu must come with model, got {gpu or times} and {model}")
+    if html is not None and device is None:
         raise ValueError("html must come with --gpu and --model, got neither")
     held = read_recorded(recorded)
     found = phases(held)
@@ -128,10 +139,10 @@ def report(
         write_trace(held.trace, trace)
     saved: dict[str, tuple[float, float]] = {}
     advice, gaps = None, list[str]()
-    if gpu is not None and model is not None:
+    if device is not None and model is not None:
         chosen = [part for part in found if phase in (None, part.name)]
         source = None if trace is None else Reading().shell_words([Path(trace)], held.trace, model)
-        saved, advice, gaps = modelled(held, found, chosen, gpu, model, engine, dtype, step_ms, source)
+        saved, advice, gaps = modelled(held, found, chosen, device, model, engine, dtype, step_ms, source)
     rows, (passes, files) = rows_of(held, found, saved), held.left_out
     notes = [UNITS, *([SAVED] if advice else [])]
     said = {
@@ -159,7 +170,7 @@ def modelled(
     recorded: Recorded,
     recorded_phases: list[Phase],
     chosen: list[Phase],
-    gpu: str,
+    gpu: str | Times,
     model: str,
     engine: str,
     dtype: str | None,
@@ -170,12 +181,18 @@ def modelled(
     has no constants."""
     from isoload.analysis.advice import Question, saved_ms
     from isoload.analysis.loads import judge_by
-    from isoload.analysis.models import find_model, layer_times
+    from isoload.analysis.models import find_model, layer_times, measured_layer
     from isoload.analysis.server import served_runs, step_weights, trace_of
     from isoload.cli.advise import phase_times
+    from isoload.times import LayerTime
 
     described, topology = find_model(model, dtype), recorded.topology
-    constants, gaps = layer_times(gpu, engine, chosen[0].name, described, topology)
+    constants, gaps = dict[str, LayerTime](), list[str]()
+    if isinstance(gpu, str):
+        constants, gaps = layer_times(gpu, engine, chosen[0].name, described, topology)
+    else:
+        layer, _ = measured_layer(gpu, described, topology)
+        constants = {part.name: layer for part in recorded_phases}
     with_constants = [part for part in chosen if part.name in constants]  # the gaps are printed as warnings
     if not with_constants:
         raise ValueError(f"phase {chosen[0].name} has no constants: {' '.join(gaps)}")
@@ -187,7 +204,15 @@ def modelled(
         constants[name], notes[name] = layer, of_phase
     gathers = engine == "vllm" or described.is_deepseek
     asked = {
-        part.name: Question(described, constants[part.name], topology, part.tokens, step_ms, gathers=gathers)
+        part.name: Question(
+            described,
+            constants[part.name],
+            topology,
+            part.tokens,
+            step_ms,
+            gathers=gathers,
+            plan_us=None if isinstance(gpu, str) else gpu.plan_us,
+        )
         for part in recorded_phases
         if part.name in constants
     }

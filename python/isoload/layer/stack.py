@@ -26,7 +26,7 @@ from isoload.layer.two_stage import Batch, Span, run_held, run_planned, runs_apa
 from isoload.placement.placed_layers import PlacedLayers
 from isoload.placement.placement import Placement
 from isoload.policies.borrowing import may_keep_local
-from isoload.times.cost import CostModel, slots_in_time
+from isoload.times import Times
 from isoload.topology import Topology
 from isoload.transport import Call, Transport, checksum
 from isoload.transport.row_dispatcher import RowDispatcher
@@ -156,40 +156,50 @@ def check_lookahead(predict: Lookahead, layers: Sequence[MoE]) -> None:
             raise ValueError(f"norms must be modules, whose input is kept, got {norm!r:.60} for layer {i}")
 
 
+def refuse_cost(cost: object) -> None:
+    if cost is not None:
+        raise ValueError(
+            "cost= was removed in 0.2: use times=isoload.times.load(FILE), which isoload measure writes"
+        )
+
+
 def count_slots(
     slots: int | str | None,
     layers: Sequence[MoE],
-    cost: CostModel | None,
+    times: Times | None,
     copies_per_rank: int | None,
     memory: float | None,
 ) -> tuple[int | None, str | None]:
     """Most spare slots of a rank that a stack fills, and what bounds them; see :class:`isoload.LibraStack`."""
     placement, down = layers[0].placement, layers[0]._ranks()[0].stored_down
     if slots == "auto":
-        if cost is None or copies_per_rank is None:
+        if times is None or copies_per_rank is None:
             raise ValueError(
-                f"slots must come with cost and copies_per_rank if 'auto', got {cost}, {copies_per_rank}"
+                f"slots must come with times and copies_per_rank if 'auto', got {times}, {copies_per_rank}"
             )
         sizes = down.shape[1], down.shape[2] * per_element(down.dtype)
-        if (cost.hidden, cost.intermediate) != sizes:
+        if not isinstance(times, Times):
+            raise ValueError(f"times must be what isoload.times.load returns, got {times!r:.60}")
+        measured = times.experts.hidden, times.experts.intermediate
+        if measured != sizes:
             raise ValueError(
-                f"cost must be of the layers' experts, {sizes[0]} x {sizes[1]}, "
-                f"got {cost.hidden} x {cost.intermediate}"
+                f"times must be of the layers' experts, {sizes[0]} x {sizes[1]}, got {measured[0]} x {measured[1]}"
             )
         if memory is not None and not 0 <= memory < inf:
             raise ValueError(f"memory must be a number of bytes from 0 on, or None, got {memory!r}")
         resident = placement.slots_per_rank - placement.spare_slots
         bounds = {
-            "time": slots_in_time(copies_per_rank, resident, placement.topology, cost),
+            "time": times.moves_in_time(copies_per_rank, resident),
             "spare slots": placement.spare_slots,
         }
         if memory is not None:  # one layer's are fetched while those of the one before are in use
-            bounds["memory"] = int(memory // (2 * cost.expert_bytes))
+            expert_bytes = sum(stack[0].nbytes for stack in layers[0]._ranks()[0].stored_rows())
+            bounds["memory"] = int(memory // (2 * expert_bytes))
         least = min(bounds, key=bounds.__getitem__)
         return bounds[least], least
-    if (cost, copies_per_rank, memory) != (None, None, None):
+    if (times, copies_per_rank, memory) != (None, None, None):
         raise ValueError(
-            f"cost, copies_per_rank and memory must be None unless slots is 'auto', got slots={slots!r}"
+            f"times, copies_per_rank and memory must be None unless slots is 'auto', got slots={slots!r}"
         )
     if slots is None:
         return None, None
@@ -255,8 +265,8 @@ class LibraStack:
             paper's): rows, choices and weights go to all ranks, and what a rank holds of its own copies is computed
             before the plan, which keeps it there. Needs a transport with max_tokens_per_rank.
         slots: most spare slots of a rank that are filled; None = as the policy says; "auto" = so many as can travel
-            while a rank computes copies_per_rank copies, by `cost`, and have room in `memory`, at most the spare ones.
-        cost: of experts of the layers' size, for "auto".
+            while a rank computes copies_per_rank copies, by `times`, and fit in `memory`, at most the spare ones.
+        times: of experts of the layers' size, for "auto": isoload.times.load(file).
         copies_per_rank: that a rank computes in a layer, for "auto".
         memory: bytes of a rank for borrowed weights, for "auto": of two layers at once. None: any.
 
@@ -277,10 +287,12 @@ class LibraStack:
         local: str = "planned",
         slots: int | str | None = None,
         *,
-        cost: CostModel | None = None,
+        times: Times | None = None,
         copies_per_rank: int | None = None,
         memory: float | None = None,
+        cost: object = None,
     ) -> None:
+        refuse_cost(cost)
         self.layers, self.local = list(layers), local
         if not self.layers:
             raise ValueError("layers must be at least one, got none")
@@ -290,7 +302,7 @@ class LibraStack:
             predictor = make_predictor(predict, self.layers, norms)
             check_local(local, self.layers, predictor is not None)
             check_host_plans(local, self.layers, predictor is not None)
-            self.slots, self.bounded_by = count_slots(slots, self.layers, cost, copies_per_rank, memory)
+            self.slots, self.bounded_by = count_slots(slots, self.layers, times, copies_per_rank, memory)
             if predictor is None and slots is not None:
                 raise ValueError(f"slots must be None where predict is, got {slots!r}")
             described = "nothing" if predictor is None else predictor.describe()
@@ -317,9 +329,10 @@ class LibraStack:
         predict: str | Predictor | None = "lookahead",
         local: str = "planned",
         slots: int | str | None = None,
-        cost: CostModel | None = None,
+        times: Times | None = None,
         copies_per_rank: int | None = None,
         memory: float | None = None,
+        cost: object = None,
         **options: Any,
     ) -> LibraStack:
         """The stack of a Hugging Face decoder whose experts transformers fuses, see docs/integrations.md.
@@ -333,12 +346,13 @@ class LibraStack:
             transport: None = all ranks in this process, which the tokens are dealt to evenly.
             placement: of the routed experts, a layer for each MoE block; None = in order.
             spare_slots: experts that a rank can borrow at a time, where there is no placement. None: 2.
-            predict, local, slots, cost, copies_per_rank, memory: as of the class.
+            predict, local, slots, times, copies_per_rank, memory: as of the class.
             **options: policy (default "hedge"), its options, and what else :class:`MoE` takes.
 
         Raises:
             ValueError: before any block has changed: naming the argument, the rule and the value.
         """
+        refuse_cost(cost)
         decoder = list(layers)
         pairs = find_blocks(decoder, "layers")
         blocks = [block for _, block in pairs]
@@ -357,7 +371,7 @@ class LibraStack:
             predict,
             local=local,
             slots=slots,
-            cost=cost,
+            times=times,
             copies_per_rank=copies_per_rank,
             memory=memory,
         )

@@ -23,7 +23,7 @@ from isoload.placement.placement import Placement
 from isoload.policies.base import Demand, Needs, Policy, chosen_plan, even_split, make_policy, solve
 from isoload.policies.exact import ExactPolicy
 from isoload.policies.plan import Plan
-from isoload.times.cost import DEEPSEEK_V3_FP8, DEFAULT_BANDWIDTHS, break_even
+from isoload.times.exchanges import DEEPSEEK_V3_FP8, DEEPSEEK_V3_TOKEN_US, DEFAULT_BANDWIDTHS, break_even
 
 EXACT = ExactPolicy()
 MILLION = 1_000_000
@@ -259,9 +259,9 @@ class SpillCostPolicy(FillPolicy):
     """The cheapest of several levels of the largest load, where imports and exports have a price.
 
     A level costs its largest load, the imports of the busiest importer and the exports of the busiest exporter. An
-    import or export costs as many copies as could be computed in its time (:func:`isoload.times.cost.break_even`), by
-    the topology's bandwidths, or DEFAULT_BANDWIDTHS if it has none; no expert moves with fewer copies. Starts from the
-    exact split over resident replicas; no rank's load passes the largest of that.
+    import or export costs as many copies as could be computed in its time (:func:`isoload.times.exchanges.break_even`),
+    by the topology's bandwidths, or DEFAULT_BANDWIDTHS if it has none; no expert moves with fewer copies. Starts from
+    the exact split over resident replicas; no rank's load passes the largest of that.
 
     Options: expert_bytes (weights of one expert), token_us (microseconds per copy in a large GEMM), min_chunk (copies;
     a rank that is above a level by less lends nothing), within ("all" or "node", beyond which no expert is borrowed),
@@ -274,7 +274,7 @@ class SpillCostPolicy(FillPolicy):
     }
     split_by: str | Policy = "exact"
     expert_bytes: float = DEEPSEEK_V3_FP8
-    token_us: float = 0.147
+    token_us: float = DEEPSEEK_V3_TOKEN_US
     min_chunk: int = 1
     within: Within = "all"
     refill_above: float | None = None

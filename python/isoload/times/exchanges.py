@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from math import log2
+from math import ceil, inf, log2
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,6 +21,9 @@ SAME_KERNELS = {"vllm_deepep_ht": "sglang_deepep_normal", "vllm_deepep_ll": "sgl
 # A call's growth for twice as many ranks in one NVLink domain: the most that the shipped tables show from 8 ranks on
 # (TensorRT-LLM's all-to-alls on GB200, 8 to 64 ranks).
 CALL_GROWTH = 1.27
+DEFAULT_BANDWIDTHS = (400.0, 50.0)  # GB/s of a rank, inside a node and between: NVLink 4, one 400 Gb/s NIC
+DEEPSEEK_V3_FP8 = 3 * 7168 * 2048  # bytes of an expert
+DEEPSEEK_V3_TOKEN_US = 0.147  # microseconds of one copy in a large GEMM of such experts: 600 TFLOP/s, an H100
 
 
 class Curve(NamedTuple):
@@ -270,3 +273,22 @@ class LayerTime:
             step.seconds(tokens, busiest) if step else none for step in (self.dispatch, self.combine)
         )
         return experts, dispatch, combine
+
+
+def break_even(expert_bytes: float, bandwidth: float, token_us: float) -> int:
+    """Return the copies from which borrowing an expert pays: its transfer takes as long as computing so many.
+
+    A transfer that is hidden behind compute pays earlier.
+
+    Args:
+        expert_bytes: bytes of one expert's weights.
+        bandwidth: GB/s of the link that the weights take.
+        token_us: microseconds in which a rank computes one copy of an expert, in a large GEMM.
+
+    Raises:
+        ValueError: naming the argument, the rule and the value.
+    """
+    for name, value in (("expert_bytes", expert_bytes), ("bandwidth", bandwidth), ("token_us", token_us)):
+        if not 0 < value < inf:
+            raise ValueError(f"{name} must be a positive number, got {value}")
+    return ceil(expert_bytes / (bandwidth * 1e3) / token_us)

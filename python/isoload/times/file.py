@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
+from math import ceil
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from isoload.files import check_keys, is_number, parse_json, read_text
 from isoload.times.exchanges import STEPS, AllToAllTime, Curve, LayerTime, other_size
@@ -65,6 +68,37 @@ class Times:
         steps = [other_size(step, top_k, ranks) for step in (self.dispatch, self.combine)]
         note = f"the all-to-all of {ranks} ranks is extrapolated; measured were {self.ranks} ranks"
         return LayerTime(steps[0], self.experts, steps[1]), [note]
+
+    @property
+    def copy_us(self) -> float:
+        """Microseconds of one copy in a large GEMM."""
+        return self.experts.c_us + self.experts.rho_us
+
+    @property
+    def break_even(self) -> int | None:
+        """Copies from which borrowing an expert pays, if nothing hides the transfer; None: no transfer was measured."""
+        return None if self.move_us is None else ceil(self.move_us / self.copy_us)
+
+    def moves_in_time(self, copies: int, slots: int) -> int:
+        """Return how many experts' weights reach a rank while it computes (papers/004, section 3.2).
+
+        Args:
+            copies: that the rank computes in a layer.
+            slots: over which they are spread evenly.
+
+        Raises:
+            ValueError: naming the argument; times of one rank, which measure no transfer.
+        """
+        for name, value in (("copies", copies), ("slots", slots)):
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be a number of at least 1, got {value!r}")
+        if not self.move_us:
+            raise ValueError(
+                f"{self.source} has no time of moving an expert's weights: run isoload measure on at least two ranks"
+            )
+        quota = np.full(slots, copies // slots)
+        quota[: copies % slots] += 1
+        return int(self.experts.seconds(quota) * 1e6 / self.move_us)
 
     def to_json(self) -> dict[str, Any]:
         """Return the content of a times file."""

@@ -12,7 +12,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import nvcc
+import ptxas  # first: it finds nvcc in csrc/cuda
+
+import nvcc  # isort: skip
 import sass
 
 ROOT = nvcc.CSRC.parent
@@ -48,7 +50,7 @@ print(f"the library loads on torch {torch.__version__}; {len(ops)} ops have a CU
 """
 
 
-def registers(kernels: list[nvcc.Kernel]) -> dict[str, dict[str, int]]:
+def registers(kernels: list[ptxas.Kernel]) -> dict[str, dict[str, int]]:
     table: dict[str, dict[str, int]] = {}
     for kernel in kernels:
         table.setdefault(kernel.name, {})[kernel.architecture] = kernel.registers
@@ -56,7 +58,7 @@ def registers(kernels: list[nvcc.Kernel]) -> dict[str, dict[str, int]]:
 
 
 def write(table: dict[str, dict[str, int]], version: str) -> None:
-    lines = [f"# registers per lane, nvcc {version}; written by check.py --update"]
+    lines = [f"# registers per lane, nvcc {version}; written by tests/tools/cuda_check.py --update"]
     lines.append(f"{'kernel':<44}" + "".join(f"{arch:>9}" for arch in nvcc.ARCHITECTURES))
     for name, row in table.items():
         lines.append(f"{name:<44}" + "".join(f"{row[arch]:>9}" for arch in nvcc.ARCHITECTURES))
@@ -71,7 +73,7 @@ def read() -> tuple[dict[str, dict[str, int]], str]:
     return table, head.split("nvcc ")[1].split(";")[0]
 
 
-def faults(kernels: list[nvcc.Kernel], version: str) -> list[str]:
+def faults(kernels: list[ptxas.Kernel], version: str) -> list[str]:
     found = [f"{k.name} spills {k.spilled} bytes on {k.architecture}" for k in kernels if k.spilled]
     before, of = read()
     if of != version:
@@ -87,7 +89,7 @@ def faults(kernels: list[nvcc.Kernel], version: str) -> list[str]:
     return found
 
 
-def show(kernels: list[nvcc.Kernel]) -> None:
+def show(kernels: list[ptxas.Kernel]) -> None:
     print(f"{'kernel':<44}{'':<9}{'registers':>10}{'spilled':>9}{'stack':>7}{'shared':>8}")
     for k in sorted(kernels, key=lambda k: (k.name, nvcc.ARCHITECTURES.index(k.architecture))):
         print(f"{k.name:<44}{k.architecture:<9}{k.registers:>10}{k.spilled:>9}{k.stack:>7}{k.shared:>8}")
@@ -120,9 +122,9 @@ def main() -> None:
             "CUDA compile check skipped: no nvcc (neither in CUDA_HOME, nor on PATH, nor in /usr/local/cuda)"
         )
         return
-    version = nvcc.version(compiler)
+    version = ptxas.version(compiler)
     nvcc.compile_all(compiler, BUILD)
-    kernels = nvcc.kernels(BUILD)
+    kernels = ptxas.kernels(BUILD)
     show(kernels)
     if "--update" in sys.argv[1:]:
         if nvcc.ONLY:

@@ -9,7 +9,9 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-import nvcc
+import ptxas  # first: it finds nvcc in csrc/cuda
+
+import nvcc  # isort: skip
 
 INSTRUCTION_BYTES = 16
 CODE_LIMIT = 64 * 1024  # what an instruction cache holds of a kernel
@@ -51,7 +53,7 @@ def disassemble(cuobjdump: str, objects: list[Path]) -> list[Code]:
         done = subprocess.run([cuobjdump, "-sass", str(path)], capture_output=True, text=True, check=True)
         own = subroutines(cuobjdump, path)
         found += [c._replace(subroutines=own.get((c.architecture, c.kernel), ())) for c in read(done.stdout)]
-    names = nvcc.short_names([c.kernel for c in found])
+    names = ptxas.short_names([c.kernel for c in found])
     return [c._replace(kernel=name) for c, name in zip(found, names, strict=True)]
 
 
