@@ -20,11 +20,11 @@ T = TypeVar("T")
 
 
 def _load_library() -> ctypes.CDLL:
-    found = sorted(Path(__file__).parents[1].glob("_C*.so"))
-    if not found:
+    paths = sorted(Path(__file__).parents[1].glob("_C*.so"))
+    if not paths:
         raise ImportError("isoload's compiled ops are missing: run `make build` (or reinstall isoload)")
-    torch.ops.load_library(str(found[0]))
-    return ctypes.CDLL(str(found[0]))
+    torch.ops.load_library(str(paths[0]))
+    return ctypes.CDLL(str(paths[0]))
 
 
 LIBRARY = _load_library()  # for its C functions
@@ -35,12 +35,12 @@ library = torch.ops.isoload
 
 def op(name: str, fake: Callable[[Any], T]) -> Callable[..., T]:
     """The op of a name. fake: of its arguments, by the schema's names, makes results that only have shapes."""
-    made: Callable[..., T] = getattr(library, name).default
+    function: Callable[..., T] = getattr(library, name).default
     names = [argument.name for argument in getattr(library, name).default._schema.arguments]
     torch.library.register_fake(
         f"isoload::{name}", lambda *args: fake(SimpleNamespace(**dict(zip(names, args, strict=True))))
     )
-    return made
+    return function
 
 
 def ints(like: Tensor, *shape: int) -> Tensor:
@@ -70,8 +70,8 @@ def device_errors(device: torch.device | str) -> int:
 
 def error_word(device: torch.device | str) -> Tensor:
     """[] int32 on the device: :func:`device_errors` without a wait of the host."""
-    word: Tensor = _device_errors(torch.empty(0, device=device))
-    return word
+    errors: Tensor = _device_errors(torch.empty(0, device=device))
+    return errors
 
 
 def check_device(device: torch.device | str) -> None:

@@ -334,8 +334,7 @@ def balance_same(
     """
     options = split_options(tables, tolerance, budget, objective, ranks_per_node, sweeps)
     where = (tables.data, tables.num_experts, tables.num_ranks, tables.num_slots)
-    found = call(_balance_same, topk_ids, *where, ticks, *options)
-    slots, loads, quota, peak, bound, telemetry = found
+    slots, loads, quota, peak, bound, telemetry = call(_balance_same, topk_ids, *where, ticks, *options)
     return slots, loads, ExactSplit(quota, peak, bound, telemetry, quota)
 
 
