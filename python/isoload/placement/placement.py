@@ -16,7 +16,7 @@ from isoload.checks import may_be_kept
 from isoload.placement.placed_layers import PlacedLayers
 from isoload.topology import Topology, as_topology
 from isoload.traces import Trace
-from isoload.traces.identity import Identity, Numbering, joined, matching_rows, spans
+from isoload.traces.identity import Identified, Identity, Numbering, joined, matching_rows, spans
 from isoload.wording import amount, span, text_table
 
 IntArray = np.ndarray[Any, np.dtype[np.int32]]
@@ -24,7 +24,7 @@ FloatArray = np.ndarray[Any, np.dtype[np.float64]]
 
 
 @dataclass(frozen=True, eq=False)
-class Placement:
+class Placement(Identified):
     """Where the experts of every layer lie. Slot p is on rank ``p // S``; P = R*S.
 
     A host record with its own memory, checked when made; :meth:`layers` derives what the fast clock needs
@@ -218,22 +218,6 @@ class Placement:
         return self.with_rows(
             [rows[layer] for layer in layers], layers, replace(self.identity, numbering=numbering)
         )
-
-    def with_moe_layers(
-        self, first_moe_layer: int | None = None, *, moe_layers: Sequence[int] = (), model: str = ""
-    ) -> Placement:
-        """Return the placement with a statement about its model, which conversions between engines need.
-
-        Args:
-            first_moe_layer: number of dense layers before the first MoE layer, after which all layers are MoE layers.
-            moe_layers: in place of first_moe_layer: the model's own numbers of all its MoE layers.
-            model: the model's name, "" = not stated.
-
-        Raises:
-            ValueError: the placement has layers that the model does not have, or states another model.
-        """
-        identity = self.identity.stated(self.layer_ids, "placement", first_moe_layer, moe_layers, model)
-        return replace(self, identity=identity)
 
     def for_model(self, moe_layers: Sequence[int]) -> Placement:
         """Return the placement of all MoE layers of a model, in order.

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from isoload.checks import check_range
 from isoload.placers.base import Floats, Placed, Placer, Room, Scenarios, Slots
 
 Groups = list[list[int]]
@@ -47,8 +48,7 @@ class GracePlacer(Placer):
     printed: bool = False
 
     def place(self, scenarios: Scenarios, room: Room) -> Placed:
-        if self.ratio is not None and not 0 <= self.ratio <= 1:
-            raise ValueError(f"ratio must be in 0..1, got {self.ratio}")
+        check_range("ratio", self.ratio, 0, 1)
         limit = scenarios.num_experts if self.replicate else 0
         if self.everywhere is not None and not 1 <= self.everywhere <= limit:
             raise ValueError(

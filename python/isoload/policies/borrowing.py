@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from isoload import ops
+from isoload.checks import check_range
 from isoload.ops import Order, Within
 from isoload.placement.placed_layers import HostPlacement, PlacedLayers
 from isoload.policies.base import Demand, Needs, Policy, chosen_plan, even_split, make_policy, solve
@@ -132,8 +133,7 @@ class FillPolicy(BorrowPolicy):
             use = "the copies go as split_by=exact splits them over the filled slots"
             raise ValueError(f"option split_by=fill of policy {self.name} was removed: {use}")
         super().__post_init__()
-        if self.refill_above is not None and not 1 <= self.refill_above <= 1000:
-            raise ValueError(f"refill_above must be in 1..1000, got {self.refill_above}")
+        check_range("refill_above", self.refill_above, 1, 1000)
 
     def fill_levels(self, demand: Demand, placed: PlacedLayers, **rules: Any) -> ops.SlotFill:
         """:func:`isoload.ops.plan_fill` by a policy's rules, from the exact split over replicas if there are any."""
@@ -245,12 +245,9 @@ class LlepPolicy(FillPolicy):
 
 
 def check_rules(capacity: float, min_chunk: int, threshold: float, measure: str) -> None:
-    if not 1 <= capacity <= 1000:
-        raise ValueError(f"capacity must be in 1..1000, got {capacity}")
-    if not 1 <= min_chunk < 2**31:
-        raise ValueError(f"min_chunk must be in 1..2^31-1, got {min_chunk}")
-    if not 0 <= threshold <= 1000:
-        raise ValueError(f"threshold must be in 0..1000, got {threshold}")
+    check_range("capacity", capacity, 1, 1000)
+    check_range("min_chunk", min_chunk, 1, 2**31 - 1)
+    check_range("threshold", threshold, 0, 1000)
     if measure not in ("rank", "expert"):
         raise ValueError(f"measure must be rank or expert, got {measure!r}")
 
@@ -283,8 +280,7 @@ class SpillCostPolicy(FillPolicy):
     def __post_init__(self) -> None:
         super().__post_init__()
         break_even(self.expert_bytes, 1.0, self.token_us)  # refuses what is not positive
-        if not 1 <= self.min_chunk < 2**31:
-            raise ValueError(f"min_chunk must be in 1..2^31-1, got {self.min_chunk}")
+        check_range("min_chunk", self.min_chunk, 1, 2**31 - 1)
 
     def fill(self, demand: Demand, placed: PlacedLayers) -> PlacedLayers:
         near, far = (
@@ -349,10 +345,8 @@ class LibraPolicy(BorrowPolicy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.alpha <= 1:
-            raise ValueError(f"alpha must be in 0..1, got {self.alpha}")
-        if not 0 <= self.tolerance <= 1000:
-            raise ValueError(f"tolerance must be in 0..1000, got {self.tolerance}")
+        check_range("alpha", self.alpha, 0, 1)
+        check_range("tolerance", self.tolerance, 0, 1000)
 
     @property
     def splitter(self) -> Policy:

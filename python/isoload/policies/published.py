@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from isoload import ops
-from isoload.checks import capturing, put_on
+from isoload.checks import capturing, check_range, put_on
 from isoload.ops.results import LpSplit
 from isoload.placement.placed_layers import HostPlacement, PlacedLayers
 from isoload.policies.base import Demand, Policy, Seeded, chosen_plan, sample_seed, sampled_plan, sum_sources
@@ -297,10 +297,8 @@ class LibraPublishedPolicy(BorrowPolicy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.alpha <= 1:
-            raise ValueError(f"alpha must be in 0..1, got {self.alpha}")
-        if not 0 <= self.tolerance <= 1000:
-            raise ValueError(f"tolerance must be in 0..1000, got {self.tolerance}")
+        check_range("alpha", self.alpha, 0, 1)
+        check_range("tolerance", self.tolerance, 0, 1000)
 
     def fill(self, demand: Demand, placed: PlacedLayers) -> PlacedLayers:
         """The slots by Algorithm 1, with the quota of the same loads by Algorithm 2: one wait serves both."""

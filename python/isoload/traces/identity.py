@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 from isoload.files import MAX_LAYERS, check_keys
 from isoload.wording import shown
@@ -27,6 +27,9 @@ NUMBERINGS = {  # how layer_ids are named in messages and by `isoload inspect`
     "order": "positions in the order recorded; which layers of the model they are is not known",
 }
 HOW = "pass --first-moe-layer N (DeepSeek-V3: 3) or --model config.json"
+
+
+Record = TypeVar("Record", bound="Identified")
 
 
 @dataclass(frozen=True)
@@ -178,6 +181,30 @@ def identity_from_json(content: Any) -> Identity:
     if not isinstance(layers, list):
         raise ValueError(f"moe_layers must be a list of layer numbers, got {shown(layers)}")
     return Identity(content["numbering"], tuple(layers), content["model"])
+
+
+class Identified:
+    """Base of recorded traces and placements: layers, and what their numbers mean."""
+
+    layer_ids: tuple[int, ...]
+    identity: Identity
+
+    def with_moe_layers(
+        self: Record, first_moe_layer: int | None = None, *, moe_layers: Sequence[int] = (), model: str = ""
+    ) -> Record:
+        """Return the trace or placement with a statement about its model, which conversions between engines need.
+
+        Args:
+            first_moe_layer: number of dense layers before the first MoE layer, after which all layers are MoE layers.
+            moe_layers: in place of first_moe_layer: the model's own numbers of all its MoE layers.
+            model: the model's name, "" = not stated.
+
+        Raises:
+            ValueError: the trace or placement has layers that the model does not have, or states another model.
+        """
+        what = f"trace {self.name}" if hasattr(self, "name") else "placement"
+        identity = self.identity.stated(self.layer_ids, what, first_moe_layer, moe_layers, model)
+        return replace(self, identity=identity)  # type: ignore[type-var]
 
 
 def joined(first: Identity, second: Identity, what: str, other_what: str) -> Identity:

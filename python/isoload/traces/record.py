@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from isoload.files import MAX_ARRAYS, MAX_EXPERTS, open_regular
-from isoload.traces.identity import Identity
+from isoload.traces.identity import Identified, Identity
 from isoload.wording import amount, nearest, shown
 
 MAX_BYTES_NAME = "ISOLOAD_MAX_TRACE_BYTES"  # of the environment: another limit
@@ -159,7 +159,7 @@ DIMS = {
 
 
 @dataclass(frozen=True, eq=False)
-class Trace:
+class Trace(Identified):
     """Loads, per-token choices or both, of L layers and E logical experts. A host record, checked when made.
 
     ``counts`` and ``topk_ids`` may describe different tokens (a long run, and the choices of a part of it).
@@ -239,24 +239,6 @@ class Trace:
         size = 8 * len(cuts) * self.num_layers * self.num_experts
         check_bytes("counts of topk_ids", size, max_bytes(None))
         return count_batches(self.topk_ids, cuts, self.num_experts)
-
-    def with_moe_layers(
-        self, first_moe_layer: int | None = None, *, moe_layers: Sequence[int] = (), model: str = ""
-    ) -> Trace:
-        """Return the trace with a statement about its model, which conversions between engines need.
-
-        Args:
-            first_moe_layer: number of dense layers before the first MoE layer, after which all layers are MoE layers.
-            moe_layers: in place of first_moe_layer: the model's own numbers of all its MoE layers.
-            model: the model's name, "" = not stated.
-
-        Raises:
-            ValueError: the trace has layers that the model does not have, or states another model.
-        """
-        identity = self.identity.stated(
-            self.layer_ids, f"trace {self.name}", first_moe_layer, moe_layers, model
-        )
-        return replace(self, identity=identity)
 
     def __repr__(self) -> str:
         """Return one line of sizes."""
