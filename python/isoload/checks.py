@@ -76,6 +76,13 @@ def _refuse_removed(made: type, name: str, value: Any) -> None:
         raise ValueError(f"{name}={value} was removed: {use}")
 
 
+def check_range(name: str, value: float | None, low: int, high: int, unit: str = "") -> None:
+    """Raise ValueError for an option that is outside of low..high; None is an option that is not set."""
+    if value is not None and not low <= value <= high:
+        limit = "2^31-1" if high == 2**31 - 1 else high
+        raise ValueError(f"{name} must be in {low}..{limit}{unit}, got {value}")
+
+
 def types_of(made: type) -> dict[str, tuple[Any, ...]]:
     """By option the types that it may have, or their values, where it is one of some."""
     if made not in _TYPES:

@@ -88,15 +88,15 @@ class Batches:
     def part(self, chosen: Sequence[int]) -> Trace:
         """Return the trace of some batches, with their tokens if the batches are cut from tokens."""
         picked = list(chosen)
-        kept: dict[str, Any] = {"counts": self.counts[picked], "cluster": None}
+        fields: dict[str, Any] = {"counts": self.counts[picked], "cluster": None}
         if self.drawn:
             tokens = self.trace.tokens_per_batch
-            return replace(self.trace, **kept, tokens_per_batch=None if tokens is None else tokens[picked])
+            return replace(self.trace, **fields, tokens_per_batch=None if tokens is None else tokens[picked])
         rows = np.concatenate([np.arange(len(self.trace.topk_ids))[self.tokens(index)] for index in picked])  # type: ignore[arg-type]
         for name in ("topk_ids", "seq_id"):
             array = getattr(self.trace, name)
-            kept[name] = None if array is None else array[rows]
-        return replace(self.trace, **kept, tokens_per_batch=np.array(self.num_tokens)[picked])
+            fields[name] = None if array is None else array[rows]
+        return replace(self.trace, **fields, tokens_per_batch=np.array(self.num_tokens)[picked])
 
     def source_batch(self, index: int, num_ranks: int, assign: str) -> SourceBatch:
         """Batch `index` with its tokens on source ranks as :func:`source_ranks` says."""
@@ -149,10 +149,12 @@ def make_batches(trace: Trace, batch_tokens: int | None = None, seed: int = 0) -
 def _cut(trace: Trace, batch_tokens: int | None) -> Batches:
     assert trace.topk_ids is not None
     total, sizes, labels = len(trace.topk_ids), [len(trace.topk_ids)], None
-    own = trace.tokens_per_batch
-    follows = own is not None and int(own.sum()) == total  # else the batches are of more tokens than these
-    if own is not None and follows:
-        sizes, labels = own.tolist(), trace.cluster
+    recorded = trace.tokens_per_batch
+    follows = (
+        recorded is not None and int(recorded.sum()) == total
+    )  # else the batches are of more tokens than these
+    if recorded is not None and follows:
+        sizes, labels = recorded.tolist(), trace.cluster
     if not follows or batch_tokens is not None:
         sizes, labels = _recut(sizes, labels, batch_tokens or CUT_TOKENS)
     return Batches(trace, tuple(sizes), count_batches(trace.topk_ids, sizes, trace.num_experts), labels)
@@ -189,9 +191,9 @@ def draw_topk_ids(counts: Ints, num_tokens: int, top_k: int, stream: np.random.G
     topk_ids = np.full((num_tokens, top_k), -1, dtype=np.int32)
     if total == 0:
         return topk_ids
-    if (most := int(counts.max())) * top_k > total:
+    if (hottest := int(counts.max())) * top_k > total:
         raise ValueError(
-            f"counts must be of {top_k} distinct experts per token, so none above {total}/{top_k}, got {most}"
+            f"counts must be of {top_k} distinct experts per token, so none above {total}/{top_k}, got {hottest}"
         )
     for low in range(0, num_tokens, MAX_DRAWN_TOKENS):  # bounds the [T, E] memory
         rows = min(MAX_DRAWN_TOKENS, num_tokens - low)
@@ -276,8 +278,8 @@ def calibration_folds(
         if clusters is None or len(set(clusters)) < 2:
             got = "no labels" if clusters is None else f"only {clusters[0]!r}"
             raise ValueError(f"calibrate=leave-cluster-out needs batches of at least 2 clusters, got {got}")
-        own = [tuple(b for b in every if clusters[b] == label) for label in dict.fromkeys(clusters)]
-        return [Fold(tuple(b for b in every if b not in held), held) for held in own]
+        by_cluster = [tuple(b for b in every if clusters[b] == label) for label in dict.fromkeys(clusters)]
+        return [Fold(tuple(b for b in every if b not in fold), fold) for fold in by_cluster]
     if num_batches < 2:
         raise ValueError(
             f"calibrate={calibrate} needs at least 2 batches, got {num_batches}: use calibrate=all"

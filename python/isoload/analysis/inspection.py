@@ -43,13 +43,13 @@ def _layer_stats(layer_id: int, counts: Ints, num_ranks: int, top_k: int) -> dic
     expert = _largest_share(counts)
     ranks = sorted({num_ranks, *(number for number in RANKS if number <= experts)})
     shares = {number: _largest_share(ranks_in_order(counts, number)) for number in ranks}
-    max_over_mean, most = expert["total"] * experts, experts / (top_k or experts)
+    max_over_mean, highest = expert["total"] * experts, experts / (top_k or experts)
     return {
         "layer_id": layer_id,  # the model's own number
         "expert": expert,  # balanced would be 1/E
         "expert_max_over_mean": max_over_mean,  # E/K where every token chooses it
         # Where that lies between 1 (0.0) and E/K (1.0); None if K is not known, or E.
-        "skew": (max_over_mean - 1) / (most - 1) if most > 1 and expert["total"] else None,
+        "skew": (max_over_mean - 1) / (highest - 1) if highest > 1 and expert["total"] else None,
         "on_ranks": {str(number): _imbalance(expert, share, number) for number, share in shares.items()},
         "rank": shares[num_ranks],  # balanced would be 1/R
         "imbalance": shares[num_ranks]["total"] * num_ranks,  # max/mean rank load, all batches as one
@@ -59,8 +59,8 @@ def _layer_stats(layer_id: int, counts: Ints, num_ranks: int, top_k: int) -> dic
 def ranks_in_order(counts: Ints, num_ranks: int) -> Ints:
     """[..., ranks with experts] copies, of counts [..., E]."""
     first_expert = np.arange(0, counts.shape[-1], -(-counts.shape[-1] // num_ranks))
-    found: Ints = np.add.reduceat(counts, first_expert, axis=-1)
-    return found
+    totals: Ints = np.add.reduceat(counts, first_expert, axis=-1)
+    return totals
 
 
 def _imbalance(expert: dict[str, Any], rank: dict[str, Any], num_ranks: int) -> dict[str, float]:
@@ -130,13 +130,13 @@ def inspect_placement(trace: Trace, placement: Placement) -> dict[str, Any]:
             "gain_of_placing": float(packed[0][i] - in_order[i]),
             "gain_of_replicas": float(even[i] - packed[0][i]),
             "replicas": int(routed[i].sum()) - experts,  # slots beyond one for each expert
-            "by_replicas": [float(found[i]) for found in packed],  # by each number of them (Figure 6)
+            "by_replicas": [float(balance[i]) for balance in packed],  # by each number of them (Figure 6)
         }
         for i, layer_id in enumerate(trace.layer_ids)
     ]
     return {
         "replicas": grid,  # the numbers of a layer that were tried
-        "balancedness_by_replicas": [float(found.mean()) for found in packed],  # over layers (Figure 5)
+        "balancedness_by_replicas": [float(balance.mean()) for balance in packed],  # over layers (Figure 5)
         "layers": layers,
     }
 

@@ -93,10 +93,10 @@ def unseen_imbalances(
     """
     counts, even, exact = trace.batch_counts(), [], []
     for fold in calibration_folds(len(counts), calibrate, trace.cluster):
-        seen: Any = counts[list(fold.calibrate)]
+        calibration: Any = counts[list(fold.calibrate)]
         if needs_tokens or (uses_tokens and trace.has_tokens):
-            seen = _with_tokens(trace, calibrate, fold, None if needs_tokens else seen)
-        placement, judged = make(seen), counts[list(fold.replay)]
+            calibration = _with_tokens(trace, calibrate, fold, None if needs_tokens else calibration)
+        placement, judged = make(calibration), counts[list(fold.replay)]
         even.append(even_imbalance(placement, judged))
         exact.append(exact_imbalance(placement, judged))
     return np.concatenate(even), np.concatenate(exact)
@@ -147,8 +147,8 @@ def count_replicas(placement: Placement) -> int:
 
 def most_replicas(placement: Placement) -> float:
     """Slots of all layers, on the rank with most, beyond its even part of one for each routed expert."""
-    held = _routed(placement).sum((0, 2)).max()
-    return float(held - placement.num_layers * placement.num_routed / len(placement.topology.live_ranks))
+    filled = _routed(placement).sum((0, 2)).max()
+    return float(filled - placement.num_layers * placement.num_routed / len(placement.topology.live_ranks))
 
 
 def without_replicas(placement: Placement) -> Placement:

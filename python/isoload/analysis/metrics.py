@@ -106,14 +106,14 @@ class PolicyFigures:
 
     def to_json(self) -> dict[str, Any]:
         """The row as ``isoload replay --json`` writes it: what has several figures is an object."""
-        found: dict[str, Any] = {}
+        nested: dict[str, Any] = {}
         for name, value in asdict(self).items():
             outer, _, inner = name.rpartition("_")
             if outer in ("imbalance", "gap", "plan_us"):
-                found.setdefault(outer, {})[inner] = value
+                nested.setdefault(outer, {})[inner] = value
             else:
-                found[name] = value
-        return found
+                nested[name] = value
+        return nested
 
 
 @dataclass

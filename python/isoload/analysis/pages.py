@@ -66,16 +66,16 @@ def draw(spec: Spec, title: str, said: str) -> str:
     drawn = str(vegalite_to_svg({"width": WIDTH, **spec, "config": CONFIG}))
     title, said = html.escape(title, quote=True), html.escape(said, quote=True)
     label = f'<svg role="img" aria-label="{title}. {said}" '
-    opening, rest = drawn.split(">", 1)
+    opening, body = drawn.split(">", 1)
     opening = re.sub(
         r' width="(\d+)" height="\d+"', lambda size: f' width="{SCALE * int(size[1]):.0f}"', opening
     )
-    return f"{opening.replace('<svg ', label, 1)}><title>{title}</title><desc>{said}</desc>{rest}"
+    return f"{opening.replace('<svg ', label, 1)}><title>{title}</title><desc>{said}</desc>{body}"
 
 
 def _colours(names: Sequence[str], colours: Sequence[str] = ()) -> Spec:
-    given = list(colours)[: len(names)] or [LINES[i % len(LINES)] for i in range(len(names))]
-    return {"field": "of", "type": "nominal", "scale": {"domain": list(names), "range": given}}
+    chosen = list(colours)[: len(names)] or [LINES[i % len(LINES)] for i in range(len(names))]
+    return {"field": "of", "type": "nominal", "scale": {"domain": list(names), "range": chosen}}
 
 
 def _rows(*columns: Any) -> Spec:
@@ -91,13 +91,15 @@ def by_number(
     series: Mapping[str, Sequence[float]], numbers: Sequence[int], x: str, y: str, best: str = ""
 ) -> Spec:
     """A line for each name, over layers in steps; best: the name that has isoload's colour."""
-    found = [(at, value, name) for name, of in series.items() for at, value in zip(numbers, of, strict=True)]
+    points = [
+        (at, value, name) for name, line in series.items() for at, value in zip(numbers, line, strict=True)
+    ]
     others = cycle(LINES)
     colours = _colours(list(series), [OWN if name == best else next(others) for name in series])
     across = {"grid": False, "tickMinStep": 1}
     return {
         "height": HEIGHT,
-        "data": _rows(*zip(*found, strict=True)),
+        "data": _rows(*zip(*points, strict=True)),
         "mark": {**LINE, "interpolate": "step" if x == "layer" else "linear"},
         "encoding": {
             "x": _number("x", x, scale={"zero": False, "nice": False}, axis=across),
@@ -112,14 +114,14 @@ def heat(values: Any, rows: Sequence[Any], across: str, down: str) -> Spec:
     cells = np.asarray(values, dtype=np.float64)
     height, width = cells.shape
     kinds = np.digitize(cells, EDGES)
-    every_row, every_column = (-(-count // most) for count, most in ((height, 16), (width, 16)))
-    y, x = (each.ravel().tolist() for each in np.indices(cells.shape))
-    kept = [i for i in range(0, height, every_row)]
-    names = {i: str(rows[i]) for i in kept}
+    every_row, every_column = (-(-count // limit) for count, limit in ((height, 16), (width, 16)))
+    y, x = (index.ravel().tolist() for index in np.indices(cells.shape))
+    ticks = [i for i in range(0, height, every_row)]
+    names = {i: str(rows[i]) for i in ticks}
     label = " : ".join(f"datum.value == {i} ? '{name}'" for i, name in names.items()) + " : ''"
     axis = {"labelAngle": 0, "grid": False}
     columns = {**axis, "values": list(range(0, width, every_column))}
-    lines = {**axis, "values": kept, "labelExpr": label}
+    lines = {**axis, "values": ticks, "labelExpr": label}
     return {
         "width": {"step": max(1, WIDTH // width)},
         "height": {"step": max(3, min(18, 300 // height))},
@@ -148,7 +150,7 @@ def points(values: Stacked, x: str, colours: Sequence[str] = (), middle: float |
     spec = _by_label(values, x)
     encoding = spec.pop("encoding")
     encoding["x"]["scale"] = {"zero": False, "padding": 12}
-    ends = {name: {"aggregate": of, "field": "x"} for name, of in (("x", "min"), ("x2", "max"))}
+    ends = {name: {"aggregate": aggregate, "field": "x"} for name, aggregate in (("x", "min"), ("x2", "max"))}
     between = {
         "mark": {"type": "rule", "strokeWidth": 3, "color": "var(--line)"},
         "encoding": {"y": encoding["y"], "x": encoding["x"] | ends["x"], "x2": ends["x2"]},
@@ -163,12 +165,12 @@ def points(values: Stacked, x: str, colours: Sequence[str] = (), middle: float |
 
 def _by_label(values: Stacked, x: str | None, axis: Spec | None = None) -> Spec:
     """What charts with a row for each label have alike."""
-    found = [(value, label, part) for label, of in values.items() for part, value in of.items()]
+    bars = [(value, label, part) for label, parts in values.items() for part, value in parts.items()]
     names = {"labelLimit": LABELS + 30, "minExtent": LABELS, "grid": False}
     return {
         "width": WIDTH - LABELS,
         "height": {"step": 28},
-        "data": _rows(*zip(*found, strict=True)),
+        "data": _rows(*zip(*bars, strict=True)),
         "encoding": {
             "x": _number("x", x, axis={"tickCount": 4, **(axis or {})}),
             "y": {"field": "y", "type": "nominal", "sort": list(values), "title": None, "axis": names},
@@ -177,7 +179,7 @@ def _by_label(values: Stacked, x: str | None, axis: Spec | None = None) -> Spec:
 
 
 def _parts(values: Stacked) -> list[str]:
-    return list(dict.fromkeys(part for of in values.values() for part in of))
+    return list(dict.fromkeys(part for parts in values.values() for part in parts))
 
 
 def by_tokens(
@@ -192,8 +194,8 @@ def by_tokens(
     x = _number("x", "tokens of a rank", axis=counts, scale={"type": "log", "base": 2, "padding": 26})
     share = {"format": ".0%", "tickCount": 5}
     y = _number("y", "saved of the MoE layers' time", axis=share, scale={"domain": list(extent)})
-    one = {"value": colour}
-    fill = {"condition": {"test": "datum.measured", **one}, "value": "var(--paper)"}
+    constant = {"value": colour}
+    fill = {"condition": {"test": "datum.measured", **constant}, "value": "var(--paper)"}
     return {
         "height": HEIGHT,
         "data": {"values": values},
@@ -201,13 +203,13 @@ def by_tokens(
         "layer": [
             {
                 "mark": {"type": "area", "opacity": 0.18},
-                "encoding": {"y": {**y, "field": "from"}, "y2": {"field": "to"}, "color": one},
+                "encoding": {"y": {**y, "field": "from"}, "y2": {"field": "to"}, "color": constant},
             },
             {"mark": {"type": "rule", "color": "var(--soft)"}, "encoding": {"x": {}, "y": {"datum": 0}}},
-            {"mark": LINE, "encoding": {"y": y, "color": one}},
+            {"mark": LINE, "encoding": {"y": y, "color": constant}},
             {
                 "mark": {"type": "point", "size": 60, "opacity": 1, "strokeWidth": 1.8},
-                "encoding": {"y": y, "stroke": one, "fill": fill},
+                "encoding": {"y": y, "stroke": constant, "fill": fill},
             },
             {"mark": {"type": "text", "dx": -14, "dy": -12}, "encoding": {"y": y, "text": {"field": "said"}}},
         ],
@@ -221,11 +223,11 @@ def gantt(events: Sequence[tuple[int, str, float, float]], stages: Sequence[str]
     until_ms: where the axis ends.
     """
     ranks = [str(rank) for rank in dict.fromkeys(rank for rank, *_ in events)]
-    found = [(start, str(rank), stage, start, end) for rank, stage, start, end in events]
+    bars = [(start, str(rank), stage, start, end) for rank, stage, start, end in events]
     x = _number("from", "ms", axis={"tickCount": 6}, scale={"domain": [0, until_ms], "nice": False})
     return {
         "height": {"step": 22},
-        "data": _rows(*zip(*found, strict=True)),
+        "data": _rows(*zip(*bars, strict=True)),
         "mark": {"type": "bar", "height": 14},
         "encoding": {
             "x": x,
@@ -313,10 +315,10 @@ def table(header: Sequence[str], rows: Sequence[Sequence[Any]], marked: Sequence
     """
     head = "".join(f'<th scope="col">{text(name)}</th>' for name in header)
     cards = len(rows) <= CARDS and len(header) <= CARDS
-    of = [f' data-of="{html.escape(name)}"' if cards else "" for name in header[1:]]
+    labels = [f' data-of="{html.escape(name)}"' if cards else "" for name in header[1:]]
     lines = []
     for i, (first, *cells) in enumerate(rows):
-        row = "".join(f"<td{name}>{text(cell)}</td>" for name, cell in zip(of, cells, strict=True))
+        row = "".join(f"<td{name}>{text(cell)}</td>" for name, cell in zip(labels, cells, strict=True))
         mark = " class=mark" if i in marked else ""
         lines.append(f"<tr{mark}><th scope=row>{text(first)}</th>{row}</tr>\n")
     body = f"<table><thead><tr>{head}</tr></thead><tbody>\n{''.join(lines)}</tbody></table>"

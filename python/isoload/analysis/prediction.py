@@ -67,26 +67,26 @@ class Forecast:
     def of(self, batch: SourceBatch, index: int, loads: Tensor, num_shared: int) -> Tensor:
         """[L, R, E] int32; how many tokens need the shared experts is known ahead."""
         num_routed = loads.shape[-1] - num_shared
-        routed, found = loads[..., :num_routed], loads.clone()
+        routed, predicted = loads[..., :num_routed], loads.clone()
         if self.kept is not None:
-            found[..., :num_routed] = self._draw(batch, index, num_routed)
+            predicted[..., :num_routed] = self._draw(batch, index, num_routed)
         elif self.predict == "popularity":
-            found[..., :num_routed] = self._in_shares(routed)
+            predicted[..., :num_routed] = self._in_shares(routed)
         elif self.predict != "perfect":
             layers = [self._predict(layer, routed, batch) for layer in range(len(loads))]
             nothing = torch.zeros_like(routed[0])
-            found[..., :num_routed] = torch.stack([nothing if x is None else x for x in layers])
+            predicted[..., :num_routed] = torch.stack([nothing if x is None else x for x in layers])
         for layer in range(len(loads)):
             self.last.note(layer, routed[layer])
-        return found
+        return predicted
 
     def _predict(self, layer: int, routed: Tensor, batch: SourceBatch) -> Tensor | None:
         if self.predict == "none":
             return None
-        made = None
+        predicted = None
         if self.linear is not None:
-            made = self.linear.predict(layer, [routed[earlier] for earlier in range(layer - 1, -1, -1)])
-        return self.last.predict(layer) if made is None else made
+            predicted = self.linear.predict(layer, [routed[earlier] for earlier in range(layer - 1, -1, -1)])
+        return self.last.predict(layer) if predicted is None else predicted
 
     def _in_shares(self, routed: Tensor) -> Tensor:
         popular = torch.from_numpy(self.popularity).double()
@@ -138,11 +138,11 @@ class IdleBorrowing:
         """Add the plans of a batch's layers, made of loads [L, R, E]."""
         if self.borrowed or not any(hasattr(policy, name) for name in STEPS):
             return
-        for layer, made in enumerate(plans):
-            if made.telemetry is None or made.peak is None or int(made.telemetry[0]):
+        for layer, layer_plan in enumerate(plans):
+            if layer_plan.telemetry is None or layer_plan.peak is None or int(layer_plan.telemetry[0]):
                 self.borrowed, self.worst = True, None
                 return
-            excess = int(made.peak) * placement.topology.num_ranks - int(loads[layer].sum())
+            excess = int(layer_plan.peak) * placement.topology.num_ranks - int(loads[layer].sum())
             if excess > self.excess:
                 self.excess, self.worst = excess, (loads[layer].clone(), placement, layer, policy)
 
@@ -155,32 +155,32 @@ class IdleBorrowing:
         if self.worst is None:
             return None
         policy = self.worst[3]
-        given = {name: getattr(policy, name) for name in STEPS if hasattr(policy, name)}
+        options = {name: getattr(policy, name) for name in STEPS if hasattr(policy, name)}
         lowest = {"min_chunk": 1, "threshold": 0.0}
-        for names in ([name] for name in given), [list(given)]:
+        for names in ([name] for name in options), [list(options)]:
             for changed in names:
                 values = {name: lowest[name] for name in changed}
                 if self._borrows(values):
                     for name in changed:
-                        values[name] = self._most(name, values, given[name])
-                    return self._sentence({name: given[name] for name in changed}, values)
+                        values[name] = self._most(name, values, options[name])
+                    return self._sentence({name: options[name] for name in changed}, values)
         return None
 
-    def _sentence(self, given: dict[str, Any], values: dict[str, Any]) -> str:
-        now = " and ".join(f"{name} is {_text(value)}" for name, value in given.items())
+    def _sentence(self, options: dict[str, Any], values: dict[str, Any]) -> str:
+        now = " and ".join(f"{name} is {_text(value)}" for name, value in options.items())
         then = " and ".join(f"at {name}={_text(value)} or less" for name, value in values.items())
         return f"{self.policy} borrowed no expert in any batch: {now}; it would borrow {then}."
 
     def _borrows(self, values: dict[str, Any]) -> bool:
         assert self.worst is not None
         loads, placement, layer, policy = self.worst
-        made = plan(loads, placement, layer, replace(policy, **values))  # type: ignore[type-var]
-        return made.telemetry is not None and bool(int(made.telemetry[0]))
+        layer_plan = plan(loads, placement, layer, replace(policy, **values))  # type: ignore[type-var]
+        return layer_plan.telemetry is not None and bool(int(layer_plan.telemetry[0]))
 
-    def _most(self, name: str, values: dict[str, Any], given: float) -> float:
+    def _most(self, name: str, values: dict[str, Any], value: float) -> float:
         """Return the largest value of an option, below the given one, at which the policy borrows."""
         steps = STEPS[name]
-        low, high = round(values[name] * steps), int(given * steps)
+        low, high = round(values[name] * steps), int(value * steps)
         while low < high:
             middle = (low + high + 1) // 2
             if self._borrows({**values, name: _value(middle, steps)}):

@@ -70,11 +70,11 @@ class RankLoads:
             "passes": list(self.passes),
         }
         name = f"rank{self.rank:05d}-{self.started}-{os.getpid()}-{self.passes[0]:09d}"
-        given: dict[str, Any] = {"counts": self.counts, "cluster": self.phases, "provenance": about}
-        given["identity"] = self.identity
+        fields: dict[str, Any] = {"counts": self.counts, "cluster": self.phases, "provenance": about}
+        fields["identity"] = self.identity
         path = Path(folder, f"{name}.npz")
         tables = {"slot_copies": self.slot_copies, "slot_to_expert": self.slot_to_expert}
-        write_trace(Trace(name, self.num_experts, self.top_k, **given), path, **tables)
+        write_trace(Trace(name, self.num_experts, self.top_k, **fields), path, **tables)
         return path
 
 
@@ -192,41 +192,43 @@ def read_recorded(path: str | Path) -> Recorded:
         ValueError: naming the file, or the rank that is missing, or what differs between ranks.
         OSError: a file that cannot be opened.
     """
-    given = Path(path)
-    paths = sorted(given.glob("rank*-*.npz")) if given.is_dir() else [given]
+    source = Path(path)
+    paths = sorted(source.glob("rank*-*.npz")) if source.is_dir() else [source]
     if not paths:
-        raise ValueError(f"{given}: holds no file that shadow mode wrote (rank00000-*.npz)")
+        raise ValueError(f"{source}: holds no file that shadow mode wrote (rank00000-*.npz)")
     # All files are in memory at once.
-    check_bytes(given, sum(member.file_size for p in paths for member in read_members(p)), max_bytes(None))
+    check_bytes(source, sum(member.file_size for p in paths for member in read_members(p)), max_bytes(None))
     files = [read_rank_loads(p) for p in paths]
-    last = max(of.started for of in files)
-    kept = [of for of in files if last - of.started <= ONE_RUN]
-    first = kept[0]
-    shapes = {(of.topology, of.tokens, of.num_experts, of.slot_to_expert.shape) for of in kept}
+    last = max(file.started for file in files)
+    newest = [file for file in files if last - file.started <= ONE_RUN]
+    first = newest[0]
+    shapes = {(file.topology, file.tokens, file.num_experts, file.slot_to_expert.shape) for file in newest}
     if len(shapes) > 1:
-        raise ValueError(f"{given}: files of one run must be of the same ranks, tokens, experts and slots")
-    sources = range(first.topology.num_ranks) if first.tokens == "own" else [kept[0].rank]
-    by_rank = [_by_pass(given, [of for of in kept if of.rank == rank]) for rank in sources]
+        raise ValueError(f"{source}: files of one run must be of the same ranks, tokens, experts and slots")
+    sources = range(first.topology.num_ranks) if first.tokens == "own" else [newest[0].rank]
+    by_rank = [_by_pass(source, [file for file in newest if file.rank == rank]) for rank in sources]
     if missing := [rank for rank, passes in zip(sources, by_rank, strict=True) if not passes]:
-        raise ValueError(f"{given}: must hold files of all {len(by_rank)} ranks, lacks those of {missing[0]}")
+        raise ValueError(
+            f"{source}: must hold files of all {len(by_rank)} ranks, lacks those of {missing[0]}"
+        )
     common = sorted(set.intersection(*map(set, by_rank)))
     if not common:
-        raise ValueError(f"{given}: ranks must have recorded passes of the same numbers, got none")
-    left = len(set.union(*map(set, by_rank))) - len(common), len(files) - len(kept)
-    return _join(given, first, [[passes[number] for number in common] for passes in by_rank], left)
+        raise ValueError(f"{source}: ranks must have recorded passes of the same numbers, got none")
+    left = len(set.union(*map(set, by_rank))) - len(common), len(files) - len(newest)
+    return _join(source, first, [[passes[number] for number in common] for passes in by_rank], left)
 
 
 def _by_pass(path: Path, files: Sequence[RankLoads]) -> dict[int, tuple[RankLoads, int]]:
-    found: dict[int, tuple[RankLoads, int]] = {}
-    for of in files:
-        for i, number in enumerate(of.passes):
-            if number in found:
+    places: dict[int, tuple[RankLoads, int]] = {}
+    for file in files:
+        for i, number in enumerate(file.passes):
+            if number in places:
                 raise ValueError(
-                    f"{path}: must hold each pass of a rank once, pass {number} of rank {of.rank} is there twice: two "
-                    f"engines, two pipeline stages, or a restart within {ONE_RUN} s"
+                    f"{path}: must hold each pass of a rank once, pass {number} of rank {file.rank} is there twice: "
+                    f"two engines, two pipeline stages, or a restart within {ONE_RUN} s"
                 )
-            found[number] = of, i
-    return found
+            places[number] = file, i
+    return places
 
 
 def _join(
@@ -235,32 +237,32 @@ def _join(
     tables: dict[bytes, Ints] = {}
     table_of, phases = [], []
     for at in zip(*by_rank, strict=True):
-        known = {np.ascontiguousarray(of.slot_to_expert, dtype=np.int32).tobytes() for of, _ in at}
+        known = {np.ascontiguousarray(file.slot_to_expert, dtype=np.int32).tobytes() for file, _ in at}
         if len(known) > 1:
             number = at[0][0].passes[at[0][1]]
             raise ValueError(f"{path}: experts must lie alike on all ranks, in pass {number} they do not")
         key = known.pop()
         tables.setdefault(key, at[0][0].slot_to_expert)
         table_of.append(list(tables).index(key))
-        phases.append("prefill" if any(of.phases[i] == "prefill" for of, i in at) else "decode")
-    sent = [np.stack([of.slot_copies[i] for of, i in passes]) for passes in by_rank]
-    routed = np.flatnonzero(np.any([of.any((0, 2)) for of in sent], axis=0))
+        phases.append("prefill" if any(file.phases[i] == "prefill" for file, i in at) else "decode")
+    sent = [np.stack([file.slot_copies[i] for file, i in passes]) for passes in by_rank]
+    routed = np.flatnonzero(np.any([copies.any((0, 2)) for copies in sent], axis=0))
     if not len(routed):
         raise ValueError(f"{path}: must hold a pass with copies, got none")
-    sent = [of[:, routed] for of in sent]
-    kept = [table[routed] for table in tables.values()]
+    sent = [copies[:, routed] for copies in sent]
+    slot_tables = [table[routed] for table in tables.values()]
     counts = [
-        sum(counts_of_slots(kept[of], of_rank[b], first.num_experts) for of_rank in sent)
-        for b, of in enumerate(table_of)
+        sum(counts_of_slots(slot_tables[index], of_rank[b], first.num_experts) for of_rank in sent)
+        for b, index in enumerate(table_of)
     ]
     trace = Trace(
         first.model or path.stem, first.num_experts, first.top_k, np.stack(counts), cluster=tuple(phases),
         layer_ids=tuple(map(int, routed)), provenance={"recorded by": RECORDED_BY, "model": first.model},
         identity=dense_rows_dropped(first.identity),
     )  # fmt: skip
-    recorded = Recorded(trace, tuple(sent), tuple(kept), np.array(table_of), first.topology, left)
+    recorded = Recorded(trace, tuple(sent), tuple(slot_tables), np.array(table_of), first.topology, left)
     try:
-        for table in range(len(kept)):
+        for table in range(len(slot_tables)):
             recorded.placement(table_of.index(table))
     except ValueError as error:  # a table without some expert
         raise ValueError(f"{path}: {error}") from None

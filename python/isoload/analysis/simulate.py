@@ -116,7 +116,7 @@ def _replay(
     trace: Trace,
     settings: ReplaySettings,
     on_batch: Callable[[int, int], None],
-    given: Placement | None,
+    fixed_placement: Placement | None,
 ) -> Replay:
     topology = Topology(settings.num_ranks, settings.ranks_per_node)
     _check(settings, trace)
@@ -126,7 +126,7 @@ def _replay(
     ahead = any(_policy(name, settings, 0).ahead for name in settings.policies)
     batches = make_batches(trace, settings.batch_tokens, settings.seed)
     others = settings.spare_slots, settings.shared_experts
-    if given is None:
+    if fixed_placement is None:
         calibrate = settings.calibrate or strictest(len(batches.counts), batches.clusters)
         settings = replace(settings, calibrate=calibrate)
         whole = calibration_folds(len(batches.counts), calibrate, batches.clusters)
@@ -134,8 +134,8 @@ def _replay(
         slots_per_rank = settings.slots_per_rank or (None if planner.has_budget else default)
     else:
         whole = [Fold((), tuple(range(len(batches.counts))))]
-        given = fitting(given, trace, settings)
-        topology, slots_per_rank = given.topology, None
+        fixed_placement = fitting(fixed_placement, trace, settings)
+        topology, slots_per_rank = fixed_placement.topology, None
     folds = [Fold(fold.calibrate, fold.replay[: settings.max_batches or None]) for fold in whole]
     tallies = [Tally(name, topology, trace.top_k > 0) for name in settings.policies]
     timed: list[TimesTally] = []
@@ -147,15 +147,19 @@ def _replay(
     refused: dict[str, str] = {}
     total = sum(len(fold.replay) for fold in folds)
     for fold in folds:
-        seen: Any = batches.part(fold.calibrate) if with_tokens else batches.counts[list(fold.calibrate)]
-        placement = given or place(seen, topology, slots_per_rank, placer, *others, **options)
+        calibration: Any = (
+            batches.part(fold.calibrate) if with_tokens else batches.counts[list(fold.calibrate)]
+        )
+        placement = fixed_placement or place(
+            calibration, topology, slots_per_rank, placer, *others, **options
+        )
         widest = max(widest, placement.slots_per_rank)
         plain = in_order(placement) if BASELINE in settings.policies else placement
         placements = placement, plain
         refused |= _warm_up(placements, settings)
-        kept = [i for i, tally in enumerate(tallies) if tally.policy not in refused]
-        tallies, idle = [tallies[i] for i in kept], [idle[i] for i in kept]
-        timed = [timed[i] for i in kept] if timed else []
+        accepted = [i for i, tally in enumerate(tallies) if tally.policy not in refused]
+        tallies, idle = [tallies[i] for i in accepted], [idle[i] for i in accepted]
+        timed = [timed[i] for i in accepted] if timed else []
         settings = replace(settings, policies=tuple(tally.policy for tally in tallies))
         by_loads = {
             name: LayersByLoads(
@@ -174,17 +178,17 @@ def _replay(
     figures = tuple(tally.figures() for tally in tallies)
     resolved = _resolved(settings, trace, batches, folds, widest)
     resolved["layers_with_freedom"] = sum(placement.has_freedom)
-    if given is not None:
-        resolved |= {"placer": None, "calibrate": None, "placement": given.provenance}
+    if fixed_placement is not None:
+        resolved |= {"placer": None, "calibrate": None, "placement": fixed_placement.provenance}
         if topology.speeds is not None:
             resolved["speeds"] = list(topology.speeds)
     predicted = tuple(tally.figures() for tally in timed)
     for row in predicted:
         row["layer_us_change"] = row["layer_us_high"] / predicted[0]["layer_us_high"] - 1
-    notes = tuple(note for each in idle if (note := each.note()))
+    notes = tuple(note for borrowing in idle if (note := borrowing.note()))
     notes += tuple(f"{note}." for note in extrapolated) if timed else ()
-    made = figures, predicted, notes, tuple(tallies), refused
-    return Replay(trace.name, resolved, tokens, trace.num_layers, total, *made)
+    results = figures, predicted, notes, tuple(tallies), refused
+    return Replay(trace.name, resolved, tokens, trace.num_layers, total, *results)
 
 
 def fitting(placement: Placement, trace: Trace, settings: ReplaySettings) -> Placement:
@@ -238,8 +242,10 @@ def _replay_batch(
             plans = _timed_plans(loads, ahead, placement, policy, tally)
             idle[position].add(plans, loads, placement, policy)
             routes = [
-                torch.cat([route(batch.on_rank(layer, rank), loads[layer], made, rank) for rank in ranks])
-                for layer, made in enumerate(plans)
+                torch.cat(
+                    [route(batch.on_rank(layer, rank), loads[layer], layer_plan, rank) for rank in ranks]
+                )
+                for layer, layer_plan in enumerate(plans)
             ]
             slots = torch.stack(routes)
         size, shared = placement.slots_per_rank, placement.num_shared
@@ -262,22 +268,24 @@ def _timed_plans(
     tally.batched_ns.append((perf_counter_ns() - start) / len(loads))
     plans = []
     for layer, layer_loads in enumerate(loads):
-        own = None if filled is None else filled[layer]
+        filled_layer = None if filled is None else filled[layer]
         start = perf_counter_ns()
-        made = plan(layer_loads, placement, layer, policy, filled=own)
+        layer_plan = plan(layer_loads, placement, layer, policy, filled=filled_layer)
         tally.layer_ns.append(perf_counter_ns() - start)
-        plans.append(made)
+        plans.append(layer_plan)
     return plans
 
 
 def _check_realised(plans: list[Plan], routed: RoutedBatch, policy: str) -> None:
-    for layer, made in enumerate(plans):
-        if made.quota is None:
+    for layer, layer_plan in enumerate(plans):
+        if layer_plan.quota is None:
             continue
         copies = routed.slot_copies[layer]
-        if made.realisation == "sample":  # quotas are of the routed experts alone
-            copies = np.where(made.slot_to_expert.numpy() < made.placed.host.num_routed, copies, 0)
-        if not np.array_equal(made.quota.numpy(), copies):
+        if layer_plan.realisation == "sample":  # quotas are of the routed experts alone
+            copies = np.where(
+                layer_plan.slot_to_expert.numpy() < layer_plan.placed.host.num_routed, copies, 0
+            )
+        if not np.array_equal(layer_plan.quota.numpy(), copies):
             raise RuntimeError(f"routed slots do not meet the quota of policy {policy} in layer {layer}")
 
 
@@ -346,12 +354,12 @@ def _policy(policy: str, settings: ReplaySettings, step: int, topology: Topology
     the settings' times, which are those of the topology's links inside of a node. Its own options come first."""
     name, options = _parsed(policy)
     known = {field.name for field in fields(POLICIES[name])}
-    given: dict[str, Any] = {"seed": settings.seed, "step": step}
+    defaults: dict[str, Any] = {"seed": settings.seed, "step": step}
     if settings.times and settings.times.move_us and topology is not None:
         near, _ = topology.bandwidths or DEFAULT_BANDWIDTHS
-        given |= {"expert_bytes": settings.times.move_us * near * 1e3, "token_us": settings.times.copy_us}
-    given = {key: value for key, value in given.items() if key in known}
-    return make_policy(name, {**given, **options})
+        defaults |= {"expert_bytes": settings.times.move_us * near * 1e3, "token_us": settings.times.copy_us}
+    defaults = {key: value for key, value in defaults.items() if key in known}
+    return make_policy(name, {**defaults, **options})
 
 
 def _warm_up(placements: tuple[Placement, Placement], settings: ReplaySettings) -> dict[str, str]:
@@ -384,17 +392,17 @@ def _resolved(
     settings: ReplaySettings, trace: Trace, batches: Batches, folds: list[Fold], slots_per_rank: int
 ) -> dict[str, Any]:
     """The settings as they took effect, and what else is needed to read the figures."""
-    given = asdict(replace(settings, times=None))
-    given["times"] = settings.times and settings.times.source
-    del given["skip_refused"]
+    resolved = asdict(replace(settings, times=None))
+    resolved["times"] = settings.times and settings.times.source
+    del resolved["skip_refused"]
     if not any(_policy(name, settings, 0).ahead for name in settings.policies):
-        del given["predict"]  # nothing was predicted
+        del resolved["predict"]  # nothing was predicted
     if settings.loads == "gathered":
-        del given["loads"], given["exchange_every"]  # as ever: nothing was exchanged
+        del resolved["loads"], resolved["exchange_every"]  # as ever: nothing was exchanged
     else:  # those that a batch comes after
-        given["exchanges"] = sum((len(fold.replay) - 1) // settings.exchange_every for fold in folds)
+        resolved["exchanges"] = sum((len(fold.replay) - 1) // settings.exchange_every for fold in folds)
     return {
-        **given,
+        **resolved,
         "ranks_per_node": settings.ranks_per_node or settings.num_ranks,
         "slots_per_rank": slots_per_rank,
         "policies": list(settings.policies),

@@ -63,14 +63,14 @@ class Timeline:
     def _waiting(self) -> Floats:
         """[R] seconds in which no stream of a rank has anything to do."""
         ranks = self.rows.shape[-1]
-        found = np.full(ranks, self.seconds)
+        waiting = np.full(ranks, self.seconds)
         cuts = np.searchsorted(self.events["rank"], np.arange(ranks + 1))
         for rank in range(ranks):
             of_rank = self.events[cuts[rank] : cuts[rank + 1]]
             ended = np.maximum.accumulate(of_rank["end"])
             before = np.concatenate([[0.0], ended[:-1]])  # the end of all that began before
-            found[rank] -= (ended - np.maximum(of_rank["start"], before)).clip(min=0).sum()
-        return found
+            waiting[rank] -= (ended - np.maximum(of_rank["start"], before)).clip(min=0).sum()
+        return waiting
 
     def to_json(self) -> dict[str, Any]:
         """Plain lists, an event as a list of its fields."""
@@ -167,20 +167,20 @@ def rows_between(sent: NDArray[np.number[Any]], tokens: int, groups: int) -> Flo
         tokens: of a source.
         groups: of equal size, over which the P slots lie in order.
     """
-    found = np.empty((*sent.shape[:2], groups))
+    rows = np.empty((*sent.shape[:2], groups))
     for layer, of_layer in enumerate(sent):  # one by one: of 256 ranks all slots are large
         # Of a token, that no copy of it goes to the slot.
         missed = np.log1p(-np.minimum(of_layer / tokens, 1 - 1e-12))
-        found[layer] = -tokens * np.expm1(missed.reshape(len(of_layer), groups, -1).sum(-1))
-    return found
+        rows[layer] = -tokens * np.expm1(missed.reshape(len(of_layer), groups, -1).sum(-1))
+    return rows
 
 
-def _spread(name: str, given: ArrayLike, shape: tuple[int, ...]) -> Floats:
-    found = numbers(name, given)
+def _spread(name: str, values: ArrayLike, shape: tuple[int, ...]) -> Floats:
+    array = numbers(name, values)
     try:
-        return np.broadcast_to(found, shape)
+        return np.broadcast_to(array, shape)
     except ValueError:
-        raise ValueError(f"{name} must broadcast to {list(shape)}, got {list(found.shape)}") from None
+        raise ValueError(f"{name} must broadcast to {list(shape)}, got {list(array.shape)}") from None
 
 
 def _scheduled(took: dict[str, Floats], visits: NDArray[np.bool_], halves: int, beside: bool) -> NDArray[Any]:
@@ -235,10 +235,10 @@ class _Streams:
         return ended
 
     def events(self) -> NDArray[Any]:
-        found = np.empty((len(self._ran), self._ranks), dtype=EVENT)
-        found["rank"] = np.arange(self._ranks)
-        for row, ran in zip(found, self._ran, strict=True):
+        table = np.empty((len(self._ran), self._ranks), dtype=EVENT)
+        table["rank"] = np.arange(self._ranks)
+        for row, ran in zip(table, self._ran, strict=True):
             for name, value in zip(("stream", "layer", "stage", "start", "end"), ran, strict=True):
                 row[name] = value
-        events = found[found["end"] > found["start"]]
+        events = table[table["end"] > table["start"]]
         return np.asarray(events[np.lexsort((events["start"], events["rank"]))])

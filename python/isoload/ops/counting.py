@@ -197,8 +197,8 @@ def count(topk_ids: Tensor, num_experts: int, num_shared: int = 0) -> Counted:
         num_shared: n shared experts, which follow the E; every token with a choice needs them. Their columns are added
             behind the ids, -1 there for a token without a choice, and counted with them, as of E + n experts.
     """
-    columns, *counts = call(_count, topk_ids, num_experts, num_shared)
-    return Counted(columns if num_shared else topk_ids, *counts)
+    columns, *outputs = call(_count, topk_ids, num_experts, num_shared)
+    return Counted(columns if num_shared else topk_ids, *outputs)
 
 
 def _fake_number_rows(a: Any) -> tuple[Tensor, Tensor, Tensor]:

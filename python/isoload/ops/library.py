@@ -70,8 +70,8 @@ def device_errors(device: torch.device | str) -> int:
 
 def error_word(device: torch.device | str) -> Tensor:
     """[] int32 on the device: :func:`device_errors` without a wait of the host."""
-    bits: Tensor = _device_errors(torch.empty(0, device=device))
-    return bits
+    errors: Tensor = _device_errors(torch.empty(0, device=device))
+    return errors
 
 
 def check_device(device: torch.device | str) -> None:

@@ -292,8 +292,7 @@ def balance_same(
     """
     options = split_options(tables, tolerance, budget, objective, ranks_per_node, sweeps)
     layout = (tables.data, tables.num_experts, tables.num_ranks, tables.num_slots)
-    results = call(_balance_same, topk_ids, *layout, ticks, *options)
-    slots, loads, quota, peak, bound, telemetry = results
+    slots, loads, quota, peak, bound, telemetry = call(_balance_same, topk_ids, *layout, ticks, *options)
     return slots, loads, ExactSplit(quota, peak, bound, telemetry, quota)
 
 

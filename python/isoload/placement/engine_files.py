@@ -210,12 +210,12 @@ def ascend_read(content: Any, topology: Topology | None) -> Placement:
             raise ValueError(f"layer_id and device_count must be {i} and {len(devices)}, not so in layer {i}")
         if [d.get("device_id") for d in devices] != list(range(len(devices))):
             raise ValueError(f"device_id must be 0, 1, ... in layer {i}")
-        held = [d.get("device_expert") for d in devices]
-        if not all(isinstance(h, list) and h for h in held) or len({len(h) for h in held}) > 1:
+        experts = [d.get("device_expert") for d in devices]
+        if not all(isinstance(h, list) and h for h in experts) or len({len(h) for h in experts}) > 1:
             raise ValueError(f"device_expert must be lists of one length, not so in layer {i}")
-        if i and len(held) != len(rows[0]) // len(held[0]):
+        if i and len(experts) != len(rows[0]) // len(experts[0]):
             raise ValueError(f"device_count must be the same in every layer, not so in layer {i}")
-        rows.append([e for h in held for e in h])
+        rows.append([e for h in experts for e in h])
     slots, ranks = integer_rows("device_expert", rows), layers[0]["device_count"]
     if topology is not None and topology.num_ranks != ranks:
         raise ValueError(f"device_count must be {topology.num_ranks}, got {ranks}")

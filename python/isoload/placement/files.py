@@ -59,9 +59,9 @@ def to_json(placement: Placement) -> dict[str, Any]:
 def from_json(content: dict[str, Any], topology: Topology | None) -> Placement:
     _check_version(content)
     check_keys(content, KEYS - {"identity"} if content["version"] == 1 else KEYS)
-    own = _topology(content["topology"])
-    if topology is not None and topology.num_ranks != own.num_ranks:
-        raise ValueError(f"num_ranks must be {topology.num_ranks}, got {own.num_ranks}")
+    recorded = _topology(content["topology"])
+    if topology is not None and topology.num_ranks != recorded.num_ranks:
+        raise ValueError(f"num_ranks must be {topology.num_ranks}, got {recorded.num_ranks}")
     for key in ("num_experts", "num_shared", "spare_slots"):
         if type(content[key]) is not int:
             raise ValueError(f"{key} must be an integer, got {shown(content[key])}")
@@ -75,7 +75,7 @@ def from_json(content: dict[str, Any], topology: Topology | None) -> Placement:
         raise ValueError(f"layer_ids must have {len(slots)} entries, got {len(ids)}")
     return Placement(
         torch.from_numpy(slots),
-        topology or own,
+        topology or recorded,
         content["num_experts"],
         torch.from_numpy(integer_rows("home_slot", content["home_slot"])),
         content["spare_slots"],
@@ -110,19 +110,19 @@ def _identity(content: dict[str, Any]) -> Identity:
     return Identity("order" if ids == list(range(len(ids))) else "model")
 
 
-def _topology(found: Any) -> Topology:
-    if not isinstance(found, dict):
-        raise ValueError(f"topology must be an object, got {shown(found)}")
-    check_keys(found, TOPOLOGY, "topology")
+def _topology(fields: Any) -> Topology:
+    if not isinstance(fields, dict):
+        raise ValueError(f"topology must be an object, got {shown(fields)}")
+    check_keys(fields, TOPOLOGY, "topology")
     for key in ("num_ranks", "ranks_per_node"):
-        if type(found[key]) is not int or found[key] < 1:
-            raise ValueError(f"topology {key} must be an integer from 1 on, got {shown(found[key])}")
+        if type(fields[key]) is not int or fields[key] < 1:
+            raise ValueError(f"topology {key} must be an integer from 1 on, got {shown(fields[key])}")
     for key in ("speeds", "alive", "bandwidths"):
-        value, words = found[key], "true or false" if key == "alive" else "numbers"
+        value, words = fields[key], "true or false" if key == "alive" else "numbers"
         fits = is_number if key != "alive" else lambda v: type(v) is bool
         if value is not None and not (isinstance(value, list) and all(map(fits, value))):
             raise ValueError(f"topology {key} must be null or a list of {words}, got {shown(value)}")
-    return Topology(**found)
+    return Topology(**fields)
 
 
 def _weight(rows: Any) -> torch.Tensor | None:
@@ -162,7 +162,7 @@ def looks_like(text: str) -> bool:
 
 def from_text(text: str) -> dict[str, Any]:
     """The content of a file."""
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     rows: dict[str, Any] | None = None  # while inside of the assignments
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip() or line.lstrip().startswith("#"):
@@ -173,14 +173,14 @@ def from_text(text: str) -> dict[str, Any]:
         rows = None
         if line.rstrip() == f"{ASSIGNMENTS}:":
             rows = {}
-            _add(found, ASSIGNMENTS, rows, number)
+            _add(fields, ASSIGNMENTS, rows, number)
         elif scalar := SCALAR.fullmatch(line):
-            _add(found, scalar[1], int(scalar[2]), number)
+            _add(fields, scalar[1], int(scalar[2]), number)
         else:
             raise ValueError(
                 f"line {number} must be a key and a number, or a layer and its list, got {shown(line)}"
             )
-    return found
+    return fields
 
 
 def _list(text: str, number: int) -> Any:
@@ -190,10 +190,10 @@ def _list(text: str, number: int) -> Any:
         raise ValueError(f"line {number} must have a list of integers, got {shown(text)}") from None
 
 
-def _add(found: dict[str, Any], key: str, value: Any, number: int) -> None:
-    if key in found:
+def _add(fields: dict[str, Any], key: str, value: Any, number: int) -> None:
+    if key in fields:
         raise ValueError(f"line {number}: {key} must be there once")
-    found[key] = value
+    fields[key] = value
 
 
 def read(content: Any, topology: Topology | None) -> Placement:

@@ -71,10 +71,10 @@ class PlacedLayers:
         """The layers with what follows from the placement."""
         topology, device, (*batch, experts) = host.topology, home.device, home.shape
         ranks, live = topology.num_ranks, topology.live_ranks
-        most = [2**31 - 1 if rank in live else 0 for rank in range(ranks)]
+        limits = [2**31 - 1 if rank in live else 0 for rank in range(ranks)]
         limited = host.num_shared and len(live) < ranks
-        held = host.arrays[0] if layer is None else host.arrays[0][layer]
-        resident = int(((held >= 0) & (held < host.num_routed)).sum())
+        slot_ids = host.arrays[0] if layer is None else host.arrays[0][layer]
+        resident = int(((slot_ids >= 0) & (slot_ids < host.num_routed)).sum())
         return cls(
             slots,
             home,
@@ -87,9 +87,9 @@ class PlacedLayers:
             ticks=topology.ticks_on(device),
             alive=None if topology.alive is None else torch.tensor(topology.alive, device=device),
             shape_per_source=(*batch, ranks, experts),
-            replicated=resident > host.num_routed * (held.size // host.num_slots),
+            replicated=resident > host.num_routed * (slot_ids.size // host.num_slots),
             shared_home=torch.tensor(shared_home(live, ranks), device=device) if host.num_shared else None,
-            shared_limits=torch.tensor(most, dtype=torch.int32, device=device) if limited else None,
+            shared_limits=torch.tensor(limits, dtype=torch.int32, device=device) if limited else None,
         )
 
     def __repr__(self) -> str:
@@ -97,7 +97,7 @@ class PlacedLayers:
         which = "all layers" if self.layer is None else f"layer {self.layer}"
         return f"PlacedLayers({which} of {self.host!r}, on {self.home_slot.device})"
 
-    def memo(self, key: Any, of: OfLayer) -> Tensor:
+    def memo(self, key: Any, derive: OfLayer) -> Tensor:
         """What a function makes of each layer of the placement, [L, ...] or of the one layer, on the device, kept.
 
         :func:`refreshing` rewrites it in place. The last MEMOS are kept, so that a key which changes with every batch
@@ -106,26 +106,26 @@ class PlacedLayers:
         if key in self.memos:
             return self.memos[key][0]
         with torch.inference_mode(False):  # else only inference could write it
-            value = self.stacked(of)
+            value = self.stacked(derive)
         if may_be_kept(value):
             while len(self.memos) >= MEMOS:
                 del self.memos[next(iter(self.memos))]
-            self.memos[key] = value, of
+            self.memos[key] = value, derive
         return value
 
-    def stacked(self, of: OfLayer) -> Tensor:
+    def stacked(self, derive: OfLayer) -> Tensor:
         """:meth:`memo`, not kept."""
         layers = range(self.host.num_layers) if self.layer is None else [self.layer]
-        table = torch.tensor(np.stack([of(self.host, i) for i in layers]), device=self.home_slot.device)
+        table = torch.tensor(np.stack([derive(self.host, i) for i in layers]), device=self.home_slot.device)
         return table if self.layer is None else table.select(0, 0)
 
     def __getitem__(self, layer: int) -> PlacedLayers:
         """One layer of a batch of layers."""
-        one = self.host.layer(layer, self.slot_to_expert.device)
+        resident = self.host.layer(layer, self.slot_to_expert.device)
         if self.unfilled is None:
-            return one
+            return resident
         slots, tables = self.slot_to_expert.select(0, layer), self.tables[layer]
-        return one.fill(slots, pick_layer(self.quota, layer), pick_layer(self.telemetry, layer), tables)
+        return resident.fill(slots, pick_layer(self.quota, layer), pick_layer(self.telemetry, layer), tables)
 
     @property
     def resident(self) -> PlacedLayers:
@@ -151,8 +151,8 @@ class PlacedLayers:
         """These layers with other experts in their spare slots; with the tables of those, where they are there."""
         if tables is None:
             tables = ops.replica_tables(slot_to_expert, self.topology.num_ranks, self.host.num_routed)
-        made = {"slot_to_expert": slot_to_expert, "tables": tables, "quota": quota, "telemetry": telemetry}
-        return replace(self, unfilled=self, **made)  # type: ignore[arg-type]
+        fields = {"slot_to_expert": slot_to_expert, "tables": tables, "quota": quota, "telemetry": telemetry}
+        return replace(self, unfilled=self, **fields)  # type: ignore[arg-type]
 
     def moved_to(self, placed: PlacedLayers) -> PlacedLayers:
         """The slots of this batch in layers of another placement, in whose memory they are."""
@@ -169,23 +169,23 @@ def own_layers(placed: PlacedLayers) -> PlacedLayers:
         return replace(placed, slot_to_expert=slots, home_slot=home, tables=tables, memos={})
 
 
-def refreshing(own: PlacedLayers, placed: PlacedLayers) -> Callable[[], PlacedLayers]:
+def refreshing(mine: PlacedLayers, placed: PlacedLayers) -> Callable[[], PlacedLayers]:
     """Own layers with another placement's content, in the same memory, what policies keep included.
 
     What may fail happens here; the layers are those of before until the result is called, which only copies. Plans
     made before that are void.
     """
     written = [
-        (own.slot_to_expert, placed.slot_to_expert),
-        (own.home_slot, placed.home_slot),
-        (own.tables.data, placed.tables.data),
-        *((value, placed.stacked(of).expand_as(value)) for value, of in own.memos.values()),
+        (mine.slot_to_expert, placed.slot_to_expert),
+        (mine.home_slot, placed.home_slot),
+        (mine.tables.data, placed.tables.data),
+        *((value, placed.stacked(derive).expand_as(value)) for value, derive in mine.memos.values()),
     ]
-    fresh = replace(own, host=placed.host, replicated=placed.replicated)  # the topology is the same
+    fresh = replace(mine, host=placed.host, replicated=placed.replicated)  # the topology is the same
 
     def write() -> PlacedLayers:
-        for kept, new in written:
-            kept.copy_(new)
+        for buffer, new in written:
+            buffer.copy_(new)
         return fresh
 
     return write

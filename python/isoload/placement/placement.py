@@ -16,7 +16,7 @@ from isoload.checks import may_be_kept
 from isoload.placement.placed_layers import PlacedLayers
 from isoload.topology import Topology, as_topology
 from isoload.traces import Trace
-from isoload.traces.identity import Identity, Numbering, joined, matching_rows, spans
+from isoload.traces.identity import Identified, Identity, Numbering, joined, matching_rows, spans
 from isoload.wording import amount, span, text_table
 
 IntArray = np.ndarray[Any, np.dtype[np.int32]]
@@ -24,7 +24,7 @@ FloatArray = np.ndarray[Any, np.dtype[np.float64]]
 
 
 @dataclass(frozen=True, eq=False)
-class Placement:
+class Placement(Identified):
     """Where the experts of every layer lie. Slot p is on rank ``p // S``; P = R*S.
 
     A host record with its own memory, checked when made; :meth:`layers` derives what the fast clock needs
@@ -74,8 +74,8 @@ class Placement:
             raise ValueError(
                 f"num_experts must be at most the {slots.shape[1]} slots of a layer, got {self.num_experts}"
             )
-        given = self.home_slot is not None
-        home = _int32("home_slot", self.home_slot) if given else lowest_slots(slots, self.num_experts)
+        pinned = self.home_slot is not None
+        home = _int32("home_slot", self.home_slot) if pinned else lowest_slots(slots, self.num_experts)
         object.__setattr__(self, "home_slot", home)
         # Kept, because a real tensor's .numpy() fails under FakeTensorMode.
         object.__setattr__(self, "arrays", (slots.numpy(), home.numpy()))
@@ -152,8 +152,8 @@ class Placement:
             )
         whole = self.layers(device)
         slots, home = whole.slot_to_expert.select(0, index), whole.home_slot.select(0, index)
-        one = PlacedLayers.of(self, index, slots, home, whole.tables[index])
-        return self._remember(key, one)
+        placed = PlacedLayers.of(self, index, slots, home, whole.tables[index])
+        return self._remember(key, placed)
 
     def position_of(self, layer_id: int) -> int:
         """Return the position of the layer with a number of the model's own.
@@ -219,22 +219,6 @@ class Placement:
             [rows[layer] for layer in layers], layers, replace(self.identity, numbering=numbering)
         )
 
-    def with_moe_layers(
-        self, first_moe_layer: int | None = None, *, moe_layers: Sequence[int] = (), model: str = ""
-    ) -> Placement:
-        """Return the placement with a statement about its model, which conversions between engines need.
-
-        Args:
-            first_moe_layer: number of dense layers before the first MoE layer, after which all layers are MoE layers.
-            moe_layers: in place of first_moe_layer: the model's own numbers of all its MoE layers.
-            model: the model's name, "" = not stated.
-
-        Raises:
-            ValueError: the placement has layers that the model does not have, or states another model.
-        """
-        identity = self.identity.stated(self.layer_ids, "placement", first_moe_layer, moe_layers, model)
-        return replace(self, identity=identity)
-
     def for_model(self, moe_layers: Sequence[int]) -> Placement:
         """Return the placement of all MoE layers of a model, in order.
 
@@ -254,11 +238,11 @@ class Placement:
             return self
         last = moe_layers[-1]
         known = tuple(layer for layer in self.identity.moe_layers if layer <= last)
-        own = replace(self.identity, moe_layers=known)
-        rows = matching_rows(model, moe_layers, "model", own, self.layer_ids, "placement")
+        identity = replace(self.identity, moe_layers=known)
+        rows = matching_rows(model, moe_layers, "model", identity, self.layer_ids, "placement")
         others = [layer for row, layer in enumerate(self.layer_ids) if row not in rows]
-        end = len(moe_layers) - 1 if own.numbering == "moe" else last
-        if own.numbering != "hidden" and any(layer < end for layer in others):
+        end = len(moe_layers) - 1 if identity.numbering == "moe" else last
+        if identity.numbering != "hidden" and any(layer < end for layer in others):
             raise ValueError(
                 f"placement is of layers {self.identity.describe(self.layer_ids)}, but the model's MoE layers are "
                 f"{spans(moe_layers)}"
@@ -319,9 +303,11 @@ class Placement:
         slots, rows = self.arrays[0], []
         for layer_id, row, replicas in zip(self.layer_ids, slots, self._replicas, strict=True):
             copies = np.bincount(row[row >= 0], minlength=self.num_experts)[: self.num_routed]
-            most = int(copies.argmax())
+            hottest = int(copies.argmax())
             empty = int((row < 0).sum())
-            rows.append((str(layer_id), replicas, int((copies > 1).sum()), most, int(copies[most]), empty))
+            rows.append(
+                (str(layer_id), replicas, int((copies > 1).sum()), hottest, int(copies[hottest]), empty)
+            )
         head = ("layer", "replicas", "replicated experts", "most slots: expert", "slots", "empty slots")
         return f"{self!r}\n{text_table(head, rows)}"
 
@@ -408,8 +394,8 @@ def placement_errors(placement: Placement) -> list[str]:
     if (per_rank[:, dead] >= 0).any():
         errors.append(f"slot_to_expert must be -1 on ranks that are not alive ({dead})")
     in_range = (home >= 0) & (home < num_slots)
-    held = np.take_along_axis(slots, np.where(in_range, home, 0), axis=1)
-    if (wrong := np.argwhere(~in_range | (held != np.arange(experts)))).size:
+    expert_at_home = np.take_along_axis(slots, np.where(in_range, home, 0), axis=1)
+    if (wrong := np.argwhere(~in_range | (expert_at_home != np.arange(experts)))).size:
         layer, expert = wrong[0]
         slot = home[layer, expert]
         errors.append(
@@ -453,8 +439,8 @@ def _shared_errors(placement: Placement, per_rank: IntArray) -> list[str]:
     last = per_rank.shape[2] - placement.spare_slots
     wanted = np.arange(placement.num_routed, placement.num_experts)
     there = per_rank[:, live, last - num : last] if last >= num else per_rank[:, live, :0]
-    held = int((per_rank >= placement.num_routed).sum())
-    if there.shape[2] == num and (there == wanted).all() and held == there.size:
+    num_held = int((per_rank >= placement.num_routed).sum())
+    if there.shape[2] == num and (there == wanted).all() and num_held == there.size:
         return []
     return [
         f"slot_to_expert must hold the num_shared={num} shared experts ({wanted[0]}..{wanted[-1]}) in order in the "

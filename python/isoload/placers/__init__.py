@@ -96,9 +96,11 @@ def place(
         if traces:
             before = before.for_trace(traces[0], "before")
         _check_before(before, scenarios, spare_slots, num_shared)
-        own = before.slots_per_rank - spare_slots - num_shared  # for routed experts
-        rows = merged(before.arrays[0].reshape(before.num_layers, before.topology.num_ranks, -1)[:, :, :own])
-        if (before.topology.num_ranks, own) == (topology.num_ranks, dense):
+        routed_slots = before.slots_per_rank - spare_slots - num_shared  # for routed experts
+        rows = merged(
+            before.arrays[0].reshape(before.num_layers, before.topology.num_ranks, -1)[:, :, :routed_slots]
+        )
+        if (before.topology.num_ranks, routed_slots) == (topology.num_ranks, dense):
             start = rows[:, live]  # of two slots of an expert on a rank only the first
         else:
             start = resized(rows, live, dense, scenarios.mean(scenarios.loads), tick)
@@ -167,14 +169,14 @@ def parse_placer(text: str) -> tuple[str, dict[str, Any]]:
 def keep_places(slots: Slots, before: Slots | None) -> Slots:
     """Slots [L, R, S] with every expert that its rank held before in the slot where it was."""
     assert before is not None
-    kept = np.full_like(slots, -1)
-    rows = (array.reshape(-1, slots.shape[2]) for array in (kept, before, slots))
+    ordered = np.full_like(slots, -1)
+    rows = (array.reshape(-1, slots.shape[2]) for array in (ordered, before, slots))
     for row, old, new in zip(*rows, strict=True):
         stays = (old >= 0) & np.isin(old, new)
         row[stays] = old[stays]
         come = new[(new >= 0) & ~np.isin(new, old)]
         row[np.flatnonzero(~stays)[: len(come)]] = come
-    return kept
+    return ordered
 
 
 def _dense_slots(
@@ -182,11 +184,14 @@ def _dense_slots(
 ) -> int:
     """Slots of a rank for routed experts."""
     experts, live = scenarios.num_experts, topology.live_ranks
-    for name, number, most in (("spare_slots", spare_slots, experts), ("num_shared", num_shared, MAX_SHARED)):
+    for name, number, limit in (
+        ("spare_slots", spare_slots, experts),
+        ("num_shared", num_shared, MAX_SHARED),
+    ):
         if number < 0:
             raise ValueError(f"{name} must be at least 0, got {number}")
-        if number > most:
-            raise ValueError(f"{name} must be at most {most}, got {number}")
+        if number > limit:
+            raise ValueError(f"{name} must be at most {limit}, got {number}")
     least = -(-experts // len(live)) + spare_slots + num_shared
     if slots_per_rank is None:
         slots_per_rank = least
@@ -219,8 +224,8 @@ def _home_ranks(before: Placement, live: list[int], num_ranks: int) -> Ints:
     """[L, E] position among the live ranks of every routed expert's home; -1 = not alive, or left."""
     position = np.full(max(before.topology.num_ranks, num_ranks), -1, dtype=np.int32)
     position[live] = np.arange(len(live))
-    found: Ints = position[before.arrays[1][:, : before.num_routed] // before.slots_per_rank]
-    return found
+    homes: Ints = position[before.arrays[1][:, : before.num_routed] // before.slots_per_rank]
+    return homes
 
 
 def _home_slots(

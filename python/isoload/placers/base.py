@@ -80,11 +80,11 @@ def make_scenarios(counts: Any) -> tuple[Scenarios, list[Trace]]:
     sums = [part.sum() for part in batches]
     if traces and not all(sums):
         raise ValueError(f"counts must not be empty, trace {traces[sums.index(0)].name} has no copies")
-    most = MAX_SCENARIOS // len(batches)
+    limit = MAX_SCENARIOS // len(batches)
     loads, weight = [], []
     for part, copies in zip(batches, sums, strict=True):
         scale = 1.0 if len(batches) == 1 else max(sums) / copies
-        groups = np.array_split(part, min(len(part), most))
+        groups = np.array_split(part, min(len(part), limit))
         loads += [scale * group.sum(0) for group in groups]
         weight += [len(group) / len(part) / len(batches) for group in groups]
     tokens = tuple(trace.topk_ids for trace in traces if trace.topk_ids is not None)
@@ -93,10 +93,10 @@ def make_scenarios(counts: Any) -> tuple[Scenarios, list[Trace]]:
 
 def _traces(counts: Any) -> list[Trace]:
     """The traces, if it is one or some; they must agree in layers and experts."""
-    given = [counts] if isinstance(counts, Trace) else counts
-    if not isinstance(given, Sequence) or not any(isinstance(trace, Trace) for trace in given):
+    inputs = [counts] if isinstance(counts, Trace) else counts
+    if not isinstance(inputs, Sequence) or not any(isinstance(trace, Trace) for trace in inputs):
         return []
-    traces = list(given)
+    traces = list(inputs)
     if not all(isinstance(trace, Trace) for trace in traces):
         raise ValueError("counts must be an array, a trace, or traces alone, got a list of traces and others")
     if len(traces) > MAX_SCENARIOS:
@@ -197,11 +197,11 @@ def weights_by_load(slots: Slots, load: Floats, tick: Floats) -> np.ndarray[Any,
         load: [L, E] copies.
         tick: [R] cost of a copy on each rank.
     """
-    held = merged(slots)
-    layer, there = np.arange(len(slots))[:, None, None], held >= 0
+    experts = merged(slots)
+    layer, there = np.arange(len(slots))[:, None, None], experts >= 0
     replicas = np.zeros(load.shape)
-    np.add.at(replicas, (layer, held.clip(0)), there)
-    part = np.where(there, load[layer, held.clip(0)] / np.maximum(replicas, 1)[layer, held.clip(0)], 0)
+    np.add.at(replicas, (layer, experts.clip(0)), there)
+    part = np.where(there, load[layer, experts.clip(0)] / np.maximum(replicas, 1)[layer, experts.clip(0)], 0)
     of_rank = tick * part.cumsum(-1)[..., -1]
     mean = of_rank.cumsum(-1)[..., -1:] / of_rank.shape[-1]
     weight = np.where(mean > 0, mean / np.maximum(np.maximum(of_rank, LEAST * mean), np.finfo(float).tiny), 1)
@@ -220,7 +220,7 @@ def rank_loads(loads: Any, slots: Slots) -> Floats:
     """[n, L, R] loads of ranks for loads [n, L, E] on slots [L, R, S] (-1 = none), replicas sharing alike."""
     rows = slots.reshape(len(slots), -1)
     copies = np.stack([np.bincount(row[row >= 0], minlength=loads.shape[2]) for row in rows])
-    held = np.broadcast_to(np.maximum(rows, 0), (len(loads), *rows.shape))
-    part = np.where(rows >= 0, np.take_along_axis(loads / copies, held, 2), 0)
-    found: Floats = part.reshape(*loads.shape[:2], *slots.shape[1:]).sum(-1)
-    return found
+    experts = np.broadcast_to(np.maximum(rows, 0), (len(loads), *rows.shape))
+    part = np.where(rows >= 0, np.take_along_axis(loads / copies, experts, 2), 0)
+    totals: Floats = part.reshape(*loads.shape[:2], *slots.shape[1:]).sum(-1)
+    return totals

@@ -126,14 +126,15 @@ def near_slots(
     node, home, rows_node = (np.require(x, np.int32, "C") for x in (node, home, rows_node))
     ids, token_weight = np.require(topk_ids, np.int32, "C"), np.require(token_weight, np.int32, "C")
     old = None if before is None else np.require(before, np.int32, "C")
-    found: Ints = np.array(slots, dtype=np.int32, order="C")
+    placed: Ints = np.array(slots, dtype=np.int32, order="C")
     fits = loads.ndim == 3 and loads.shape[2] % LANES == 0
     _need(fits, f"loads must be [L, E, n], n a multiple of {LANES}")
     (layers, experts, n), ranks = loads.shape, len(tick)
     _need(
-        found.shape[:2] == (layers, ranks) and found.ndim == 3, "slots must be [L, R, width] for these loads"
+        placed.shape[:2] == (layers, ranks) and placed.ndim == 3,
+        "slots must be [L, R, width] for these loads",
     )
-    width = found.shape[2]
+    width = placed.shape[2]
     _need_shape("stress", stress, *loads.shape)
     _need_shape("weight", weight, n)
     _need_shape("node", node, ranks)
@@ -141,9 +142,9 @@ def near_slots(
     _need_shape("rows_node", rows_node, ranks)
     _need(((rows_node >= 0) & (rows_node < MAX_NODES)).all(), f"rows_node must be in 0..{MAX_NODES - 1}")
     full = np.full((layers, ranks), width, dtype=np.int32)
-    _need_valid("slots", found, full, experts, width)
+    _need_valid("slots", placed, full, experts, width)
     _need_valid("before", old, full, experts, width)
-    copies = np.stack([(found == e).any((1, 2)) for e in range(experts)])
+    copies = np.stack([(placed == e).any((1, 2)) for e in range(experts)])
     _need(copies.all(), f"slots must hold all {experts} experts")
     fits = ids.ndim == 3 and len(ids) == layers and 1 <= ids.shape[2] <= MAX_TOP_K
     _need(
@@ -157,8 +158,8 @@ def near_slots(
     rows = np.zeros((layers, 2), dtype=np.int64)
     arrays = loads, stress, weight, tick, node, home, old, ids, token_weight, rows_node
     numbers = layers, experts, n, ranks, width, *ids.shape[1:], int(rows_node.max()) + 1
-    _call(library, "near", *arrays, *numbers, steps, walk, moves, starts, threads, found, rows)
-    return found, rows
+    _call(library, "near", *arrays, *numbers, steps, walk, moves, starts, threads, placed, rows)
+    return placed, rows
 
 
 def _call(library: ctypes.CDLL, name: str, *arguments: Any) -> None:
@@ -179,9 +180,9 @@ def _need_shape(name: str, array: Any, *shape: int) -> None:
     _need(array.shape == shape, f"{name} must be {list(shape)} for these loads and ranks")
 
 
-def _need_room(capacity: Ints, shape: tuple[int, int], experts: int, most: int) -> None:
+def _need_room(capacity: Ints, shape: tuple[int, int], experts: int, limit: int) -> None:
     _need_shape("capacity", capacity, *shape)
-    _need(((capacity >= 0) & (capacity <= most)).all(), f"capacity must be in 0..{most} on every rank")
+    _need(((capacity >= 0) & (capacity <= limit)).all(), f"capacity must be in 0..{limit} on every rank")
     _need((capacity.sum(1) >= experts).all(), f"capacity must hold all {experts} experts")
 
 
@@ -190,8 +191,8 @@ def _need_valid(name: str, slots: Ints | None, capacity: Ints, experts: int, wid
     if slots is None:
         return
     _need_shape(name, slots, *capacity.shape, width)
-    held, row = slots >= 0, np.sort(slots, axis=2)
-    fits = (slots >= -1) & (slots < experts) & (~held | (np.arange(width) < capacity[..., None]))
+    filled, row = slots >= 0, np.sort(slots, axis=2)
+    fits = (slots >= -1) & (slots < experts) & (~filled | (np.arange(width) < capacity[..., None]))
     repeats = (row[..., 1:] == row[..., :-1]) & (row[..., 1:] >= 0)
     _need(fits.all() and not repeats.any(), f"{name} must have experts within capacity, none twice on a rank")
 

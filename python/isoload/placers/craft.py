@@ -20,12 +20,12 @@ GRIDS = ("powers", "full")
 
 def make_grid(room: Room, experts: int, grid: str = "powers") -> list[int]:
     """Numbers of replicas of a layer that are tried: 0, and powers of two up to R, or all up to R, that have room."""
-    num_ranks, most = room.num_ranks, most_replicas(room, experts)
+    num_ranks, limit = room.num_ranks, most_replicas(room, experts)
     if grid not in GRIDS:
         raise ValueError(not_one_of("grid", GRIDS, grid))
     powers = [2**i for i in range(num_ranks.bit_length())]
-    found = sorted({*powers, num_ranks}) if grid == "powers" else list(range(1, num_ranks + 1))
-    return [0, *(n for n in found if n <= most)]
+    numbers = sorted({*powers, num_ranks}) if grid == "powers" else list(range(1, num_ranks + 1))
+    return [0, *(n for n in numbers if n <= limit)]
 
 
 def most_replicas(room: Room, experts: int) -> int:
@@ -39,10 +39,10 @@ def check_budget(replicas: int | str, num_layers: int, room: Room, experts: int)
         if replicas not in BUDGETS:
             raise ValueError(f"replicas must be a number of a rank, {' or '.join(BUDGETS)}, got {replicas!r}")
         return
-    most = min(num_layers, num_layers * most_replicas(room, experts) // room.num_ranks)
-    if not 0 <= replicas <= most:
+    limit = min(num_layers, num_layers * most_replicas(room, experts) // room.num_ranks)
+    if not 0 <= replicas <= limit:
         raise ValueError(
-            f"replicas must be in 0..{most} of a rank over all layers, for which there is room, got {replicas}"
+            f"replicas must be in 0..{limit} of a rank over all layers, for which there is room, got {replicas}"
         )
 
 
@@ -59,13 +59,13 @@ def allocate(worth: Floats, grid: list[int], num_ranks: int, replicas: int | str
     Returns:
         [L] replicas; and the curve: summed worth of 0, 1, ... replicas of a rank.
     """
-    layers, most = len(worth), len(worth) * num_ranks
-    best = np.zeros(most + 1)
-    choice = np.zeros((layers, most + 1), dtype=np.int64)
+    layers, budget = len(worth), len(worth) * num_ranks
+    best = np.zeros(budget + 1)
+    choice = np.zeros((layers, budget + 1), dtype=np.int64)
     for layer in range(layers):
-        tried = np.full((len(grid), most + 1), -np.inf)
+        tried = np.full((len(grid), budget + 1), -np.inf)
         for k, number in enumerate(grid):
-            tried[k, number:] = best[: most + 1 - number] + worth[layer, k]
+            tried[k, number:] = best[: budget + 1 - number] + worth[layer, k]
         choice[layer] = tried.argmax(0)  # of equals the fewest replicas
         best = tried.max(0)
     curve = best[::num_ranks]
@@ -94,21 +94,21 @@ def assign(slots: Ints, num_ranks: int) -> Ints:
     Ranks of a layer differ by at most one. A slot more goes to ranks with fewest of them so far; of equals to ranks
     spread evenly over all, so over nodes.
     """
-    found = np.repeat(slots[:, None] // num_ranks, num_ranks, axis=1)
-    held = found.sum(0)
+    sizes = np.repeat(slots[:, None] // num_ranks, num_ranks, axis=1)
+    totals = sizes.sum(0)
     for layer, more in enumerate(slots % num_ranks):
         if more == 0:
             continue
-        cutoff = np.sort(held)[more - 1]
-        chosen = np.flatnonzero(held < cutoff)
-        tied = np.flatnonzero(held == cutoff)
+        cutoff = np.sort(totals)[more - 1]
+        chosen = np.flatnonzero(totals < cutoff)
+        tied = np.flatnonzero(totals == cutoff)
         needed = more - len(chosen)
         # As evenly spaced as they can be, both ends among them from two on.
         spread = np.arange(needed) * (len(tied) - 1) // max(1, needed - 1)
         chosen = np.concatenate([chosen, tied[spread]])
-        found[layer, chosen] += 1
-        held[chosen] += 1
-    capacity: Ints = found.astype(np.int32)
+        sizes[layer, chosen] += 1
+        totals[chosen] += 1
+    capacity: Ints = sizes.astype(np.int32)
     return capacity
 
 
@@ -156,12 +156,12 @@ class CraftPlacer(Placer):
 
     def _worth(self, scenarios: Scenarios, weight: Any, grid: list[int], ranks: int) -> Floats:
         """[L, K] what each number of replicas is worth in each layer: Algorithm 1."""
-        found = []
+        gains = []
         for number in grid:
             alone = assign(np.array([scenarios.num_experts + number]), ranks)  # a layer by itself
             slots = pack_into(weight, np.repeat(alone, scenarios.num_layers, axis=0))
-            found.append(self._replay(scenarios, slots))
-        table = np.array(found).T  # [L, K]
+            gains.append(self._replay(scenarios, slots))
+        table = np.array(gains).T  # [L, K]
         gain = table - table[:, :1]
         worth: Floats = gain * np.array(grid) if self.objective == "printed" else gain
         return worth

@@ -55,10 +55,12 @@ class EplbPlacer(Placer):
         """The hierarchical policy: [L, R, S] slots."""
         layers, size = len(weight), weight.shape[1] // self.groups
         by_group = weight.reshape(layers, self.groups, size).sum(-1, dtype=np.float32)
-        held = pack_once(by_group, nodes)  # [L, nodes, groups of a node]
-        ids = (held[..., None] * size + np.arange(size)).reshape(layers * nodes, -1)  # experts of every node
-        own = np.take_along_axis(np.repeat(weight, nodes, axis=0), ids, 1)
-        packed = pack_replicas(own, room.num_ranks // nodes, slots_of(room), self.dedup)
+        groups_of_node = pack_once(by_group, nodes)  # [L, nodes, groups of a node]
+        ids = (groups_of_node[..., None] * size + np.arange(size)).reshape(
+            layers * nodes, -1
+        )  # experts of every node
+        node_weight = np.take_along_axis(np.repeat(weight, nodes, axis=0), ids, 1)
+        packed = pack_replicas(node_weight, room.num_ranks // nodes, slots_of(room), self.dedup)
         slots = np.take_along_axis(ids, packed.reshape(layers * nodes, -1), 1)
         return slots.reshape(layers, room.num_ranks, -1).astype(np.int32)
 

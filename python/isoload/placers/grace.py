@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from isoload.checks import check_range
 from isoload.placers.base import Floats, Placed, Placer, Room, Scenarios, Slots
 
 Groups = list[list[int]]
@@ -47,12 +48,11 @@ class GracePlacer(Placer):
     printed: bool = False
 
     def place(self, scenarios: Scenarios, room: Room) -> Placed:
-        if self.ratio is not None and not 0 <= self.ratio <= 1:
-            raise ValueError(f"ratio must be in 0..1, got {self.ratio}")
-        most = scenarios.num_experts if self.replicate else 0
-        if self.everywhere is not None and not 1 <= self.everywhere <= most:
+        check_range("ratio", self.ratio, 0, 1)
+        limit = scenarios.num_experts if self.replicate else 0
+        if self.everywhere is not None and not 1 <= self.everywhere <= limit:
             raise ValueError(
-                f"everywhere must be in 1..{most} for these experts, and replicate on, got {self.everywhere}"
+                f"everywhere must be in 1..{limit} for these experts, and replicate on, got {self.everywhere}"
             )
         if self.collaborative and self.everywhere is None:
             raise ValueError("collaborative must come with everywhere, the number of these experts")
@@ -65,7 +65,7 @@ class GracePlacer(Placer):
                 f"experts must be at least as many as the {room.num_ranks} ranks for placer grace, "
                 f"got {scenarios.num_experts}"
             )
-        held, predicted, replicas = [], [], []
+        experts_by_rank, predicted, replicas = [], [], []
         for layer, load in enumerate(scenarios.mean(scenarios.loads)):
             affinity = co_activation(scenarios, layer)
             groups = group_ranks(affinity, room, self.ratio, self.printed)
@@ -74,10 +74,10 @@ class GracePlacer(Placer):
             else:
                 wanted = partners(affinity) if self.collaborative else load
                 copies, weight = copy_everywhere(groups, load, wanted, self.everywhere)
-            held.append([group + more for group, more in zip(groups, copies, strict=True)])
+            experts_by_rank.append([group + more for group, more in zip(groups, copies, strict=True)])
             predicted.append(weight)
             replicas.append(sum(map(len, copies)))
-        slots = ragged(held)
+        slots = ragged(experts_by_rank)
         if room.slots_per_rank is not None and slots.shape[2] > room.slots_per_rank:
             raise ValueError(
                 f"slots_per_rank must leave a rank {slots.shape[2]} routed slots for these groups and replicas, "
@@ -92,14 +92,14 @@ def co_activation(scenarios: Scenarios, layer: int) -> Floats:
     experts = scenarios.num_experts
     total = np.zeros((experts, experts))
     for ids in scenarios.topk_ids:
-        own = np.zeros_like(total)
+        pairs = np.zeros_like(total)
         for first in range(0, len(ids), CHUNK):
             chosen = ids[first : first + CHUNK, layer]
             token, place = np.nonzero(chosen >= 0)
             taken = np.zeros((len(chosen), experts))
             taken[token, chosen[token, place]] = 1
-            own += taken.T @ taken
-        total += own / max(len(ids), 1)
+            pairs += taken.T @ taken
+        total += pairs / max(len(ids), 1)
     np.fill_diagonal(total, 0)
     return total
 
@@ -121,8 +121,8 @@ def group_ranks(affinity: Floats, room: Room, ratio: float | None, printed: bool
     over_nodes = bounded(affinity, whole, least, len(experts), printed)
     over_nodes.sort(key=len, reverse=True)
     groups: Groups = [[] for _ in range(room.num_ranks)]
-    for ranks, own in zip(nodes, over_nodes, strict=True):
-        for rank, group in zip(ranks, controlled(affinity, own, len(ranks), ratio, printed), strict=True):
+    for ranks, members in zip(nodes, over_nodes, strict=True):
+        for rank, group in zip(ranks, controlled(affinity, members, len(ranks), ratio, printed), strict=True):
             groups[rank] = sorted(group)
     return groups
 
@@ -136,8 +136,8 @@ def clusters(affinity: Floats, experts: list[int], number: int) -> Groups:
     except ImportError as error:
         raise ImportError("placer grace needs scikit-learn: pip install 'isoload[plan]'") from error
 
-    own = affinity[np.ix_(experts, experts)]
-    joined = own + 1e-6 * (own.mean() or 1.0)  # a graph in one piece
+    block = affinity[np.ix_(experts, experts)]
+    joined = block + 1e-6 * (block.mean() or 1.0)  # a graph in one piece
     labels = SpectralClustering(number, affinity="precomputed", random_state=0).fit_predict(joined)
     return [[e for e, label in zip(experts, labels, strict=True) if label == c] for c in range(number)]
 
@@ -146,17 +146,17 @@ def controlled(
     affinity: Floats, experts: list[int], number: int, ratio: float | None, printed: bool = False
 ) -> Groups:
     """Algorithm 3: so many groups whose sizes differ from their mean by at most a ratio; None: the knee's."""
-    found = clusters(affinity, experts, number)
+    clustered = clusters(affinity, experts, number)
     mean = len(experts) // number
     tried = []
     for r in RATIOS if ratio is None else (ratio,):
         delta = max(1, round(mean * r))
-        tried.append(bounded(affinity, found, max(1, mean - delta), mean + delta, printed))
+        tried.append(bounded(affinity, clustered, max(1, mean - delta), mean + delta, printed))
     return tried[knee([deviation(groups) for groups in tried], [utilised(affinity, g) for g in tried])]
 
 
-def bounded(affinity: Floats, found: Groups, least: int, most: int, printed: bool = False) -> Groups:
-    """Moves experts until every group has least..most: the weakest leave, to where they add most affinity.
+def bounded(affinity: Floats, clustered: Groups, least: int, largest: int, printed: bool = False) -> Groups:
+    """Moves experts until every group has least..largest: the weakest leave, to where they add most affinity.
 
     printed: to the group that has the largest score of all its pairs with them, as lines 13 and 19 of Algorithm 3.
     """
@@ -166,12 +166,12 @@ def bounded(affinity: Floats, found: Groups, least: int, most: int, printed: boo
         return float(affinity[np.ix_(group, group)].sum()) + 2 * added if printed else added
 
     groups, waiting = [], []
-    for group in found:
+    for group in clustered:
         ranked = sorted(group, key=lambda e: (-affinity[e, group].sum(), e))
-        groups.append(ranked[:most])
-        waiting += ranked[most:]
+        groups.append(ranked[:largest])
+        waiting += ranked[largest:]
     for expert in waiting:
-        open_ones = [g for g in groups if len(g) < most]
+        open_ones = [g for g in groups if len(g) < largest]
         max(open_ones, key=lambda g: score(expert, g)).append(expert)
     for _ in range(sum(max(0, least - len(g)) for g in groups)):
         expert = weakest(affinity, groups, least)  # no group gives what it was given: it has `least` then
@@ -249,10 +249,10 @@ def copy_everywhere(groups: Groups, load: Floats, wanted: Floats, number: int) -
     return copies, [mean / max(float(w), mean * 1e-6) if mean else 1.0 for w in work]
 
 
-def ragged(held: list[Groups]) -> Slots:
+def ragged(groups: list[Groups]) -> Slots:
     """[L, R, S] slots of lists of experts; -1 behind the shorter ones."""
-    widest = max(len(experts) for layer in held for experts in layer)
-    slots = np.full((len(held), len(held[0]), widest), -1, dtype=np.int32)
-    for row, experts in zip(slots.reshape(-1, widest), (e for layer in held for e in layer), strict=True):
+    widest = max(len(experts) for layer in groups for experts in layer)
+    slots = np.full((len(groups), len(groups[0]), widest), -1, dtype=np.int32)
+    for row, experts in zip(slots.reshape(-1, widest), (e for layer in groups for e in layer), strict=True):
         row[: len(experts)] = experts
     return slots

@@ -47,15 +47,15 @@ def _fill(slots: Ints, load: Floats, tick: Floats) -> None:
     copies = np.bincount(slots[slots >= 0], minlength=len(load))
     lost = sorted(np.flatnonzero(copies == 0), key=lambda expert: -load[expert])
     while (free := (slots < 0).any(1)).any():
-        each = load / np.maximum(copies, 1)
-        cost = np.where(slots >= 0, each[slots], 0.0).sum(1) * tick
+        per_replica = load / np.maximum(copies, 1)
+        cost = np.where(slots >= 0, per_replica[slots], 0.0).sum(1) * tick
         rank = int(np.where(free, cost, np.inf).argmin())
         if lost:
             expert = int(lost.pop(0))
         else:
-            each[slots[rank][slots[rank] >= 0]] = -1.0  # none twice on a rank
-            expert = int(each.argmax())
-            if each[expert] < 0:  # the rank holds all experts
+            per_replica[slots[rank][slots[rank] >= 0]] = -1.0  # none twice on a rank
+            expert = int(per_replica.argmax())
+            if per_replica[expert] < 0:  # the rank holds all experts
                 return
         slots[rank, np.flatnonzero(slots[rank] < 0)[0]] = expert
         copies[expert] += 1
@@ -69,16 +69,16 @@ def _narrowed(slots: Ints, width: int, experts: int) -> Ints:
     ranks_of = [np.flatnonzero((slots == expert).any(1)) for expert in range(experts)]
     chosen: list[list[int]] = [[] for _ in slots]
 
-    def assign(expert: int, seen: set[int]) -> bool:
+    def assign(expert: int, visited: set[int]) -> bool:
         for rank in ranks_of[expert].tolist():
-            if rank in seen:
+            if rank in visited:
                 continue
-            seen.add(rank)
+            visited.add(rank)
             if len(chosen[rank]) < width:
                 chosen[rank].append(expert)
                 return True
             for place, other in enumerate(chosen[rank]):
-                if assign(other, seen):
+                if assign(other, visited):
                     chosen[rank][place] = expert
                     return True
         return False

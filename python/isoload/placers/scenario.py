@@ -46,7 +46,7 @@ def fewer_rows(
     ids, weight = choose_tokens(scenarios)
     steps = min(LONGEST, 12 * (slots.shape[1] * slots.shape[2]) ** 2)
     rows_node = np.unique(room.node, return_inverse=True)[1].astype(np.int32)
-    found, rows = near_slots(
+    nearer, rows = near_slots(
         slots=slots,
         loads=by_layer(loads),
         stress=by_layer(stressed(scenarios)),
@@ -65,7 +65,7 @@ def fewer_rows(
         threads=num_threads(),
     )
     of_token = rows.mean(0) / max(1, int(weight.sum())) / (int(rows_node.max()) + 1)
-    return found, {"rows_to_other_nodes": [round(float(number), 4) for number in of_token]}
+    return nearer, {"rows_to_other_nodes": [round(float(number), 4) for number in of_token]}
 
 
 def stressed(scenarios: Scenarios) -> Floats:
@@ -90,9 +90,9 @@ def by_layer(loads: Floats) -> Floats:
 
 def choose_tokens(scenarios: Scenarios) -> tuple[Any, Any]:
     """[tokens, L, K] choices of evenly spaced tokens of every trace, and how often each counts: traces weigh alike."""
-    most = MAX_TOKENS // len(scenarios.topk_ids)
+    number = MAX_TOKENS // len(scenarios.topk_ids)
     parts = [
-        ids[np.linspace(0, len(ids) - 1, most).astype(int)] if len(ids) > most else ids
+        ids[np.linspace(0, len(ids) - 1, number).astype(int)] if len(ids) > number else ids
         for ids in scenarios.topk_ids
     ]
     width, longest = max(part.shape[2] for part in parts), max(map(len, parts))
@@ -244,9 +244,9 @@ class ScenarioPlacer(Placer):
         whole = loads.sum(-1)  # [n, L]
         weight = np.pad(scenarios.weight, (0, -len(loads) % LANES))
         width = int(capacity.max())
-        held = self.groups or self.pinned
+        constrained = self.groups or self.pinned
         # Slots of eplb; not in the quick form, where a comparison would cost more than the plan.
-        compared = self.search and room.before is None and not held
+        compared = self.search and room.before is None and not constrained
         rival = pack_into(scenarios.total().astype(np.float32), capacity) if compared else None
         mean = scenarios.mean(loads)
         deviation = np.sqrt(scenarios.mean((loads - mean) ** 2))
@@ -296,21 +296,23 @@ class ScenarioPlacer(Placer):
         if self.groups % len(nodes):
             raise ValueError(f"groups must be a multiple of the {len(nodes)} live nodes, got {self.groups}")
         load = scenarios.mean(scenarios.shares()).reshape(layers, self.groups, -1).sum(-1)
-        held = pack_once(load.astype(np.float32), len(nodes))  # [L, nodes, groups of a node]
+        groups_of_node = pack_once(load.astype(np.float32), len(nodes))  # [L, nodes, groups of a node]
         node_of_group = np.empty((layers, self.groups), dtype=np.int32)
         for index, node in enumerate(nodes):
-            np.put_along_axis(node_of_group, held[:, index].astype(np.int64), node, axis=1)
+            np.put_along_axis(node_of_group, groups_of_node[:, index].astype(np.int64), node, axis=1)
         size = min(int((room.node == node).sum()) for node in nodes) * (room.slots_per_rank or experts)
-        if size < (each := experts // len(nodes)):
-            raise ValueError(f"groups must fit their nodes: {each} experts on a node of {size} slots")
+        if size < (experts_per_node := experts // len(nodes)):
+            raise ValueError(
+                f"groups must fit their nodes: {experts_per_node} experts on a node of {size} slots"
+            )
         return np.repeat(node_of_group, experts // self.groups, axis=1)
 
     def _home_before(self, room: Room, experts: int) -> Ints:
         assert room.before is not None
-        held = np.stack([(room.before == e).any(2) for e in range(experts)], axis=1)  # [L, E, R]
+        on_rank = np.stack([(room.before == e).any(2) for e in range(experts)], axis=1)  # [L, E, R]
         nodes = np.unique(room.node)
-        per_node = np.stack([held[:, :, room.node == node].any(2) for node in nodes], axis=2)
-        by_group = per_node.reshape(len(held), self.groups, -1, len(nodes)).sum(2)
+        per_node = np.stack([on_rank[:, :, room.node == node].any(2) for node in nodes], axis=2)
+        by_group = per_node.reshape(len(on_rank), self.groups, -1, len(nodes)).sum(2)
         home: Ints = np.repeat(nodes[by_group.argmax(2)], experts // self.groups, axis=1).astype(np.int32)
         return home
 
@@ -333,6 +335,6 @@ def homes_first(slots: Slots, homes: Ints) -> Slots:
     """Slots [L, R, S] with every rank's homes in order, then its replicas in order, then nothing."""
     experts = homes.shape[1]
     ranks = np.arange(slots.shape[1])[None, :, None]
-    held = np.take_along_axis(homes[:, None], np.maximum(slots, 0), axis=2)
-    key = np.where(slots < 0, 2 * experts, np.where(held == ranks, slots, slots + experts))
+    home_of_slot = np.take_along_axis(homes[:, None], np.maximum(slots, 0), axis=2)
+    key = np.where(slots < 0, 2 * experts, np.where(home_of_slot == ranks, slots, slots + experts))
     return np.take_along_axis(slots, key.argsort(axis=2, kind="stable"), axis=2)

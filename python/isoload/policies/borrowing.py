@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from isoload import ops
+from isoload.checks import check_range
 from isoload.ops import Order, Within
 from isoload.placement.placed_layers import PlacedLayers
 from isoload.placement.placement import Placement
@@ -79,14 +80,14 @@ class BorrowPolicy(Policy, ABC):
         """The placed layers with filled spare slots, their quota if it has one, and telemetry."""
 
     def split(self, demand: Demand, placed: PlacedLayers) -> Plan:
-        by_fill, of = self.split_by == "fill", type(self)
+        by_fill, policy = self.split_by == "fill", type(self)
         if by_fill and placed.quota is not None:
             return chosen_plan(self, placed.quota, demand, placed, placed.telemetry)
-        if of.split is not BorrowPolicy.split or of.share is not BorrowPolicy.share:
+        if policy.split is not BorrowPolicy.split or policy.share is not BorrowPolicy.share:
             demand = demand._replace(rank=None)  # which may split or share its own way
-        made = self.splitter.split(demand, placed)
-        own = by_fill or self.split_by == "exact"
-        return replace(made, policy=self if own else made.policy, telemetry=placed.telemetry)
+        plan = self.splitter.split(demand, placed)
+        keeps_name = by_fill or self.split_by == "exact"
+        return replace(plan, policy=self if keeps_name else plan.policy, telemetry=placed.telemetry)
 
     def share(self, loads: Tensor, plan: Plan, rank: int | None, order: Order) -> Tensor:
         return self.splitter.share(loads, plan, rank, order)
@@ -133,17 +134,16 @@ class FillPolicy(BorrowPolicy):
             use = "the copies go as split_by=exact splits them over the filled slots"
             raise ValueError(f"option split_by=fill of policy {self.name} was removed: {use}")
         super().__post_init__()
-        if self.refill_above is not None and not 1 <= self.refill_above <= 1000:
-            raise ValueError(f"refill_above must be in 1..1000, got {self.refill_above}")
+        check_range("refill_above", self.refill_above, 1, 1000)
 
     def fill_levels(self, demand: Demand, placed: PlacedLayers, **rules: Any) -> ops.SlotFill:
         """:func:`isoload.ops.plan_fill` by a policy's rules, from the exact split over replicas if there are any."""
         start = solve(demand, placed).quota if placed.replicated else None
         return fill_spare(ops.plan_fill, demand, placed, self.slots, start=start, **rules)
 
-    def filled(self, demand: Demand, placed: PlacedLayers, made: ops.SlotFill) -> PlacedLayers:
+    def filled(self, demand: Demand, placed: PlacedLayers, fill: ops.SlotFill) -> PlacedLayers:
         """The layers with these slots, or with those of the last fill where the exact split over it is level enough."""
-        last, slots, telemetry = demand.last, made.slot_to_expert, made.telemetry
+        last, slots, telemetry = demand.last, fill.slot_to_expert, fill.telemetry
         if last is None or self.refill_above is None:
             return placed.fill(slots, telemetry=telemetry)
         assert last.telemetry is not None
@@ -171,9 +171,9 @@ def may_keep_local(policy: Policy) -> bool:
 def held_experts(placed: PlacedLayers) -> Tensor:
     """[..., R, E] int32: 1 where a rank has a slot that takes copies of the expert, else 0."""
     experts = _experts_of_slots(placed)
-    held = experts.new_zeros(*experts.shape[:-1], placed.tables.num_experts + 1, dtype=torch.int32)
-    held.scatter_(-1, experts, torch.ones_like(experts, dtype=torch.int32))
-    return held.narrow(-1, 0, placed.tables.num_experts)
+    resident = experts.new_zeros(*experts.shape[:-1], placed.tables.num_experts + 1, dtype=torch.int32)
+    resident.scatter_(-1, experts, torch.ones_like(experts, dtype=torch.int32))
+    return resident.narrow(-1, 0, placed.tables.num_experts)
 
 
 def _experts_of_slots(placed: PlacedLayers) -> Tensor:
@@ -189,15 +189,17 @@ def split_above_local(policy: Policy, demand: Demand, placed: PlacedLayers) -> P
     The default share sends them nowhere else. The plan's bound is of all quotas, those that keep fewer copies too: the
     one that costs nothing.
     """
-    kept = held_experts(placed) * demand.loads  # [..., R, E]
-    stay = kept.sum(-1, dtype=torch.int32)
+    local_loads = held_experts(placed) * demand.loads  # [..., R, E]
+    stay = local_loads.sum(-1, dtype=torch.int32)
     besides = stay if demand.at_home is None else demand.at_home + stay
-    made = policy.split(Demand(demand.loads - kept, demand.tokens, besides), replace(placed, quota=None))
-    assert made.quota is not None and made.peak is not None
-    local = torch.nn.functional.pad(kept, (0, 1)).gather(-1, _experts_of_slots(placed))
-    quota = made.quota + local.flatten(-2)
-    bound = torch.minimum(even_split(demand, placed).bound, made.peak)
-    return replace(made, quota=quota, bound=bound)
+    plan = policy.split(
+        Demand(demand.loads - local_loads, demand.tokens, besides), replace(placed, quota=None)
+    )
+    assert plan.quota is not None and plan.peak is not None
+    local = torch.nn.functional.pad(local_loads, (0, 1)).gather(-1, _experts_of_slots(placed))
+    quota = plan.quota + local.flatten(-2)
+    bound = torch.minimum(even_split(demand, placed).bound, plan.peak)
+    return replace(plan, quota=quota, bound=bound)
 
 
 @dataclass(frozen=True)
@@ -244,12 +246,9 @@ class LlepPolicy(FillPolicy):
 
 
 def check_rules(capacity: float, min_chunk: int, threshold: float, measure: str) -> None:
-    if not 1 <= capacity <= 1000:
-        raise ValueError(f"capacity must be in 1..1000, got {capacity}")
-    if not 1 <= min_chunk < 2**31:
-        raise ValueError(f"min_chunk must be in 1..2^31-1, got {min_chunk}")
-    if not 0 <= threshold <= 1000:
-        raise ValueError(f"threshold must be in 0..1000, got {threshold}")
+    check_range("capacity", capacity, 1, 1000)
+    check_range("min_chunk", min_chunk, 1, 2**31 - 1)
+    check_range("threshold", threshold, 0, 1000)
     if measure not in ("rank", "expert"):
         raise ValueError(f"measure must be rank or expert, got {measure!r}")
 
@@ -282,8 +281,7 @@ class SpillCostPolicy(FillPolicy):
     def __post_init__(self) -> None:
         super().__post_init__()
         break_even(self.expert_bytes, 1.0, self.token_us)  # refuses what is not positive
-        if not 1 <= self.min_chunk < 2**31:
-            raise ValueError(f"min_chunk must be in 1..2^31-1, got {self.min_chunk}")
+        check_range("min_chunk", self.min_chunk, 1, 2**31 - 1)
 
     def fill(self, demand: Demand, placed: PlacedLayers) -> PlacedLayers:
         near, far = (
@@ -348,10 +346,8 @@ class LibraPolicy(BorrowPolicy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.alpha <= 1:
-            raise ValueError(f"alpha must be in 0..1, got {self.alpha}")
-        if not 0 <= self.tolerance <= 1000:
-            raise ValueError(f"tolerance must be in 0..1000, got {self.tolerance}")
+        check_range("alpha", self.alpha, 0, 1)
+        check_range("tolerance", self.tolerance, 0, 1000)
 
     @property
     def splitter(self) -> Policy:

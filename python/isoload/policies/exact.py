@@ -163,8 +163,10 @@ def static_slots(host: Placement, layer: int, seed: int) -> np.ndarray[tuple[int
 def replicas_of(host: Placement, layer: int) -> list[IntArray]:
     """Per routed expert its slots, ascending; of two on one rank the lower alone, since only that one has weights."""
     slots = host.arrays[0][layer]
-    held = [np.flatnonzero(slots == expert).astype(np.int32) for expert in range(host.num_routed)]
-    return [own[np.unique(own // host.slots_per_rank, return_index=True)[1]] for own in held]
+    replicas = [np.flatnonzero(slots == expert).astype(np.int32) for expert in range(host.num_routed)]
+    return [
+        slot_ids[np.unique(slot_ids // host.slots_per_rank, return_index=True)[1]] for slot_ids in replicas
+    ]
 
 
 @dataclass(frozen=True)

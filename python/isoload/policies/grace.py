@@ -58,9 +58,9 @@ class GracePolicy(Policy):
         """[..., R, P] int32 copies from every source to every slot, for loads [..., R, E]."""
         begin, end, total, offset = cuts.unbind(-3)
         expert = placed.slot_to_expert.clamp(0, loads.shape[-1] - 1).long().unsqueeze(-2).expand(begin.shape)
-        own = loads.long().gather(-1, expert) * ONE
+        copies = loads.long().gather(-1, expert) * ONE
         whole, offset = total * ONE, offset * total
-        send_counts = (own * end + offset) // whole - (own * begin + offset) // whole
+        send_counts = (copies * end + offset) // whole - (copies * begin + offset) // whole
         return send_counts.to(torch.int32)
 
 
@@ -96,7 +96,7 @@ def wished_parts(host: Placement, layer: int, locality: bool) -> Iterator[tuple[
 
 def nearest(owner: Ints, ranks: Ints, per_node: int) -> Bools:
     """[R, n] which replicas, on ranks owner [n], are of a rank's [R, 1] first tier: on it, on its node, anywhere."""
-    here, near = owner == ranks, owner // per_node == ranks // per_node
+    local, near = owner == ranks, owner // per_node == ranks // per_node
     beyond: Bools = np.where(near.any(1, keepdims=True), near, True)
-    chosen: Bools = np.where(here.any(1, keepdims=True), here, beyond)
+    chosen: Bools = np.where(local.any(1, keepdims=True), local, beyond)
     return chosen

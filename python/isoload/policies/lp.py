@@ -9,6 +9,7 @@ from typing import ClassVar, Literal
 import torch
 
 from isoload import ops
+from isoload.checks import check_range
 from isoload.placement.placed_layers import PlacedLayers
 from isoload.placement.placement import Placement
 from isoload.policies.base import Demand, Policy, chosen_plan
@@ -45,10 +46,8 @@ class LpPolicy(Policy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.tolerance is not None and not 0 <= self.tolerance <= 1:
-            raise ValueError(f"tolerance must be in 0..1 (relative), got {self.tolerance}")
-        if self.iterations is not None and not 0 <= self.iterations <= 1000:
-            raise ValueError(f"iterations must be in 0..1000, got {self.iterations}")
+        check_range("tolerance", self.tolerance, 0, 1, " (relative)")
+        check_range("iterations", self.iterations, 0, 1000)
 
     def check(self, placement: Placement) -> None:
         refuse_speeds(self.name, placement)

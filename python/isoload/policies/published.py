@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from isoload import ops
-from isoload.checks import capturing, put_on
+from isoload.checks import capturing, check_range, put_on
 from isoload.ops.results import LpSplit
 from isoload.placement.placed_layers import PlacedLayers
 from isoload.placement.placement import Placement
@@ -110,11 +110,11 @@ class WaterfillSampledPolicy(Seeded, SharedPolicy):
                 "topology must have all ranks alive for policy waterfill_sampled, which draws any of them"
             )
 
-    def add_shared(self, made: Plan, demand: Demand) -> Plan:
+    def add_shared(self, plan: Plan, demand: Demand) -> Plan:
         assert demand.tokens is not None
-        shared = SharedPlan("sample", demand.tokens, None, rank_copies(demand.loads, made))
-        bound = bound_with_shared(demand, made.placed)
-        return replace(made, policy=self, peak=None, bound=bound, shared=shared)
+        shared = SharedPlan("sample", demand.tokens, None, rank_copies(demand.loads, plan))
+        bound = bound_with_shared(demand, plan.placed)
+        return replace(plan, policy=self, peak=None, bound=bound, shared=shared)
 
     def route_shared(self, slots: Tensor, plan: Plan, rank: int) -> Tensor:
         assert plan.shared is not None and plan.shared.copies is not None
@@ -123,9 +123,11 @@ class WaterfillSampledPolicy(Seeded, SharedPolicy):
         if self.recorded is not None:
             parts = plan.placed.memo(self.recorded, partial(rank_parts, path=self.recorded))
             load = (parts * copies.select(0, rank).sum()).to(torch.int32)
-            own = torch.zeros_like(tokens)
-            own[rank] = tokens[rank]
-            return ops.route_shared_sampled(slots, load, own, size, rank, "blog", *sample_seed(plan, rank))
+            own_tokens = torch.zeros_like(tokens)
+            own_tokens[rank] = tokens[rank]
+            return ops.route_shared_sampled(
+                slots, load, own_tokens, size, rank, "blog", *sample_seed(plan, rank)
+            )
         assert self.rule != "recorded"
         load = copies.select(0, rank) if self.rule == "static" else copies.sum(0, dtype=torch.int32)
         return ops.route_shared_sampled(slots, load, tokens, size, rank, self.rule, *sample_seed(plan, rank))
@@ -141,9 +143,9 @@ def recorded_counts(path: str) -> np.ndarray[Any, Any]:
 def rank_parts(host: Placement, layer: int, path: str) -> np.ndarray[Any, Any]:
     """[R] float64 each rank's part of a layer's recorded copies, an expert's spread evenly over its slots."""
     slots, counts = host.arrays[0][layer], recorded_counts(path)[layer]
-    held = (slots >= 0) & (slots < host.num_routed)
-    each = counts / np.maximum(1, np.bincount(slots[held], minlength=len(counts)))
-    per_slot = np.where(held, each[np.where(held, slots, 0)], 0.0)
+    resident = (slots >= 0) & (slots < host.num_routed)
+    per_replica = counts / np.maximum(1, np.bincount(slots[resident], minlength=len(counts)))
+    per_slot = np.where(resident, per_replica[np.where(resident, slots, 0)], 0.0)
     parts: np.ndarray[Any, Any] = per_slot.reshape(host.topology.num_ranks, -1).sum(1)
     parts /= max(1, counts.sum())
     return parts
@@ -296,10 +298,8 @@ class LibraPublishedPolicy(BorrowPolicy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.alpha <= 1:
-            raise ValueError(f"alpha must be in 0..1, got {self.alpha}")
-        if not 0 <= self.tolerance <= 1000:
-            raise ValueError(f"tolerance must be in 0..1000, got {self.tolerance}")
+        check_range("alpha", self.alpha, 0, 1)
+        check_range("tolerance", self.tolerance, 0, 1000)
 
     def fill(self, demand: Demand, placed: PlacedLayers) -> PlacedLayers:
         """The slots by Algorithm 1, with the quota of the same loads by Algorithm 2: one wait serves both."""
@@ -307,7 +307,7 @@ class LibraPublishedPolicy(BorrowPolicy):
         slots = placed.spare_slots if self.slots is None else self.slots
         # 0.3 of 10 are 3, although the float is a little less.
         local = round(self.alpha * MILLION) * slots // MILLION
-        made = []
+        plans = []
         for layer in layers:
             borrowed = replicate(layer, slots, local)
             filled = layer.slots.copy()
@@ -315,9 +315,9 @@ class LibraPublishedPolicy(BorrowPolicy):
                 start, end = (rank + 1) * layer.size - slots, (rank + 1) * layer.size
                 filled[start + int((filled[start:end] < 0).argmax())] = expert
             telemetry = counted(layer, filled, placed)
-            made.append((filled, shard(layer._replace(slots=filled), self.tolerance), telemetry))
+            plans.append((filled, shard(layer._replace(slots=filled), self.tolerance), telemetry))
         shape = placed.slot_to_expert.shape
-        filled, quota, telemetry = (np.stack(part) for part in zip(*made, strict=True))
+        filled, quota, telemetry = (np.stack(part) for part in zip(*plans, strict=True))
         rows = (filled.reshape(shape), quota.reshape(shape), telemetry.reshape(*shape[:-1], -1))
         slot_to_expert, split, about = write_batch(placed.slot_to_expert.device, *rows)
         return placed.fill(slot_to_expert, split, about)
@@ -360,28 +360,31 @@ class Layer(NamedTuple):
     def first_slots(self) -> Ints:
         """[R, E] the lowest slot of every expert on every rank, -1 = none."""
         ranks, experts = self.loads.shape
-        found = np.full((ranks, experts + 1), -1)
+        slots = np.full((ranks, experts + 1), -1)
         rows = self.slots.reshape(ranks, -1)
         for place in reversed(range(self.size)):
-            held = rows[:, place]
-            column = np.where((held >= 0) & (held < experts), held, experts)
-            found[np.arange(ranks), column] = np.arange(ranks) * self.size + place
-        return found[:, :experts]
+            expert_ids = rows[:, place]
+            column = np.where((expert_ids >= 0) & (expert_ids < experts), expert_ids, experts)
+            slots[np.arange(ranks), column] = np.arange(ranks) * self.size + place
+        return slots[:, :experts]
 
 
 def layers_of(demand: Demand, placed: PlacedLayers, slots: Tensor) -> list[Layer]:
     """The batch on the host, layer by layer."""
-    given = [demand.loads, slots] if demand.at_home is None else [demand.loads, slots, demand.at_home]
-    loads, held, *besides = read_batch(LibraPublishedPolicy.name, *given)
+    tensors = [demand.loads, slots] if demand.at_home is None else [demand.loads, slots, demand.at_home]
+    loads, slots_by_layer, *besides = read_batch(LibraPublishedPolicy.name, *tensors)
     ranks, routed = placed.topology.num_ranks, placed.host.num_routed
-    loads, held = loads.reshape(-1, ranks, routed), held.reshape(-1, placed.host.num_slots)
+    loads, slots_by_layer = (
+        loads.reshape(-1, ranks, routed),
+        slots_by_layer.reshape(-1, placed.host.num_slots),
+    )
     base = besides[0].reshape(-1, ranks) if besides else np.zeros((len(loads), ranks), dtype=np.int64)
     homes = placed.host.arrays[1][:, :routed].astype(np.int64)
     homes = homes if placed.layer is None else homes[placed.layer : placed.layer + 1]
     alive = np.ones(ranks, dtype=bool)
     if placed.topology.alive is not None:
         alive = np.array(placed.topology.alive)
-    return [Layer(*parts, alive) for parts in zip(loads, held, homes, base, strict=True)]
+    return [Layer(*parts, alive) for parts in zip(loads, slots_by_layer, homes, base, strict=True)]
 
 
 def replicate(layer: Layer, slots: int, local: int) -> list[tuple[int, int]]:
@@ -392,22 +395,24 @@ def replicate(layer: Layer, slots: int, local: int) -> list[tuple[int, int]]:
         local: L, how many of them are the rank's own choice.
     """
     loads, target, ranks = layer.loads, layer.target, len(layer.loads)
-    held, owner = layer.first_slots() >= 0, layer.home // layer.size
+    resident, owner = layer.first_slots() >= 0, layer.home // layer.size
     room = (layer.slots.reshape(ranks, -1)[:, layer.size - slots :] < 0).sum(1) * layer.alive
     borrowed = list[tuple[int, int]]()
 
     def duplicate(rank: int, expert: int) -> None:
-        held[rank, expert] = True
+        resident[rank, expert] = True
         room[rank] -= 1
         borrowed.append((rank, expert))
 
     for rank in range(ranks):
-        wanted = np.where(held[rank], 0, loads[rank])
+        wanted = np.where(resident[rank], 0, loads[rank])
         for expert in np.argsort(-wanted, kind="stable")[: min(local, int(room[rank]))].tolist():
             if wanted[expert]:
                 duplicate(rank, expert)
-    remote = np.where(held, 0, loads).sum(0)
-    load = layer.base + np.where(held, loads, 0).sum(1) + np.bincount(owner, remote, ranks).astype(np.int64)
+    remote = np.where(resident, 0, loads).sum(0)
+    load = (
+        layer.base + np.where(resident, loads, 0).sum(1) + np.bincount(owner, remote, ranks).astype(np.int64)
+    )
     by_home = np.argsort(layer.home)
     for _ in range((slots - local) * ranks):
         source = int(load.argmax())
@@ -415,7 +420,7 @@ def replicate(layer: Layer, slots: int, local: int) -> list[tuple[int, int]]:
             break
         hottest = np.where(owner == source, remote, 0)[by_home]
         expert = int(by_home[hottest.argmax()])
-        able = (room > 0) & ~held[:, expert]
+        able = (room > 0) & ~resident[:, expert]
         taker = int(np.where(able, load, FULL).argmin())
         copies = int(loads[taker, expert])
         if not hottest.any() or not able[taker] or load[taker] + copies > target:
@@ -430,11 +435,11 @@ def replicate(layer: Layer, slots: int, local: int) -> list[tuple[int, int]]:
 def shard(layer: Layer, tolerance: float = 0.0) -> Ints:
     """Algorithm 2: the quota [P], with all local copies on their own rank."""
     loads, target = layer.loads, layer.target
-    first, owner, each = layer.first_slots(), layer.home // layer.size, np.arange(len(layer.home))
-    held = first >= 0
-    copies = np.where(held, loads, 0)  # [R, E] computed on each rank
+    first, owner, experts = layer.first_slots(), layer.home // layer.size, np.arange(len(layer.home))
+    resident = first >= 0
+    copies = np.where(resident, loads, 0)  # [R, E] computed on each rank
     remote = np.zeros_like(copies)  # R of the listing: those of them that may move
-    remote[owner, each] = np.where(held, 0, loads).sum(0)
+    remote[owner, experts] = np.where(resident, 0, loads).sum(0)
     copies += remote
     load = layer.base + copies.sum(1)
     limit, moved = target * (MILLION + round(tolerance * MILLION)), True
@@ -444,7 +449,7 @@ def shard(layer: Layer, tolerance: float = 0.0) -> Ints:
         for source in np.argsort(-load, kind="stable")[: int((load > target).sum())].tolist():
             row = remote[source, by_home]
             for expert in by_home[np.argsort(-row, kind="stable")[: np.count_nonzero(row)]].tolist():
-                able = held[:, expert].copy()
+                able = resident[:, expert].copy()
                 able[source] = False
                 taker = int(np.where(able, load, FULL).argmin())
                 if not able[taker] or load[taker] >= target:
@@ -458,7 +463,7 @@ def shard(layer: Layer, tolerance: float = 0.0) -> Ints:
                 moved = True
                 break
     quota = np.zeros(len(layer.slots), dtype=np.int64)
-    quota[first[held]] = copies[held]
+    quota[first[resident]] = copies[resident]
     return quota
 
 
@@ -467,9 +472,9 @@ def counted(layer: Layer, filled: Ints, placed: PlacedLayers) -> Ints:
     per_node = placed.topology.ranks_per_node or len(layer.loads)
     borrowed = np.flatnonzero((filled >= 0) & (layer.slots < 0))
     takers, givers = borrowed // layer.size, layer.home[filled[borrowed]] // layer.size
-    most = [int(np.bincount(some, minlength=1).max()) for some in (takers, givers)]
+    busiest = [int(np.bincount(some, minlength=1).max()) for some in (takers, givers)]
     far = int((takers // per_node != givers // per_node).sum())
-    return np.array([len(borrowed), *most, far, 0])
+    return np.array([len(borrowed), *busiest, far, 0])
 
 
 Rule = Literal["code", "paper"]
@@ -512,14 +517,14 @@ class LlepPublishedPolicy(BorrowPolicy):
                 "ones for policy llep_published"
             )
         (counts,) = read_batch(self.name, loads)
-        made = [
+        rows = [
             self._fit(row, slots, ranks, placed.spare_slots)
             for row, slots in zip(
                 counts.reshape(-1, experts).tolist(), resident[layers].tolist(), strict=True
             )
         ]
         shape = placed.slot_to_expert.shape[:-1]
-        parts = (np.array(part).reshape(*shape, -1) for part in zip(*made, strict=True))
+        parts = (np.array(part).reshape(*shape, -1) for part in zip(*rows, strict=True))
         filled, quota, telemetry = write_batch(placed.slot_to_expert.device, *parts)
         return placed.fill(filled, quota, telemetry)
 

@@ -72,7 +72,7 @@ class SharedPolicy(Policy, ABC):
         return None
 
     @abstractmethod
-    def add_shared(self, made: Plan, demand: Demand) -> Plan:
+    def add_shared(self, plan: Plan, demand: Demand) -> Plan:
         """The whole plan, given that of the routed experts."""
 
     def share(self, loads: Tensor, plan: Plan, rank: int | None, order: Order) -> Tensor:
@@ -117,7 +117,7 @@ def total_shared(demand: Demand, placed: PlacedLayers) -> Tensor:
 def joint_plan(policy: SharedPolicy, demand: Demand, placed: PlacedLayers, how: dict[str, Any]) -> Plan:
     """The whole plan and the demand's rank's send_counts, by one kernel. how: of the policy's joined()."""
     assert demand.gathered is not None and demand.tokens is not None and demand.rank is not None
-    made = ops.plan_joint(
+    split = ops.plan_joint(
         demand.gathered,
         placed.tables,
         demand.rank,
@@ -127,17 +127,17 @@ def joint_plan(policy: SharedPolicy, demand: Demand, placed: PlacedLayers, how: 
         ranks_per_node=placed.topology.ranks_per_node,
         **how,
     )
-    shared = SharedPlan("by_rank", demand.tokens, made.share, in_quota=True)
-    of = made.quota, made.peak, made.bound, made.telemetry
-    return Plan(placed, policy, *of, shared=shared, send_counts=made.send_counts)
+    shared = SharedPlan("by_rank", demand.tokens, split.share, in_quota=True)
+    figures = split.quota, split.peak, split.bound, split.telemetry
+    return Plan(placed, policy, *figures, shared=shared, send_counts=split.send_counts)
 
 
-def add_exactly(made: Plan, demand: Demand) -> tuple[ops.WaterfillSplit, SharedPlan]:
+def add_exactly(plan: Plan, demand: Demand) -> tuple[ops.WaterfillSplit, SharedPlan]:
     """The least peak over all places of the shared copies, given the routed split; and who sends what where."""
     assert demand.tokens is not None
-    placed = made.placed
+    placed = plan.placed
     filled = ops.plan_waterfill(
-        rank_copies(demand.loads, made),
+        rank_copies(demand.loads, plan),
         demand.tokens,
         placed.num_shared,
         placed.topology.ranks_per_node,
@@ -156,11 +156,11 @@ class SharedLocalPolicy(SharedPolicy):
 
     name = "shared_local"
 
-    def add_shared(self, made: Plan, demand: Demand) -> Plan:
-        assert made.quota is not None
-        peak = rank_cost(made.quota, made.topology, demand.at_home).amax(-1)
-        bound = torch.minimum(bound_with_shared(demand, made.placed), peak)
-        return replace(made, policy=self, peak=peak, bound=bound)
+    def add_shared(self, plan: Plan, demand: Demand) -> Plan:
+        assert plan.quota is not None
+        peak = rank_cost(plan.quota, plan.topology, demand.at_home).amax(-1)
+        bound = torch.minimum(bound_with_shared(demand, plan.placed), peak)
+        return replace(plan, policy=self, peak=peak, bound=bound)
 
 
 @dataclass(frozen=True)
@@ -232,7 +232,7 @@ class JointPolicy(SharedPolicy):
         exact, pour = self._exact(), total_shared(demand, placed)
         return exact_plan(exact, demand.routed, placed, pour=pour, **exact.options)
 
-    def add_shared(self, made: Plan, demand: Demand) -> Plan:
-        filled, shared = add_exactly(made, demand)
-        bound = torch.minimum(live_bound(made.bound, demand, made.placed), filled.peak)
-        return replace(made, policy=self, peak=filled.peak, bound=bound, shared=shared)
+    def add_shared(self, plan: Plan, demand: Demand) -> Plan:
+        filled, shared = add_exactly(plan, demand)
+        bound = torch.minimum(live_bound(plan.bound, demand, plan.placed), filled.peak)
+        return replace(plan, policy=self, peak=filled.peak, bound=bound, shared=shared)

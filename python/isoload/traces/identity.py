@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 from isoload.files import MAX_LAYERS, check_keys
 from isoload.wording import shown
@@ -27,6 +27,9 @@ NUMBERINGS = {  # how layer_ids are named in messages and by `isoload inspect`
     "order": "positions in the order recorded; which layers of the model they are is not known",
 }
 HOW = "pass --first-moe-layer N (DeepSeek-V3: 3) or --model config.json"
+
+
+Record = TypeVar("Record", bound="Identified")
 
 
 @dataclass(frozen=True)
@@ -135,24 +138,24 @@ class Identity:
         rows = {layer: row for row, layer in enumerate(layer_ids)}
         if self.numbering == "hidden":
             rows = {layer: rows[layer] for layer in self.moe_layers if layer in rows}
-        own = "model" if self.numbering == "hidden" else self.numbering
-        if own == numbering:
+        current = "model" if self.numbering == "hidden" else self.numbering
+        if current == numbering:
             return rows
-        if own == "order":
+        if current == "order":
             raise ValueError(
                 f"{what} does not state which layers of the model its {len(rows)} rows are: {HOW}"
             )
         if not self.moe_layers:
             # Layers 0 .. n-1 of the model with no gap: no dense layer lies before any of them.
-            if own == "model" and sorted(rows) == list(range(len(rows))):
+            if current == "model" and sorted(rows) == list(range(len(rows))):
                 return rows
             which = (
                 "numbers MoE layers from 0"
-                if own == "moe"
+                if current == "moe"
                 else f"numbers layers as the model does ({spans(layer_ids)})"
             )
             raise ValueError(f"{what} {which} and does not state which layers of the model are dense: {HOW}")
-        if own == "moe":
+        if current == "moe":
             self._check_positions(rows, what)
             return {self.moe_layers[position]: row for position, row in rows.items()}
         return {self.moe_layers.index(layer): row for layer, row in rows.items()}
@@ -180,7 +183,31 @@ def identity_from_json(content: Any) -> Identity:
     return Identity(content["numbering"], tuple(layers), content["model"])
 
 
-def joined(one: Identity, other: Identity, what: str, other_what: str) -> Identity:
+class Identified:
+    """Base of recorded traces and placements: layers, and what their numbers mean."""
+
+    layer_ids: tuple[int, ...]
+    identity: Identity
+
+    def with_moe_layers(
+        self: Record, first_moe_layer: int | None = None, *, moe_layers: Sequence[int] = (), model: str = ""
+    ) -> Record:
+        """Return the trace or placement with a statement about its model, which conversions between engines need.
+
+        Args:
+            first_moe_layer: number of dense layers before the first MoE layer, after which all layers are MoE layers.
+            moe_layers: in place of first_moe_layer: the model's own numbers of all its MoE layers.
+            model: the model's name, "" = not stated.
+
+        Raises:
+            ValueError: the trace or placement has layers that the model does not have, or states another model.
+        """
+        what = f"trace {self.name}" if hasattr(self, "name") else "placement"
+        identity = self.identity.stated(self.layer_ids, what, first_moe_layer, moe_layers, model)
+        return replace(self, identity=identity)  # type: ignore[type-var]
+
+
+def joined(first: Identity, second: Identity, what: str, other_what: str) -> Identity:
     """Return what two identities state together, with the numbering of the first.
 
     Raises:
@@ -188,27 +215,27 @@ def joined(one: Identity, other: Identity, what: str, other_what: str) -> Identi
     """
     names = {
         identity.model.rpartition("/")[2].lower(): identity.model
-        for identity in (one, other)
+        for identity in (first, second)
         if identity.model
     }
     if len(names) > 1:
         raise ValueError(
-            f"{what} is of the model {one.model}, but {other_what} of {other.model}: where they are the same, "
+            f"{what} is of the model {first.model}, but {other_what} of {second.model}: where they are the same, "
             "pass --model"
         )
-    if one.moe_layers and other.moe_layers and one.moe_layers != other.moe_layers:
+    if first.moe_layers and second.moe_layers and first.moe_layers != second.moe_layers:
         raise ValueError(
-            f"{what} is of a model with MoE layers {spans(one.moe_layers)}, but {other_what} states "
-            f"{spans(other.moe_layers)}"
+            f"{what} is of a model with MoE layers {spans(first.moe_layers)}, but {other_what} states "
+            f"{spans(second.moe_layers)}"
         )
-    return replace(one, moe_layers=one.moe_layers or other.moe_layers, model=one.model or other.model)
+    return replace(first, moe_layers=first.moe_layers or second.moe_layers, model=first.model or second.model)
 
 
 def matching_rows(
-    one: Identity,
+    wanted: Identity,
     layer_ids: Sequence[int],
     what: str,
-    other: Identity,
+    source: Identity,
     others: Sequence[int],
     other_what: str,
 ) -> list[int]:
@@ -221,9 +248,9 @@ def matching_rows(
     Raises:
         ValueError: different models, a layer that the other lacks, or numberings that cannot be compared.
     """
-    both = joined(one, other, what, other_what)
+    agreed = joined(wanted, source, what, other_what)
     mine, theirs = (
-        "model" if identity.numbering == "hidden" else identity.numbering for identity in (one, other)
+        "model" if identity.numbering == "hidden" else identity.numbering for identity in (wanted, source)
     )
     if mine == theirs:
         rows = {layer: row for row, layer in enumerate(others)}
@@ -231,12 +258,12 @@ def matching_rows(
         vague, ids = (what, layer_ids) if mine == "order" else (other_what, others)
         raise ValueError(f"{vague} does not state which layers of the model its {len(ids)} rows are: {HOW}")
     else:
-        known = replace(other, moe_layers=both.moe_layers)
-        rows = known.moe_rows(others, other_what, one.numbering if one.numbering == "moe" else "model")
+        known = replace(source, moe_layers=agreed.moe_layers)
+        rows = known.moe_rows(others, other_what, wanted.numbering if wanted.numbering == "moe" else "model")
     if missing := [layer for layer in layer_ids if layer not in rows]:
         raise ValueError(
-            f"{other_what} has layers {other.describe(others)} and no layer {missing[0]}, which {what} has: "
-            f"{one.describe(layer_ids)}"
+            f"{other_what} has layers {source.describe(others)} and no layer {missing[0]}, which {what} has: "
+            f"{wanted.describe(layer_ids)}"
         )
     return [rows[layer] for layer in layer_ids]
 

@@ -74,14 +74,14 @@ def _num_experts(path: Path, arrays: dict[str, Ints]) -> tuple[int, str]:
 def _about(path: Path, arrays: dict[str, npt.NDArray[Any]], limit: int) -> dict[str, Any]:
     """The fields that a trace's JSON gives: that among the arrays, which it leaves, else in the .json beside, else
     none."""
-    if (held := arrays.pop(ABOUT, None)) is not None:
-        if held.dtype.kind != "S" or held.ndim or held.nbytes > MAX_NOTES:
-            got = f"{held.dtype} {list(held.shape)}"
+    if (note := arrays.pop(ABOUT, None)) is not None:
+        if note.dtype.kind != "S" or note.ndim or note.nbytes > MAX_NOTES:
+            got = f"{note.dtype} {list(note.shape)}"
             raise ValueError(f"{path}: {ABOUT} must be at most {MAX_NOTES >> 20} MiB of bytes, got {got}")
-        fields = _parse_about(f"{path}: {ABOUT}", held.item())
-        told = fields["provenance"].pop("arrays", [])
-        if not isinstance(told, list) or not set(map(str, told)) <= arrays.keys():
-            raise ValueError(f"{path}: must hold the arrays {shown(told)}, got {', '.join(arrays)}")
+        fields = _parse_about(f"{path}: {ABOUT}", note.item())
+        named = fields["provenance"].pop("arrays", [])
+        if not isinstance(named, list) or not set(map(str, named)) <= arrays.keys():
+            raise ValueError(f"{path}: must hold the arrays {shown(named)}, got {', '.join(arrays)}")
         return fields
     beside = path.with_suffix(".json")
     if not beside.exists():

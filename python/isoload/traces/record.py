@@ -18,16 +18,16 @@ import numpy as np
 import numpy.typing as npt
 
 from isoload.files import MAX_ARRAYS, MAX_EXPERTS, open_regular
-from isoload.traces.identity import Identity
+from isoload.traces.identity import Identified, Identity
 from isoload.wording import amount, nearest, shown
 
 MAX_BYTES_NAME = "ISOLOAD_MAX_TRACE_BYTES"  # of the environment: another limit
 
 
-def max_bytes(given: int | None) -> int:
+def max_bytes(argument: int | None) -> int:
     """The limit: given, or the environment's, or MAX_ARRAYS."""
     name, value = (
-        ("max_bytes", given) if given is not None else (MAX_BYTES_NAME, os.environ.get(MAX_BYTES_NAME))
+        ("max_bytes", argument) if argument is not None else (MAX_BYTES_NAME, os.environ.get(MAX_BYTES_NAME))
     )
     if value is None:
         return MAX_ARRAYS
@@ -125,24 +125,24 @@ def model_top_k(model: str, num_experts: int) -> int:
     return next((sizes.get(num_experts, 0) for part, sizes in MODELS.items() if part in name), 0)
 
 
-def with_top_k(trace: Trace, given: str | None = None) -> Trace:
+def with_top_k(trace: Trace, model: str | None = None) -> Trace:
     """The trace with its own K; without one with the given (a number, or the name of a model), else with that of the
     model that the record names; K stays 0 where neither is known.
     """
-    if given is None:
+    if model is None:
         return replace(
             trace, top_k=trace.top_k or model_top_k(str(trace.provenance.get("model")), trace.num_experts)
         )
-    number = given.isdecimal() and len(given) < 9
-    top_k = int(given) if number else model_top_k(given, trace.num_experts)
+    number = model.isdecimal() and len(model) < 9
+    top_k = int(model) if number else model_top_k(model, trace.num_experts)
     if not top_k:
-        other = "" if any(part in given.lower() for part in MODELS) else nearest(given, MODELS)
+        other = "" if any(part in model.lower() for part in MODELS) else nearest(model, MODELS)
         raise ValueError(
             f"top_k must be a number from 1 on, or name a model of {trace.num_experts} experts that is one of "
-            f"{', '.join(MODELS)}, got {shown(given)}{other}"
+            f"{', '.join(MODELS)}, got {shown(model)}{other}"
         )
     if trace.top_k not in (0, top_k):
-        raise ValueError(f"top_k must be the record's {trace.top_k}, got {shown(given)}")
+        raise ValueError(f"top_k must be the record's {trace.top_k}, got {shown(model)}")
     return replace(trace, top_k=top_k)
 
 
@@ -159,7 +159,7 @@ DIMS = {
 
 
 @dataclass(frozen=True, eq=False)
-class Trace:
+class Trace(Identified):
     """Loads, per-token choices or both, of L layers and E logical experts. A host record, checked when made.
 
     ``counts`` and ``topk_ids`` may describe different tokens (a long run, and the choices of a part of it).
@@ -239,24 +239,6 @@ class Trace:
         size = 8 * len(cuts) * self.num_layers * self.num_experts
         check_bytes("counts of topk_ids", size, max_bytes(None))
         return count_batches(self.topk_ids, cuts, self.num_experts)
-
-    def with_moe_layers(
-        self, first_moe_layer: int | None = None, *, moe_layers: Sequence[int] = (), model: str = ""
-    ) -> Trace:
-        """Return the trace with a statement about its model, which conversions between engines need.
-
-        Args:
-            first_moe_layer: number of dense layers before the first MoE layer, after which all layers are MoE layers.
-            moe_layers: in place of first_moe_layer: the model's own numbers of all its MoE layers.
-            model: the model's name, "" = not stated.
-
-        Raises:
-            ValueError: the trace has layers that the model does not have, or states another model.
-        """
-        identity = self.identity.stated(
-            self.layer_ids, f"trace {self.name}", first_moe_layer, moe_layers, model
-        )
-        return replace(self, identity=identity)
 
     def __repr__(self) -> str:
         """Return one line of sizes."""
@@ -395,9 +377,9 @@ def _sum_errors(trace: Trace) -> Iterator[str]:
         excess = counts.sum(-1) > tokens[:, None] * trace.top_k
         if excess.any():
             b, layer = np.argwhere(excess)[0]
-            most, got = tokens[b] * trace.top_k, counts[b, layer].sum()
+            limit, got = tokens[b] * trace.top_k, counts[b, layer].sum()
             yield (
-                f"counts must sum to at most tokens_per_batch * top_k = {most}, "
+                f"counts must sum to at most tokens_per_batch * top_k = {limit}, "
                 f"got {got} (batch {b}, layer {layer})"
             )
     if counts is not None and ids is not None and same_tokens:

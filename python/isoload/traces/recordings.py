@@ -118,10 +118,10 @@ def join_stages(traces: Sequence[Trace], name: str) -> Trace:
     first = traces[0]
     for trace in traces[1:]:
         for what in ("num_experts", "num_batches"):
-            one, other = getattr(first, what), getattr(trace, what)
-            if one != other:
+            value, other_value = getattr(first, what), getattr(trace, what)
+            if value != other_value:
                 raise ValueError(
-                    f"{what} must agree in all stages, {first.name} has {one}, {trace.name} has {other}: "
+                    f"{what} must agree in all stages, {first.name} has {value}, {trace.name} has {other_value}: "
                     "give the files of one recording, one file per stage"
                 )
         joined(first.identity, trace.identity, f"trace {first.name}", f"trace {trace.name}")
@@ -288,16 +288,18 @@ def _expand(paths: Sequence[str | Path]) -> tuple[list[Path], dict[Path, list[Pa
 
 def _check_twice(files: Sequence[Path]) -> None:
     """Refuse a file that is given twice, under another name too."""
-    seen: dict[bytes, Path] = {}
+    paths_by_digest: dict[bytes, Path] = {}
     for path in files:
         content = blake2b()
         with open_regular(path) as file:
             while chunk := file.read(2**20):
                 content.update(chunk)
         digest = content.digest()
-        if digest in seen:
-            raise ValueError(f"{path}: holds the same bytes as {seen[digest]}, give each file once")
-        seen[digest] = path
+        if digest in paths_by_digest:
+            raise ValueError(
+                f"{path}: holds the same bytes as {paths_by_digest[digest]}, give each file once"
+            )
+        paths_by_digest[digest] = path
 
 
 def _read_files(files: Sequence[Path], limit: int, allow_missing: bool) -> Iterator[tuple[Path, Trace]]:
@@ -352,8 +354,8 @@ def _read_ranks(
         if paths[0] in shadows:
             trace = shadow.sum_ranks(recording, shadows)
         else:
-            own = {path: dumps[path] for path in paths}
-            trace = _trace(paths[0], sglang.read_dumps(own, recording.stage_of, allow_missing))
+            contents = {path: dumps[path] for path in paths}
+            trace = _trace(paths[0], sglang.read_dumps(contents, recording.stage_of, allow_missing))
         trace.provenance[READ_AS] = recording.describe()
         yield paths[0], trace
 

@@ -189,8 +189,8 @@ def _read_records(
     if mode == "per_pass":
         _check_slots(dumps, allow_missing)
     whole = whole_passes(first, [records[key] for key in sorted(records)])
-    kept = distinct_ranks(whole)
-    ranks, passes = {record.rank for record in kept}, {record.forward_pass for record in kept}
+    kept_records = distinct_ranks(whole)
+    ranks, passes = {record.rank for record in kept_records}, {record.forward_pass for record in kept_records}
     provenance = {
         "num_experts_from": _MAP,
         "ranks": sorted({rank % STAGE for rank in ranks}),
@@ -199,7 +199,7 @@ def _read_records(
         ),
         "incomplete_passes_dropped": len({record.forward_pass for record in records.values()} - passes),
     }
-    fields = sum_passes(kept) if mode == "per_pass" else join_tokens(kept)
+    fields = sum_passes(kept_records) if mode == "per_pass" else join_tokens(kept_records)
     return {**fields, "num_experts": num_experts, "provenance": provenance}
 
 
@@ -234,15 +234,15 @@ def _check_slots(dumps: _Dumps, allow_missing: bool) -> None:
         for record in dump["records"]:
             routed = (record["global_physical_count"] != 0).any(0).numpy()
             counted[record["rank"]] = counted.get(record["rank"], False) | routed
-    num_slots, most = len(next(iter(counted.values()))), 1 + max(counted)
+    num_slots, fewest = len(next(iter(counted.values()))), 1 + max(counted)
     blocks = [
         number
-        for number in range(most, num_slots + 1)
+        for number in range(fewest, num_slots + 1)
         if number > 1 and num_slots % number == 0
         and all(set(np.flatnonzero(slots) * number // num_slots) <= {rank} for rank, slots in counted.items())
     ]  # fmt: skip
-    seen = [rank for rank, slots in counted.items() if slots.any()]
-    if not blocks or not seen:
+    active = [rank for rank, slots in counted.items() if slots.any()]
+    if not blocks or not active:
         return
     missing = sorted(set(range(blocks[-1])) - set(counted))
     note_missing(
@@ -334,17 +334,17 @@ def _logical_ids(path: Path, raw: dict[str, Any], slot_map: Ints) -> Ints:
 def whole_passes(path: Path, records: Sequence[Record]) -> list[Record]:
     """Without the first and last passes that some rank did not record; a gap in between is an error."""
     ranks = {record.rank for record in records}
-    seen: dict[int, set[int]] = {}
+    ranks_by_pass: dict[int, set[int]] = {}
     for record in records:
-        seen.setdefault(record.forward_pass, set()).add(record.rank)
-    whole = [forward_pass for forward_pass in seen if seen[forward_pass] == ranks]
+        ranks_by_pass.setdefault(record.forward_pass, set()).add(record.rank)
+    whole = [forward_pass for forward_pass in ranks_by_pass if ranks_by_pass[forward_pass] == ranks]
     if not whole:
         raise ValueError(f"{path}: no forward pass is recorded by all of the ranks {sorted(ranks)}")
-    for forward_pass in sorted(seen):
-        missing = ranks - seen[forward_pass]
+    for forward_pass in sorted(ranks_by_pass):
+        missing = ranks - ranks_by_pass[forward_pass]
         if missing and min(whole) < forward_pass < max(whole):
             raise ValueError(f"{path}: forward pass {forward_pass} has no record of ranks {sorted(missing)}")
-    return [record for record in records if seen[record.forward_pass] == ranks]
+    return [record for record in records if ranks_by_pass[record.forward_pass] == ranks]
 
 
 def distinct_ranks(records: Sequence[Record]) -> list[Record]:

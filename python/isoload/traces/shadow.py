@@ -100,9 +100,9 @@ def _split(group: Sequence[RankFile]) -> list[Recording]:
     recordings = [_with_stages([file for file in group if file.path.parent == folder]) for folder in folders]
     for recording in recordings:
         if (repeated := _repeated(recording)) is not None:
-            one, other, rank, number = repeated
+            path, other_path, rank, number = repeated
             raise ValueError(
-                f"{one} and {other} both hold forward pass {number} of rank {rank}: they are of two recordings, "
+                f"{path} and {other_path} both hold forward pass {number} of rank {rank}: they are of two recordings, "
                 "put the files of each recording into a folder of its own"
             )
     return recordings
@@ -128,14 +128,14 @@ def _with_stages(group: Sequence[RankFile]) -> Recording:
 
 def _repeated(recording: Recording) -> tuple[Path, Path, int, int] | None:
     """Two files that hold the same pass of the same rank and stage, that rank and that pass."""
-    seen: dict[tuple[int, int, int], Path] = {}
+    paths: dict[tuple[int, int, int], Path] = {}
     for file in recording.files:
         for rank, passes in file.passes.items():
             for number in sorted(passes):
                 key = recording.stage_of[file.path], rank, number
-                if key in seen:
-                    return seen[key], file.path, rank, number
-                seen[key] = file.path
+                if key in paths:
+                    return paths[key], file.path, rank, number
+                paths[key] = file.path
     return None
 
 
@@ -150,10 +150,10 @@ def check_ranks(recording: Recording, known: Sequence[Recording], allow_missing:
     Raises:
         ValueError: naming the ranks that are missing.
     """
-    first, seen = recording.files[0], {rank for file in recording.files for rank in file.passes}
+    first, present = recording.files[0], {rank for file in recording.files for rank in file.passes}
     alike = [f for other in known for f in other.files if (f.kind, f.shape) == (first.kind, first.shape)]
     number = max(max(file.ranks, 1 + max(file.passes)) for file in alike)
-    note_missing(recording.files[0].path, sorted(set(range(number)) - seen), number, allow_missing)
+    note_missing(recording.files[0].path, sorted(set(range(number)) - present), number, allow_missing)
 
 
 def note_missing(path: Path, missing: Sequence[int], number: int, allow_missing: bool, why: str = "") -> None:

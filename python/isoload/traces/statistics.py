@@ -111,7 +111,9 @@ def _begin_run(runs: list[Run], header: dict[str, Any]) -> None:
     if last.header is None and last.steps:
         raise ValueError(f"{META} must be the first record of a file with headers, it comes after steps")
     if last.header is not None:
-        known, new = ({k: v for k, v in of.items() if k != "timestamp"} for of in (last.header, header))
+        known, new = (
+            {k: v for k, v in fields.items() if k != "timestamp"} for fields in (last.header, header)
+        )
         if known != new:
             raise ValueError(
                 f"{META} must agree with the run before, of which this file holds {len(last.steps)} steps: "
@@ -143,8 +145,8 @@ def _record(line: bytes) -> dict[str, Any]:
         raise ValueError(f"record_type must be {META} or {STATS}, got {shown(kind)}")
     if record.get("version") != 1:
         raise ValueError(f"version must be 1, got {shown(record.get('version'))}")
-    found: dict[str, Any] = record
-    return found
+    fields: dict[str, Any] = record
+    return fields
 
 
 def _redundant(header: dict[str, Any] | None) -> int | None:
@@ -163,26 +165,26 @@ def _step(record: dict[str, Any], redundant: int | None, first: Ints | None) -> 
     if type(step) is not int:
         raise ValueError(f"step must be an integer, got {shown(step)}")
     load = integer_rows(LOAD, record.get(LOAD), least=0)
-    held = integer_rows(MAP, record.get(MAP), least=0)
-    if load.shape != held.shape:
-        raise ValueError(f"{MAP} must be {list(load.shape)} as {LOAD}, got {list(held.shape)}")
-    experts = int(held.max()) + 1
-    if experts > min(held.shape[1], MAX_EXPERTS):
+    slot_to_expert = integer_rows(MAP, record.get(MAP), least=0)
+    if load.shape != slot_to_expert.shape:
+        raise ValueError(f"{MAP} must be {list(load.shape)} as {LOAD}, got {list(slot_to_expert.shape)}")
+    experts = int(slot_to_expert.max()) + 1
+    if experts > min(slot_to_expert.shape[1], MAX_EXPERTS):
         raise ValueError(
-            f"{MAP} must name at most {held.shape[1]} experts, one per slot, got id {experts - 1}"
+            f"{MAP} must name at most {slot_to_expert.shape[1]} experts, one per slot, got id {experts - 1}"
         )
-    if redundant is not None and experts + redundant != held.shape[1]:
+    if redundant is not None and experts + redundant != slot_to_expert.shape[1]:
         raise ValueError(
             f"{MAP} must have {experts + redundant} slots, {redundant} ({REDUNDANT}) more than experts, "
-            f"got {held.shape[1]}"
+            f"got {slot_to_expert.shape[1]}"
         )
-    check_covered(MAP, held, experts)
-    if first is not None and first.shape != (len(held), experts):
+    check_covered(MAP, slot_to_expert, experts)
+    if first is not None and first.shape != (len(slot_to_expert), experts):
         raise ValueError(
             f"step {step} must have {len(first)} layers of {first.shape[1]} experts as the first, "
-            f"got {len(held)} of {experts}"
+            f"got {len(slot_to_expert)} of {experts}"
         )
-    return step, counts_of_slots(held, load, experts)
+    return step, counts_of_slots(slot_to_expert, load, experts)
 
 
 META_FILE = "meta_info.json"
@@ -268,16 +270,16 @@ def _read_stages(named: dict[int, Path], experts: int) -> list[Stage]:
                 f"{named[rank]}: must have the iterations of {first.path.name}, it {has} iteration {iteration}"
             )
         stage.views.setdefault(blake2b(view.data).digest(), (rank, view))
-    seen: dict[int, Stage] = {}
+    by_layer: dict[int, Stage] = {}
     for stage in stages.values():
         for layer in stage.layers:
-            if layer in seen:
+            if layer in by_layer:
                 raise ValueError(
-                    f"{stage.path}: must have the layers of {seen[layer].path.name}, or layers of its own as a "
+                    f"{stage.path}: must have the layers of {by_layer[layer].path.name}, or layers of its own as a "
                     f"pipeline stage has: both have layer {layer}, of layers {spans(stage.layers)} and "
-                    f"{spans(seen[layer].layers)}"
+                    f"{spans(by_layer[layer].layers)}"
                 )
-            seen[layer] = stage
+            by_layer[layer] = stage
     return list(stages.values())
 
 
@@ -294,10 +296,10 @@ def _read_meta(path: Path) -> tuple[int, int]:
         raise ValueError(f"{path}: {error}") from None
 
 
-def _integer(content: dict[str, Any], key: str, most: int) -> int:
+def _integer(content: dict[str, Any], key: str, limit: int) -> int:
     value = content.get(key)
-    if type(value) is not int or not 1 <= value <= most:
-        raise ValueError(f"{key} must be an integer in 1..{most}, got {shown(value)}")
+    if type(value) is not int or not 1 <= value <= limit:
+        raise ValueError(f"{key} must be an integer in 1..{limit}, got {shown(value)}")
     return value
 
 
@@ -316,7 +318,7 @@ def _read_rank(path: Path, experts: int) -> tuple[list[int], list[int], Ints]:
         raise ValueError(f"{path}: is no whole safetensors file ({str(error)[:120]})") from None
     except (TypeError, AttributeError, KeyError) as error:  # a dtype that NumPy lacks
         raise ValueError(f"{path}: must hold integer tensors ({str(error)[:120]})") from None
-    found = {}
+    by_place = {}
     for key, tensor in tensors.items():
         if not (match := KEY.fullmatch(key)):
             raise ValueError(f"{path}: keys must be <iteration>_<layer>, got {shown(key)}")
@@ -325,16 +327,16 @@ def _read_rank(path: Path, experts: int) -> tuple[list[int], list[int], Ints]:
             raise ValueError(f"{path}: {key} must be integers [{experts}] (num_experts), got {got}")
         if tensor.min() < 0 or tensor.max() >= 2**53:
             raise ValueError(f"{path}: {key} must be in 0..2^53-1, got {tensor.min()}..{tensor.max()}")
-        if (place := (int(match[1]), int(match[2]))) in found:
+        if (place := (int(match[1]), int(match[2]))) in by_place:
             raise ValueError(f"{path}: iteration {place[0]} of layer {place[1]} must be there once")
-        found[place] = tensor.astype(np.int64)
-    if not found:
+        by_place[place] = tensor.astype(np.int64)
+    if not by_place:
         raise ValueError(f"{path}: holds no tensor")
-    iterations, layers = (sorted({place[axis] for place in found}) for axis in (0, 1))
+    iterations, layers = (sorted({place[axis] for place in by_place}) for axis in (0, 1))
     for place in ((iteration, layer) for iteration in iterations for layer in layers):
-        if place not in found:
+        if place not in by_place:
             raise ValueError(
                 f"{path}: must have every layer in every iteration, it lacks iteration {place[0]} of layer {place[1]}"
             )
-    copies = [[found[iteration, layer] for layer in layers] for iteration in iterations]
+    copies = [[by_place[iteration, layer] for layer in layers] for iteration in iterations]
     return iterations, layers, np.array(copies)
