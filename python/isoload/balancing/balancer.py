@@ -435,8 +435,11 @@ class SameTokens(Balancer):
         if not one_op or self.placement.num_shared:
             return super().__call__(topk_ids, num_valid, num_tokens)
         assert isinstance(topk_ids, Tensor) and isinstance(self._policy, ExactPolicy)
-        ids = without_padding(topk_ids, num_valid)
-        if not self.plans(len(ids) if num_tokens is None else num_tokens):
+        ids = topk_ids
+        if num_valid is not None or ids.dim() != 2:
+            ids = without_padding(ids, num_valid)
+        tokens = len(ids) if num_tokens is None else num_tokens
+        if not self.has_freedom or ((self.min_tokens or num_tokens is not None) and not self.plans(tokens)):
             return self.route(self.balance([ids], num_tokens))[0]
         placed = self._begin(ids.device)
         slots, self.last_loads, self.last_plan = self._policy.balance_same(ids, placed)
@@ -466,23 +469,37 @@ class OwnOrNodeCounts(Balancer):
         num_valid: int | Tensor | None = None,
         num_tokens: int | None = None,
     ) -> Tensor | list[Tensor]:
-        """:meth:`Balancer.__call__`, by one op for a rank's own counts without shared experts."""
-        one_op = isinstance(topk_ids, Tensor) and len(self.ranks) == 1 and not self.own_counts.by_node
-        if not one_op or self.placement.num_shared:
+        """:meth:`Balancer.__call__`; a rank's own counts are split and routed by one op."""
+        several = not isinstance(topk_ids, Tensor) or len(self.ranks) > 1 or self.placement.num_shared
+        if several or not self.has_freedom:
             return super().__call__(topk_ids, num_valid, num_tokens)
         assert isinstance(topk_ids, Tensor)
+        ids, batch, own = topk_ids, self.batch, self.own_counts
         try:
-            ids = without_padding(topk_ids, num_valid)
-            planned = self.plans(num_tokens)
+            if num_valid is not None or ids.dim() != 2:
+                ids = without_padding(ids, num_valid)
+            if num_tokens is not None and not self.plans(num_tokens):
+                return self.route(self.balance([ids], num_tokens))[0]
+            placed, facts = self._begin(ids.device), self.facts
+            if not own.by_node:
+                slots, counts = own.balance(ids, placed, self.layer)
+                if self.recorder is not None:
+                    self._record([counts], ids)
+                return slots
+            counted = ops.count(ids, self.num_experts)  # [E]
+            if self.recorder is not None:
+                self._record([counted.counts], ids)
         except BaseException as error:
-            self.gather([], num_tokens, Call(self.group, failure=error))  # the next exchange names it
+            self.batch = batch
+            self.gather(
+                [], num_tokens, Call(self.group, failure=error)
+            )  # the node raises, others at an exchange
             raise
-        if not planned:
-            return self.route(self.balance([ids], num_tokens))[0]
-        slots, counts = self.own_counts.balance(ids, self._begin(ids.device), self.layer)
-        if self.recorder is not None:
-            self._record([counts], ids)
-        return slots
+        loads = self.group.gather_loads(
+            [counted.counts], facts=facts, in_node=True
+        )  # [R, E], 0 of other nodes
+        (sent,) = own.split(loads, placed, self.layer)
+        return ops.route(counted, sent, placed.tables)
 
     def _exchange(self, rows: list[Tensor], width: int, call: Call) -> Tensor:
         return self.own_counts.gather(rows, call)
