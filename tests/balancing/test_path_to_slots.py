@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 import isoload
-from isoload import Balancer, LocalGroup
+from isoload import Balancer, LocalGroup, LocalTransport
+from support.small_layer import make_setup
 
 TOPOLOGY, RANK, NODE = isoload.Topology(16, 8), 3, slice(0, 8)
 
@@ -72,3 +73,15 @@ def test_few_files_few_calls_few_returns(mode: str) -> None:
     written = [file for file in taken if file != "<string>"]
     assert 0 < len(taken) <= calls, taken
     assert len(set(written)) <= files and returns(written) <= back, written
+
+
+def test_a_layer_takes_few_calls() -> None:
+    """MoE.forward of one rank, from rows to outputs, its gate aside."""
+    setup = make_setup(1)
+    layer = isoload.MoE(setup.gate, setup.dense, LocalTransport(setup.topology), setup.placement)
+    with torch.no_grad():
+        layer(setup.rows[0])
+        taken = path(lambda: layer(setup.rows[0]))
+    written = [file for file in taken if file != "<string>"]
+    assert 0 < len(taken) <= 320, len(taken)
+    assert len(set(written)) <= 32 and returns(written) <= 132, (len(set(written)), returns(written))

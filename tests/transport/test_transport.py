@@ -334,7 +334,7 @@ def test_bad_arguments_of_the_rest() -> None:
 
 
 def gathers(rank: int) -> list[int]:
-    """Collectives of two gathers of a row in the frame, of the largest such row and of a larger one; of one in a node."""
+    """Collectives of two gathers: of a row in the frame, of the largest such row, of a larger one; of one in a node."""
     from isoload.transport import collective
 
     group = collective.CollectiveGroup(Topology(2, 1))
