@@ -102,8 +102,7 @@ struct JointPlanner : ExactPlanner {
     Share<Team>(team, problem, m.shares).all_ranks(m.copies, m.loads, [&](int s, int j, int32_t copies) {
       if (s == in.rank) out.send_counts[t.slots[j]] += copies;
     });
-    const WaterfillProblem poured{in.R,     in.per_node, in.num_shared,
-                                  m.copies, m.tokens,    in.ticks,      nullptr};
+    const WaterfillProblem poured{in.R, in.per_node, in.num_shared, m.copies, m.tokens, in.ticks, nullptr};
     const WaterfillResult result{out.share, nullptr, nullptr};
     Waterfill<W, Team>(team, poured, m.waterfill, result).solve_at(*out.peak, pour);
     add_shared(team, in, out);

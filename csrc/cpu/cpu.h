@@ -63,8 +63,8 @@ struct SharedRoute {
   int64_t T;
   int K, R, S, home, num_shared;
   const int32_t* source_quota;  // [R] sums to num_shared * tokens with a slot
-  int slots_width, width;  // of a row of slots, and of one that is written
-  int first_shared;        // their place on every rank, where slots are written; -1: ranks are
+  int slots_width, width;       // of a row of slots, and of one that is written
+  int first_shared;             // their place on every rank, where slots are written; -1: ranks are
   ISOLOAD_HD int64_t written(int rank, int column) const {
     return rank < 0 || first_shared < 0 ? rank : int64_t(rank) * S + first_shared + column;
   }

@@ -88,8 +88,7 @@ struct Parts {
                            out.peak};
     ShareProblem by_rank = row;
     by_rank.of = ShareOf::all_ranks;
-    const WaterfillProblem pour{in.R,     in.per_node, in.num_shared,
-                                m.copies, m.tokens,    in.ticks,      nullptr};
+    const WaterfillProblem pour{in.R, in.per_node, in.num_shared, m.copies, m.tokens, in.ticks, nullptr};
     return {split, row, by_rank, pour};
   }
   int64_t bytes(int64_t B) const {  // of the one that needs most

@@ -14,7 +14,7 @@ from torch import Tensor
 import isoload
 from isoload.balancing.planning import share_routed
 from isoload.policies import Policy
-from isoload.policies.borrowing import HedgePolicy
+from isoload.policies.borrowing import HedgePolicy, keeping_local
 from isoload.policies.exact import ExactPolicy
 from isoload.policies.plan import Plan
 from isoload.policies.shared import JointPolicy, WaterfillPolicy
@@ -174,7 +174,7 @@ def test_the_row_is_the_share_of_the_plan(place: Any, policy: str | Policy) -> N
 
 def test_the_row_of_copies_that_stay_local() -> None:
     placed, exact, loads = make_placement().layer(2, "cpu"), ExactPolicy(), gather(draw_ids(4))
-    made = exact.plan(loads, placed, RANK, keep_local=True)
+    made = exact.plan(loads, placed, RANK, split=keeping_local(exact))
     assert made.send_counts is not None and torch.equal(made.send_counts, share_routed(loads, made, RANK))
 
 

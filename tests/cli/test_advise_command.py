@@ -27,7 +27,7 @@ def test_the_table_and_the_json_are_of_the_same_figures(tmp_path: Path) -> None:
     assert (found["model"], found["gpu"]) == ("gpt-oss-20b", "h100") and found["kernel"] in shown
     best = found["answers"][0]
     assert between(*best["ms"]) in shown and f"{best['imbalance']:.3f}" in shown
-    assert all(flag in shown for flag in found["flags"]) and len(found["answers"]) == 14
+    assert all(flag in shown for flag in found["flags"]) and len(found["answers"]) == 11
     assert "an upper limit" in shown and "an upper limit" not in printed(
         ["advise", TRACE, *ASKED, "--step-ms", "40"]
     )

@@ -229,9 +229,9 @@ struct Run {
   ToppedUp one_topped, many_topped;
   int refused = 0, augmented = 0, raised = 0, cut = 0;  // instances on which this part of the solver had work
   int converged = 0;                                    // of plan_lp
-  int poured = 0, moved = 0, rerouted = 0;  // of plan_waterfill
-  int lent = 0, sought = 0, full = 0;                     // of plan_fill
-  int topped = 0;                                         // of top_up
+  int poured = 0, moved = 0, rerouted = 0;              // of plan_waterfill
+  int lent = 0, sought = 0, full = 0;                   // of plan_fill
+  int topped = 0;                                       // of top_up
   bool failed = false;
 
   void start(int k) {

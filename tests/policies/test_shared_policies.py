@@ -351,3 +351,10 @@ def test_waterfill_leaves_dead_ranks_alone(alive):
     assert not per_rank[~torch.tensor(alive)].any()
     assert int((slots[:, -1] >= 0).sum()) == int(loads[:, -1].sum())
     assert int(per_rank.max()) == int(plan.peak)
+
+
+@pytest.mark.parametrize("candidates", ["all", "node", "visited"])
+def test_refuses_candidates(candidates):
+    message = "option candidates of policy waterfill was removed: shared copies may go to all ranks"
+    with pytest.raises(ValueError, match=message):
+        isoload.policies.parse_policy(f"waterfill:candidates={candidates}")

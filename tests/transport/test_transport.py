@@ -331,3 +331,31 @@ def test_bad_arguments_of_the_rest() -> None:
         with pytest.raises(ValueError) as raised:
             call()
         assert str(raised.value).startswith(message), raised.value
+
+
+def gathers(rank: int) -> list[int]:
+    """Collectives of two gathers: of a row in the frame, of the largest such row, of a larger one; of one in a node."""
+    from isoload.transport import collective
+
+    group = collective.CollectiveGroup(Topology(2, 1))
+    counted, gather = [0], collective._all_gather
+
+    def count_calls(*given: Any, **how: Any) -> Any:
+        counted[-1] += 1
+        return gather(*given, **how)
+
+    collective._all_gather = count_calls
+    for size in (3, (collective.FRAME - collective.HEADER) // 4, collective.FRAME):
+        row = torch.arange(size, dtype=torch.int32) + rank
+        wanted = torch.stack([torch.arange(size) + other for other in range(2)])
+        for gathered in (group.gather("test", [row]), group.start_gather("test", [row])()):
+            assert gathered.dtype == torch.int32 and torch.equal(gathered.long(), wanted)
+        counted.append(0)
+    group.join_node()
+    alone = group._gather("test", [torch.ones(5, dtype=torch.int64)], in_node=True)
+    assert alone.sum(1).tolist() == [5 * (rank == 0), 5 * (rank == 1)]
+    return counted
+
+
+def test_a_row_that_fits_travels_with_the_stage() -> None:
+    assert run_ranks(gathers, 2) == [[2, 2, 4, 1]] * 2

@@ -28,6 +28,7 @@ from isoload.ops import Counted
 from isoload.placement.placed_layers import PlacedLayers, own_layers, refreshing
 from isoload.placement.placement import Placement, check_same_shape, position
 from isoload.policies import Policy, Seeded, make_policy
+from isoload.policies.borrowing import keeping_local
 from isoload.policies.exact import ExactPolicy
 from isoload.policies.plan import Plan, first_step, in_backward, next_step
 from isoload.topology import Topology
@@ -94,9 +95,8 @@ class Balancer:
     ) -> Balancer:
         """Pick the class for the tokens and loads; a copy keeps the class of its original."""
         if cls is Balancer:
-            cls = (
-                SameTokens if tokens == "same" else OwnOrNodeCounts if loads in ("own", "node") else AllCounts
-            )
+            by_loads = OwnOrNodeCounts if loads in ("own", "node") else AllCounts
+            cls = SameTokens if tokens == "same" else by_loads
         return super().__new__(cls)
 
     def __init__(
@@ -266,7 +266,7 @@ class Balancer:
             call.raise_failure()
             check_one_each(topk_ids, len(self.ranks))
             counted = count_owned(topk_ids, self.placement, self.shared_columns)
-            rows = [own.counts for own in counted]
+            rows = [rank.counts for rank in counted]
             self._record(rows, counted[0].ids)
             if more is not None:
                 rows = [torch.cat(parts) for parts in zip(rows, more, strict=True)]
@@ -292,16 +292,13 @@ class Balancer:
         """Plans the batch, if it is to be planned; filled and keep_local as in :func:`isoload.plan`."""
         if batch.planned:
             loads, rank = batch.loads, self.ranks[0] if len(self.ranks) == 1 else None
-            how: dict[str, Any] = {
-                "filled": filled,
-                "keep_local": keep_local,
-                "step": self._step(loads.device),
-            }
+            placed, step = self.placed_on(loads.device), self._step(loads.device)
+            split = keeping_local(self._policy) if keep_local else None
             self.last_loads = loads
-            self.last_plan = batch.plan = made = self._policy.plan(
-                loads, self.placed_on(loads.device), rank, **how
+            self.last_plan = batch.plan = plan = self._policy.plan(
+                loads, placed, rank, filled=filled, split=split, step=step
             )
-            batch.send_counts = None if made.send_counts is None else [made.send_counts]
+            batch.send_counts = None if plan.send_counts is None else [plan.send_counts]
         return batch
 
     def _step(self, device: torch.device) -> int | Tensor:
@@ -435,8 +432,11 @@ class SameTokens(Balancer):
         if not one_op or self.placement.num_shared:
             return super().__call__(topk_ids, num_valid, num_tokens)
         assert isinstance(topk_ids, Tensor) and isinstance(self._policy, ExactPolicy)
-        ids = without_padding(topk_ids, num_valid)
-        if not self.plans(len(ids) if num_tokens is None else num_tokens):
+        ids = topk_ids
+        if num_valid is not None or ids.dim() != 2:
+            ids = without_padding(ids, num_valid)
+        tokens = len(ids) if num_tokens is None else num_tokens
+        if not self.has_freedom or ((self.min_tokens or num_tokens is not None) and not self.plans(tokens)):
             return self.route(self.balance([ids], num_tokens))[0]
         placed = self._begin(ids.device)
         slots, self.last_loads, self.last_plan = self._policy.balance_same(ids, placed)
@@ -445,7 +445,8 @@ class SameTokens(Balancer):
         return slots
 
     def _exchange(self, rows: list[Tensor], width: int, call: Call) -> Tensor:
-        call.raise_failure()
+        if call.failure is not None:
+            call.stop()
         # rank 0 stands for the one source there is
         return torch.nn.functional.pad(rows[0].unsqueeze(0), (0, 0, 0, self.placement.topology.num_ranks - 1))
 
@@ -466,23 +467,35 @@ class OwnOrNodeCounts(Balancer):
         num_valid: int | Tensor | None = None,
         num_tokens: int | None = None,
     ) -> Tensor | list[Tensor]:
-        """:meth:`Balancer.__call__`, by one op for a rank's own counts without shared experts."""
-        one_op = isinstance(topk_ids, Tensor) and len(self.ranks) == 1 and not self.own_counts.by_node
-        if not one_op or self.placement.num_shared:
+        """:meth:`Balancer.__call__`; a rank's own counts are split and routed by one op."""
+        several = not isinstance(topk_ids, Tensor) or len(self.ranks) > 1 or self.placement.num_shared
+        if several or not self.has_freedom:
             return super().__call__(topk_ids, num_valid, num_tokens)
         assert isinstance(topk_ids, Tensor)
+        ids, batch = topk_ids, self.batch
         try:
-            ids = without_padding(topk_ids, num_valid)
-            planned = self.plans(num_tokens)
+            if num_valid is not None or ids.dim() != 2:
+                ids = without_padding(ids, num_valid)
+            if num_tokens is not None and not self.plans(num_tokens):
+                return self.route(self.balance([ids], num_tokens))[0]
+            placed, facts = self._begin(ids.device), self.facts
+            if not self.own_counts.by_node:
+                slots, counts = self.own_counts.balance(ids, placed, self.layer)
+                if self.recorder is not None:
+                    self._record([counts], ids)
+                return slots
+            counted = ops.count(ids, self.num_experts)  # [E]
+            if self.recorder is not None:
+                self._record([counted.counts], ids)
         except BaseException as error:
-            self.gather([], num_tokens, Call(self.group, failure=error))  # the next exchange names it
+            self.batch = batch
+            # The other ranks of the node raise in this gather, those of other nodes at the next exchange.
+            self.gather([], num_tokens, Call(self.group, failure=error))
             raise
-        if not planned:
-            return self.route(self.balance([ids], num_tokens))[0]
-        slots, counts = self.own_counts.balance(ids, self._begin(ids.device), self.layer)
-        if self.recorder is not None:
-            self._record([counts], ids)
-        return slots
+        # [R, E], 0 for ranks of other nodes
+        loads = self.group.gather_loads([counted.counts], facts=facts, in_node=True)
+        (send_counts,) = self.own_counts.split(loads, placed, self.layer)
+        return ops.route(counted, send_counts, placed.tables)
 
     def _exchange(self, rows: list[Tensor], width: int, call: Call) -> Tensor:
         return self.own_counts.gather(rows, call)

@@ -133,22 +133,31 @@ class OwnCounts:
 
     def split(self, loads: Tensor, placed: PlacedLayers, layer: int) -> list[Tensor]:
         """[P] copies that every owned rank sends to each slot, from what :meth:`gather` returned."""
-        self.move(loads.device)
         is_new = not in_backward()  # a checkpoint's recompute counts no batch again
-        num_routed = placed.host.num_routed
+        if self.recent.device != loads.device:
+            self.move(loads.device)
         made = OwnSplit(placed, [], [], self.sent[:, 2])
         send_counts: list[Tensor] = []
         for i, source in enumerate(self.sources):
             own = loads.narrow(0, source * self.size if self.by_node else i, self.size)
-            routed = own.narrow(1, 0, num_routed)
+            routed = own.narrow(1, 0, placed.tables.num_experts)
             counts = routed.sum(0, dtype=torch.int32) if self.by_node else routed[0]
             fixed = None if placed.shared_home is None else at_home(own, source, placed)
-            sent = self.send(i, counts, fixed, placed, layer, is_new)
             made.counts.append(counts)
             made.fixed.append(fixed)
-            ranks = [r for r in self.group.ranks if r // self.size == source]
+            sent = ops.plan_own(
+                counts,
+                placed.tables,
+                self.offset[i],
+                source,
+                fixed=fixed,
+                ticks=placed.ticks,
+                recent=self.recent[i] if is_new else None,
+                sent=self.sent[i] if is_new else None,
+                layer=layer,
+            )
             if self.by_node:
-                send_counts += share_in_node(routed, sent, placed.tables, source, ranks)
+                send_counts += share_in_node(routed, sent, placed.tables, source, self.group.ranks)
             else:
                 send_counts.append(sent)
         self.last = made
@@ -174,22 +183,6 @@ class OwnCounts:
         for rank, own in zip(ranks, counts, strict=True):
             copies = fixed_copies(own, placed, rank)
             self.sent[self.sources.index(rank // self.size), 2].add_(copies, alpha=self.size // owned)
-
-    def send(
-        self, i: int, counts: Tensor, fixed: Tensor | None, placed: PlacedLayers, layer: int, is_new: bool
-    ) -> Tensor:
-        """[P] copies that the owned source at i sends to each slot, from its counts [E]; a new batch's are kept."""
-        return ops.plan_own(
-            counts,
-            placed.tables,
-            self.offset[i],
-            self.sources[i],
-            fixed=fixed,
-            ticks=placed.ticks,
-            recent=self.recent[i] if is_new else None,
-            sent=self.sent[i] if is_new else None,
-            layer=layer,
-        )
 
     def balance(self, topk_ids: Tensor, placed: PlacedLayers, layer: int) -> tuple[Tensor, Tensor]:
         """[T, K] slots of the only owned rank's topk_ids by one op, and their counts [E]; without shared experts."""
@@ -250,9 +243,11 @@ def share_in_node(
         send_counts: [P] int32 of the node; for every expert they sum to the node's copies.
         tables: of the layer.
         node: which.
-        ranks: of the node. Copies stay on their own rank as far as the node sends any there.
+        ranks: of which those of the node are meant. Copies stay on their own rank as far as the node sends any there.
     """
     size, num_ranks = len(counts), tables.num_ranks
+    if len(ranks) > 1:
+        ranks = [rank for rank in ranks if rank // size == node]
     loads = torch.nn.functional.pad(counts, (0, 0, node * size, num_ranks - (node + 1) * size))
     if len(ranks) == 1:
         return [ops.share(loads, send_counts, tables, size, ranks[0])]

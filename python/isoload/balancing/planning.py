@@ -12,6 +12,7 @@ from isoload.placement.placed_layers import PlacedLayers
 from isoload.placement.placement import Placement
 from isoload.policies import Demand, Policy, make_policy
 from isoload.policies.base import shared_part
+from isoload.policies.borrowing import keeping_local
 from isoload.policies.plan import Plan, keep_home, per_expert
 
 
@@ -68,7 +69,8 @@ def plan(
     chosen, placed = make_policy(policy, options), _placed(loads, placement, layer)
     _check_loads(loads, placed, chosen, keep_local)
     chosen.check(placed.host)
-    return chosen.plan(loads, placed, filled=filled, keep_local=keep_local, step=step)
+    split = keeping_local(chosen) if keep_local else None
+    return chosen.plan(loads, placed, filled=filled, split=split, step=step)
 
 
 def plan_layers(loads: Tensor, placement: Placement, policy: str | Policy = "exact", **options: Any) -> Plan:

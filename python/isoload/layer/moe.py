@@ -259,7 +259,8 @@ class MoE(StoredExperts):
             self._check_weights()
             routings = [self._complete(*routing) for routing in choose()]
             rows = rows if computes is None else [row.to(computes) for row in rows]
-            call.facts[TRAINED] = sum(trains << i for i, trains in enumerate(trained_stacks(ranks)))
+            for i, trains in enumerate(trained_stacks([rank.home_rows() for rank in ranks])):
+                call.facts[TRAINED] |= trains << i
             row_facts = rows[0].shape[1], DTYPES.index(rows[0].dtype), routings[0][0].shape[1]
             call.in_gather.update(zip(ROW_FACTS, row_facts, strict=True))
         return Chosen(rows, routings, call)

@@ -162,27 +162,18 @@ class RowLayout(NamedTuple):
     @classmethod
     def of(cls, x: Tensor, weights: Tensor) -> RowLayout:
         """The layout of rows of x [T, H] with weights [T, K]."""
-
-        def up(size: int, multiple: int) -> int:
-            return -(-size // multiple) * multiple
-
-        top_k, of_weight = weights.shape[1], weights.element_size()
-        slots_at = up(x.shape[1] * x.element_size(), 4)
-        weights_at = up(slots_at + 4 * top_k, of_weight)
+        top_k, weight_bytes = weights.shape[1], weights.element_size()
+        slots_at = -(-x.shape[1] * x.element_size() // 4) * 4
+        weights_at = -(-(slots_at + 4 * top_k) // weight_bytes) * weight_bytes
         # 64 at least: rows of no bytes could not be viewed as any dtype
-        return cls(slots_at, weights_at, max(up(weights_at + of_weight * top_k, 64), 64))
+        return cls(slots_at, weights_at, max(-(-(weights_at + weight_bytes * top_k) // 64) * 64, 64))
 
     def parts(self, buffer: Tensor, x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Rows [n, H], slots [n, K] int32 and weights [n, K] of a buffer [n, bytes]: views of it."""
         top_k = weights.shape[1]
-        columns = (
-            (0, x.shape[1], x.dtype),
-            (self.slots_at, top_k, torch.int32),
-            (self.weights_at, top_k, weights.dtype),
-        )
-        rows, slots, gates = (
-            buffer.narrow(1, at, width * dtype.itemsize).view(dtype) for at, width, dtype in columns
-        )
+        rows = buffer.narrow(1, 0, x.shape[1] * x.itemsize).view(x.dtype)
+        slots = buffer.narrow(1, self.slots_at, 4 * top_k).view(torch.int32)
+        gates = buffer.narrow(1, self.weights_at, top_k * weights.itemsize).view(weights.dtype)
         return rows, slots, gates
 
 

@@ -18,6 +18,7 @@ experts takes the policy of the routed ones as option ``routed``; both accept an
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -125,7 +126,7 @@ class Policy:
         rank: int | None = None,
         *,
         filled: PlacedLayers | None = None,
-        keep_local: bool = False,
+        split: Callable[[Demand, PlacedLayers], Plan] | None = None,
         step: int | Tensor = 0,
     ) -> Plan:
         """Return the plan of one batch: fill, split and share.
@@ -136,7 +137,8 @@ class Policy:
             loads: [E] or [R, E] int32.
             placed: the layer, or all layers.
             rank: the source rank whose send_counts are part of the plan; None = none.
-            filled, keep_local, step: see :func:`isoload.plan`.
+            filled, step: see :func:`isoload.plan`.
+            split: in place of :meth:`split`; see :func:`isoload.policies.borrowing.keeping_local`.
         """
         demand = Demand.of(loads, placed, rank)
         if filled is None:
@@ -147,21 +149,12 @@ class Policy:
             )
         elif filled.quota is not None:  # the quota of other loads
             filled = replace(filled, quota=None)
-        if keep_local:
-            from isoload.policies.borrowing import may_keep_local, split_above_local  # imports this module
-
-            if not may_keep_local(self):
-                raise ValueError(
-                    f"keep_local must be False for policy {self.name}, which draws or fixes the share"
-                )
-            made = split_above_local(self, demand, filled)
-        else:
-            made = self.split(demand, filled)
+        plan = self.split(demand, filled) if split is None else split(demand, filled)
         if demand.tokens is not None:
-            made = with_shared(made, demand, placed)
-        if rank is not None and made.send_counts is None and made.quota is not None:
-            made = replace(made, send_counts=made.policy.share(demand.loads, made, rank, "locality"))
-        return replace(made, step=step) if isinstance(step, Tensor) or step else made
+            plan = with_shared(plan, demand, placed)
+        if rank is not None and plan.send_counts is None and plan.quota is not None:
+            plan = replace(plan, send_counts=plan.policy.share(demand.loads, plan, rank, "locality"))
+        return replace(plan, step=step) if isinstance(step, Tensor) or step else plan
 
     def fill(self, demand: Demand, placed: PlacedLayers) -> PlacedLayers:
         """The slots of this batch: those of the placement, spare slots filled if the policy borrows."""
@@ -192,19 +185,19 @@ class Policy:
         return ops.route_shared(slots, row, size, rank, placed.num_shared)
 
 
-def with_shared(made: Plan, demand: Demand, placed: PlacedLayers) -> Plan:
+def with_shared(plan: Plan, demand: Demand, placed: PlacedLayers) -> Plan:
     """Add the shared copies to a plan and to its quota; where the policy does not place them, they stay home."""
     assert demand.tokens is not None and demand.at_home is not None
-    shared = made.shared or SharedPlan("home", demand.tokens)
+    shared = plan.shared or SharedPlan("home", demand.tokens)
     if shared.in_quota:
-        return made
-    if made.quota is not None and shared.is_met:
+        return plan
+    if plan.quota is not None and shared.is_met:
         if shared.by_rank is None:
             copies = (demand.at_home // placed.num_shared).unsqueeze(-1)
         else:
             copies = per_expert(shared.by_rank, placed.num_shared).sum(-3, dtype=torch.int32)
-        shared_part(made.quota, placed).add_(copies)  # in which the split left 0
-    return replace(made, shared=shared)
+        shared_part(plan.quota, placed).add_(copies)  # in which the split left 0
+    return replace(plan, shared=shared)
 
 
 def shared_part(per_slot: Tensor, placed: PlacedLayers) -> Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -166,6 +167,17 @@ def may_keep_local(policy: Policy) -> bool:
     if isinstance(policy, BorrowPolicy) and type(policy).share is BorrowPolicy.share:
         policy = policy.splitter
     return not policy.samples and type(policy).share is Policy.share
+
+
+def keeping_local(policy: Policy) -> Callable[[Demand, PlacedLayers], Plan]:
+    """Return :func:`split_above_local` of a policy.
+
+    Raises:
+        ValueError: the policy draws or fixes the share.
+    """
+    if not may_keep_local(policy):
+        raise ValueError(f"keep_local must be False for policy {policy.name}, which draws or fixes the share")
+    return partial(split_above_local, policy)
 
 
 def held_experts(placed: PlacedLayers) -> Tensor:

@@ -23,11 +23,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
+from torch.nn.functional import pad
 
 from isoload.checks import values_readable
 from isoload.topology import Topology
 from isoload.transport.exchanges import OVERLAP, Owned, Peers, PerRank, SymmetricMemory
-from isoload.transport.group import Group, raise_other_stage, stage_header
+from isoload.transport.group import STAGE_BYTES, Group, raise_other_stage, stage_header
 
 STAGE = "symmetric memory"
 
@@ -171,6 +172,8 @@ def timeout_of(process_group: dist.ProcessGroup) -> timedelta:
     return timeout
 
 
+HEADER = STAGE_BYTES + 8  # bytes of stage_header
+FRAME = 2048  # bytes in which processes on CPU meet: a header and a row of up to 500 counts
 FIRST_WAIT = timedelta(seconds=10)  # before a process warns that it waits for the others
 TRIAL_WAIT = timedelta(seconds=30)  # of a process for the others while they try symmetric memory
 
@@ -259,12 +262,17 @@ class CollectiveGroup(Group):
         return cls(topology, dist.new_group(ranks, timeout=timeout_of(process_group)))
 
     def _gather(self, stage: str, rows: Owned, in_node: bool = False) -> Tensor:
-        node, num_ranks = self.join_node() if in_node else None, self.topology.num_ranks
+        node, num_ranks, row = self.join_node() if in_node else None, self.topology.num_ranks, rows[0]
         near = self.topology.node_of(self.ranks[0]) if in_node else range(num_ranks)
-        gathered = (rows[0].new_zeros if in_node else rows[0].new_empty)(num_ranks, len(rows[0]))
         with self.named(stage):
-            self._meet(stage, rows[0], rows[0].nbytes, node)
-            _all_gather(gathered[near.start : near.stop].flatten(), rows[0], group=node or self.process_group)
+            met = self._meet(stage, row, row.nbytes, node, row)
+            if met is not None and not in_node:
+                return met
+            gathered = (row.new_zeros if in_node else row.new_empty)(num_ranks, len(row))
+            if met is not None:
+                gathered[near.start : near.stop] = met
+            else:
+                _all_gather(gathered[near.start : near.stop].flatten(), row, group=node or self.process_group)
         return gathered
 
     def join_node(self) -> dist.ProcessGroup:
@@ -282,15 +290,18 @@ class CollectiveGroup(Group):
         return self.memo(("node",), make)
 
     def _start_gather(self, stage: str, rows: Owned) -> Callable[[], Tensor]:
-        gathered = rows[0].new_empty(self.topology.num_ranks * len(rows[0]))
+        row, num_ranks = rows[0], self.topology.num_ranks
         with self.named(stage):
-            self._meet(stage, rows[0], rows[0].nbytes)
-            work = _all_gather(gathered, rows[0], group=self.process_group, async_op=True)
+            met = self._meet(stage, row, row.nbytes, row=row)
+            if met is not None:
+                return lambda: met
+            gathered = row.new_empty(num_ranks * len(row))
+            work = _all_gather(gathered, row, group=self.process_group, async_op=True)
 
         def wait() -> Tensor:
             with self.named(stage):
                 work.wait()
-            return gathered.view(self.topology.num_ranks, -1)
+            return gathered.view(num_ranks, -1)
 
         return wait
 
@@ -314,20 +325,45 @@ class CollectiveGroup(Group):
 
         return wait
 
-    def _meet(self, stage: str, like: Tensor, size: int, node: dist.ProcessGroup | None = None) -> None:
-        """Raises on all ranks (of a node), on CPU, unless all are in this stage with rows as large: gloo would abort.
+    def _meet(
+        self,
+        stage: str,
+        like: Tensor,
+        size: int,
+        node: dist.ProcessGroup | None = None,
+        row: Tensor | None = None,
+    ) -> Tensor | None:
+        """Raise on all ranks (of a node), on CPU, unless all are in this stage with rows as large: gloo would abort.
 
-        On a GPU it would be one more collective and a wait of the host; there only the group's timeout helps.
+        A row that fits into the frame travels with it. On a GPU a frame would be one more collective and a wait of the
+        host; there only the group's timeout helps.
+
+        Args:
+            stage: of the exchange that follows.
+            like: a tensor on the exchange's device.
+            size: bytes of a row.
+            node: the ranks of a node; None = all ranks.
+            row: [F] what this rank sends, where all ranks receive it.
+
+        Returns:
+            [n, F] the rows of all ranks; None where the exchange is still to be made.
         """
         if not values_readable(like) or like.device.type != "cpu":
-            return
-        own = self.memo(("header", stage, size), lambda: stage_header(stage, size))
+            return None
+        frame = self.memo(("frame", stage, size), lambda: pad(stage_header(stage, size), (0, FRAME - HEADER)))
+        fits = row is not None and HEADER + size <= FRAME
+        if row is not None and fits:
+            frame = frame.clone()
+            frame[HEADER : HEADER + size] = row.detach().contiguous().view(torch.uint8)
         met = self.process_group if node is None else node
-        headers = own.new_empty(dist.get_world_size(met) * len(own))
-        _all_gather(headers, own, group=met)
-        headers = headers.view(-1, len(own))
-        if not headers.eq(own).all():
+        frames = frame.new_empty(dist.get_world_size(met), FRAME)
+        _all_gather(frames.flatten(), frame, group=met)
+        headers = frames[:, :HEADER]
+        if not headers.eq(frame[:HEADER]).all():
             raise_other_stage(headers, 0 if node is None else self.topology.node_of(self.ranks[0]).start)
+        if row is None or not fits:
+            return None
+        return frames[:, HEADER : HEADER + size].clone().view(row.dtype)
 
     def gather_objects(self, stage: str, given: object) -> list[Any]:
         gathered: list[Any] = [None] * dist.get_world_size(self.process_group)

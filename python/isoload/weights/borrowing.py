@@ -26,7 +26,7 @@ from isoload.transport import Group
 from isoload.weights.backends import Backend, BorrowPlan
 from isoload.weights.experts import BorrowedWeights, ExpertWeights
 from isoload.weights.layout import Layout, Move, Stacks, add_back, home_addresses
-from isoload.weights.storage import RankWeights
+from isoload.weights.storage import RankWeights, lie_in
 
 NUM_BUFFERS = 2
 
@@ -318,12 +318,14 @@ def check_recomputed(noted: dict[str, Tensor], saved: Sequence[Tensor]) -> None:
             )
 
 
-def trained_stacks(ranks: Sequence[RankWeights]) -> list[bool]:
+def trained_stacks(homes_of_ranks: Sequence[Sequence[Tensor]]) -> list[bool]:
     """By stack, whether the home rows require gradients, on any of these ranks."""
-    return [
-        any(home.requires_grad for home in homes)
-        for homes in zip(*(r.home_rows() for r in ranks), strict=True)
-    ]
+    trained: list[bool] = []
+    for homes in homes_of_ranks:
+        trained = trained or [False] * len(homes)
+        for i, home in enumerate(homes):
+            trained[i] |= home.requires_grad
+    return trained
 
 
 def join_rows(
@@ -348,11 +350,13 @@ def join_rows(
         dtype: of the resident stacks, in which they are computed; None: the Parameters' own. Gradients reach the
             Parameters in the Parameters' dtype.
     """
-    trained, homes = trained_stacks(ranks), [rank.home_rows() for rank in ranks]
-    resident = [
-        rank.stored_rows() if rank.shows_storage() else [*rank_stacks, *rank.replica_rows()]
-        for rank, rank_stacks in zip(ranks, homes, strict=True)
-    ]
+    homes: list[list[Tensor]] = []
+    resident: list[list[Tensor]] = []
+    for rank in ranks:
+        rank_stacks, stored = rank.home_rows(), rank.stored_rows()
+        homes.append(rank_stacks)
+        resident.append(stored if lie_in(rank_stacks, stored) else [*rank_stacks, *rank.replica_rows()])
+    trained = trained_stacks(homes)
     passes = bool(replicas) or borrowed is not None or not any(trained)  # else the node hangs on the weights
     passed = list(rows) if passes else []
     inputs = [*passed, *(stack for rank_stacks in homes for stack in rank_stacks)]

@@ -131,6 +131,9 @@ def rows_for(homes: Sequence[int], state: Mapping[str, Any], prefix: str) -> dic
     return rows
 
 
+STORED = {name: f"stored_{name}" for name in NAMES}
+
+
 def new_stack(like: Tensor, rows: int) -> Tensor:
     return like.new_zeros(rows, *like.shape[1:])
 
@@ -194,8 +197,11 @@ class RankWeights(nn.Module):
 
     def homes(self) -> dict[str, Tensor]:
         """The home rows [homes, ...] by stack: the Parameters."""
-        stacks = [(name, getattr(self, name)) for name in NAMES]
-        return {name: parameter for name, parameter in stacks if parameter is not None}
+        homes: dict[str, Tensor] = {}
+        for name in NAMES:  # a loop: this runs several times in every batch, and a comprehension is a call
+            if (parameter := getattr(self, name)) is not None:
+                homes[name] = parameter
+        return homes
 
     def home_rows(self) -> list[Tensor]:
         """The home rows of every stack, each [homes, ...]."""
@@ -203,8 +209,11 @@ class RankWeights(nn.Module):
 
     def stored(self) -> dict[str, Tensor]:
         """The storages [rows, ...] by stack."""
-        stacks = [(name, getattr(self, f"stored_{name}")) for name in NAMES]
-        return {name: stack for name, stack in stacks if stack is not None}
+        stored: dict[str, Tensor] = {}
+        for name in NAMES:
+            if (stack := getattr(self, STORED[name])) is not None:
+                stored[name] = stack
+        return stored
 
     def stored_rows(self) -> list[Tensor]:
         """The storage of every stack, each [rows, ...]."""
@@ -216,7 +225,7 @@ class RankWeights(nn.Module):
 
     def shows_storage(self) -> bool:
         """Whether the Parameters lie in the storages, as the host sees for free. Fakes have no memory: yes."""
-        return all(map(_shows, self.home_rows(), self.stored_rows()))
+        return lie_in(self.home_rows(), self.stored_rows())
 
     def readable_homes(self) -> list[Tensor]:
         """Contiguous stacks that begin with the home rows: the storages, or the Parameters that lie elsewhere."""
@@ -381,6 +390,11 @@ class RankWeights(nn.Module):
         self._refreshed = None
         if refreshed:
             self.note_refreshed()
+
+
+def lie_in(homes: Sequence[Tensor], stored: Sequence[Tensor]) -> bool:
+    """Whether the home rows of every stack are the first rows of its storage."""
+    return all(map(_shows, homes, stored))
 
 
 def _shows(home: Tensor, stored: Tensor) -> bool:
