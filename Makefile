@@ -1,6 +1,6 @@
 # make run    replay the shipped trace under several policies; run the layer over four processes
 # make test   the test suite but what is marked slow
-# make test-gate  the slow tests of .ci/run: one mutant for each op's tests, sanitizers, builds
+# make test-gate  the slow tests of .ci/run, .ci/slow_tests.txt: one of each kind of mutant, sanitizer and race check
 # make first-hour  what a user does first, in a clone; the wheel in bare environments (minutes)
 # make test-all   every test, with all mutants and the large sweeps; then make cuda-check and make fuzz
 # make test-deepep  DeepEP's wheels: their signatures, their references behind our adapter; downloads 24 MB, needs no GPU
@@ -72,7 +72,7 @@ test: $(TESTED)
 
 # One process: the mutants use all cores themselves and share what they compile.
 test-gate: $(TESTED)
-	$(PY) -m pytest -m "slow and not exhaustive"
+	$(PY) -m pytest -m slow @.ci/slow_tests.txt
 
 # Without this make's jobs: it runs makes of its own.
 first-hour:

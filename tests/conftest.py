@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import re
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ from torch.utils._pytree import tree_map_only
 from isoload import ops
 from isoload.ops.library import call
 from support.processes import start_autograd
-from support.sweeps import mark_by_size
 
 torch.set_num_threads(1)  # two beside a busy process make small operations slower, not faster
 start_autograd()
@@ -54,14 +53,24 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a test's product of parameters `make test`, and of its slow cases the gate, runs as few as hold every value;
-    the others, exhaustive ones, are left to `make test-all`."""
+    """Of a test's product of parameters `make test` runs as few cases as hold every value; the others are slow.
+
+    Values that a parametrize gives together count as one. Where cases add as much, the one with the rarest values runs.
+    """
     tests = defaultdict(list)
     for item in items:
-        if hasattr(item, "callspec") and not item.get_closest_marker("exhaustive"):
-            tests[item.parent, item.function, item.get_closest_marker("slow") is None].append(item)
+        if hasattr(item, "callspec") and not item.get_closest_marker("slow"):
+            tests[item.parent, item.function].append(item)
     for cases in tests.values():
-        mark_by_size(cases)
+        values = {case: frozenset(enumerate(case.callspec._idlist)) for case in cases}
+        unseen, counts = set().union(*values.values()), Counter[tuple[int, str]]()
+        while unseen:
+            best = max(cases, key=lambda c: (len(values[c] & unseen), -sum(counts[v] for v in values[c])))
+            cases.remove(best)
+            unseen -= values[best]
+            counts.update(values[best])
+        for case in cases:
+            case.add_marker(pytest.mark.slow)
 
 
 def has_cuda(op: str) -> bool:

@@ -19,7 +19,7 @@ import gpu_library
 import gpu_run
 from gpu_run import nvcc
 from lib.gpu_steps import GPU_ONLY, Step, steps
-from support.sweeps import first
+from support.sweeps import slow_beyond
 
 ROOT = next(folder for folder in Path(__file__).parents if (folder / "setup.py").exists())
 STEPS = {
@@ -114,7 +114,7 @@ def alive(group: int) -> bool:
     return True
 
 
-@pytest.mark.parametrize("kind", first(["deaf", ""]))
+@pytest.mark.parametrize("kind", slow_beyond(["deaf", ""]))
 def test_what_runs_too_long_says_what_it_has_and_leaves_nothing(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

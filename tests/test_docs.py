@@ -109,7 +109,6 @@ def test_shell_blocks_say_what_they_need_and_are_run_in_ci(page):
     assert page.name == "README.md" or page.stem in run.split(",")
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "page",
     [pytest.param(page, marks=[pytest.mark.slow] * (page == MEASURED)) for page in PAGES],

@@ -58,7 +58,6 @@ def test_a_guess_says_that_it_is_one() -> None:
     assert "No trace was given" in shown and "a layer" in shown
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize("engine", ["sglang", "vllm"])
 def test_a_server_of_both_phases_has_one_verdict(tmp_path: Path, engine: str) -> None:
     """The verdict is about the mean step of the candidates, whose placements are the same in both phases."""

@@ -182,7 +182,6 @@ def test_a_stalled_rank_ends_the_demo():
 
 
 @pytest.mark.slow
-@pytest.mark.exhaustive
 def test_the_demo_runs_from_a_wheels_files(tmp_path):
     """What setuptools puts into a wheel, elsewhere than the repository; the compiled ops are copied beside it."""
     build = tmp_path / "build"

@@ -136,7 +136,6 @@ def ask(monkeypatch, probe="", *, group="sglang.srt.plugins", switch=SGLANG, **e
     return engines.look(engine, {"PATH": "", **environ})
 
 
-@pytest.mark.few(5)
 @pytest.mark.parametrize(
     ("environ", "probe", "on", "said"),
     [

@@ -22,10 +22,10 @@ from isoload.placement.files import FORMATS
 from isoload.placers import PLACERS
 from isoload.policies import POLICIES
 from support.documents import PLAIN
-from support.sweeps import first
+from support.sweeps import slow_beyond
 
 COMMANDS = [command.callback.__name__ for command in app.registered_commands]
-HELPS = first(
+HELPS = slow_beyond(
     [[], ["replay", "--help"], ["--help"], *([name, "--help"] for name in COMMANDS if name != "replay")], 2
 )
 

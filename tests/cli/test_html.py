@@ -15,7 +15,7 @@ from isoload.cli.app import app
 from support.documents import PLAIN, printed
 from support.measured_times import written
 from support.pages import missing, read_page, read_png
-from support.sweeps import rest
+from support.sweeps import slow
 
 TRACE = str(Path(__file__).parents[2] / "examples" / "traces" / "gptoss20b_decode.npz")
 ADVISE = [
@@ -65,9 +65,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     "command",
     [
-        *rest(ADVISE, REPLAY),
+        *slow(ADVISE, REPLAY),
         [*REPLAY, "--times", "times.json"],
-        *rest(INSPECT, COMMANDS["inspect-placement"]),
+        *slow(INSPECT, COMMANDS["inspect-placement"]),
         PLACE,
     ],
     ids=COMMANDS,

@@ -338,7 +338,6 @@ def recorded(folder, kind):
     return folder / "run.jsonl"
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", ["per_token", "per_pass", "vllm", "isoload"])
 def test_from_a_record_to_an_engines_file(tmp_path, kind):
     """README's path. per_pass and vLLM's lines do not say K: without --top-k all but rows is judged."""

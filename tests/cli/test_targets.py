@@ -15,7 +15,7 @@ from isoload.traces import Trace, write_trace
 from support.documents import PLAIN
 from support.measured_times import written
 from support.sglang_recording import Recording
-from support.sweeps import rest
+from support.sweeps import slow
 
 RANKS = ("--ranks", 4)
 
@@ -117,7 +117,7 @@ def test_force_replaces_a_placement_of_any_format(folder, format):
         ("replay", "run.npz", *RANKS, "--policies", "even"),
         (*PLACE, "-o", "-"),
         ("inspect", "run.npz"),
-        *rest((("inspect", "run.npz", "--placement", "plan.json"),), (("doctor",),)),
+        *slow((("inspect", "run.npz", "--placement", "plan.json"),), (("doctor",),)),
     ],
 )
 def test_what_json_writes_is_replaced_without_force(folder, command):

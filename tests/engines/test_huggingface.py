@@ -11,7 +11,7 @@ import torch
 
 from isoload.engines import huggingface
 from support.processes import run_ranks
-from support.sweeps import rest
+from support.sweeps import slow
 
 E = 8
 SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -94,7 +94,7 @@ def same(got: torch.Tensor, want: torch.Tensor, bound: float = 2e-5) -> bool:
     [
         ("GptOss", {"tp_size": 2}),
         pytest.param("Qwen3Moe", {"tp_size": 1, "fsdp_size": 2}, marks=pytest.mark.slow),
-        *rest(("Qwen3Moe", {"tp_size": 2}), ("GptOss", {"tp_size": 1, "fsdp_size": 2})),
+        *slow(("Qwen3Moe", {"tp_size": 2}), ("GptOss", {"tp_size": 1, "fsdp_size": 2})),
     ],
 )
 def test_trains_as_transformers_own_exchange(kind: str, sizes: dict[str, int], tmp_path: Path) -> None:

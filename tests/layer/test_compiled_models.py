@@ -11,7 +11,7 @@ from isoload.transport import CollectiveTransport
 from support.compiled import assert_equal, compile_whole
 from support.hugging_face import EXPERTS, MODELS, balanced, make_model
 from support.processes import run_ranks
-from support.sweeps import rest
+from support.sweeps import slow
 
 
 def token_ids(seed: int, length: int = 9) -> Tensor:
@@ -20,7 +20,7 @@ def token_ids(seed: int, length: int = 9) -> Tensor:
 
 # Plain; with biases; with shared experts. The others' blocks are like qwen3's.
 NAMES = [pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3", "gpt_oss", "deepseek_v3")]
-NAMES += rest(*(name for name in MODELS if name not in ("qwen3", "gpt_oss", "deepseek_v3")))
+NAMES += slow(*(name for name in MODELS if name not in ("qwen3", "gpt_oss", "deepseek_v3")))
 
 
 @pytest.mark.parametrize("name", NAMES)

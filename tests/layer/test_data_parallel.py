@@ -223,7 +223,6 @@ def forgotten(rank: int, how: str) -> None:
     train(torch.compile(ddp, backend="eager") if how == "compiled" else ddp, model[1], rank)
 
 
-@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("how", "message"),
     [

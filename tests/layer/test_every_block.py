@@ -17,7 +17,7 @@ from isoload.engines.huggingface import BalancedExperts, Settings
 from isoload.layer.blocks import BlockGate
 from isoload.layer.stack import norm_before
 from isoload.policies import make_policy
-from support.sweeps import rest
+from support.sweeps import slow
 from support.transformers_blocks import E, block_classes, blocks_of, folders_of_configurations, make, run
 
 pytest.importorskip("transformers", minversion="5.24", reason="older ones have fewer blocks")
@@ -123,7 +123,7 @@ def test_the_page_lists_them() -> None:
     assert listed == [sorted(names) for names in folders], "the page lists models of another transformers"
 
 
-@pytest.mark.parametrize("block", [*TELLING, *rest(*(name for name in CLASSES if name not in TELLING))])
+@pytest.mark.parametrize("block", [*TELLING, *slow(*(name for name in CLASSES if name not in TELLING))])
 def test_taken_or_refused(block: str) -> None:
     torch.set_num_threads(1)
     stock = make(block, CLASSES[block])

@@ -28,14 +28,14 @@ from support.fake_ranks import (
     wanted,
 )
 from support.host_waits import HostWaits
-from support.sweeps import rest, sweep
+from support.sweeps import slow, sweep
 
 CAPACITIES = pytest.mark.parametrize("capacity", [None, CAPACITY])
 NUM_SHARED = {"waterfill_sampled": (1, 1), **dict.fromkeys(("shared_local", "waterfill", "joint"), (1, 2))}
 SHARED = [
     (None, 0),
     (CAPACITY, 1),
-    *rest((None, 1), (CAPACITY, 0)),
+    *slow((None, 1), (CAPACITY, 0)),
 ]
 ON_HOST = [name for name, policy in isoload.POLICIES.items() if policy.plans_on_host]
 ON_DEVICE = [
@@ -85,7 +85,6 @@ def waits_of(
         return host.waits, group.traffic.host_syncs - before
 
 
-@pytest.mark.few(8)
 @pytest.mark.parametrize(("capacity", "more"), SHARED)
 @pytest.mark.parametrize("policy", ON_DEVICE)
 def test_every_policy(policy: str, capacity: int | None, more: int) -> None:
@@ -104,7 +103,6 @@ def test_policies_that_plan_on_the_cpu_wait_once_more(policy: str, capacity: int
     assert counted == wanted(capacity)[1]
 
 
-@pytest.mark.few(1)
 @CAPACITIES
 @pytest.mark.parametrize("policy", ["exact", "llep"])
 def test_dispatch_by_nodes(policy: str, capacity: int | None) -> None:
@@ -114,7 +112,6 @@ def test_dispatch_by_nodes(policy: str, capacity: int | None) -> None:
     assert short(waits_of(transport, policy=policy)) == wanted(capacity)
 
 
-@pytest.mark.few(1)
 @CAPACITIES
 def test_shared_modules_and_small_batches(capacity: int | None) -> None:
     for how in ({"module": True}, {"min_tokens": 1000}):
@@ -122,7 +119,6 @@ def test_shared_modules_and_small_batches(capacity: int | None) -> None:
         assert short(waits_of(transport, policy="exact", **how)) == wanted(capacity), how
 
 
-@pytest.mark.few(4)
 @sweep("num_policies", 1, len(BORROWING))
 @CAPACITIES
 @pytest.mark.parametrize(
@@ -140,7 +136,6 @@ def test_every_backend_of_borrowing(borrow: str, rank: int, capacity: int | None
         assert short(waits_of(transport, policy=policy, borrow=borrow)) == expected, policy
 
 
-@pytest.mark.few(1)
 @CAPACITIES
 def test_a_process_with_one_rank(capacity: int | None) -> None:
     for loads in ("gathered", "node", "own"):

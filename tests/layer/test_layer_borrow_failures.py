@@ -105,7 +105,6 @@ def no_memory(pool: SparePool, like: Any, spare_slots: int, backend: Any) -> Non
 MADE = SparePool.__init__
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("what", "own"),
     [
@@ -121,7 +120,6 @@ def test_a_rank_that_cannot_be_made_stops_all(what: str, own: str) -> None:
     assert all(error.startswith(STOPPED) for error in errors)
 
 
-@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("what", "named"),
     [

@@ -16,7 +16,7 @@ from isoload.transport import CollectiveTransport
 from isoload.weights.experts import SwiGLU
 from support.processes import die, rank_outcomes
 from support.small_layer import make_setup
-from support.sweeps import rest
+from support.sweeps import slow
 
 RANKS, FAILING = 3, 1
 GROUP_TIMEOUT = 5.0
@@ -95,7 +95,7 @@ def raise_os_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fail", "capacity"), [(raise_os_error, None), (die, 13), *rest((raise_os_error, 13), (die, None))]
+    ("fail", "capacity"), [(raise_os_error, None), (die, 13), *slow((raise_os_error, 13), (die, None))]
 )
 @pytest.mark.parametrize("stage", EXCHANGE)
 def test_all_ranks_stop_and_name_the_stage(stage: str, fail: Fail, capacity: int | None) -> None:

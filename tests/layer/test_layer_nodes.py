@@ -32,7 +32,6 @@ def by_nodes(topology: isoload.Topology, capacity: int | None = None) -> LocalTr
     return transport
 
 
-@pytest.mark.few(8)
 @pytest.mark.parametrize("capacity", CAPACITIES)
 @pytest.mark.parametrize("policy", isoload.POLICIES)
 def test_every_policy(policy: str, capacity: int | None) -> None:

@@ -35,7 +35,7 @@ from support.quantised_layer import (
 )
 from support.stacks import Model
 from support.stacks import run as run_layers
-from support.sweeps import first, rest
+from support.sweeps import slow, slow_beyond
 
 DTYPES = [torch.bfloat16, torch.float32, torch.float64, torch.float16]
 
@@ -48,7 +48,7 @@ def with_formats(names: str, value: Any, others: list[Any]) -> pytest.MarkDecora
 
     few = [case("fp8", value), *(case("NVFP4", other) for other in others)]
     more = [case(name, of) for of in (value, *others) for name in NAMES if case(name, of) not in few]
-    return pytest.mark.parametrize(f"name, {names}", [*few, *rest(*more)], ids=str)
+    return pytest.mark.parametrize(f"name, {names}", [*few, *slow(*more)], ids=str)
 
 
 def assert_borrowed(layer: isoload.MoE, weights: ExpertWeights) -> int:
@@ -90,7 +90,6 @@ def test_biases_and_empty_batches(name: str) -> None:
     assert all(len(y) == 0 for y in layers[0]([row[:0] for row in rows]))
 
 
-@pytest.mark.few(1)
 @EVERY_FORMAT
 def test_experts_of_a_shard(name: str) -> None:
     weights, placement, rows = experts(name), place(4, 1), draw_rows(4)
@@ -120,7 +119,6 @@ def test_changed_experts_are_refreshed(name: str) -> None:
     assert_same(layer, virtual(new, place(4, 1)), rows)
 
 
-@pytest.mark.few(1)
 @with_formats("borrow", "all_to_all", ["pull", "copy"])
 @torch.no_grad()
 def test_borrowed_on_virtual_ranks(borrow: str, name: str) -> None:
@@ -137,7 +135,6 @@ def test_borrowed_on_virtual_ranks(borrow: str, name: str) -> None:
     assert len({tuple(slots.tolist()) for slots in borrowed}) == 4
 
 
-@pytest.mark.few(1)
 @torch.no_grad()
 @with_formats("local", "held", ["planned"])
 def test_borrowed_ahead_in_a_stack(local: str, name: str) -> None:
@@ -218,13 +215,12 @@ def over_deep_ep(rank: int, ranks: int, name: str, inner: int, expert_major: boo
     return assert_borrowed(layer, setups[0].dense)
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("expert_major", [True, *rest(False)])
+@pytest.mark.parametrize("expert_major", [True, *slow(False)])
 def test_borrowed_by_deep_ep(expert_major: bool) -> None:
     assert min(run_ranks(over_deep_ep, 2, 2, "fp8", 256, expert_major, timeout=150)) > 0
 
 
-@pytest.mark.parametrize("name", first(["NVFP4", *(name for name in NAMES if name != "NVFP4")]))
+@pytest.mark.parametrize("name", slow_beyond(["NVFP4", *(name for name in NAMES if name != "NVFP4")]))
 def test_deep_ep_borrows_rows_of_any_size(name: str) -> None:
     """Scales of 4 bytes and more: DeepEP moves multiples of 32."""
     assert min(run_ranks(over_deep_ep, 2, 2, name, 40, False, timeout=150)) > 0

@@ -71,7 +71,6 @@ def test_bytes_are_those_handed_to_the_collectives(capacity: int | None) -> None
     assert all(sum(of_rank.counted[stage] for of_rank in results) > 0 for stage in rows)
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize("policy", ["none", *DEFAULT_POLICIES[1:]])
 def test_all_ranks_make_one_plan_and_send_each_token_once_per_rank(policy: str) -> None:
     results, setup = run_ranks(train_once, RANKS, policy, None), make_setup(RANKS)

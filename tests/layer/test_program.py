@@ -95,7 +95,6 @@ def assert_close(got: Tensor, wanted: Tensor) -> None:
     torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-10)
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["qwen3", "gpt_oss"])
 def test_four_processes_save_and_other_numbers_go_on(name: str, tmp_path: Path) -> None:
     """Regression: every process wrote its own experts under the model's names into one folder."""
@@ -253,7 +252,6 @@ MESSAGES = {
 }
 
 
-@pytest.mark.few(3)
 @pytest.mark.parametrize("how", MESSAGES)
 def test_what_cannot_be_loaded_is_refused_on_all_ranks(how: str, tmp_path: Path) -> None:
     folder = str(tmp_path / "program")
@@ -288,7 +286,6 @@ SAVE_MESSAGES = {
 }
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize("how", SAVE_MESSAGES)
 def test_what_cannot_be_saved_is_refused_on_all_ranks(how: str, tmp_path: Path) -> None:
     """And nothing half-written stays: neither a folder nor one next to it."""

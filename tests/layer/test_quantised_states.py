@@ -29,7 +29,6 @@ from support.quantised_layer import (
 )
 
 
-@pytest.mark.few(1)
 @EVERY_FORMAT
 def test_states(name: str) -> None:
     weights, rows = experts(name), draw_rows(4)

@@ -21,7 +21,7 @@ from support.live_tensors import live_tensors
 from support.measured_times import times
 from support.quantised_experts import random_quantised
 from support.stacks import EXPERTS, HIDDEN, INNER, TOKENS, Model, PastChoices, close, routing_trace, run
-from support.sweeps import first, rest
+from support.sweeps import slow, slow_beyond
 
 LOCALS = pytest.mark.parametrize("local", ["planned", "held"])
 LAYERS = 3
@@ -49,7 +49,7 @@ def filled_slots(layer: isoload.MoE) -> int:
 
 
 @LOCALS
-@pytest.mark.parametrize("ranks", [1, 3, 8, *rest(2, 4, 5, 6, 7)])
+@pytest.mark.parametrize("ranks", [1, 3, 8, *slow(2, 4, 5, 6, 7)])
 def test_equals_the_dense_model(ranks: int, local: str) -> None:
     model = Model(ranks)
     layers = model.layers(transport_for(model, local))
@@ -102,7 +102,6 @@ PREDICTORS: dict[str, Any] = {
 }
 
 
-@pytest.mark.few(4)
 @LOCALS
 @pytest.mark.parametrize("policy", ["hedge", "libra"])
 @pytest.mark.parametrize("name", PREDICTORS)
@@ -147,7 +146,7 @@ def test_a_dead_rank_has_tokens_and_no_experts(policy: str, num_shared: int, loc
 
 
 @LOCALS
-@pytest.mark.parametrize("borrow", ["copy", "all_to_all", *rest("pull")])
+@pytest.mark.parametrize("borrow", ["copy", "all_to_all", *slow("pull")])
 def test_back_ends_give_the_same_bits(borrow: str, local: str) -> None:
     model, found = Model(4, dtype=torch.float32), []
     for name in ("pull", borrow):
@@ -173,7 +172,7 @@ def test_own_parts_are_rounded_as_those_of_any_rank(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(
-    "policy", first(["exact", "llep", "joint", "lp_sampled", "static", "hedge", "waterfill_sampled"], 3)
+    "policy", slow_beyond(["exact", "llep", "joint", "lp_sampled", "static", "hedge", "waterfill_sampled"], 3)
 )
 def test_any_policy_in_two_stages(policy: str) -> None:
     """Without a prediction a policy does what it does alone; hedge and llep fill from the batch's own loads."""
@@ -301,7 +300,6 @@ def test_experts_in_fp8_are_what_they_stand_for(local: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-@pytest.mark.few(1)
 @LOCALS
 def test_batches_leave_nothing_behind(local: str) -> None:
     model = Model(4)

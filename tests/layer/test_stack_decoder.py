@@ -12,7 +12,7 @@ import isoload
 from isoload.transport import LocalTransport
 from support.hugging_face import EXPERTS, MODELS, TOP_K, blocks, make_model
 from support.processes import run_ranks
-from support.sweeps import first, rest
+from support.sweeps import slow, slow_beyond
 
 TOPOLOGY = isoload.Topology(4)
 IDS = [torch.randint(1, 64, (2, 9), generator=torch.Generator().manual_seed(5 + i)) for i in range(3)]
@@ -39,8 +39,8 @@ def is_filled(layer: isoload.MoE) -> bool:
 @pytest.mark.parametrize(
     ("name", "local"),
     [
-        *first([*zip(MODELS, cycle(("planned", "held")))], 2),
-        *rest(*zip(MODELS, cycle(("held", "planned")))),
+        *slow_beyond([*zip(MODELS, cycle(("planned", "held")))], 2),
+        *slow(*zip(MODELS, cycle(("held", "planned")))),
     ],
 )
 def test_the_model_stays_what_it_is(name: str, local: str) -> None:
@@ -96,7 +96,6 @@ def on_rank(rank: int, local: str) -> tuple[list[torch.Tensor], int]:
     return logits, transport.group.traffic.bytes["borrow"]
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("local", ["planned", "held"])
 def test_a_decoder_over_processes(local: str) -> None:
     stock = make_model("qwen3", num_hidden_layers=3)

@@ -42,7 +42,6 @@ def matches(model: Model, layers: list[isoload.MoE], batch: int, only: int | Non
     return all(close(a, b, 1e-12) for a, b in zip(got, want, strict=True))
 
 
-@pytest.mark.few(2)
 @LOCALS
 @pytest.mark.parametrize("num_layers", [1, 2, 5])
 def test_any_number_of_layers_takes_the_buffers_in_turn(num_layers: int, local: str) -> None:
@@ -58,7 +57,6 @@ def test_any_number_of_layers_takes_the_buffers_in_turn(num_layers: int, local: 
         assert traffic.bytes["borrow"] - before == one * sum(map(borrowed, fetched))
 
 
-@pytest.mark.few(1)
 @LOCALS
 def test_others_may_take_the_buffers(local: str) -> None:
     """Layers outside of the stack, on the same pool, between its layers: weights are brought again."""
@@ -78,7 +76,6 @@ def test_others_may_take_the_buffers(local: str) -> None:
         assert all(close(a, b, 1e-12) for a, b in zip(rows, want, strict=True))
 
 
-@pytest.mark.few(1)
 @LOCALS
 def test_two_stacks_in_turn(local: str) -> None:
     model = Model(4)
@@ -100,7 +97,6 @@ def test_two_stacks_in_turn(local: str) -> None:
         )
 
 
-@pytest.mark.few(1)
 @LOCALS
 def test_a_layer_out_of_order_has_empty_spare_slots(local: str) -> None:
     model, layers, _ = made(local)

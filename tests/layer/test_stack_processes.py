@@ -40,7 +40,6 @@ def on_rank(rank: int, ranks: int, local: str, borrow: str) -> dict[str, Any]:
     return {"rows": found, "syncs": syncs, "bytes": sent, "early": early, "plans": plans}
 
 
-@pytest.mark.few(1)
 @LOCALS
 @pytest.mark.parametrize(("ranks", "borrow"), [(2, "all_to_all"), (3, "all_to_all"), (4, "all_to_all")])
 def test_processes_compute_what_virtual_ranks_do(ranks: int, borrow: str, local: str) -> None:
@@ -123,7 +122,6 @@ ON_RANK_1 = {
 }
 
 
-@pytest.mark.few(4)
 @pytest.mark.parametrize("what", ON_RANK_0)
 def test_a_rank_that_differs_fails_all(what: str) -> None:
     for outcome, message in zip(

@@ -18,7 +18,7 @@ from support.fake_stack import FakeStack, fake_stack
 from support.host_waits import Stream, line_of_isoload
 from support.stacks import Model, close, run
 from support.stream_order import Kernel
-from support.sweeps import rest
+from support.sweeps import slow
 
 
 def last_layer(fake: FakeStack) -> list[Kernel]:
@@ -42,9 +42,8 @@ def apart(some: list[Kernel], others: list[Kernel]) -> bool:
     return not any(a.comes_behind(b) or b.comes_behind(a) for a, b in pairs)
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize(
-    ("local", "policy"), [("held", "hedge"), ("planned", "libra"), *rest(("held", "libra"))]
+    ("local", "policy"), [("held", "hedge"), ("planned", "libra"), *slow(("held", "libra"))]
 )
 def test_the_plan_runs_beside_local_compute(local: str, policy: str) -> None:
     """From the gathered loads on; joined before what leaves is computed, the fill comes after what leaves."""
@@ -112,7 +111,7 @@ def test_a_plan_that_moves_local_copies_comes_first() -> None:
     [
         ("all_to_all", "last", "held", "libra"),
         ("copy", "lookahead", "planned", "hedge"),
-        *rest(
+        *slow(
             ("pull", "last", "held", "hedge"),
             ("pull", "last", "planned", "libra"),
             ("copy", "lookahead", "held", "hedge"),
@@ -135,7 +134,7 @@ def test_nothing_is_used_before_it_is_there(borrow: str, predict: str, local: st
     ("missing", "local", "policy"),
     [
         ("join", "held", "hedge"),
-        *rest(("fork", "held", "hedge"), ("join", "planned", "libra"), ("fork", "planned", "hedge")),
+        *slow(("fork", "held", "hedge"), ("join", "planned", "libra"), ("fork", "planned", "hedge")),
     ],
 )
 def test_a_missing_wait_is_seen(missing: str, local: str, policy: str) -> None:
@@ -154,14 +153,14 @@ def test_a_missing_wait_is_seen(missing: str, local: str, policy: str) -> None:
     assert fake.order.races
 
 
-@pytest.mark.parametrize(("slots", "num_shared"), [(0, 0), (4, 1), *rest((0, 1), (4, 0))])
+@pytest.mark.parametrize(("slots", "num_shared"), [(0, 0), (4, 1), *slow((0, 1), (4, 0))])
 @pytest.mark.parametrize(
     ("local", "policy", "how"),
     [
         ("held", "hedge", {}),
         ("planned", "libra", {}),
         ("planned", "libra_published", {}),
-        *rest(("planned", "hedge", {}), ("held", "libra", {})),
+        *slow(("planned", "hedge", {}), ("held", "libra", {})),
     ],
 )
 def test_in_that_order_results_are_the_dense_models(

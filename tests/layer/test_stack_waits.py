@@ -7,7 +7,7 @@ import pytest
 from isoload.transport import LocalTransport, Transport
 from support.fake_ranks import CAPACITY, VIRTUAL, one_rank, short, wanted
 from support.fake_stack import LAYERS, fake_stack
-from support.sweeps import rest
+from support.sweeps import slow
 
 
 def waits_of(transport: Transport, *how: str) -> tuple[list[str], int]:
@@ -25,7 +25,7 @@ def waits_of(transport: Transport, *how: str) -> tuple[list[str], int]:
         ("copy", 0, "last", "hedge"),
         ("pull", 0, "lookahead", "hedge"),
         pytest.param("all_to_all", 1, "last", "libra", marks=pytest.mark.slow),
-        *rest(("pull", 0, "last", "libra"), ("all_to_all", 0, "lookahead", "hedge")),
+        *slow(("pull", 0, "last", "libra"), ("all_to_all", 0, "lookahead", "hedge")),
     ],
 )
 @pytest.mark.parametrize("local", ["planned", "held"])

@@ -9,7 +9,7 @@ import isoload
 from isoload.online import Rebalancer, Recorder
 from reference.experts import run_experts
 from support.processes import run_ranks
-from support.sweeps import first, rest
+from support.sweeps import slow, slow_beyond
 
 LAYERS, EXPERTS, HIDDEN, INNER = 3, 12, 8, 6
 TOKENS = (9, 0, 14, 7)
@@ -89,7 +89,7 @@ def test_moves_a_few_experts_at_a_time_and_levels_the_ranks():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("moves", [2, *rest(None)])
+@pytest.mark.parametrize("moves", [2, *slow(None)])
 def test_ragged_placements_stay_the_dense_layer_while_they_move(moves):
     """Layers and ranks of different numbers of slots, as a budget of replicas makes them."""
     stack = Stack(4, place={"placer": "scenario", "replicas": 1}, moves=moves)
@@ -104,7 +104,7 @@ def test_ragged_placements_stay_the_dense_layer_while_they_move(moves):
 
 @pytest.mark.parametrize(
     ("placer", "options"),
-    first([("scenario", {}), ("craft", {"replicas": 2}), ("eplb", {}), ("trivial", {})]),
+    slow_beyond([("scenario", {}), ("craft", {"replicas": 2}), ("eplb", {}), ("trivial", {})]),
 )
 def test_every_placer_of_counts_stays_the_dense_layer_while_it_moves(placer, options):
     moves = 8 if placer == "scenario" else None

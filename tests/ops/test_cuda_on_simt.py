@@ -20,7 +20,7 @@ from support import simt_build
 from support.chain import NODES
 from support.launches import OF_MANY
 from support.simt_scenarios import LARGE, SCENARIOS, bits
-from support.sweeps import rest
+from support.sweeps import slow
 
 SEEDS = (0, 1)
 pytestmark = pytest.mark.slow  # compiling all kernels takes both cores for half a minute
@@ -219,7 +219,7 @@ def test_every_kernel_misses_a_barrier(removed: Any) -> None:
     assert not kernels - {found["kernel"] for found in removed if found["finding"]}
 
 
-@pytest.mark.parametrize("name", ["number_rows", *rest("top_up", "round_split", "share")])
+@pytest.mark.parametrize("name", ["number_rows", *slow("top_up", "round_split", "share")])
 def test_a_barrier_removed_from_the_source_is_noticed(name: str, tmp_path: Path) -> None:
     """A barrier that the run-time skips is one that is not there: the same by way of the compiler."""
     file, text = REMOVED[name]
@@ -248,7 +248,7 @@ def test_kernels_start_early_unless_it_is_switched_off(wanted: str, early: int, 
     assert python(package, "-c", call, ISOLOAD_PDL=wanted).stdout == f"1 {early}\n"
 
 
-@pytest.mark.parametrize(("op", "every"), [*product(IN_GATE, [5]), *rest(*product(CHOSEN, [1]))])
+@pytest.mark.parametrize(("op", "every"), [*product(IN_GATE, [5]), *slow(*product(CHOSEN, [1]))])
 def test_op(op: str, every: int, package: Path) -> None:
     """The op's own tests, with lanes in a drawn order."""
     without = f" and not ({LARGER[op]})" if every > 1 and op in LARGER else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -331,15 +332,8 @@ def family(mutant: Mutant) -> str:
     return mutant.tests.partition("::")[0]
 
 
-FIRST = {family(mutant): name for name, mutant in reversed(MUTANTS.items())}
-CHOSEN = [
-    name if FIRST[family(mutant)] == name else pytest.param(name, marks=pytest.mark.exhaustive)
-    for name, mutant in MUTANTS.items()
-]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CHOSEN)
+@pytest.mark.parametrize("name", MUTANTS)
 def test_fault_turns_the_suite_red(name: str, verdicts: dict[str, Future[tuple[bool, str]]]) -> None:
     if MUTANTS[name].tests == "teams":
         native_build.need(native_build.THREAD)
@@ -353,3 +347,11 @@ def test_no_fault_stays_green(tmp_path: Path, objects: list[Path]) -> None:
     same = Mutant("csrc/cpu/count.h", "part[id]++;", "part[id]++;", "count")
     noticed, said = fails(same, tmp_path, objects)
     assert not noticed and "[100%]" in said, said[-2000:]
+
+
+def test_the_gate_runs_a_mutant_of_each_family() -> None:
+    listed = set(
+        re.findall(r"test_fault_turns_the_suite_red\[(.*)\]", (ROOT / ".ci/slow_tests.txt").read_text())
+    )
+    assert listed <= MUTANTS.keys()
+    assert {family(MUTANTS[name]) for name in listed} == {family(mutant) for mutant in MUTANTS.values()}

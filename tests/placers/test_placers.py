@@ -16,7 +16,7 @@ from isoload.placers import compiled
 from isoload.placers.eplb import EplbPlacer
 from reference import place_eplb
 from support.placing import placed
-from support.sweeps import every
+from support.sweeps import sweep
 
 GOLDEN = np.load(Path(__file__).parents[1] / "golden" / "eplb_maps.npz")
 GROUPED = np.load(Path(__file__).parents[1] / "golden" / "eplb_groups.npz")
@@ -131,10 +131,11 @@ def test_dedup_costs_next_to_no_balance_on_golden_loads(case):
     assert (imbalance(distinct, loads, ranks) <= 1.005 * imbalance(published, loads, ranks)).all()
 
 
+@sweep("number", 75, 300)
 @pytest.mark.parametrize("dedup", [False, True])
-def test_random_loads_equal_plain_loops(dedup):
+def test_random_loads_equal_plain_loops(dedup, number):
     rng = np.random.default_rng(11)
-    for _ in range(300 // every()):
+    for _ in range(number):
         ranks, size = rng.integers(1, 7, 2).tolist()
         experts = int(rng.integers(size, ranks * size + 1))
         top = int(rng.choice([1, 4, 40, 10**6]))
@@ -146,13 +147,14 @@ def test_random_loads_equal_plain_loops(dedup):
             assert row == expected, f"R={ranks} S={size} loads={layer.tolist()}"
 
 
-def test_packing_that_gets_stuck_often_equals_plain_loops(monkeypatch):
+@sweep("number", 500, 2000)
+def test_packing_that_gets_stuck_often_equals_plain_loops(monkeypatch, number):
     """Replica counts that greedy replication would not choose: packing them gets stuck again and again."""
     stuck = []
     real = place_eplb.make_room
     monkeypatch.setattr(place_eplb, "make_room", lambda *a: stuck.append(a) or real(*a))
     rng, most = np.random.default_rng(12), 0
-    for _ in range(2000 // every()):
+    for _ in range(number):
         ranks, size = int(rng.integers(2, 7)), int(rng.integers(3, 7))
         # Every rank is given distinct experts, so a packing without repeats exists.
         experts = size + int(rng.integers(0, 4))
@@ -204,10 +206,11 @@ def test_stuck_packing_is_repaired_by_the_mildest_move():
     assert repeats(placed(EplbPlacer(dedup=False), loads, 2, 3), 2) == 1
 
 
+@sweep("number", 100, 400)
 @pytest.mark.parametrize("dedup", [False, True])
-def test_compiled_loops_and_numpy_give_the_same_slots(dedup):
+def test_compiled_loops_and_numpy_give_the_same_slots(dedup, number):
     rng = np.random.default_rng(13)
-    for _ in range(400 // every()):
+    for _ in range(number):
         ranks, size = rng.integers(1, 9, 2).tolist()
         experts = int(rng.integers(size, ranks * size + 1))
         weight = np.floor(10 ** rng.uniform(0, rng.choice([0.5, 3]), (3, experts))).astype(np.float32)

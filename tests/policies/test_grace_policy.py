@@ -10,7 +10,6 @@ from reference.experts import run_experts
 from support.grace_cases import draw, tier
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("locality", [True, False])
 def test_parts_are_those_of_the_weights_in_the_nearest_tier(locality):
     replicated = 0

@@ -13,7 +13,7 @@ import isoload
 from isoload.traces import read_trace
 from support.level_cases import LevelCase, check_fill, draw_loads, in_order
 from support.spill_bounds import least_cost_bound
-from support.sweeps import every
+from support.sweeps import sweep
 from support.ultra_ep import least_level
 
 SHIPPED = Path(__file__).parents[2] / "examples" / "traces" / "gptoss20b_decode.npz"
@@ -51,7 +51,7 @@ def placement(case: LevelCase) -> isoload.Placement:
 def test_seldom_above_ultra_ep() -> None:
     """On the mean clearly below; a single one at most 1.05 times."""
     sums = np.zeros(2)
-    for case in [*drawn(count := 300 // every()), *recorded(count, 0)]:
+    for case in [*drawn(count := 300), *recorded(count, 0)]:
         plan = isoload.plan(
             torch.from_numpy(case.loads), placement(case), 0, "llep", min_chunk=1, threshold=1.0
         )
@@ -101,12 +101,13 @@ def test_small_batches_borrow_nothing_at_the_defaults() -> None:
     assert lent.telemetry is not None and int(lent.telemetry[:, 0].sum()) > 0
 
 
+@sweep("number", 62, 250)
 @pytest.mark.parametrize("policy", ["llep", "spill_cost"])
-def test_nothing_is_borrowed_where_replicas_suffice(policy: str) -> None:
+def test_nothing_is_borrowed_where_replicas_suffice(policy: str, number: int) -> None:
     """EPLB-placed: 0 imports wherever the exact split meets the capacity; never above it elsewhere."""
     options = {"min_chunk": 1, "threshold": 1.0} if policy == "llep" else {"expert_bytes": 1}
     met = lent = 0
-    for seed in range(250 // every()):
+    for seed in range(number):
         rng = np.random.default_rng([17, seed])
         ranks, experts = int(rng.choice([4, 8])), 32
         shares = rng.dirichlet(np.full(experts, 0.5 + rng.random()))

@@ -15,7 +15,6 @@ def placement_of(case):
     return isoload.Placement(torch.from_numpy(case.slot_to_expert)[None], topology, case.num_experts)
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("precision", ["float32", "float64"])
 def test_rounded_within_one_copy_per_replica_of_the_optimum(precision):
     solved = 0

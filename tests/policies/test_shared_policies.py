@@ -145,7 +145,6 @@ def joint_optimum(loads, placement, layer):
     )
 
 
-@pytest.mark.few(4)
 @pytest.mark.parametrize("name", [name for name in CASES if name != "unequal speeds"])
 def test_joint_is_the_optimum_over_all_slots(name):
     for seed in range(5):

@@ -17,7 +17,7 @@ from vllm_cpu import map_and_record
 import isoload
 from isoload.analysis.rank_loads import read_recorded
 from isoload.engines.tables import replica_lists
-from support.sweeps import rest
+from support.sweeps import slow
 
 EPLB = {
     "num_redundant_experts": 4, "window_size": 4, "step_interval": 4, "use_async": False,
@@ -181,7 +181,7 @@ def test_shadow_mode_is_stock_to_the_bit(stock: EngineRun, shadow: EngineRun) ->
     assert "1 of 1 passes is recorded, in 3 layers" in line and shadow.lines("isoload vLLM in shadow, decode")
 
 
-@pytest.mark.parametrize("name", ["shadow", *rest("shadow_pair")])
+@pytest.mark.parametrize("name", ["shadow", *slow("shadow_pair")])
 def test_shadow_mode_counts_what_was_routed(
     name: str, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -194,7 +194,6 @@ def test_shadow_mode_counts_what_was_routed(
 
 
 @pytest.mark.slow
-@pytest.mark.exhaustive  # another start of two engines
 def test_shadow_mode_of_ranks_with_tokens_of_their_own(oracle: Oracle, shadow_pair: list[EngineRun]) -> None:
     """Each copy where vLLM's rule puts it, tokens those of Hugging Face."""
     for rank, run in enumerate(shadow_pair):

@@ -26,7 +26,7 @@ from isoload.engines.tables import replica_lists
 from isoload.engines.vllm import placement as vllm_placement
 from isoload.placement.placement import Placement
 from isoload.traces import Identity, Trace
-from support.sweeps import rest
+from support.sweeps import slow
 
 CALM, TOKENS = 200, 240  # passes before the first rebalance, tokens of a request
 EPLB = {"num_redundant_experts": 4, "window_size": 4, "step_interval": 8, "communicator": "torch_gloo"}
@@ -249,7 +249,7 @@ def test_a_file_that_does_not_fit_is_refused(model: Callable[..., Any], tmp_path
         assert message in str(error.value)
 
 
-@pytest.mark.parametrize("name", ["a layer is missing", *rest("an expert is missing", "another model")])
+@pytest.mark.parametrize("name", ["a layer is missing", *slow("an expert is missing", "another model")])
 def test_an_engine_that_does_not_fit_loads_no_weights(oracle: Oracle, tmp_path: Path, name: str) -> None:
     isoload.write_placement(FAULTS[name][0], tmp_path / "plan.json")
     options = OPTIONS | {"eplb_config": EPLB}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, TypeVar
@@ -13,43 +12,22 @@ import pytest
 T = TypeVar("T")
 
 
-def sweep(name: str, few: int, whole: int) -> pytest.MarkDecorator:
-    """Runs a test with ``name`` at both sizes."""
-    return pytest.mark.parametrize(name, [few, *rest(whole)])
+def sweep(name: str, short: int, whole: int) -> pytest.MarkDecorator:
+    """Runs a test with ``name`` at both sizes, the whole one as a slow test."""
+    return pytest.mark.parametrize(name, [short, *slow(whole)])
 
 
-def rest(*cases: Any) -> list[Any]:
-    """Cases of a parametrize, or tuples of them, that `make test-all` runs beside the telling ones of `make test`."""
-    return _marked(cases, pytest.mark.slow, pytest.mark.exhaustive)
+def slow(*cases: Any) -> list[Any]:
+    """Slow cases of a parametrize, or tuples of them."""
+    return [
+        pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow)
+        for case in cases
+    ]
 
 
-def first(cases: Sequence[Any], number: int = 1) -> list[Any]:
-    """The first cases of a parametrize for `make test`, the others for the gate."""
-    return [*cases[:number], *_marked(cases[number:], pytest.mark.slow)]
-
-
-def _marked(cases: Sequence[Any], *marks: pytest.MarkDecorator) -> list[Any]:
-    return [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=marks) for case in cases]
-
-
-def mark_by_size(cases: Sequence[pytest.Function]) -> None:
-    """Of one test's cases few hold every value of each of its parameters; all others are exhaustive. Of the few those
-    beyond n are slow where the test is marked few(n). Values that a parametrize gives together count as one; where
-    cases tell as much, the one comes whose values came least often."""
-    values = {case: frozenset(enumerate(case.callspec._idlist)) for case in cases}
-    unseen, times = set().union(*values.values()), Counter[tuple[int, str]]()
-    chosen, others = [], list(cases)
-    while unseen:
-        case = max(others, key=lambda one: (len(values[one] & unseen), -sum(times[v] for v in values[one])))
-        others.remove(case)
-        chosen.append(case)
-        unseen -= values[case]
-        times.update(values[case])
-    few = cases[0].get_closest_marker("few")
-    for case in others + (chosen[few.args[0] :] if few else []):
-        case.add_marker(pytest.mark.slow)
-    for case in others:
-        case.add_marker(pytest.mark.exhaustive)
+def slow_beyond(cases: Sequence[Any], number: int = 1) -> list[Any]:
+    """The cases of a parametrize, slow from a number on."""
+    return [*cases[:number], *slow(*cases[number:])]
 
 
 def every() -> int:

@@ -17,7 +17,7 @@ from isoload.transport import CollectiveTransport, LocalTransport, NodeDispatche
 from support.batches import MAX_TOKENS, Batch, batches, draw
 from support.conformance import CASES, layer, own, send
 from support.processes import die, rank_outcomes, run_ranks
-from support.sweeps import rest
+from support.sweeps import slow
 
 CAPACITIES = [None, MAX_TOKENS]
 SHAPES = [(4, 2), (6, 3), (6, 2), (8, 4)]  # ranks, ranks of a node
@@ -60,7 +60,6 @@ def linear(transport: Transport, batch: Batch) -> dict[str, list[Tensor | None]]
     return {"out": list(out), "x": [v.grad for v in x], "weights": [w.grad for w in weights]}
 
 
-@pytest.mark.few(3)
 @EITHER
 @SHAPED
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -75,7 +74,6 @@ def test_the_same_bits_as_by_ranks_where_sums_are_exact(
                 assert torch.equal(a, b), f"{batch.name}, {name}"
 
 
-@pytest.mark.few(2)
 @EITHER
 @SHAPED
 def test_the_same_rows_and_all_but_the_same_sums_as_by_ranks(
@@ -237,7 +235,7 @@ MORE = [name for name in CASES if name not in FEW]
         (FEW[:2], MAX_TOKENS),
         pytest.param(FEW[2:], MAX_TOKENS, marks=pytest.mark.slow),
         pytest.param(MORE, None, marks=pytest.mark.slow),
-        *rest((FEW, None), (MORE, MAX_TOKENS)),
+        *slow((FEW, None), (MORE, MAX_TOKENS)),
     ],
 )
 def test_collective(cases: list[str], capacity: int | None) -> None:

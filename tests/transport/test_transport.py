@@ -23,7 +23,7 @@ from support.batches import MAX_TOKENS, Batch, draw
 from support.conformance import CASES, layer, own, send
 from support.made_routing import make_workload
 from support.processes import run_ranks
-from support.sweeps import rest
+from support.sweeps import slow
 
 CAPACITIES = [None, MAX_TOKENS]
 SLOTS_PER_RANK = draw("default", 3).slots_per_rank
@@ -34,7 +34,7 @@ SLOTS_PER_RANK = draw("default", 3).slots_per_rank
     ("case", "num_ranks"),
     [
         *product(CASES, (1, 3)),
-        *rest(*((case, 8) for case in CASES)),
+        *slow(*((case, 8) for case in CASES)),
     ],
 )
 def test_local(case: str, num_ranks: int, capacity: int | None) -> None:
@@ -42,7 +42,6 @@ def test_local(case: str, num_ranks: int, capacity: int | None) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("capacity", CAPACITIES)
 @pytest.mark.parametrize("case", CASES)
 def test_local_with_every_top_k(case: str, capacity: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,7 +60,7 @@ def all_cases(rank: int, num_ranks: int, capacity: int | None) -> dict[str, str]
     return failed
 
 
-GROUPS = [(2, None), pytest.param((3, MAX_TOKENS), marks=pytest.mark.slow), *rest(((4, None),))]
+GROUPS = [(2, None), pytest.param((3, MAX_TOKENS), marks=pytest.mark.slow), *slow(((4, None),))]
 
 
 @pytest.fixture(scope="module", params=GROUPS, ids=str)

@@ -170,7 +170,6 @@ def test_nothing_to_compute(name, dtype):
         assert parameter.grad is None if not case.resident else not parameter.grad.any()
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("glu", list(GLUS))
 def test_gradcheck(glu):
     case = replace(CASES["two groups"], rows=3, hidden=4, inner=3, top_k=3, absent=0.2)

@@ -25,7 +25,7 @@ from support.small_layer import (
     dense_stacks,
     train,
 )
-from support.sweeps import first, rest
+from support.sweeps import slow, slow_beyond
 
 ROW_BYTES = 8 * (3 * INNER * HIDDEN + 2 * INNER + HIDDEN)  # float64, with biases
 
@@ -54,7 +54,7 @@ def arrivals(layer):
     return [set(layout.experts) for layout in layer.layouts]
 
 
-@pytest.mark.parametrize("ranks", [*first([3, 8]), *rest(1, 2, 4, 5, 6, 7)])
+@pytest.mark.parametrize("ranks", [*slow_beyond([3, 8]), *slow(1, 2, 4, 5, 6, 7)])
 def test_is_the_same_layer_before_and_after(ranks):
     setup = make_setup(ranks)
     for name, before, after in pairs(ranks):
@@ -110,7 +110,7 @@ def test_plans_are_those_of_the_new_placement(policy):
     assert torch.equal(layer.last_plan.tables.data, fresh.last_plan.tables.data)
 
 
-@pytest.mark.parametrize("policy", first(["llep", "exact", "static"]))
+@pytest.mark.parametrize("policy", slow_beyond(["llep", "exact", "static"]))
 def test_moves_in_and_out_of_inference_mode(policy):
     """Regression: what was made in inference mode could be written nowhere else."""
     setup = make_setup(2)
@@ -176,7 +176,6 @@ def train_and_move(setup, before, after, transport, own, **how):
     return losses, {e: [w.detach() for w, _ in homes] for e, homes in homes_of(layer).items()}
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("chunk", [None, 2])
 @pytest.mark.parametrize("kind", [1, 4, 5], ids=["eplb", "random", "empty rank"])
 def test_training_over_a_move_is_dense_training(kind, chunk):
@@ -208,7 +207,7 @@ def on_rank(rank, ranks, kind):
     return losses, homes, transport.group.traffic.bytes["placement"]
 
 
-@pytest.mark.parametrize(("ranks", "kind"), first([(3, 3), (2, 0), (4, 4), (2, 5)]))
+@pytest.mark.parametrize(("ranks", "kind"), slow_beyond([(3, 3), (2, 0), (4, 4), (2, 5)]))
 def test_processes_move_and_train_like_one(ranks, kind):
     results = run_ranks(on_rank, ranks, ranks, kind)
     setup = make_setup(ranks)

@@ -10,7 +10,7 @@ import isoload
 from isoload.transport import CollectiveGroup, Group, LocalGroup
 from isoload.weights.layout import Address, Move, RankMoves, Stacks, add_back, move_rows, start_moves
 from support.processes import run_ranks
-from support.sweeps import every, rest
+from support.sweeps import slow, sweep
 
 SHAPES = [((3, 5), torch.bfloat16), ((1,), torch.float64), ((7,), torch.uint8), ((2, 2), torch.float32)]
 
@@ -93,9 +93,10 @@ def wanted(ranks: int, seed: int) -> list[Stacks]:
     ]
 
 
-@pytest.mark.parametrize("ranks", [1, 3, *rest(2, 8)])
-def test_virtual_ranks(ranks: int) -> None:
-    for seed in range(30 // every()):
+@sweep("number", 7, 30)
+@pytest.mark.parametrize("ranks", [1, 3, *slow(2, 8)])
+def test_virtual_ranks(ranks: int, number: int) -> None:
+    for seed in range(number):
         for got, want in zip(
             run(LocalGroup(isoload.Topology(ranks)), seed), wanted(ranks, seed), strict=True
         ):
@@ -107,7 +108,7 @@ def on_rank(rank: int, ranks: int) -> list[list[Stacks]]:
     return [run(group, seed) for seed in range(8)]
 
 
-@pytest.mark.parametrize("ranks", [3, *rest(2)])
+@pytest.mark.parametrize("ranks", [3, *slow(2)])
 def test_processes(ranks: int) -> None:
     for rank, found in enumerate(run_ranks(on_rank, ranks, ranks)):
         for seed, got in enumerate(found):

@@ -57,7 +57,6 @@ def assert_same(got: dict[str, Any], wanted: dict[str, Any]) -> None:
         assert torch.equal(got[key], value) if isinstance(value, torch.Tensor) else got[key] == value, key
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_training_goes_on_under_another_placement(name: str) -> None:
     """As if the placement had always been this one: to the bit, weights and state."""

@@ -21,7 +21,7 @@ from isoload.weights.shard import Shard
 from support.moved_layer import deal, eplb, make_setup
 from support.processes import run_ranks
 from support.small_layer import EXPERTS, STACKS, close, dense_layer, dense_stacks
-from support.sweeps import first, rest
+from support.sweeps import slow, slow_beyond
 
 LLEP = {"policy": "llep", "min_chunk": 1, "threshold": 1.0}
 
@@ -98,9 +98,8 @@ def placements(ranks):
     yield deal(random.Random(ranks), topology, size)
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("how", ["parameters", "function"])
-@pytest.mark.parametrize("ranks", [1, 3, *rest(2, 4)])
+@pytest.mark.parametrize("ranks", [1, 3, *slow(2, 4)])
 def test_is_the_dense_layer_and_trains_the_owner_s_parameters(ranks, how):
     setup = make_setup(ranks)
     for placement in placements(ranks):
@@ -291,7 +290,7 @@ def sharded_placement(topology, spare):
     return isoload.Placement(slots, topology, EXPERTS, home_slot=home, spare_slots=spare)
 
 
-@pytest.mark.parametrize(("ranks", "spare"), first([(4, 2), (2, 0), (2, 2)]))
+@pytest.mark.parametrize(("ranks", "spare"), slow_beyond([(4, 2), (2, 0), (2, 2)]))
 def test_processes_train_sharded_dtensors(ranks, spare):
     results = run_ranks(on_rank, ranks, ranks, spare)
     setup = make_setup(ranks)

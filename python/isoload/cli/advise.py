@@ -72,10 +72,10 @@ def one_placement(
     unseen_by_both: the phases are cut from one trace, so that the shorter of its first parts is unseen by both.
     Otherwise all phases' counts are added.
     """
-    seen = [part.judged.seen for part in asked.values()]
-    counts = min(seen, key=lambda part: int(part.sum()))
+    counts_by_phase = [part.judged.seen for part in asked.values()]
+    counts = min(counts_by_phase, key=lambda part: int(part.sum()))
     if not unseen_by_both:
-        counts = sum(seen, start=0 * counts)
+        counts = sum(counts_by_phase, start=0 * counts)
     return {name: part._replace(judged=replace(part.judged, seen=counts)) for name, part in asked.items()}
 
 
@@ -119,7 +119,9 @@ def answer(
     launch = [] if best is advice.now else flags(engine, best.candidate, topology, slots, source, phase)
     notes = list(dict.fromkeys(note for part in asked.values() for note in part.notes))
     warned = warnings(advice, notes, guessed=guessed)
-    kernels = {name: one.question.layer.experts.kernel for name, one in phases.items()}
+    kernels = {
+        name: advice_of_phase.question.layer.experts.kernel for name, advice_of_phase in phases.items()
+    }
     figures = {
         "model": model.name,
         "gpu": question.layer.experts.gpu,
@@ -176,10 +178,10 @@ def _page(
     )
 
     engine, gpu, kernel = chosen
-    both, parts, gaps = len(phases) > 1, {}, dict[str, None]()
+    has_both_phases, parts, gaps = len(phases) > 1, {}, dict[str, None]()
     for name, part in phases.items():
         model, topology = part.question.model, part.question.topology
-        if both or not isinstance(gpu, str):
+        if has_both_phases or not isinstance(gpu, str):
             times = {name: part.question.layer}
         else:
             times, missing = layer_times(gpu, engine, name, model, topology, kernel)
@@ -198,7 +200,7 @@ def _page(
         parts[name] = PagePhase(part, judged, trace.layer_ids, times, judge)
     candidates = page_table(columns_of(FIGURES, rows_of(advice, phases), wide=True), [0])
     batches = len(next(iter(asked.values())).judged.loads)
-    notes = [*unit_notes(advice, batches, both), *warned, *gaps]
+    notes = [*unit_notes(advice, batches, has_both_phases), *warned, *gaps]
     text = PageText(
         question_lines(advice, phases, weights), verdict_lines(advice, phases), candidates, launch, notes
     )

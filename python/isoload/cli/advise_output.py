@@ -66,12 +66,16 @@ MEASURED = "--step-ms takes a step that you have measured."
 
 def step_columns(now: Step, best: Step) -> list[Column]:
     """Return the columns of a whole step: a row for each stage that takes any time."""
-    shown = [name for name in now.stages if any((*now.stages[name], *best.stages[name]))]
+    figures = [name for name in now.stages if any((*now.stages[name], *best.stages[name]))]
 
     def cells(step: Step) -> list[str]:
-        return [*(between(*step.stages[name]) for name in shown), between(*step.ms), between(*step.halved_ms)]
+        return [
+            *(between(*step.stages[name]) for name in figures),
+            between(*step.ms),
+            between(*step.halved_ms),
+        ]
 
-    group, stages = "ms, a rank in the mean", Column("", "stage", [*shown, "a whole step", "in two halves"])
+    group, stages = "ms, a rank in the mean", Column("", "stage", [*figures, "a whole step", "in two halves"])
     return [stages, Column(group, "now", cells(now)), Column(group, "best", cells(best))]
 
 

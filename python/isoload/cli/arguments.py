@@ -43,16 +43,16 @@ Record = TypeVar("Record", Trace, Placement)
 def read_given(path: str, topology: Topology | None) -> Placement:
     """The placement of a file; the topology is for engines' files, which do not say it."""
     try:
-        found = read_placement(path)
+        placement = read_placement(path)
     except UnknownRanks as error:
         if topology is None:
             raise ValueError(str(error).replace("topology must be given", "--ranks must be given")) from None
         return read_placement(path, topology)
-    if topology is not None and topology.num_ranks != found.topology.num_ranks:
+    if topology is not None and topology.num_ranks != placement.topology.num_ranks:
         raise ValueError(
-            f"ranks must be {found.topology.num_ranks} with placement {path}, got {topology.num_ranks}"
+            f"ranks must be {placement.topology.num_ranks} with placement {path}, got {topology.num_ranks}"
         )
-    return found
+    return placement
 
 
 def given_placement(context: typer.Context, path: str) -> Placement:
@@ -93,8 +93,8 @@ def unseen_part(
                 f"got {settings.calibrate}"
             )
         source = ", ".join(map(shown, names)) or "loads that it does not name"
-        seen = "seen: " if trace.name in names else ""
-        return settings, placement, f"{seen}{path}, placed on {source}"
+        label = "seen: " if trace.name in names else ""
+        return settings, placement, f"{label}{path}, placed on {source}"
     if settings.calibrate in (None, "all"):
         unseen = "" if strict == "all" else f"; --calibrate {strict} judges its placer on unseen batches"
         return settings, placement, f"seen: {path}, placed on these batches{unseen}"
@@ -310,7 +310,7 @@ def _belongs(target: str, path: Path) -> bool:
     if path.suffix == ".npz":
         owned += [path.with_suffix(".json"), path.resolve().with_suffix(".json")]
     return any(
-        own.resolve() in (there, *there.parents) or _place(str(own)) == _place(target) for own in owned
+        file.resolve() in (there, *there.parents) or _place(str(file)) == _place(target) for file in owned
     )
 
 

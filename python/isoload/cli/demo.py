@@ -113,8 +113,8 @@ def _run_policy(
         with torch.no_grad():
             got = layer(rows)
         assert isinstance(got, Tensor)
-        wanted = run_experts(rows, current[0], current[1], [dense], SwiGLU())
-        worst = max(worst, float((got - wanted).abs().max()) if len(rows) else 0.0)
+        expected = run_experts(rows, current[0], current[1], [dense], SwiGLU())
+        worst = max(worst, float((got - expected).abs().max()) if len(rows) else 0.0)
         alive()
     return {"sent": sent, "max_abs_diff": worst, "bytes": transport.group.traffic.bytes.total()}
 
@@ -152,9 +152,9 @@ def demo(
     from isoload.cli.arguments import check_targets
 
     check_targets([trace], force, json)
-    found = run_demo(trace, ranks, layer, stall_seconds)
+    results = run_demo(trace, ranks, layer, stall_seconds)
     header = "bold", [f"one MoE layer over {ranks} processes (gloo), forward, recorded routing"]
-    worst = max(row["max_abs_diff"] for row in found)
+    worst = max(row["max_abs_diff"] for row in results)
     units = (
         "dim",
         [
@@ -163,5 +163,5 @@ def demo(
             "Times are left out: on a CPU and in these widths they say nothing about a GPU.",
         ],
     )
-    columns = columns_of(FIGURES, found)
-    write_out(json, {"policies": found}, lambda console: say(console, header, columns, units))
+    columns = columns_of(FIGURES, results)
+    write_out(json, {"policies": results}, lambda console: say(console, header, columns, units))

@@ -97,10 +97,10 @@ def _nvcc() -> tuple[bool, str]:
         return False, f"{where}: CUDA sources cannot be compiled"
     asked = [path, "--version"]
     try:
-        said = subprocess.run(asked, capture_output=True, text=True, timeout=30, check=True)
+        output = subprocess.run(asked, capture_output=True, text=True, timeout=30, check=True)
     except (OSError, subprocess.SubprocessError) as error:
         return False, f"{path} does not run: {error}"
-    release = re.search(r"release ([\d.]+)", said.stdout)
+    release = re.search(r"release ([\d.]+)", output.stdout)
     return True, f"CUDA {release.group(1) if release else 'of unknown release'}, {path}"
 
 

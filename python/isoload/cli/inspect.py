@@ -176,8 +176,12 @@ def inspect(
     loaded = load_trace(traces, layers, top_k, reading)
     if placed is not None and placement is not None:
         view = inspect_placement(loaded, placed)
-        held = {"trace": loaded.name, "placement": placement, "num_ranks": placed.topology.num_ranks}
-        figures, header = {**held, **view}, placed_header(loaded, placement, placed)
+        placement_figures = {
+            "trace": loaded.name,
+            "placement": placement,
+            "num_ranks": placed.topology.num_ranks,
+        }
+        figures, header = {**placement_figures, **view}, placed_header(loaded, placement, placed)
         of_layers = columns_of(PLACED_FIGURES, [*view["layers"], _mean(view["layers"])])
         gains = _by_replicas(view)
 
@@ -190,19 +194,24 @@ def inspect(
         def show(console: Console) -> None:
             say(console, ("bold", header), of_layers, ("dim", [PLACED_UNITS]), gains, ("dim", [GAIN_UNITS]))
     else:
-        found = inspect_trace(loaded, ranks)
-        figures = {"trace": loaded.name, "record": record_facts(loaded), "num_ranks": ranks, "layers": found}
+        layer_figures = inspect_trace(loaded, ranks)
+        figures = {
+            "trace": loaded.name,
+            "record": record_facts(loaded),
+            "num_ranks": ranks,
+            "layers": layer_figures,
+        }
 
         def drawn() -> str:
             from isoload.cli.pages import inspect_page
 
-            numbers = list(found[0]["on_ranks"])
-            tables = page_table(columns_of(inspect_figures(numbers), found, wide=True))
-            costs = [f"{_cost_line(found, number)}." for number in numbers]
-            header, notes = inspect_header(loaded, ranks), inspect_notes(loaded, ranks, found)
-            return inspect_page(loaded, ranks, found, header, costs, tables, notes, figures)
+            numbers = list(layer_figures[0]["on_ranks"])
+            tables = page_table(columns_of(inspect_figures(numbers), layer_figures, wide=True))
+            costs = [f"{_cost_line(layer_figures, number)}." for number in numbers]
+            header, notes = inspect_header(loaded, ranks), inspect_notes(loaded, ranks, layer_figures)
+            return inspect_page(loaded, ranks, layer_figures, header, costs, tables, notes, figures)
 
         def show(console: Console) -> None:
-            print_inspection(loaded, ranks, found, console, wide)
+            print_inspection(loaded, ranks, layer_figures, console, wide)
 
     write_out(json, figures, show, html=html, page=drawn)

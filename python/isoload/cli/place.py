@@ -148,8 +148,8 @@ class Way:
         from isoload.analysis.judge import without_replicas
         from isoload.placers import place
 
-        made = place(counts, topology, self.slots, self.name, **self.options)
-        return without_replicas(made) if self.label == options.BASELINE else made
+        placement = place(counts, topology, self.slots, self.name, **self.options)
+        return without_replicas(placement) if self.label == options.BASELINE else placement
 
 
 def shown_row(row: Row) -> Row:
@@ -375,11 +375,13 @@ def convert(
 
     check_targets([source], force, output=str(output))
     check_format(file_format, output, "output")
-    found = read_given(str(source), None if ranks is None else Topology(ranks))
-    found = with_extra(Reading(first_moe_layer=first_moe_layer, model=model).stated(found), extra_layers)
-    write_placement(found, output, file_format)
+    placement = read_given(str(source), None if ranks is None else Topology(ranks))
+    placement = with_extra(
+        Reading(first_moe_layer=first_moe_layer, model=model).stated(placement), extra_layers
+    )
+    write_placement(placement, output, file_format)
     if str(output) != "-":
-        line = f"{placement_line(found, str(output))}, format {file_format}"
+        line = f"{placement_line(placement, str(output))}, format {file_format}"
         console = Console(highlight=False)
         say(console, ("", [line]))
-        say_start(start_of(found, str(output), file_format), console)
+        say_start(start_of(placement, str(output), file_format), console)

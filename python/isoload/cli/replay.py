@@ -127,24 +127,24 @@ def replay_units(replay: Replay, wide: bool) -> list[str]:
     used, shared = replay.settings, replay.settings["shared_experts"]
     units = (WIDE_UNITS if wide else UNITS).format(best="joint" if shared else "exact")
     borrowing = [row for row in replay.policies if row.policy != options.BASELINE]
-    found = [units, *([SHARED] if shared and wide else [])]
-    found += [SPEEDS.format(ticks=NOMINAL_TICKS)] if used.get("speeds") else []
-    return found + ([BELOW] if any(row.gap_mean < 0 for row in borrowing) else [])
+    lines = [units, *([SHARED] if shared and wide else [])]
+    lines += [SPEEDS.format(ticks=NOMINAL_TICKS)] if used.get("speeds") else []
+    return lines + ([BELOW] if any(row.gap_mean < 0 for row in borrowing) else [])
 
 
 def replay_warnings(replay: Replay) -> list[str]:
     """What cannot be judged here, and why."""
-    found = [f"{policy}: n/a: {reason}" for policy, reason in replay.refused.items()]
+    warnings = [f"{policy}: n/a: {reason}" for policy, reason in replay.refused.items()]
     if not replay.settings["top_k"]:
-        found.append(
+        warnings.append(
             "The record does not say top-k: copies are drawn one by one, rows not counted (--top-k)."
         )
-    found += replay.notes
+    warnings += replay.notes
     if replay.settings.get("exchanges") == 0:
-        found.append("Nothing was exchanged: the replayed batches are not more than --exchange-every.")
+        warnings.append("Nothing was exchanged: the replayed batches are not more than --exchange-every.")
     if not replay.settings["layers_with_freedom"]:
-        found.append(NO_FREEDOM.format(more=replay.settings["slots_per_rank"] + 1))
-    return found
+        warnings.append(NO_FREEDOM.format(more=replay.settings["slots_per_rank"] + 1))
+    return warnings
 
 
 def times_warnings(rows: Sequence[Row], times: Times) -> list[str]:
@@ -300,7 +300,9 @@ def replay(
     if policies is not None:
         names = [name.strip() for name in policies.split(",") if name.strip()]
         whole = {"in-order": (simulate.BASELINE,), "all": (simulate.BASELINE, *POLICIES)}
-        chosen = tuple(dict.fromkeys(each for name in names for each in whole.get(name, (name,))))
+        chosen = tuple(
+            dict.fromkeys(policy_name for name in names for policy_name in whole.get(name, (name,)))
+        )
     settings = simulate.ReplaySettings(
         num_ranks=ranks,
         ranks_per_node=ranks_per_node,
@@ -324,17 +326,17 @@ def replay(
     if placed is not None:
         settings, placed, note = unseen_part(placed, str(placement), loaded, settings)
     with progress("replaying batches") as on_batch:
-        found = simulate.replay(loaded, settings, on_batch, placed)
+        replayed = simulate.replay(loaded, settings, on_batch, placed)
 
     timed = [
         {"policy": row.policy, **row_times}
-        for row, row_times in zip(found.policies, found.layer_times, strict=False)
+        for row, row_times in zip(replayed.policies, replayed.layer_times, strict=False)
     ]
-    figures = replay_json(found)
+    figures = replay_json(replayed)
 
     def show(console: Console) -> None:
         say(console, ("", source_line([loaded])))
-        print_replay(found, console, wide, note)
+        print_replay(replayed, console, wide, note)
         if settings.times:
             units, warnings = (
                 [TIMES_UNITS.format(times=settings.times)],
@@ -345,12 +347,12 @@ def replay(
     def drawn() -> str:
         from isoload.cli.pages import replay_page
 
-        with_nodes = found.settings["num_ranks"] > found.settings["ranks_per_node"]
-        tables = page_table(replay_columns(found.policies, with_nodes, wide=True))
-        notes = [*replay_units(found, wide=True), *replay_warnings(found)]
+        with_nodes = replayed.settings["num_ranks"] > replayed.settings["ranks_per_node"]
+        tables = page_table(replay_columns(replayed.policies, with_nodes, wide=True))
+        notes = [*replay_units(replayed, wide=True), *replay_warnings(replayed)]
         if settings.times:
             tables += page_table(columns_of(TIMES, timed, wide=True))
             notes += [TIMES_UNITS.format(times=settings.times), *times_warnings(timed, settings.times)]
-        return replay_page(found, replay_header(found, note), tables, notes, figures)
+        return replay_page(replayed, replay_header(replayed, note), tables, notes, figures)
 
     write_out(json, figures, show, html=html, page=drawn)

@@ -47,18 +47,18 @@ def rows_of(recorded: Recorded, phases: list[Phase], saved: dict[str, tuple[floa
     """A row for each phase, as --json writes it."""
     return [
         {
-            "phase": of.name,
-            "passes": len(of.batches),
-            "tokens_per_rank": of.tokens,
-            "routed": of.quantiles(of.routed),
-            "planned": of.quantiles(of.planned),
+            "phase": part.name,
+            "passes": len(part.batches),
+            "tokens_per_rank": part.tokens,
+            "routed": part.quantiles(part.routed),
+            "planned": part.quantiles(part.planned),
             "layers": list(recorded.trace.layer_ids),
-            "routed_by_layer": of.routed.tolist(),
-            "planned_by_layer": of.planned.tolist(),
-            "saved_ms": saved.get(of.name),
-            "saved": between(*saved[of.name]) if of.name in saved else None,
+            "routed_by_layer": part.routed.tolist(),
+            "planned_by_layer": part.planned.tolist(),
+            "saved_ms": saved.get(part.name),
+            "saved": between(*saved[part.name]) if part.name in saved else None,
         }
-        for of in phases
+        for part in phases
     ]
 
 
@@ -130,27 +130,29 @@ def report(
         raise ValueError(f"gpu must come with model, got {gpu or times} and {model}")
     if html is not None and device is None:
         raise ValueError("html must come with --gpu and --model, got neither")
-    held = read_recorded(recorded)
-    found = phases(held)
-    names = [of.name for of in found]
+    recording = read_recorded(recorded)
+    recorded_phases = phases(recording)
+    names = [part.name for part in recorded_phases]
     if phase is not None and phase not in names:
         raise ValueError(f"phase must be one that was recorded, {' or '.join(names)}, got {phase!r:.40}")
     if trace is not None:
-        write_trace(held.trace, trace)
+        write_trace(recording.trace, trace)
     saved: dict[str, tuple[float, float]] = {}
     advice, gaps = None, list[str]()
     if device is not None and model is not None:
-        chosen = [part for part in found if phase in (None, part.name)]
-        source = None if trace is None else Reading().shell_words([Path(trace)], held.trace, model)
-        saved, advice, gaps = modelled(held, found, chosen, device, model, engine, dtype, step_ms, source)
-    rows, (passes, files) = rows_of(held, found, saved), held.left_out
+        chosen = [part for part in recorded_phases if phase in (None, part.name)]
+        source = None if trace is None else Reading().shell_words([Path(trace)], recording.trace, model)
+        saved, advice, gaps = modelled(
+            recording, recorded_phases, chosen, device, model, engine, dtype, step_ms, source
+        )
+    rows, (passes, files) = rows_of(recording, recorded_phases, saved), recording.left_out
     notes = [UNITS, *([SAVED] if advice else [])]
-    said = {
+    possible_warnings = {
         f"{passes} passes are left out, which not every rank recorded.": passes,
         f"{files} files of earlier runs are left out.": files,
-        SAME: advice and held.same_tokens,
+        SAME: advice and recording.same_tokens,
     }
-    warnings = [*(text for text, holds in said.items() if holds), *gaps]
+    warnings = [*(text for text, holds in possible_warnings.items() if holds), *gaps]
     figures: dict[str, Any] = {"phases": rows, "left_out": {"passes": passes, "files": files}}
     figures |= {"warnings": warnings, "advice": None if advice is None else advice.figures}
 
@@ -203,7 +205,7 @@ def modelled(
     ).items():
         constants[name], notes[name] = layer, of_phase
     gathers = engine == "vllm" or described.is_deepseek
-    asked = {
+    questions_by_phase = {
         part.name: Question(
             described,
             constants[part.name],
@@ -217,14 +219,14 @@ def modelled(
         if part.name in constants
     }
     runs = {
-        part.name: served_runs(recorded, part, asked[part.name])
+        part.name: served_runs(recorded, part, questions_by_phase[part.name])
         for part in recorded_phases
-        if part.name in asked
+        if part.name in questions_by_phase
     }
-    by_phase = {name: saved_ms(*part, asked[name]) for name, part in runs.items()}
+    by_phase = {name: saved_ms(*part, questions_by_phase[name]) for name, part in runs.items()}
     questions = {}
     for part in sorted(chosen, key=lambda phase: phase.name, reverse=True):  # prefill first
-        trace, question = trace_of(recorded, part), asked[part.name]
+        trace, question = trace_of(recorded, part), questions_by_phase[part.name]
         judged = judge_by(trace, described, topology.num_ranks, question.tokens)
         basis = f"the advice on {part.name} is from {amount(len(part.batches), 'pass', 'passes')}"
         questions[part.name] = PhaseQuestion(question, trace, judged, [basis, *notes[part.name]])

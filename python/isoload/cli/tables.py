@@ -83,8 +83,8 @@ def write_out(
 
 def columns_of(figures: Sequence[Figure], rows: Sequence[Row], wide: bool = False) -> list[Column]:
     """The figures that have, in some row, a value."""
-    shown = [f for f in figures if (wide or not f.wide) and any(f.value(row) is not None for row in rows)]
-    return [Column(f.group, f.title, [f.cell(row) for row in rows]) for f in shown]
+    visible = [f for f in figures if (wide or not f.wide) and any(f.value(row) is not None for row in rows)]
+    return [Column(f.group, f.title, [f.cell(row) for row in rows]) for f in visible]
 
 
 def page_table(columns: Sequence[Column], marked: Sequence[int] = ()) -> str:

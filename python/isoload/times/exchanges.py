@@ -97,8 +97,8 @@ class AllToAllTime:
         rows = select(select(table, gpu=gpu, kernel=kernel), hidden=hidden, top_k=top_k)
         if same := [row for row in rows if (row["ranks"], row["nodes"]) == (ranks, nodes)]:
             row = same[0]
-            curve, told = Curve(*row[step]), (row["tokens_to"], row["fit_error"])
-            return cls(gpu, kernel, step, ranks, nodes, curve, curve, *told, source=row["source"])
+            curve, limits = Curve(*row[step]), (row["tokens_to"], row["fit_error"])
+            return cls(gpu, kernel, step, ranks, nodes, curve, curve, *limits, source=row["source"])
         sizes = _sizes(rows)
         inside, (low, high) = _inside(rows, step, per_node)
         from_sizes = "" if per_node == inside["ranks"] else sizes
@@ -262,11 +262,11 @@ class LayerTime:
             rows: [..., R] that each rank receives: distinct tokens.
             tokens: [...] that a rank holds before the dispatch, on average.
         """
-        found, received = numbers("copies", copies), numbers("rows", rows)
-        if found.ndim < 2 or received.shape != found.shape[:-1]:
-            shapes = f"{list(received.shape)} beside copies {list(found.shape)}"
+        slot_copies, received = numbers("copies", copies), numbers("rows", rows)
+        if slot_copies.ndim < 2 or received.shape != slot_copies.shape[:-1]:
+            shapes = f"{list(received.shape)} beside copies {list(slot_copies.shape)}"
             raise ValueError(f"rows must be [..., ranks] and copies [..., ranks, slots], got {shapes}")
-        experts = self.experts.seconds(found, received)
+        experts = self.experts.seconds(slot_copies, received)
         busiest = np.maximum(received.max(-1) / np.maximum(received.mean(-1), 1e-300), 1)
         none = np.zeros((*busiest.shape, 2))
         dispatch, combine = (

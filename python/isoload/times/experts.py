@@ -21,9 +21,9 @@ TABLES = ("experts", "exchanges")
 @cache
 def read(table: str) -> tuple[Row, ...]:
     """The rows of a table, each with the table's source."""
-    found = parse_json(resources.files(__package__).joinpath(f"{table}.json").read_text())
-    shared = {"table": table, "source": found["source"]}
-    return tuple(dict(zip(found["columns"], row, strict=True)) | shared for row in found["rows"])
+    content = parse_json(resources.files(__package__).joinpath(f"{table}.json").read_text())
+    shared = {"table": table, "source": content["source"]}
+    return tuple(dict(zip(content["columns"], row, strict=True)) | shared for row in content["rows"])
 
 
 def available() -> list[Row]:
@@ -53,10 +53,10 @@ def numbers(name: str, values: Any, least: float = 0.0) -> Floats:
     Raises:
         ValueError: a value that is not finite, or less than `least`.
     """
-    found = np.asarray(values, dtype=np.float64)
-    if (wrong := found[~(np.isfinite(found) & (found >= least))]).size:
+    array = np.asarray(values, dtype=np.float64)
+    if (wrong := array[~(np.isfinite(array) & (array >= least))]).size:
         raise ValueError(f"{name} must be finite numbers from {least:g} on, got {wrong[0]:g}")
-    return found
+    return array
 
 
 def kernel_us(
@@ -115,9 +115,9 @@ class ExpertTime:
         Raises:
             ValueError: naming the argument and what it may be.
         """
-        asked: dict[str, Any] = {"gpu": gpu, "kernel": kernel, "dtype": dtype}
-        asked |= {"hidden": hidden, "intermediate": intermediate, "experts": experts}
-        row = min(select(read("experts"), **asked), key=lambda row: row["fit_error"])
+        selection: dict[str, Any] = {"gpu": gpu, "kernel": kernel, "dtype": dtype}
+        selection |= {"hidden": hidden, "intermediate": intermediate, "experts": experts}
+        row = min(select(read("experts"), **selection), key=lambda row: row["fit_error"])
         return cls(**{field.name: row[field.name] for field in fields(cls)})
 
     def seconds(self, copies: Any, rows: Any = None) -> Floats:
@@ -128,11 +128,11 @@ class ExpertTime:
             rows: [...] tokens that the rank's kernel is given: those that arrived over an all-to-all; all of the
                 group's where every rank holds all tokens. By default as many as copies, which is the most.
         """
-        found = numbers("copies", copies)
-        given = found.sum(-1) if rows is None else numbers("rows", rows)
-        padded = (np.ceil(found / self.tile) * self.tile).sum(-1)
+        counts = numbers("copies", copies)
+        num_rows = counts.sum(-1) if rows is None else numbers("rows", rows)
+        padded = (np.ceil(counts / self.tile) * self.tile).sum(-1)
         constants = (self.a_us, self.b_us, self.c_us, self.rho_us, self.p)
-        return 1e-6 * kernel_us(*constants, (found > 0).sum(-1), padded, given)
+        return 1e-6 * kernel_us(*constants, (counts > 0).sum(-1), padded, num_rows)
 
     def extrapolated(self, copies: Any) -> np.ndarray[Any, np.dtype[np.bool_]]:
         """[...] whether a rank has fewer or more copies than were measured, so that its seconds are a guess."""

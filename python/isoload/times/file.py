@@ -196,9 +196,9 @@ def _times(content: dict[str, Any], path: str) -> Times:
     move = content["move_us"]
     move_us = None if move is None else _number("move_us", move)
     software = {str(key): str(value) for key, value in content["software"].items()}
-    both = steps["dispatch"], steps["combine"]
+    exchanges = steps["dispatch"], steps["combine"]
     return Times(
-        device, software, ranks, nodes, experts, *both, move_us, plan_us, speeds, content["points"], path
+        device, software, ranks, nodes, experts, *exchanges, move_us, plan_us, speeds, content["points"], path
     )
 
 
