@@ -107,8 +107,8 @@ def __getattr__(name: str) -> Any:
     """
     if name in __all__:
         for module, names in _HOMES.items():
-            found = import_module(f"isoload.{module}")
-            globals().update({each: getattr(found, each) for each in names})
+            imported = import_module(f"isoload.{module}")
+            globals().update({public: getattr(imported, public) for public in names})
         return globals()[name]
     if not name.startswith("_") and find_spec(f"isoload.{name}"):
         return import_module(f"isoload.{name}")

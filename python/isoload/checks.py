@@ -43,36 +43,36 @@ def make(kind: str, classes: Mapping[str, type[Made]], name: str, options: Mappi
 def parse(kind: str, classes: Mapping[str, type[Made]], text: str) -> tuple[str, dict[str, Any]]:
     """Name and options of what is written ``name:option=value:option=value``; raises ValueError as :func:`make`."""
     name, *pairs = text.split(":")
-    given: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")
         if not equals:
             raise ValueError(f"{kind} must be written name:option=value, got {text!r}")
-        if key in given:
+        if key in texts:
             raise ValueError(f"option {key} must be given once, got {text!r}")
-        given[key] = value
-    types = types_of(_find(kind, classes, name, given))
-    for key, value in given.items():
+        texts[key] = value
+    types = types_of(_find(kind, classes, name, texts))
+    for key, value in texts.items():
         _refuse_removed(classes[name], key, value)
-    options = {key: _read(key, value, types[key]) for key, value in given.items()}
+    options = {key: _read(key, value, types[key]) for key, value in texts.items()}
     make(kind, classes, name, options)
     return name, options
 
 
-def check_options(made: Any) -> None:
+def check_options(options: Any) -> None:
     """Raises ValueError for an option whose value is not of its type, before any batch meets it."""
-    for name, types in types_of(type(made)).items():
-        value = getattr(made, name)
+    for name, types in types_of(type(options)).items():
+        value = getattr(options, name)
         if not any(_is(value, kind) for kind in types):
-            _refuse_removed(type(made), name, value)
+            _refuse_removed(type(options), name, value)
             raise ValueError(f"{name} must be {_listed(types)}, got {value!r}{_nearest(value, types)}")
         if isinstance(value, float) and not isfinite(value):
             raise ValueError(f"{name} must be finite, got {value}")
 
 
-def _refuse_removed(made: type, name: str, value: Any) -> None:
+def _refuse_removed(cls: type, name: str, value: Any) -> None:
     """Raise ValueError for a value that an option had in an earlier version, naming what replaces it."""
-    if use := getattr(made, "removed", {}).get(f"{name}={value}"):
+    if use := getattr(cls, "removed", {}).get(f"{name}={value}"):
         raise ValueError(f"{name}={value} was removed: {use}")
 
 
@@ -83,12 +83,12 @@ def check_range(name: str, value: float | None, low: int, high: int, unit: str =
         raise ValueError(f"{name} must be in {low}..{limit}{unit}, got {value}")
 
 
-def types_of(made: type) -> dict[str, tuple[Any, ...]]:
+def types_of(cls: type) -> dict[str, tuple[Any, ...]]:
     """By option the types that it may have, or their values, where it is one of some."""
-    if made not in _TYPES:
-        hints = get_type_hints(made)
-        _TYPES[made] = {f.name: get_args(hints[f.name]) or (hints[f.name],) for f in fields(made)}
-    return _TYPES[made]
+    if cls not in _TYPES:
+        hints = get_type_hints(cls)
+        _TYPES[cls] = {f.name: get_args(hints[f.name]) or (hints[f.name],) for f in fields(cls)}
+    return _TYPES[cls]
 
 
 def refuse_removed(kind: str, name: str) -> None:

@@ -37,12 +37,12 @@ def open_regular(path: Path) -> BinaryIO:
     return os.fdopen(descriptor, "rb")
 
 
-def read_text(path: Path, most: int = MAX_TEXT) -> str:
+def read_text(path: Path, max_bytes: int = MAX_TEXT) -> str:
     """A file's text."""
     with open_regular(path) as file:
-        data = file.read(most + 1) if os.fstat(file.fileno()).st_size <= most else None
-    if data is None or len(data) > most:  # /proc's files say that they are empty
-        raise ValueError(f"{path}: must be at most {most >> 20} MiB, has more")
+        data = file.read(max_bytes + 1) if os.fstat(file.fileno()).st_size <= max_bytes else None
+    if data is None or len(data) > max_bytes:  # /proc's files say that they are empty
+        raise ValueError(f"{path}: must be at most {max_bytes >> 20} MiB, has more")
     try:
         return data.decode()
     except UnicodeDecodeError as error:
@@ -62,12 +62,12 @@ def parse_json(text: str, infinities: bool = False) -> Any:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    content = dict(pairs)
+    if len(content) < len(pairs):
         keys = [key for key, _ in pairs]
         twice = next(key for key in keys if keys.count(key) > 1)
         raise ValueError(f"key {shown(twice)} must be there once")
-    return found
+    return content
 
 
 def _no_constant(name: str) -> Any:
@@ -94,11 +94,11 @@ def integer_rows(
     return np.array(rows, dtype=np.int64)
 
 
-def check_keys(found: dict[str, Any], wanted: set[str], what: str = "keys") -> None:
+def check_keys(content: dict[str, Any], wanted: set[str], what: str = "keys") -> None:
     """Refuses keys that are missing or foreign."""
-    for key in sorted(wanted - found.keys()):
-        raise ValueError(f"{what} must have {key}, got {shown(sorted(found))}")
-    for key in sorted(found.keys() - wanted):
+    for key in sorted(wanted - content.keys()):
+        raise ValueError(f"{what} must have {key}, got {shown(sorted(content))}")
+    for key in sorted(content.keys() - wanted):
         raise ValueError(f"{what} must be {', '.join(sorted(wanted))}, got {shown(key)} besides")
 
 
@@ -111,9 +111,9 @@ def check_target(target: str | None, name: str = "json") -> None:
     """Refuses a file in a folder that does not exist, before any work is done for it."""
     if target in (None, "-"):
         return
-    found = _found(target)
-    folder = found is None and not Path(os.path.realpath(target)).parent.is_dir()
-    if folder or (found is not None and stat.S_ISDIR(found.st_mode)):
+    status = _found(target)
+    folder = status is None and not Path(os.path.realpath(target)).parent.is_dir()
+    if folder or (status is not None and stat.S_ISDIR(status.st_mode)):
         raise ValueError(f"{name} must be a file in an existing folder or -, got {target!r}")
 
 
@@ -153,8 +153,8 @@ def write_text(text: str, target: str) -> None:
         print(text, end="")
         return
     try:
-        number, found = descriptor_of(target), _found(target)
-        if number is not None or (found is not None and not stat.S_ISREG(found.st_mode)):
+        number, status = descriptor_of(target), _found(target)
+        if number is not None or (status is not None and not stat.S_ISREG(status.st_mode)):
             sys.stdout.flush()  # what was printed before comes before
             opened = target if number is None else number
             with open(opened, "w", encoding="utf-8", closefd=number is None) as file:
@@ -164,7 +164,7 @@ def write_text(text: str, target: str) -> None:
         part = path.with_name(f"{path.name}.{os.getpid()}.part")
         try:
             part.write_text(text, encoding="utf-8")
-            if found is not None:
+            if status is not None:
                 shutil.copymode(path, part)
             os.replace(part, path)
         finally:
@@ -186,9 +186,9 @@ def descriptor_of(target: str) -> int | None:
     already, and replacing it would leave its writer with a file that has no name."""
     if target == "-":
         return 1
-    path, own = Path(target), os.path.realpath("/proc/self/fd")
+    path, descriptors = Path(target), os.path.realpath("/proc/self/fd")
     for _ in range(40):  # as many links as Linux follows
-        if os.path.realpath(path.parent) == own and path.name.isdecimal():
+        if os.path.realpath(path.parent) == descriptors and path.name.isdecimal():
             return int(path.name)
         if not path.is_symlink():
             return None

@@ -42,19 +42,19 @@ def saving(low: float, high: float, unit: str, more: str = "") -> str:
     more: follows "saves", as "another".
     """
     saves = f"saves {more} ".replace("  ", " ")
-    least, most = two_digits(low), two_digits(high)
-    if least == most == "0":
+    least, largest = two_digits(low), two_digits(high)
+    if least == largest == "0":
         return f"changes less than 0.01 {unit}"
     if low >= 0:
-        return f"{saves}up to {most} {unit}" if least == "0" else f"{saves}{between(low, high)} {unit}"
+        return f"{saves}up to {largest} {unit}" if least == "0" else f"{saves}{between(low, high)} {unit}"
     if high <= 0:
-        longer = f"up to {two_digits(-low)}" if most == "0" else between(-high, -low)
+        longer = f"up to {two_digits(-low)}" if largest == "0" else between(-high, -low)
         return f"takes {longer} {unit} longer"
     if least == "0":
-        return f"{saves}up to {most} {unit}"
-    if most == "0":
+        return f"{saves}up to {largest} {unit}"
+    if largest == "0":
         return f"takes up to {two_digits(-low)} {unit} longer"
-    return f"{saves}up to {most} {unit} or takes up to {two_digits(-low)} {unit} longer"
+    return f"{saves}up to {largest} {unit} or takes up to {two_digits(-low)} {unit} longer"
 
 
 def text_table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

@@ -60,7 +60,7 @@ NOW = Candidate("trivial", 0, "none")
 ISOLOADS = ("exact", "node", "own")
 
 
-def grid(most: int, gathers: bool = True, nodes: int = 1) -> list[Candidate]:
+def grid(max_slots: int, gathers: bool = True, nodes: int = 1) -> list[Candidate]:
     """All candidates with at most so many more slots: experts in order first.
 
     gathers: whether the engine gathers loads, of all ranks for "exact", inside of each of several nodes for "node".
@@ -68,7 +68,7 @@ def grid(most: int, gathers: bool = True, nodes: int = 1) -> list[Candidate]:
     ours = [split for split in ISOLOADS if gathers or split == "own"]
     splits = ("static", "dynamic", *(split for split in ours if nodes > 1 or split != "node"))
     replicated = (
-        Candidate("eplb", more, split) for more in MORE_SLOTS[1:] if more <= most for split in splits
+        Candidate("eplb", more, split) for more in MORE_SLOTS[1:] if more <= max_slots for split in splits
     )
     return [NOW, Candidate("eplb", 0, "none"), *replicated]
 
@@ -88,8 +88,11 @@ def sent(
     if split == "node":
         return _node(loads, placement, renewed)
     if split == "own":
-        tables, of_ranks = placement.layers("cpu").tables, [of.contiguous() for of in loads.unbind(1)]
-        return torch.stack([ops.plan_own(own, tables, renewed[s], s) for s, own in enumerate(of_ranks)], 1)
+        tables = placement.layers("cpu").tables
+        of_ranks = [source_loads.contiguous() for source_loads in loads.unbind(1)]
+        return torch.stack(
+            [ops.plan_own(rank_loads, tables, renewed[s], s) for s, rank_loads in enumerate(of_ranks)], 1
+        )
     policy = {"none": "static", "static": "static", "exact": "exact"}[split]
     return share_routed(loads, plan_layers(loads, placement, policy), None)
 
@@ -101,14 +104,14 @@ def sent_batches(candidate: Candidate, placement: Placement, judged: Judged) -> 
         yield sent(candidate, loads, placement, renewed, seed).numpy()
 
 
-def targets(split: str, seen: Tensor, placement: Placement) -> list[Tensor]:
+def targets(split: str, counts: Tensor, placement: Placement) -> list[Tensor]:
     """What an exchange tells ranks that have all had tokens alike, counts seen [L, E].
 
     Of every rank ("own") or node ("node") its offset [L, R]; for other splits nothing.
     """
     layers, topology = placement.layers("cpu"), placement.topology
     sources = {"own": topology.num_ranks, "node": topology.num_nodes}.get(split, 0)
-    recent = seen.unsqueeze(1).expand(-1, sources, -1)
+    recent = counts.unsqueeze(1).expand(-1, sources, -1)
     if not sources:
         return []
     # Sources that have had the same counts have the same offset.
@@ -117,19 +120,19 @@ def targets(split: str, seen: Tensor, placement: Placement) -> list[Tensor]:
 
 def _node(loads: Tensor, placement: Placement, renewed: list[Tensor]) -> Tensor:
     tables, size = placement.layers("cpu").tables, placement.topology.ranks_per_node
-    found = []
+    parts = []
     for node, offset in enumerate(renewed):
-        inside, here = torch.zeros_like(loads), slice(node * size, (node + 1) * size)
-        inside[:, here] = loads[:, here]
+        inside, node_ranks = torch.zeros_like(loads), slice(node * size, (node + 1) * size)
+        inside[:, node_ranks] = loads[:, node_ranks]
         wanted = ops.plan_own(inside.sum(1, dtype=torch.int32), tables, offset, node)
-        found.append(ops.share(inside, wanted, tables, size)[:, here])
-    return torch.cat(found, 1)
+        parts.append(ops.share(inside, wanted, tables, size)[:, node_ranks])
+    return torch.cat(parts, 1)
 
 
 def _dynamic(loads: Tensor, placement: Placement, seed: int) -> Tensor:
     """Every copy draws a replica, all alike."""
     draw, slots = np.random.default_rng(seed), placement.arrays[0]
-    found = np.zeros((*loads.shape[:2], slots.shape[1]), dtype=np.int32)
+    drawn = np.zeros((*loads.shape[:2], slots.shape[1]), dtype=np.int32)
     for layer, row in enumerate(slots):
         order = np.argsort(row, kind="stable")  # of an expert its slots, one after the other
         order = order[row[order] >= 0]
@@ -139,9 +142,9 @@ def _dynamic(loads: Tensor, placement: Placement, seed: int) -> Tensor:
         for turn in range(int(copies.max())):  # of those that are left, a binomial part to the next replica
             more = np.flatnonzero(copies > turn)
             took = draw.binomial(left[:, more], 1 / (copies[more] - turn))
-            found[layer][:, order[first[more] + turn]] = took
+            drawn[layer][:, order[first[more] + turn]] = took
             left[:, more] -= took
-    return torch.from_numpy(found)
+    return torch.from_numpy(drawn)
 
 
 Span = tuple[float, float]
@@ -190,8 +193,8 @@ class Question:
     def __post_init__(self) -> None:
         object.__setattr__(self, "topology", as_topology(self.topology))
         if self.dense_ms is not None and not (0 < self.dense_ms < float("inf") and self.step_ms is None):
-            given = f"{self.dense_ms:g} and {self.step_ms}"
-            raise ValueError(f"dense_ms must be above 0, and in place of step_ms, got {given}")
+            shown = f"{self.dense_ms:g} and {self.step_ms}"
+            raise ValueError(f"dense_ms must be above 0, and in place of step_ms, got {shown}")
         if self.step_ms is not None and not self.step_ms > 0:
             raise ValueError(f"step_ms must be above 0, got {self.step_ms:g}")
         if self.tokens < 1:
@@ -312,10 +315,10 @@ def advise(
     model = question.model
     per_slot = model.expert_bytes * model.layers
     # A rank has a slot for each expert at most.
-    most = model.experts - -(-model.experts // question.topology.num_ranks)
-    most = most if question.memory is None else min(most, int(question.memory // per_slot))
+    max_slots = model.experts - -(-model.experts // question.topology.num_ranks)
+    max_slots = max_slots if question.memory is None else min(max_slots, int(question.memory // per_slot))
     in_order, placements = list[Answer](), {} if placements is None else placements
-    candidates = grid(most, question.gathers, question.topology.num_nodes)
+    candidates = grid(max_slots, question.gathers, question.topology.num_nodes)
     for done, candidate in enumerate(candidates):
         key = candidate.placer, candidate.more
         if key not in placements:
@@ -329,21 +332,21 @@ def advise(
     guessed = bool(question.layer.experts.extrapolated([question.tokens * model.top_k]))
     steps = None
     if question.dense_ms is not None:
-        whole = [_whole(of.candidate, placements, question, judged) for of in (answers[0], ranked[0])]
+        whole = [_whole(answer.candidate, placements, question, judged) for answer in (answers[0], ranked[0])]
         steps = whole[0], whole[1]
     return Advice(question, tuple(ranked), answers[0], guessed, judged.drawn, steps)
 
 
 def _whole(
-    candidate: Candidate, made: dict[tuple[str, int], Placement], question: Question, judged: Judged
+    candidate: Candidate, placements: dict[tuple[str, int], Placement], question: Question, judged: Judged
 ) -> Step:
     """The mean of the judged batches: the MoE layers by their timeline, all as the mean of those that are known, with
     attention and the dense part spread evenly between them."""
     assert question.dense_ms is not None
-    batches = list(sent_batches(candidate, made[candidate.placer, candidate.more], judged))
+    batches = list(sent_batches(candidate, placements[candidate.placer, candidate.more], judged))
     plan_us, gather_us = planning_us(candidate.split, question)
     layers, dense_s = question.model.layers, 1e-3 * question.dense_ms / question.model.layers
-    found: dict[str, Floats] = defaultdict(lambda: np.zeros(2))  # seconds at both ends
+    totals: dict[str, Floats] = defaultdict(lambda: np.zeros(2))  # seconds at both ends
     for sent in batches:
         rows = rows_between(sent, question.tokens, question.topology.num_ranks)
         of_batch = partial(timeline, question.layer, sent, question.tokens, question.topology, rows=rows)
@@ -351,12 +354,12 @@ def _whole(
             gather_s, plan_s = 1e-6 * gather_us[at], 1e-6 * plan_us[at]
             step = partial(of_batch, end=end, dense_s=dense_s, gather_s=gather_s, plan_s=plan_s)
             whole = step()
-            found["whole"][at] += whole.seconds
-            found["halved"][at] += step(two_batch=True).seconds
-            for name, of in whole.stages().items():
-                found[name][at] += of["mean"]
+            totals["whole"][at] += whole.seconds
+            totals["halved"][at] += step(two_batch=True).seconds
+            for name, seconds in whole.stages().items():
+                totals[name][at] += seconds["mean"]
     to_ms, moving = 1e3 * layers / len(batches[0]) / len(batches), _moving_ms(candidate, question)
-    spans = {name: (to_ms * float(both[0]), to_ms * float(both[1])) for name, both in found.items()}
+    spans = {name: (to_ms * float(ends[0]), to_ms * float(ends[1])) for name, ends in totals.items()}
     ms, halved = ((low + moving, high + moving) for low, high in (spans.pop("whole"), spans.pop("halved")))
     return Step(ms, {**spans, "rebalance": (moving, moving)}, halved)
 
@@ -383,8 +386,8 @@ def _moving_ms(candidate: Candidate, question: Question) -> float:
 
 def run(candidate: Candidate, judged: Judged, question: Question, placement: Placement | None = None) -> Run:
     """A candidate on the judged batches; placement: made for it before."""
-    made = placement or placed(candidate, judged, question.topology)
-    return run_of(candidate, sent_batches(candidate, made, judged), question)
+    chosen = placement or placed(candidate, judged, question.topology)
+    return run_of(candidate, sent_batches(candidate, chosen, judged), question)
 
 
 def run_of(candidate: Candidate, batches: Iterable[NDArray[np.integer]], question: Question) -> Run:
@@ -398,41 +401,41 @@ def run_of(candidate: Candidate, batches: Iterable[NDArray[np.integer]], questio
     return Run(candidate, np.stack(copies), np.stack(rows), float(np.mean(across)))
 
 
-def layer_ms(found: Run, question: Question) -> Floats:
+def layer_ms(result: Run, question: Question) -> Floats:
     """[2] from and to what a layer takes on average, planning apart."""
-    tokens = np.full(found.copies.shape[:2], question.tokens)
-    seconds = question.layer.seconds(found.copies, found.rows.sum(2), tokens)
+    tokens = np.full(result.copies.shape[:2], question.tokens)
+    seconds = question.layer.seconds(result.copies, result.rows.sum(2), tokens)
     return np.asarray(seconds.mean((0, 1)) * 1e3)
 
 
-def step_ms(found: Run, question: Question, planning: float = 1.0) -> tuple[float, float]:
+def step_ms(result: Run, question: Question, planning: float = 1.0) -> tuple[float, float]:
     """What a step's MoE layers take; planning: times what is taken for it."""
-    moving = _moving_ms(found.candidate, question)
-    plan = [planning * us * 1e-3 for us in _plan_us(found.candidate.split, question)]
+    moving = _moving_ms(result.candidate, question)
+    plan = [planning * us * 1e-3 for us in _plan_us(result.candidate.split, question)]
     low, high = (
         question.model.layers * (ms + us) + moving
-        for ms, us in zip(layer_ms(found, question), plan, strict=True)
+        for ms, us in zip(layer_ms(result, question), plan, strict=True)
     )
     return float(low), float(high)
 
 
-def _answer(found: Run, question: Question, per_slot: float) -> Answer:
-    loads = found.copies.sum(-1)
+def _answer(result: Run, question: Question, per_slot: float) -> Answer:
+    loads = result.copies.sum(-1)
     return Answer(
-        found.candidate,
-        float(layer_ms(found, question).mean()),
-        step_ms(found, question),
+        result.candidate,
+        float(layer_ms(result, question).mean()),
+        step_ms(result, question),
         (0.0, 0.0),
         float(over_mean(loads).max(-1).mean()),
-        found.candidate.more * per_slot,
-        found.node_rows,
+        result.candidate.more * per_slot,
+        result.node_rows,
     )
 
 
 def _to_other_nodes(rows: Floats, topology: Topology) -> float:
     """Of rows [L, R, nodes], the part to another node."""
-    own = np.arange(topology.num_ranks) // topology.ranks_per_node
-    other = own[:, None] != np.arange(topology.num_nodes)
+    node_of_rank = np.arange(topology.num_ranks) // topology.ranks_per_node
+    other = node_of_rank[:, None] != np.arange(topology.num_nodes)
     return float(rows[:, other].sum() / rows.sum())
 
 

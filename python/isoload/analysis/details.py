@@ -60,15 +60,15 @@ def scaled(layer: LayerTime, name: str, factor: float) -> LayerTime:
 
 def sensitivity(before: Run, after: Run, question: Question) -> dict[str, tuple[Span, Span]]:
     """By constant, the saving where it is half and where it is double; those that matter most first."""
-    found = {PLANNING: (saved_ms(before, after, question, 0.5), saved_ms(before, after, question, 2.0))}
+    savings = {PLANNING: (saved_ms(before, after, question, 0.5), saved_ms(before, after, question, 2.0))}
     for name in (*EXPERTS, *EXCHANGE):
         half, double = (
             saved_ms(before, after, replace(question, layer=scaled(question.layer, name, factor)))
             for factor in (0.5, 2.0)
         )
-        found[name] = half, double
-    width = {name: abs(sum(half) - sum(double)) for name, (half, double) in found.items()}
-    return dict(sorted(found.items(), key=lambda item: -width[item[0]]))
+        savings[name] = half, double
+    width = {name: abs(sum(half) - sum(double)) for name, (half, double) in savings.items()}
+    return dict(sorted(savings.items(), key=lambda item: -width[item[0]]))
 
 
 class Saving(NamedTuple):
@@ -95,7 +95,7 @@ def by_tokens(
             question's own count all, so that its figures are those of the answer.
     """
     counts = sorted({*TOKENS, question.tokens})
-    found: dict[str, list[Saving]] = {phase: [] for phase in layers}
+    savings: dict[str, list[Saving]] = {phase: [] for phase in layers}
     for done, tokens in enumerate(counts):
         judged = judge(tokens)
         if tokens != question.tokens:
@@ -105,15 +105,15 @@ def by_tokens(
         for phase, layer in layers.items():
             timed = replace(asked, layer=layer)
             ms = saved_ms(before, after, timed)
-            both = zip(step_ms(before, timed), step_ms(after, timed), strict=True)
-            share = sorted(1 - new / old for old, new in both)
+            pairs = zip(step_ms(before, timed), step_ms(after, timed), strict=True)
+            share = sorted(1 - new / old for old, new in pairs)
             copies = [tokens * question.model.top_k]
             beyond = any(step.extrapolated(tokens) for step in (layer.dispatch, layer.combine) if step)
-            found[phase].append(
+            savings[phase].append(
                 Saving(tokens, ms, (share[0], share[1]), bool(layer.experts.extrapolated(copies)) or beyond)
             )
         on_count(done + 1, len(counts))
-    return found
+    return savings
 
 
 def few_layers(candidate: Candidate, question: Question, judged: Judged, layers: int = 3) -> Timeline:
@@ -121,8 +121,8 @@ def few_layers(candidate: Candidate, question: Question, judged: Judged, layers:
     sent = next(sent_batches(candidate, placed(candidate, judged, question.topology), judged))
     (_, plan), (_, gather) = planning_us(candidate.split, question)
     dense = 1e-3 * (question.dense_ms or 0.0) / question.model.layers
-    of = question.layer, sent[:layers], question.tokens, question.topology
-    return timeline(*of, end="high", dense_s=dense, plan_s=1e-6 * plan, gather_s=1e-6 * gather)
+    inputs = question.layer, sent[:layers], question.tokens, question.topology
+    return timeline(*inputs, end="high", dense_s=dense, plan_s=1e-6 * plan, gather_s=1e-6 * gather)
 
 
 FILE = "placement.json"
@@ -153,16 +153,16 @@ def flags(
         trace: files that the placement is made of and options that read them, quoted for a shell; None: no files.
         phase: "prefill" or "decode", whose all-to-all was modelled.
     """
-    made = engine == "sglang" and candidate.placer != "trivial" and trace is not None
+    from_file = engine == "sglang" and candidate.placer != "trivial" and trace is not None
     lines = (
         _vllm(candidate, topology, VLLM_BACKENDS[phase])
         if engine == "vllm"
-        else _sglang(candidate, topology, made)
+        else _sglang(candidate, topology, from_file)
     )
     if candidate.ours:
         loads = {"exact": "gathered"}.get(candidate.split, candidate.split)
         lines.insert(0, f"ISOLOAD_{engine.upper()}=1 ISOLOAD_LOADS={loads}")
-    if made:
+    if from_file:
         per_node = topology.ranks_per_node
         size = f"--ranks {topology.num_ranks} --ranks-per-node {per_node} --slots-per-rank {slots}"
         what = f"{trace} -o {FILE} --format sglang {size} --placer {candidate.placer}"

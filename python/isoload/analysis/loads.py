@@ -84,9 +84,9 @@ def guessed_trace(skew: str, drift: float, model: Model, seed: int = 0) -> Trace
     Raises:
         ValueError: naming the argument, the rule and the value.
     """
-    kind, _, given = skew.partition(":")
+    kind, _, text = skew.partition(":")
     try:
-        power = float(given or "nan")
+        power = float(text or "nan")
     except ValueError:
         power = -1.0
     if kind != "zipf" or not 0 <= power <= 10:
@@ -103,10 +103,10 @@ def guessed_trace(skew: str, drift: float, model: Model, seed: int = 0) -> Trace
     return Trace(name, experts, model.top_k, counts, provenance={"model": model.name})
 
 
-def _below(share: np.ndarray, most: float) -> np.ndarray:
-    """Shares that fall, none above `most`: what is cut off goes to the others in their proportions."""
+def _below(share: np.ndarray, limit: float) -> np.ndarray:
+    """Shares that fall, none above `limit`: what is cut off goes to the others in their proportions."""
     for n in range(len(share)):
-        scaled = share[n:] * (1 - n * most) / share[n:].sum()
-        if scaled[0] <= most:
-            return np.concatenate([np.full(n, most), scaled])
+        scaled = share[n:] * (1 - n * limit) / share[n:].sum()
+        if scaled[0] <= limit:
+            return np.concatenate([np.full(n, limit), scaled])
     return np.full(len(share), 1 / len(share))

@@ -131,8 +131,8 @@ def make_machine(
                 f"{memory / 2**30:.2f} GiB"
             )
     row_bytes = (3 * model.hidden + 3 * model.intermediate) * DTYPES[model.dtype].itemsize
-    most = min(int(memory / 2 // row_bytes), 2**20)
-    return Machine(model, device, transport, kernel, kernel_name, slots, max(most, 1))
+    max_copies = min(int(memory / 2 // row_bytes), 2**20)
+    return Machine(model, device, transport, kernel, kernel_name, slots, max(max_copies, 1))
 
 
 def device_name(device: torch.device) -> str:
@@ -212,18 +212,18 @@ def expert_designs(machine: Machine) -> Iterator[tuple[list[int], int, bool]]:
 
     Even points have the same copies in some of the slots. Held-out ones have all slots, with shares that fall.
     """
-    slots, most = machine.slots, machine.most_copies
+    slots, max_copies = machine.slots, machine.most_copies
     few = sorted({1, max(slots // 4, 1), slots})
     for per_row in sorted({1, min(machine.model.top_k, slots)}):
         for active in few:
             for copies in COPIES:
-                if active >= per_row and active * copies <= most:
+                if active >= per_row and active * copies <= max_copies:
                     yield [copies] * active + [0] * (slots - active), per_row, False
     for copies in COPIES[2:]:
         for power in (0.5, 1.2):
             shares = np.arange(1, slots + 1) ** -power
             loads = np.floor(shares / shares.sum() * copies * slots).astype(int).tolist()
-            if slots > 1 and sum(loads) and copies * slots <= most:
+            if slots > 1 and sum(loads) and copies * slots <= max_copies:
                 yield loads, 1, True
 
 
@@ -397,13 +397,13 @@ def time_move(machine: Machine) -> float:
     """Return the microseconds in which each rank sends the weights of one expert to the next rank."""
     rank, ranks = dist.get_rank(), machine.topology.num_ranks
     size = int(machine.model.expert_bytes)
-    own = torch.zeros(size, dtype=torch.uint8, device=machine.device)
-    other, wait, samples = torch.empty_like(own), _waiter(machine.device), list[int]()
+    buffer = torch.zeros(size, dtype=torch.uint8, device=machine.device)
+    other, wait, samples = torch.empty_like(buffer), _waiter(machine.device), list[int]()
     for _ in range(5):
         dist.barrier()
         start = time.perf_counter_ns()
         operations = [
-            dist.P2POp(dist.isend, own, (rank + 1) % ranks),
+            dist.P2POp(dist.isend, buffer, (rank + 1) % ranks),
             dist.P2POp(dist.irecv, other, (rank - 1) % ranks),
         ]
         for request in dist.batch_isend_irecv(operations):
@@ -462,7 +462,7 @@ def fit_kernel(
 
     slower: how many times the device is slower than the GPUs that starts and bounds are about, at least 1.
     """
-    active, padded = map(np.array, zip(*(features(each, tile) for each in loads), strict=True))
+    active, padded = map(np.array, zip(*(features(row, tile) for row in loads), strict=True))
 
     def constants(x: Floats) -> tuple[float, float, float, float, float]:
         a, b, c, rho, p = np.exp(x).tolist()
@@ -476,8 +476,8 @@ def fit_kernel(
     for rho in (1e-3, 6e-3):
         for p in (0.3, 2.0):
             start = np.log([max(us.min() / 2, 1.0), 5.0 * slower, 0.05 * slower, rho * slower, p])
-            most = np.log(MOST) + np.log([slower, slower, slower, slower, 1.0])
-            tried = least_squares(errors, start, loss="soft_l1", f_scale=soft, bounds=(np.log(LEAST), most))
+            upper = np.log(MOST) + np.log([slower, slower, slower, slower, 1.0])
+            tried = least_squares(errors, start, loss="soft_l1", f_scale=soft, bounds=(np.log(LEAST), upper))
             best = tried if best is None or tried.cost < best.cost else best
     return list(constants(best.x)), np.expm1(errors(best.x))
 

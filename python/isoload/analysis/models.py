@@ -87,7 +87,7 @@ OPTIONS = {"experts": "--experts", "top_k": "--top-k", "layers": "--moe-layers"}
 
 
 def find_model(
-    given: str,
+    name_or_path: str,
     dtype: str | None = None,
     experts: int | None = None,
     top_k: int | None = None,
@@ -96,7 +96,7 @@ def find_model(
     """Return a model of MODELS, or one described by a config.json.
 
     Args:
-        given: the name, or the file.
+        name_or_path: the name, or the file.
         dtype: of its experts, where another is served.
         experts, top_k, layers: routed experts of a layer, experts of a token, MoE layers, in place of the file's.
 
@@ -105,40 +105,40 @@ def find_model(
     """
     options = {"experts": experts, "top_k": top_k, "layers": layers}
     stated = {name: value for name, value in options.items() if value is not None}
-    if plain_name(given) in MODELS:
-        model = Model(**{**vars(MODELS[plain_name(given)]), **stated})
-    elif Path(given).is_file():
-        model = _read(Path(given), dtype, stated)
+    if plain_name(name_or_path) in MODELS:
+        model = Model(**{**vars(MODELS[plain_name(name_or_path)]), **stated})
+    elif Path(name_or_path).is_file():
+        model = _read(Path(name_or_path), dtype, stated)
     else:
-        raise ValueError(not_one_of("model", MODELS, given, ", or a config.json"))
+        raise ValueError(not_one_of("model", MODELS, name_or_path, ", or a config.json"))
     if dtype is not None and dtype not in WEIGHT_BYTES:
         raise ValueError(not_one_of("dtype", WEIGHT_BYTES, dtype))
     return Model(**{**vars(model), "dtype": dtype or model.dtype})
 
 
-def plain_name(given: str) -> str:
+def plain_name(name: str) -> str:
     """Return the name as MODELS has it, of ``deepseek-ai/DeepSeek-V3`` or ``DeepSeek-V3``."""
-    return given.rpartition("/")[2].lower()
+    return name.rpartition("/")[2].lower()
 
 
-def find_moe_layers(given: str) -> tuple[str, tuple[int, ...]]:
+def find_moe_layers(name_or_path: str) -> tuple[str, tuple[int, ...]]:
     """Return a model's name and the numbers of its MoE layers.
 
     Args:
-        given: a model of MODELS, with the organisation or without, in any case; or the path of a config.json.
+        name_or_path: a model of MODELS, with the organisation or without, in any case; or the path of a config.json.
 
     Raises:
         ValueError: no such name and no such file; a file that does not describe its layers.
     """
-    if Path(given).is_file():
-        path = Path(given)
+    if Path(name_or_path).is_file():
+        path = Path(name_or_path)
         try:
             return _name(path), moe_layers_of(_config(path))
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
-    name = plain_name(given)
+    name = plain_name(name_or_path)
     if name not in MODELS:
-        raise ValueError(not_one_of("model", MODELS, given, ", or a config.json"))
+        raise ValueError(not_one_of("model", MODELS, name_or_path, ", or a config.json"))
     first = FIRST_MOE_LAYER.get(name, 0)
     return name, tuple(range(first, first + MODELS[name].layers))
 
@@ -274,13 +274,17 @@ def measured_layer(times: Times, model: Model, topology: Topology) -> tuple[Laye
 
 def _no_experts(where: str, usable: list[dict[str, Any]], model: Model) -> str:
     """Return the error for experts without constants, with the shapes and dtypes that have some."""
-    own = model.hidden, model.intermediate
+    shape = model.hidden, model.intermediate
     shapes = sorted({(row["hidden"], row["intermediate"]) for row in usable if row["dtype"] == model.dtype})
-    dtypes = sorted({row["dtype"] for row in usable if (row["hidden"], row["intermediate"]) == own})
+    dtypes = sorted({row["dtype"] for row in usable if (row["hidden"], row["intermediate"]) == shape})
     listed = ", ".join(f"{hidden} x {inner}" for hidden, inner in shapes) or "none"
-    also = f"; {own[0]} x {own[1]} was measured in {', '.join(dtypes)}: --dtype {dtypes[0]}" if dtypes else ""
+    also = (
+        f"; {shape[0]} x {shape[1]} was measured in {', '.join(dtypes)}: --dtype {dtypes[0]}"
+        if dtypes
+        else ""
+    )
     return (
-        f"model must have experts that {where} in {model.dtype} ({listed}), got {model.name}, {own[0]} x {own[1]} "
+        f"model must have experts that {where} in {model.dtype} ({listed}), got {model.name}, {shape[0]} x {shape[1]} "
         f"{model.dtype}{also}. {MEASURE}"
     )
 
@@ -289,14 +293,14 @@ def layer_times(
     gpu: str, engine: str, phase: str, model: Model, topology: Topology | int, kernel: str | None = None
 ) -> tuple[dict[str, LayerTime], list[str]]:
     """Constants by phase, the kernel being of the phase asked for; a phase without any is left out, and said."""
-    found, gaps = {}, []
-    for each in PHASES:
+    times, gaps = {}, []
+    for name in PHASES:
         try:
-            chosen = kernel if each == phase else None
-            found[each] = layer_time(gpu, engine, each, model, topology, chosen)[0]
+            chosen = kernel if name == phase else None
+            times[name] = layer_time(gpu, engine, name, model, topology, chosen)[0]
         except ValueError as error:
-            gaps.append(f"Kernels of {each} are left out: {error}.")
-    return found, gaps
+            gaps.append(f"Kernels of {name} are left out: {error}.")
+    return times, gaps
 
 
 def _exchange(
@@ -313,18 +317,18 @@ def _exchange(
     hidden = min(widths, key=lambda width: (abs(width - model.hidden), width))
     counts = sorted({row["top_k"] for row in rows if row["gpu"] == gpu and row["hidden"] == hidden})
     top_k = min(counts, key=lambda count: (abs(count - model.top_k), count))
-    found, notes = [], []
+    ends, notes = [], []
     for step in ("dispatch", "combine"):
         time = AllToAllTime.load(gpu, kernel, step, hidden=hidden, top_k=top_k, ranks=ranks, nodes=nodes)
         part = model.hidden * model.top_k / (hidden * top_k)
         low, high = (curve._replace(s_us=curve.s_us * part) for curve in (time.low, time.high))
-        found.append(replace(time, low=low, high=high))
+        ends.append(replace(time, low=low, high=high))
     if part != 1:
         measured = f"{hidden}, top-{top_k}, by bytes"
         notes.append(f"the all-to-all of rows of {model.hidden}, top-{model.top_k}, is that of {measured}")
-    if found[0].note:
-        notes.append(f"the upper end of the all-to-all's range was measured on {found[0].note}")
-    if sizes := found[0].extrapolated_from:
+    if ends[0].note:
+        notes.append(f"the upper end of the all-to-all's range was measured on {ends[0].note}")
+    if sizes := ends[0].extrapolated_from:
         size = f"{ranks} ranks on {nodes} {'node' if nodes == 1 else 'nodes'}"
         notes.append(f"the all-to-all of {size} is extrapolated; measured were {sizes}")
-    return (found[0], found[1]), notes
+    return (ends[0], ends[1]), notes

@@ -133,23 +133,26 @@ class Phase:
     routed: Floats
     planned: Floats
 
-    def quantiles(self, of: Floats) -> dict[str, float]:
+    def quantiles(self, values: Floats) -> dict[str, float]:
         """Of routed or planned: the mean, and what so many of the layers are at most."""
-        return {"mean": float(of.mean())} | {key: float(np.quantile(of, q)) for key, q in QUANTILES.items()}
+        return {"mean": float(values.mean())} | {
+            key: float(np.quantile(values, q)) for key, q in QUANTILES.items()
+        }
 
 
 def phases(recorded: Recorded) -> list[Phase]:
     """Those with copies, the one of most passes first."""
-    found = []
+    ordered = []
     for name in ("prefill", "decode"):
-        held = [b for b, of in enumerate(recorded.phases) if of == name and recorded.trace.counts[b].any()]  # type: ignore[index]
-        if held:
+        counts = recorded.trace.counts
+        batches = [b for b, phase in enumerate(recorded.phases) if phase == name and counts[b].any()]  # type: ignore[index]
+        if batches:
             means = [
-                np.mean(both, axis=0)
-                for both in zip(*map(lambda b: imbalances(recorded, b), held), strict=True)
+                np.mean(pair, axis=0)
+                for pair in zip(*map(lambda b: imbalances(recorded, b), batches), strict=True)
             ]
-            found.append(Phase(name, tuple(held), tokens_of(recorded, held), means[0], means[1]))
-    return sorted(found, key=lambda phase: -len(phase.batches))
+            ordered.append(Phase(name, tuple(batches), tokens_of(recorded, batches), means[0], means[1]))
+    return sorted(ordered, key=lambda phase: -len(phase.batches))
 
 
 def imbalances(recorded: Recorded, batch: int) -> tuple[Floats, Floats]:
@@ -185,17 +188,19 @@ def served_runs(recorded: Recorded, phase: Phase, question: Question) -> tuple[R
 def sent_by_rank(recorded: Recorded, batch: int) -> NDArray[np.integer]:
     """[L, R, P] copies from each rank to each slot; where all hold the same tokens, an equal part from each."""
     if not recorded.same_tokens:
-        return np.stack([of[batch].astype(np.int64) for of in recorded.sent], axis=1)
+        return np.stack([slots[batch].astype(np.int64) for slots in recorded.sent], axis=1)
     ranks, copies = recorded.topology.num_ranks, recorded.slot_copies(batch)
-    whole, rest = np.divmod(copies[:, None], ranks)
+    whole, remainder = np.divmod(copies[:, None], ranks)
     turn = (np.arange(ranks)[:, None] - np.arange(copies.shape[1])) % ranks  # who has what is left: by turns
-    return whole + (turn < rest)
+    return whole + (turn < remainder)
 
 
 def _planned(recorded: Recorded, batches: list[int]) -> Iterator[NDArray[np.integer]]:
     for batch in batches:
         placement, sent = recorded.placement(batch), sent_by_rank(recorded, batch)
         table, experts = recorded.tables[recorded.table_of[batch]], recorded.trace.num_experts
-        loads = np.stack([counts_of_slots(table, of, experts) for of in sent.transpose(1, 0, 2)], axis=1)
-        given = torch.from_numpy(loads.astype(np.int32))
-        yield share_routed(given, plan_layers(given, placement, "exact"), None).numpy()
+        loads = np.stack(
+            [counts_of_slots(table, slots, experts) for slots in sent.transpose(1, 0, 2)], axis=1
+        )
+        tensor = torch.from_numpy(loads.astype(np.int32))
+        yield share_routed(tensor, plan_layers(tensor, placement, "exact"), None).numpy()

@@ -85,7 +85,7 @@ def rows_of(advice: Advice, phases: Mapping[str, Advice]) -> list[Row]:
     phases: by phase the advice on it; one phase, or both of a server, whose candidates have the order of `advice`.
     """
     asked = advice.question
-    both = len(phases) > 1
+    is_server = len(phases) > 1
     shown = [
         *advice.answers[:SHOWN_ROWS],
         *([] if advice.now in advice.answers[:SHOWN_ROWS] else [advice.now]),
@@ -98,19 +98,21 @@ def rows_of(advice: Advice, phases: Mapping[str, Advice]) -> list[Row]:
     for answer in shown:
         size = answer.slots_bytes
         requests = f"{size / asked.context / asked.model.kv_bytes:.0f}" if size else "-"
-        cells = {name: of_phases[name][answer.candidate] if both else None for name in ("prefill", "decode")}
+        cells = {
+            name: of_phases[name][answer.candidate] if is_server else None for name in ("prefill", "decode")
+        }
         rows.append(
             {
                 **answer.to_json(),
                 **cells,
                 "label": answer.candidate.label,
-                "layer": None if both else two_digits(answer.ms_per_layer, 3),
-                "mean": between(*answer.ms) if both else None,
-                "step": None if both else between(*answer.ms),
+                "layer": None if is_server else two_digits(answer.ms_per_layer, 3),
+                "mean": between(*answer.ms) if is_server else None,
+                "step": None if is_server else between(*answer.ms),
                 "saved": "now" if answer is advice.now else between(*answer.saved_ms),
                 "gib": f"{size / GIB:.1f}" if size else "-",
-                "requests": None if both else requests,
-                "imbalance": None if both else answer.imbalance,
+                "requests": None if is_server else requests,
+                "imbalance": None if is_server else answer.imbalance,
                 "node_rows": answer.node_rows if asked.topology.num_nodes > 1 else None,
             }
         )
@@ -119,10 +121,10 @@ def rows_of(advice: Advice, phases: Mapping[str, Advice]) -> list[Row]:
 
 def verdict_lines(advice: Advice, phases: Mapping[str, Advice]) -> list[str]:
     """Return two sentences: what can be saved without isoload, and what isoload adds."""
-    ours, theirs, asked, both = advice.ours, advice.theirs, advice.question, len(phases) > 1
+    ours, theirs, asked, is_server = advice.ours, advice.theirs, advice.question, len(phases) > 1
     whole = "a modelled step" if advice.steps else "the MoE layers, at most"
     whole = "a step" if advice.question.step_ms else whole
-    step = "a mean step" if both else "a step"
+    step = "a mean step" if is_server else "a step"
 
     def sentence(saved: Span, more: str = "") -> str:
         small, large = sorted(100 * abs(end) for end in advice.share(saved))
@@ -140,7 +142,7 @@ def verdict_lines(advice: Advice, phases: Mapping[str, Advice]) -> list[str]:
         )
         return [first, f"{reason}, so that isoload has no choice."]
     second = f"isoload: {advice.verdict}. {ours.candidate.label} {sentence(advice.gain_ms, 'another')}"
-    if both:
+    if is_server:
         gains = [f"{saving(*part.gain_ms, 'ms')} a step of {name}" for name, part in phases.items()]
         second += f": it {' and '.join(gains)}"
     return [first, f"{second}."]
@@ -166,7 +168,7 @@ def question_lines(advice: Advice, phases: Mapping[str, Advice], weights: Mappin
     return [shape, where, *parts, f"{advice.question.layer.experts.gpu}, {' and '.join(kernels)}"]
 
 
-def unit_notes(advice: Advice, batches: int, both: bool) -> list[str]:
+def unit_notes(advice: Advice, batches: int, is_server: bool) -> list[str]:
     """Return what the figures are: how they were modelled, and what percentages are of."""
     from isoload.analysis.advice import PLAN_US
 
@@ -176,7 +178,7 @@ def unit_notes(advice: Advice, batches: int, both: bool) -> list[str]:
         measured = ", ".join(f"{us:.3g} µs for {name}" for name, us in asked.plan_us.items())
         planning = f"Planning takes, as measured for a layer: {measured}."
     notes = [f"{MODELLED.format(batches=batches)} {planning}"]
-    if both:
+    if is_server:
         return [*notes, UPPER]
     notes.append(REQUESTS.format(context=asked.context))
     if not asked.step_ms:
@@ -229,20 +231,20 @@ def named_runs(advice: Advice, judged: Judged) -> dict[str, Run]:
     """What runs now, the best without isoload, isoload's best; each candidate once."""
     from isoload.analysis.advice import run
 
-    found: dict[str, Run] = {}
+    runs: dict[str, Run] = {}
     answers = {"now": advice.now, "without isoload": advice.theirs, "isoload": advice.ours}
     for name, answer in answers.items():
-        if answer is not None and answer.candidate not in [of.candidate for of in found.values()]:
-            found[name] = run(answer.candidate, judged, advice.question)
-    if len(found) == 1:  # nothing beats it: beside it stands what comes next
-        found["without isoload"] = run(advice.answers[1].candidate, judged, advice.question)
-    return found
+        if answer is not None and answer.candidate not in [named.candidate for named in runs.values()]:
+            runs[name] = run(answer.candidate, judged, advice.question)
+    if len(runs) == 1:  # nothing beats it: beside it stands what comes next
+        runs["without isoload"] = run(advice.answers[1].candidate, judged, advice.question)
+    return runs
 
 
 def loads_section(runs: Mapping[str, Run], best: str, layers: Sequence[int], of_phase: str) -> str:
     """Imbalance by layer, rank loads of now and of the best, where their rows go."""
     loads = {name: run.copies.sum(-1) for name, run in runs.items()}
-    series = {name: over_mean(of).max(-1).mean(0) for name, of in loads.items()}
+    series = {name: over_mean(rows).max(-1).mean(0) for name, rows in loads.items()}
     shown = dict.fromkeys(("now", best))
     parts = [
         lines("Imbalance by layer", MEAN, series, layers, best="isoload"),
@@ -276,11 +278,11 @@ def saving_section(
     if {"without isoload", "isoload"} <= runs.keys():
         pairs.append((runs["without isoload"], runs["isoload"]))
     with progress("token counts") as on_count:
-        found = by_tokens(asked, layers, (pairs[0][0].candidate, pairs[0][1].candidate), judge, on_count)
-    every = [end for rows in found.values() for row in rows for end in row.share]
+        savings = by_tokens(asked, layers, (pairs[0][0].candidate, pairs[0][1].candidate), judge, on_count)
+    every = [end for rows in savings.values() for row in rows for end in row.share]
     extent = min(0.0, *every) - 0.05, max(0.0, *every) + 0.08
     said = f"{runs[other].candidate.label} over now; points in ms a step. Hollow: beyond what was measured."
-    parts = [_by_tokens(phase, said, rows, extent, COLOURS[other]) for phase, rows in found.items()]
+    parts = [_by_tokens(phase, said, rows, extent, COLOURS[other]) for phase, rows in savings.items()]
     parts += [_sensitivity(before, after, asked) for before, after in pairs]
     return section(f"What would change the answer{of_phase}", *parts)
 
@@ -303,11 +305,16 @@ def _sensitivity(before: Run, after: Run, asked: Question) -> str:
     from isoload.analysis.advice import saved_ms
     from isoload.analysis.details import sensitivity
 
-    found, middle = sensitivity(before, after, asked), sum(saved_ms(before, after, asked)) / 2
-    ends = {of: {"half": sum(half) / 2, "double": sum(double) / 2} for of, (half, double) in found.items()}
-    turning = [of for of, both in ends.items() if any(end * middle < 0 for end in both.values())]
+    savings, middle = sensitivity(before, after, asked), sum(saved_ms(before, after, asked)) / 2
+    ends = {
+        constant: {"half": sum(half) / 2, "double": sum(double) / 2}
+        for constant, (half, double) in savings.items()
+    }
+    turning = [constant for constant, pair in ends.items() if any(end * middle < 0 for end in pair.values())]
     turns = f"The sign turns with {', '.join(turning)}." if turning else "None of them turns its sign."
-    values = [(of, *(two_digits(end) for pair in both for end in pair)) for of, both in found.items()]
+    values = [
+        (constant, *(two_digits(end) for span in pair for end in span)) for constant, pair in savings.items()
+    ]
     header = "constant", "halved: ms, from", "to", "doubled: ms, from", "to"
     spec = pages.points(ends, "ms saved a step, middle of the range", ENDS, middle)
     said = f"What {after.candidate.label} saves over {before.candidate.label}. {turns}"
@@ -365,7 +372,7 @@ class PagePhase(NamedTuple):
     def sections(self, of_phase: str = "") -> list[str]:
         """Return the sections of charts; of_phase follows their headings."""
         runs, best = named_runs(self.advice, self.judged), self.advice.answers[0].candidate
-        winner = next(name for name, found in runs.items() if found.candidate == best)
+        winner = next(name for name, candidate_run in runs.items() if candidate_run.candidate == best)
         return [
             saving_section(self.advice, runs, winner, self.times, self.judge, of_phase),
             loads_section(runs, winner, self.layers, of_phase),
@@ -381,12 +388,16 @@ def advise_page(
     advice: on the only phase, or on the mean step of both. first: sections ahead.
     """
     best = advice.answers[0].candidate
-    both = len(phases) > 1
+    is_server = len(phases) > 1
     body = [
         *first,
         section("The candidates", text.candidates),
         section(f"To run {best.label}", code(text.launch)) if text.launch else "",
-        *(part for name, of in phases.items() for part in of.sections(f", {name}" if both else "")),
+        *(
+            part
+            for name, page_phase in phases.items()
+            for part in page_phase.sections(f", {name}" if is_server else "")
+        ),
         section("What these figures are", prose(text.notes)),
     ]
     heading = f"isoload: {advice.verdict}"

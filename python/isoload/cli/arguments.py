@@ -58,20 +58,24 @@ def read_given(path: str, topology: Topology | None) -> Placement:
 def given_placement(context: typer.Context, path: str) -> Placement:
     """The placement of a file, which no option of the command may contradict."""
     sources = {name: context.get_parameter_source(name) for name in context.params}
-    given = {name: context.params[name] for name, of in sources.items() if of and of.name == "COMMANDLINE"}
-    ranks = given.get("ranks")
-    found = read_given(path, None if ranks is None else Topology(ranks, given.get("ranks_per_node", 0)))
+    options = {
+        name: context.params[name]
+        for name, source in sources.items()
+        if source and source.name == "COMMANDLINE"
+    }
+    ranks = options.get("ranks")
+    placement = read_given(path, None if ranks is None else Topology(ranks, options.get("ranks_per_node", 0)))
     has = {
-        "ranks_per_node": found.topology.ranks_per_node,
-        "slots_per_rank": found.slots_per_rank,
-        "spare_slots": found.spare_slots,
-        "shared_experts": found.num_shared,
+        "ranks_per_node": placement.topology.ranks_per_node,
+        "slots_per_rank": placement.slots_per_rank,
+        "spare_slots": placement.spare_slots,
+        "shared_experts": placement.num_shared,
         "placer": "not given",
     }
     for name, value in has.items():
-        if name in given and given[name] != value:
-            raise ValueError(f"{name} must be {value} with placement {path}, got {given[name]}")
-    return found
+        if name in options and options[name] != value:
+            raise ValueError(f"{name} must be {value} with placement {path}, got {options[name]}")
+    return placement
 
 
 def unseen_part(
@@ -121,8 +125,8 @@ def made_by(placement: Placement, trace: Trace) -> tuple[str, int] | None:
         same = again.slot_to_expert.equal(placement.for_trace(trace).slot_to_expert)
     except (ValueError, TypeError, ImportError):
         return None  # made of another trace, by another version, by a placer that is not installed
-    given = [f"{key}={value}" for key, value in options.items() if value != default[key]]
-    return (":".join([name, *given]), slots) if same else None
+    texts = [f"{key}={value}" for key, value in options.items() if value != default[key]]
+    return (":".join([name, *texts]), slots) if same else None
 
 
 class Reading(NamedTuple):
@@ -286,10 +290,10 @@ def check_targets(
         json, output, html: where figures go, a placement, and a page, for which what draws it must be there.
     """
     named = {"output": output, "json": json, "html": html}
-    given = {name: target for name, target in named.items() if target is not None}
+    targets = {name: target for name, target in named.items() if target is not None}
     if html is not None:
         check_drawing()
-    for name, target in given.items():
+    for name, target in targets.items():
         check_target(target, name)
         if descriptor_of(target) is not None:
             continue
@@ -300,9 +304,11 @@ def check_targets(
                 )
         if os.path.isfile(target) and os.path.getsize(target):
             _check_old(name, target, force)
-    for one, other in combinations(given, 2):
-        if _place(given[one]) == _place(given[other]):
-            raise ValueError(f"{one} and {other} must be two files, got {given[one]!r} and {given[other]!r}")
+    for first, other in combinations(targets, 2):
+        if _place(targets[first]) == _place(targets[other]):
+            raise ValueError(
+                f"{first} and {other} must be two files, got {targets[first]!r} and {targets[other]!r}"
+            )
 
 
 def _belongs(target: str, path: Path) -> bool:

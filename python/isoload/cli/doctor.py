@@ -127,14 +127,14 @@ def _deep_ep() -> tuple[bool, str]:
 
     from isoload.transport import deep_ep
 
-    found = [package for package in deep_ep.installed() if package.buffers]
-    if not found:
+    packages = [package for package in deep_ep.installed() if package.buffers]
+    if not packages:
         others = ", ".join(f"{p.module} is there but not DeepSeek's" for p in deep_ep.installed())
         return (
             False,
             f"{others or 'not installed'}, needed for DeepEPTransport: pip install 'isoload[deepep]'",
         )
-    can = "; ".join(f"{package}: {_abilities(package)}" for package in found)
+    can = "; ".join(f"{package}: {_abilities(package)}" for package in packages)
     if not torch.cuda.is_available():
         return False, f"{can}; needs a GPU, and torch finds none"
     return True, can
@@ -195,12 +195,12 @@ def file_items(paths: Sequence[Path]) -> list[Item]:
     """What placement files and records are about."""
     from isoload.cli.arguments import AS_FOUND, load_traces, record_facts
 
-    one = paths[0]
-    if len(paths) > 1 or one.is_dir() or not holds_text(one):
+    file = paths[0]
+    if len(paths) > 1 or file.is_dir() or not holds_text(file):
         facts = [record_facts(trace) for trace in load_traces(paths, AS_FOUND)]
     else:
         try:
-            facts = [placement_file_facts(one)]
+            facts = [placement_file_facts(file)]
         except ValueError as error:
             if "is no placement file" not in str(error) and "is not JSON" not in str(error):
                 raise

@@ -60,28 +60,28 @@ def look(engine: Engine, environ: Mapping[str, str]) -> tuple[bool, str, bool]:
     if not is_here(engine.module):
         return False, "not installed", asked
     name = metadata.packages_distributions().get(engine.module.split(".")[0], [engine.module])[0]
-    found = metadata.version(name)
+    version = metadata.version(name)
     if wrong := faults(engine, environ):
-        return False, f"{name} {found}, and isoload stays out: {'; '.join(wrong)}", asked
+        return False, f"{name} {version}, and isoload stays out: {'; '.join(wrong)}", asked
     if engine.switch is None:
-        return True, f"{name} {found}: {engine.use}", asked
+        return True, f"{name} {version}: {engine.use}", asked
     if not asked:
-        return False, f"{name} {found}: {engine.use}; attaches with {engine.switch.name}=1", asked
+        return False, f"{name} {version}: {engine.use}; attaches with {engine.switch.name}=1", asked
     starts = f"; starts from {start}" if start else ""
     mode = environ.get(MODE.name, "").strip() or MODE.default
     if mode == "off":
-        return False, f"{name} {found}: {engine.use}; {MODE.name}=off attaches to nothing", False
+        return False, f"{name} {version}: {engine.use}; {MODE.name}=off attaches to nothing", False
     if not on:
         return (
             True,
-            f"{name} {found}: {engine.use}{starts}; chooses replicas with {engine.switch.name}=1",
+            f"{name} {version}: {engine.use}{starts}; chooses replicas with {engine.switch.name}=1",
             asked,
         )
     if mode == "shadow":
-        return True, f"{name} {found}: {engine.use}; counts in shadow mode, changes nothing{starts}", asked
+        return True, f"{name} {version}: {engine.use}; counts in shadow mode, changes nothing{starts}", asked
     chosen = [environ.get(variable.name, "").strip() or variable.default for variable in (POLICY, PLACER)]
     attaches = f"attaches, policy {chosen[0] or 'exact'}, placer {chosen[1]}"
-    return True, f"{name} {found}: {engine.use}; {attaches}{starts}", asked
+    return True, f"{name} {version}: {engine.use}; {attaches}{starts}", asked
 
 
 def is_here(module: str) -> bool:

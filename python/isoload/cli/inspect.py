@@ -77,7 +77,7 @@ def inspect_header(trace: Trace, num_ranks: int) -> list[str]:
 
 
 def inspect_notes(trace: Trace, num_ranks: int, layers: Sequence[Row]) -> list[str]:
-    expert, rank = (max(layer[of]["max"] for layer in layers) for of in ("expert", "rank"))
+    expert, rank = (max(layer[kind]["max"] for layer in layers) for kind in ("expert", "rank"))
     scale = f"chosen by every token, {trace.num_experts / trace.top_k:.2f} x" if trace.top_k else "(--top-k)"
     return [
         "order: max/mean rank load with experts in order; least: of any placement without replicas, which the hottest "

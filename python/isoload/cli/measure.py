@@ -77,21 +77,21 @@ def _check_scipy() -> None:
         raise ImportError("isoload measure fits its points with SciPy: pip install 'isoload[plan]'") from None
 
 
-def named_function(given: str) -> Kernel:
+def named_function(text: str) -> Kernel:
     """Return the function of MODULE:FUNCTION.
 
     Raises:
         ValueError: another form, a module that cannot be imported, or no such function in it.
     """
-    module, _, name = given.partition(":")
+    module, _, name = text.partition(":")
     if not module or not name:
-        raise ValueError(f"kernel must be isoload or MODULE:FUNCTION, got {given!r}")
+        raise ValueError(f"kernel must be isoload or MODULE:FUNCTION, got {text!r}")
     try:
         function: Kernel = getattr(import_module(module), name)
     except (ImportError, AttributeError) as error:
-        raise ValueError(f"kernel {given} cannot be imported: {error}") from None
+        raise ValueError(f"kernel {text} cannot be imported: {error}") from None
     if not callable(function):
-        raise ValueError(f"kernel {given} must be a function, got {type(function).__name__}")
+        raise ValueError(f"kernel {text} must be a function, got {type(function).__name__}")
     return function
 
 

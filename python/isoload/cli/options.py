@@ -47,13 +47,13 @@ def ranges(command: Callable[..., None]) -> dict[str, Range]:
     return {name: part for name, part in parts if isinstance(part, Range)}
 
 
-def check_ranges(command: Callable[..., None], given: Mapping[str, Any]) -> None:
+def check_ranges(command: Callable[..., None], values: Mapping[str, Any]) -> None:
     """Raise ValueError for a number outside its option's range; nan and infinities are outside every range."""
-    for name, (least, most) in ranges(command).items():
-        value = given[name]
-        if value is None or least <= value <= most:
+    for name, (least, limit) in ranges(command).items():
+        value = values[name]
+        if value is None or least <= value <= limit:
             continue
-        rule = f"at least {least}" if value < least and most == MAX_COUNT else f"in {least}..{most}"
+        rule = f"at least {least}" if value < least and limit == MAX_COUNT else f"in {least}..{limit}"
         raise ValueError(f"--{name.replace('_', '-')} must be {rule}, got {value!s:.40}")
 
 
@@ -265,8 +265,8 @@ def print_error(text: str) -> None:
 class Command(TyperCommand):
     """Command whose help shows square brackets as written: rich takes ``[report]`` for a style."""
 
-    def __init__(self, *args: Any, **given: Any) -> None:
-        super().__init__(*args, **given)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         texts: list[Any] = [self, *self.params]
         for text in texts:
             text.help = escape(text.help or "")
@@ -275,11 +275,11 @@ class Command(TyperCommand):
 class Group(TyperGroup):
     """Group of commands that ends in one red line for a wrong option, a full disk and Ctrl-C."""
 
-    def main(self, *args: Any, **given: Any) -> Any:
-        if not given.get("standalone_mode", True):
-            return super().main(*args, **given)
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        if not kwargs.get("standalone_mode", True):
+            return super().main(*args, **kwargs)
         try:
-            code = super().main(*args, **given | {"standalone_mode": False}) or 0
+            code = super().main(*args, **kwargs | {"standalone_mode": False}) or 0
             sys.stdout.flush()
         except CLICK_ERROR as error:
             command, option = getattr(error.ctx, "info_name", ""), getattr(error, "option_name", "")
@@ -323,4 +323,4 @@ def in_options(message: str, parameters: Collection[str]) -> str:
     first = re.split(r"\W", rule, maxsplit=1)[0]
     if option(first) == first:
         return message
-    return re.sub(r"\w+", lambda word: option(word[0]), rule) + got + value
+    return re.sub(r"\w+", lambda match: option(match[0]), rule) + got + value

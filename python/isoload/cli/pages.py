@@ -32,7 +32,7 @@ def replay_page(replay: Replay, what: Sequence[str], tables: str, notes: Sequenc
     shown = dict.fromkeys((rows[0].policy, best.policy))
     counted = best.remote_rank_share is not None
     kind, said = ("rows", ROWS) if counted else ("copies", "A copy is a token and one of its experts.")
-    series = {name: _imbalance(of) for name, of in tallies.items()}
+    series = {name: _imbalance(tally) for name, tally in tallies.items()}
     parts = [
         lines("Imbalance by layer", MEAN, series, layers, best=best.policy),
         leaving(f"Where {kind} go", said, {row.policy: _leaving(row) for row in rows}),
@@ -61,19 +61,19 @@ def _imbalance(tally: Tally) -> Any:
 
 
 def inspect_page(
-    trace: Trace, num_ranks: int, found: Rows, what: Sequence[str], costs: Sequence[str], tables: str,
+    trace: Trace, num_ranks: int, rows: Rows, what: Sequence[str], costs: Sequence[str], tables: str,
     notes: Sequence[str], figures: Any,
 ) -> str:  # fmt: skip
     """costs: lines that say what the skew costs."""
     from isoload.analysis.inspection import ranks_in_order
 
-    layers, on = trace.layer_ids, [row["on_ranks"][str(num_ranks)] for row in found]
+    layers, on = trace.layer_ids, [row["on_ranks"][str(num_ranks)] for row in rows]
     series = {
         name: [cost[key] for cost in on] for name, key in (("in order", "in_order"), ("least", "least"))
     }
     said = f"{MEAN} On {num_ranks} ranks; least: of any placement without replicas."
-    hottest = {"hottest": [row["expert_max_over_mean"] for row in found]}
-    batches = np.array([row["rank"]["per_batch"] for row in found]) * num_ranks
+    hottest = {"hottest": [row["expert_max_over_mean"] for row in rows]}
+    batches = np.array([row["rank"]["per_batch"] for row in rows]) * num_ranks
     parts = [
         lines("Imbalance by layer", said, series, layers),
         lines("The hottest expert", "Its copies over the mean, all batches.", hottest, layers, y="max/mean expert"),
@@ -97,7 +97,7 @@ def placement_page(
     rows, layers = view["layers"], trace.layer_ids
     names = {"in order": "in_order", "placed": "placed", "replicated": "replicated", "exact": "exact"}
     series = {name: [row[key] for row in rows] for name, key in names.items()}
-    means = {name: float(np.mean(of)) for name, of in series.items()}
+    means = {name: float(np.mean(values)) for name, values in series.items()}
     by_number = {"all layers": view["balancedness_by_replicas"]}
     mine = placement.for_trace(trace)
     loads = even_loads(mine, trace.batch_counts())[..., mine.topology.live_ranks]
@@ -124,19 +124,19 @@ def place_page(
 
     values = {row["placer"]: {"even": row["even"], "exact": row["exact"]} for row in rows}
     said = f"{MEAN} even: replicas share alike; exact: the best split."
-    cells = [(name, *(f"{x:.3f}" for x in of.values())) for name, of in values.items()]
+    cells = [(name, *(f"{x:.3f}" for x in imbalances.values())) for name, imbalances in values.items()]
     spec = charts.points(values, "max/mean rank load", (charts.LINES[0], charts.OWN))
     by_placer = figure("Imbalance by placer", said, spec, ("placer", "even", "exact"), cells)
     heats = rank_heats("replicas sharing alike", even_loads(placement, trace.batch_counts()), trace.layer_ids)
-    made = next(row for row in rows if row["written"])
-    others = [f"{row['placer']} {row['even']:.3f}" for row in rows if row is not made]
+    written = next(row for row in rows if row["written"])
+    others = [f"{row['placer']} {row['even']:.3f}" for row in rows if row is not written]
     lead = [
-        f"The busiest rank has {made['exact']:.3f} times the mean under {made['placer']}, its replicas split exactly; "
-        f"{made['even']:.3f} where they share alike.",
+        f"The busiest rank has {written['exact']:.3f} times the mean under {written['placer']}, its replicas split "
+        f"exactly; {written['even']:.3f} where they share alike.",
         f"Others, where replicas share alike: {'; '.join(others)}.",
     ]
     body = [section("Placers", tables, by_placer), section("Where the load is", *heats), _notes(notes)]
-    heading = f"{made['placer']}: {made['exact']:.3f} × the mean"
+    heading = f"{written['placer']}: {written['exact']:.3f} × the mean"
     return page("isoload place", [what], heading, lead, body, figures)
 
 
@@ -154,8 +154,10 @@ def lines(
     best: str = "",
 ) -> str:
     """[n] of each name, over as many numbers."""
-    rows = [(n, *(f"{of[i]:.3f}" for of in series.values())) for i, n in enumerate(at)]
-    spec = charts.by_number({name: list(map(float, of)) for name, of in series.items()}, at, x, y, best)
+    rows = [(n, *(f"{values[i]:.3f}" for values in series.values())) for i, n in enumerate(at)]
+    spec = charts.by_number(
+        {name: list(map(float, values)) for name, values in series.items()}, at, x, y, best
+    )
     return figure(title, said, spec, (x, *series), rows)
 
 
@@ -199,13 +201,13 @@ def sending_heat(name: str, sent: Any) -> str:
 def leaving(title: str, said: str, parts: Mapping[str, tuple[float, float]]) -> str:
     """By name, the parts that leave their rank and their node."""
     nodes = any(node > 0 for _, node in parts.values())
-    found: dict[str, dict[str, float]] = {
+    shares: dict[str, dict[str, float]] = {
         name: {
             "own rank": 1 - rank,
             **({"own node": rank - node, "other nodes": node} if nodes else {"other ranks": rank}),
         }
         for name, (rank, node) in parts.items()
     }
-    header = "", *next(iter(found.values()))
-    rows = [(name, *(f"{100 * x:.1f} %" for x in of.values())) for name, of in found.items()]
-    return figure(title, said, charts.shares(found), header, rows)
+    header = "", *next(iter(shares.values()))
+    rows = [(name, *(f"{100 * x:.1f} %" for x in values.values())) for name, values in shares.items()]
+    return figure(title, said, charts.shares(shares), header, rows)

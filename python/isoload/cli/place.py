@@ -162,8 +162,8 @@ def free_slots(name: str, options: dict[str, Any], trace: Trace, topology: Topol
     from isoload.analysis.simulate import default_slots_per_rank
     from isoload.placers import make_placer
 
-    own = {key: value for key, value in options.items() if key != "before"}
-    if make_placer(name, own).has_budget:
+    plain_options = {key: value for key, value in options.items() if key != "before"}
+    if make_placer(name, plain_options).has_budget:
         return None
     return default_slots_per_rank(trace.num_experts, topology.num_ranks)
 
@@ -281,22 +281,24 @@ def place(
         if start is not None:
             chosen["before"] = start
         tried.append(Way(text, name, slots or free_slots(name, chosen, first, topology), chosen))
-    seen = {way.label: judge_way(way, first, held_back, topology) for way in tried}
-    best = min(reversed(tried), key=lambda way: seen[way.label][1].mean())
+    judged_ways = {way.label: judge_way(way, first, held_back, topology) for way in tried}
+    best = min(reversed(tried), key=lambda way: judged_ways[way.label][1].mean())
     placement = best.place(loaded, topology)
     old = rival if start is None else start
 
-    def judged(label: str, made: Placement, even: Any, exact: Any) -> Row:
+    def judged(label: str, candidate: Placement, even: Any, exact: Any) -> Row:
         return {
             "placer": label,
-            "written": made is placement,
+            "written": candidate is placement,
             "even": float(
                 even.mean()
             ),  # imbalance, mean over unseen batches and layers, replicas sharing alike
             "exact": float(exact.mean()),  # the same, split exactly
-            "replicas": judge.count_replicas(made),
-            "replica_bytes": round(judge.most_replicas(made) * expert_bytes) if expert_bytes else None,
-            "changed": judge.changed_slots(old, made) if old and old.num_slots == made.num_slots else None,
+            "replicas": judge.count_replicas(candidate),
+            "replica_bytes": round(judge.most_replicas(candidate) * expert_bytes) if expert_bytes else None,
+            "changed": judge.changed_slots(old, candidate)
+            if old and old.num_slots == candidate.num_slots
+            else None,
             "by_batch": {"even": even.tolist(), "exact": exact.tolist()},  # [batches][L]
         }
 
@@ -308,19 +310,19 @@ def place(
     rows, refused = [], {}
     for way in {way.label: way for way in [*compared, *tried]}.values():
         try:
-            found = seen.get(way.label) or judge_way(way, first, held_back, topology)
-            made = placement if way is best else way.place(loaded, topology)
+            imbalances = judged_ways.get(way.label) or judge_way(way, first, held_back, topology)
+            candidate = placement if way is best else way.place(loaded, topology)
         except (ValueError, ImportError) as error:
             if not every:
                 raise
             refused[way.label] = str(error)
         else:
-            rows.append(judged(way.label, made, *found))
+            rows.append(judged(way.label, candidate, *imbalances))
     if against is not None and rival is not None:
         if rival.num_routed != first.num_experts:
             raise ValueError(f"against must have {first.num_experts} routed experts, got {rival.num_routed}")
-        imbalances = judge.even_imbalance, judge.exact_imbalance
-        rows.append(judged(against, rival, *(f(rival, first.batch_counts()) for f in imbalances)))
+        measures = judge.even_imbalance, judge.exact_imbalance
+        rows.append(judged(against, rival, *(f(rival, first.batch_counts()) for f in measures)))
     figures: dict[str, Any] = {"calibrate": held_back, "provenance": placement.provenance, "placers": rows}
     figures |= {"refused": refused} if refused else {}
     written = with_extra(placement, extra_layers)

@@ -57,13 +57,13 @@ def run_ranks(body: Body, num_ranks: int, stall_seconds: float) -> list[Any]:
 @contextmanager
 def _interrupts_held() -> Iterator[None]:
     """Ctrl-C counts from the end of the block on."""
-    held: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, _: held.append(number))
+    signals: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: signals.append(number))
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-    if held:
+    if signals:
         raise KeyboardInterrupt
 
 

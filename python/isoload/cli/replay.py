@@ -91,15 +91,15 @@ def replay_header(replay: Replay, note: str = "") -> list[str]:
     source = f"drawn from counts with seed {used['seed']}" if used["drawn"] else "routing as recorded"
     what, top_k = ("tokens", f", top-{used['top_k']}") if used["top_k"] else ("copies", "")
     nodes = used["num_ranks"] // used["ranks_per_node"]
-    seen = " or ".join(map(str, used["calibration_batches"]))
+    batches = " or ".join(map(str, used["calibration_batches"]))
     placer = f", placer {used['placer']}" if used["placer"] else ""
     calibrated = {
         None: "" if note else "a given placement",
-        "interleaved": f"unseen: placed on {seen} batches between them",
-        "first-half": f"unseen: placed on the first {seen} batches",
+        "interleaved": f"unseen: placed on {batches} batches between them",
+        "first-half": f"unseen: placed on the first {batches} batches",
         "all": "seen: placed on the replayed batches",
-        "leave-one-out": f"unseen: placed for each batch on the {seen} others",
-        "leave-cluster-out": f"unseen: placed for each cluster on the others ({seen} batches)",
+        "leave-one-out": f"unseen: placed for each batch on the {batches} others",
+        "leave-cluster-out": f"unseen: placed for each cluster on the others ({batches} batches)",
     }
     kinds = [f"{used[name]} {name.split('_')[0]}" for name in ("shared_experts", "spare_slots") if used[name]]
     reserved = f" ({', '.join(kinds)})" if kinds else ""

@@ -120,8 +120,8 @@ def check_tokens(tokens: Tensor, first: int, num_shared: int) -> None:
     if tokens.numel() and (least := int(tokens.min())) < 0:
         raise ValueError(f"loads must not be negative, got {least} for expert {first}")
     copies = tokens.sum(-1, dtype=torch.int64) * num_shared
-    if copies.numel() and (most := int(copies.max())) >= TOO_MANY:
-        raise ValueError(f"loads must sum to less than 2^31 copies, got {most} of shared experts")
+    if copies.numel() and (largest := int(copies.max())) >= TOO_MANY:
+        raise ValueError(f"loads must sum to less than 2^31 copies, got {largest} of shared experts")
 
 
 def widened(tokens: Tensor) -> Tensor:

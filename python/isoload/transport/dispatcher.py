@@ -156,11 +156,11 @@ class Dispatcher(Shared, ABC):
         self._check_like("y", y, received, [len(batch.rows) for batch in received], "the received rows")
         return handles
 
-    def check_own(self, own: Owned | None, received: list[Received], num_tokens: Sequence[int]) -> None:
+    def check_own(self, local: Owned | None, received: list[Received], num_tokens: Sequence[int]) -> None:
         """Raises ValueError unless own contributions, if there are any, are of so many tokens of each owned rank."""
-        if own is not None:
-            self.group.check_owned("own", own)
-            self._check_like("own", own, received, num_tokens, "the rank's tokens")
+        if local is not None:
+            self.group.check_owned("own", local)
+            self._check_like("own", local, received, num_tokens, "the rank's tokens")
 
     def _check_like(
         self, name: str, tensors: Owned, received: list[Received], lengths: Sequence[int], reason: str

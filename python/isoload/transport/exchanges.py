@@ -33,9 +33,9 @@ class Peers:
         """Zeros that every rank can read, of one shape on all of them, made by all together."""
         return torch.zeros(*shape, dtype=dtype, device=device)
 
-    def reach(self, own: list[Tensor]) -> list[Tensor]:
+    def reach(self, tensors: list[Tensor]) -> list[Tensor]:
         """[R] every rank's tensor, given the own ones from :meth:`new`."""
-        return own
+        return tensors
 
     def meet(self) -> None:
         """A barrier of all ranks on the current stream; in one process there is nothing to wait for."""
@@ -82,8 +82,8 @@ class SymmetricMemory(Peers):
         weakref.finalize(tensor, self._shared.pop, tensor.data_ptr()).atexit = False
         return tensor.zero_()
 
-    def reach(self, own: list[Tensor]) -> list[Tensor]:
-        (mine,) = own
+    def reach(self, tensors: list[Tensor]) -> list[Tensor]:
+        (mine,) = tensors
         if mine.data_ptr() not in self._shared:
             # not made here, as after .to() or a copy
             raise ValueError(

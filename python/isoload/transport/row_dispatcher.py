@@ -217,7 +217,7 @@ def pack_hop(
     slots_per_place: int,
     sent: PerRank,
     got: PerRank,
-    own: Sequence[int],
+    own_destination: Sequence[int],
     capacity: int | None,
 ) -> tuple[list[RowMap], Owned]:
     """Where every owned rank's rows go, and what it sends.
@@ -226,7 +226,7 @@ def pack_hop(
         tokens: rows [T, H], slots [T, K], weights [T, K] and the numbers of the rows to every destination.
         slots_per_place: slots of a destination.
         sent, got: [R] rows each.
-        own: the destination that a rank itself belongs to.
+        own_destination: the destination that a rank itself belongs to.
         capacity: see :func:`isoload.ops.pack_rows`.
     """
     maps, payload = [], []
@@ -234,7 +234,7 @@ def pack_hop(
         packed, *places = pack_rows(
             rows.detach(), slots, weights.detach(), numbers, slots_per_place, sum(sent[r]), capacity
         )
-        maps.append(RowMap(sent[r], got[r], places[0], places[1], places[2], own[r]))
+        maps.append(RowMap(sent[r], got[r], places[0], places[1], places[2], own_destination[r]))
         payload.append(packed)
     return maps, payload
 

@@ -338,8 +338,8 @@ def _check_arguments(
         if len(outside := slots[(slots < -1) | (slots >= num_slots)]):
             raise ValueError(f"slots must be in -1..{num_slots - 1}, got {int(outside[0])}")
         present = [] if max_copies is None else count_copies(slots, groups)
-        for g, (most, count) in enumerate(zip(max_copies or (), present, strict=True)):
-            if most < count:
+        for g, (limit, count) in enumerate(zip(max_copies or (), present, strict=True)):
+            if limit < count:
                 raise ValueError(
-                    f"max_copies[{g}] must be at least the number of copies present ({count}), got {most}"
+                    f"max_copies[{g}] must be at least the number of copies present ({count}), got {limit}"
                 )

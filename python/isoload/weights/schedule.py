@@ -41,7 +41,7 @@ def spread_moves(moves: Sequence[Move], rows_per_chunk: int, num_ranks: int) -> 
 
     A rank sends at most rows_per_chunk / R rows of a chunk (rounded up) and receives at most as many.
     """
-    most = -(-rows_per_chunk // num_ranks)
+    limit = -(-rows_per_chunk // num_ranks)
     chunks = []
     left = list(moves)
     while left:
@@ -52,7 +52,7 @@ def spread_moves(moves: Sequence[Move], rows_per_chunk: int, num_ranks: int) -> 
         for move in left:
             source, target = move.source.rank, move.target.rank
             local = source == target
-            busy = not local and (arriving[target] >= most or leaving[source] >= most)
+            busy = not local and (arriving[target] >= limit or leaving[source] >= limit)
             if busy or len(chunk) == rows_per_chunk:
                 later.append(move)
                 continue
@@ -89,18 +89,18 @@ class _Schedule:
         self.readable = {expert: sorted(rows) for expert, rows in self.holders.items()}
         self.arriving: Counter[int] = Counter()  # rows of this chunk that each rank receives
         self.leaving: Counter[int] = Counter()  # rows of this chunk that each rank sends
-        most = -(-size // self.num_ranks)
+        limit = -(-size // self.num_ranks)
         chunk: list[Move] = []
         while self.pending and len(chunk) < size:
             if self.free:
-                if (target := self._least_busy(most)) is None:
+                if (target := self._least_busy(limit)) is None:
                     break
                 chunk.append(self._move(self.pending[target], target))
                 continue
             cycles = [cycle for cycle in self._cycles() if len(cycle) <= size - len(chunk)]
             if cycles:
                 cycle = min(cycles, key=lambda rows: self._level(rows, rows))
-                if chunk and self._level(cycle, cycle) > most:
+                if chunk and self._level(cycle, cycle) > limit:
                     break
                 chunk += self._rotate(cycle)
             elif chunk:
@@ -109,7 +109,7 @@ class _Schedule:
                 chunk = self._cut(size)
         return chunk
 
-    def _least_busy(self, most: int) -> Address | None:
+    def _least_busy(self, limit: int) -> Address | None:
         """Return the free row whose rank and source are least busy in this chunk; None = all are busy.
 
         Of equally busy ones, first the row of the rank that lacks most rows and before the longest chain of rows.
@@ -120,9 +120,9 @@ class _Schedule:
             source = self._source(expert, target)
             if source.rank == target.rank:
                 busy = -1
-            elif busy < most:
+            elif busy < limit:
                 busy = max(busy, self.leaving[source.rank])
-            if busy >= most:
+            if busy >= limit:
                 continue
             # The weight 3 was chosen on fresh placements of 256 experts (bench/bench_moves.py).
             urgent = 3 * self.pending_of_rank[target.rank] + self._chain(target)
