@@ -51,7 +51,7 @@ def question(**changes: object) -> Question:
 def test_every_copy_goes_to_a_slot_of_its_expert(candidate: Candidate) -> None:
     judged = judge_by(skewed(), SMALL, 4, 64)
     placement = placed(candidate, judged, TOPOLOGY)
-    renewed = targets(candidate.split, torch.from_numpy(judged.seen), placement)
+    renewed = targets(candidate.split, torch.from_numpy(judged.calibration), placement)
     for loads in judged.loads:
         moved = sent(candidate, loads, placement, renewed, seed=1).long()
         at = placement.slot_to_expert.long().unsqueeze(1).expand_as(moved)
@@ -191,7 +191,7 @@ def test_tokens_of_a_trace_are_judged_as_recorded() -> None:
     ids = np.random.default_rng(0).integers(0, 16, (4 * 4 * 8, 1, 1)).astype(np.int32)
     judged = judge_by(Trace("tokens", 16, topk_ids=ids), replace(SMALL, top_k=1), 4, 8)
     assert not judged.drawn and judged.loads.shape == (2, 1, 4, 16)
-    assert judged.seen.sum() == judged.loads.sum() == 64
+    assert judged.calibration.sum() == judged.loads.sum() == 64
     assert judged.loads[0, 0, 1].tolist() == np.bincount(ids[72:80].ravel(), minlength=16).tolist()
     assert len(judge_by(skewed(), SMALL, 4, 8).loads) == 8
     assert judge_by(Trace("counts", 16, 0, np.ones((3, 1, 16), dtype=np.int64)), SMALL, 4, 8).drawn

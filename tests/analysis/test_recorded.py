@@ -115,5 +115,5 @@ def test_the_advice_is_advises_own(run: tuple[Any, list[list[Any]]]) -> None:
     recorded, _ = run
     of = phases(recorded)[0]
     judged = judge_by(trace_of(recorded, of), find_model("gpt-oss-20b"), RANKS, of.tokens)
-    assert np.array_equal(judged.seen, recorded.trace.counts[[0, 2]].sum(0)) and judged.drawn
+    assert np.array_equal(judged.calibration, recorded.trace.counts[[0, 2]].sum(0)) and judged.drawn
     assert placed(Candidate("eplb", 1, "exact"), judged, TOPOLOGY).slots_per_rank == SLOTS

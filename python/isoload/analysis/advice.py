@@ -74,8 +74,8 @@ def grid(max_slots: int, gathers: bool = True, nodes: int = 1) -> list[Candidate
 
 
 def placed(candidate: Candidate, judged: Judged, topology: Topology) -> Placement:
-    slots = -(-judged.seen.shape[-1] // topology.num_ranks) + candidate.more
-    return place(judged.seen, topology, slots, candidate.placer)
+    slots = -(-judged.calibration.shape[-1] // topology.num_ranks) + candidate.more
+    return place(judged.calibration, topology, slots, candidate.placer)
 
 
 def sent(
@@ -99,7 +99,7 @@ def sent(
 
 def sent_batches(candidate: Candidate, placement: Placement, judged: Judged) -> Iterator[NDArray[np.integer]]:
     """[L, R, P] copies that each rank sends to each slot, batch by batch."""
-    renewed = targets(candidate.split, torch.from_numpy(judged.seen), placement)
+    renewed = targets(candidate.split, torch.from_numpy(judged.calibration), placement)
     for seed, loads in enumerate(judged.loads):
         yield sent(candidate, loads, placement, renewed, seed).numpy()
 

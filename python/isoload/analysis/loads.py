@@ -19,12 +19,12 @@ JUDGED = 8  # batches: more change a mean little
 class Judged:
     """Loads of batches that no placement has seen, and the counts that placements are made of.
 
-    seen    [L, E] int64      copies of the batches before
+    calibration [L, E] int64  copies of the batches before
     loads   [B, L, R, E]      int32 copies that each rank sends in each judged batch
     drawn   whether tokens were drawn from counts, so that bursts are understated
     """
 
-    seen: Ints
+    calibration: Ints
     loads: Tensor
     drawn: bool
 

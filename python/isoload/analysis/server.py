@@ -51,8 +51,8 @@ def advise_server(
     """Order the candidates by the milliseconds of the mean step.
 
     Args:
-        asked: by phase a question and its batches. Their counts to place by (`seen`) must be the same, so that both
-            phases have the same placements.
+        asked: by phase a question and its batches. Their counts to place by (`calibration`) must be the same, so that
+            both phases have the same placements.
         weights: by phase its part of all steps.
         on_candidate: is called with how many candidates of how many are done.
 

@@ -310,11 +310,11 @@ class Balancer:
 
     def route(self, batch: Gathered) -> list[Tensor]:
         """[T, K] slots of every owned rank's copies: as planned or, without a plan, where they always go."""
-        made, slots, placed = batch.plan, [], self.placed_on(batch.loads.device)
+        batch_plan, slots, placed = batch.plan, [], self.placed_on(batch.loads.device)
         for i, (rank, counted) in enumerate(zip(self.ranks, batch.counted, strict=True)):
             sent = None if batch.send_counts is None else batch.send_counts[i]
-            if made is not None:
-                slots.append(route_counted(counted, batch.loads, made, rank, send_counts=sent))
+            if batch_plan is not None:
+                slots.append(route_counted(counted, batch.loads, batch_plan, rank, send_counts=sent))
             elif sent is not None:
                 slots.append(route_sent(counted, sent, placed, rank))
             else:
@@ -347,7 +347,9 @@ class Balancer:
         """
         has_freedom = placement.has_freedom[self.layer]
         known = checksum(list(placement_facts(placement, self.layer).values()))
-        refresh = {d: refreshing(own, placement.layer(self.layer, d)) for d, own in self._own.items()}
+        refresh = {
+            d: refreshing(kept_layers, placement.layer(self.layer, d)) for d, kept_layers in self._own.items()
+        }
 
         def write() -> None:
             self.placement, self.has_freedom = placement, has_freedom
@@ -362,12 +364,12 @@ class Balancer:
         """The layer's own tables on a device, which :meth:`load` writes in place."""
         if device in self._own:
             return self._own[device]
-        own = own_layers(self.placement.layer(self.layer, device))
-        if may_be_kept(own.home_slot):
-            self._own[device] = own
+        placed = own_layers(self.placement.layer(self.layer, device))
+        if may_be_kept(placed.home_slot):
+            self._own[device] = placed
             with torch.inference_mode(False):  # else only inference could advance it
                 self._steps[device] = first_step(device)
-        return own
+        return placed
 
     def _device(self) -> torch.device:
         """Where the last tables were made: on the host at construction, then where the batches are."""

@@ -179,22 +179,22 @@ class CapturedBalancer:
 
     def _check(self, ids: list[Tensor]) -> None:
         check_one_each(ids, len(self._ids))
-        for rows, own in zip(ids, self._ids, strict=True):
+        for rows, buffer in zip(ids, self._ids, strict=True):
             check_ids(rows)
-            tokens, top_k = own.shape
+            tokens, top_k = buffer.shape
             fits = rows.shape[1] == top_k and len(rows) <= tokens
-            if not fits or rows.dtype != own.dtype or rows.device != own.device:
+            if not fits or rows.dtype != buffer.dtype or rows.device != buffer.device:
                 raise ValueError(
-                    f"topk_ids must be [T, {top_k}] {own.dtype} on {own.device} with T at most {tokens}, got "
+                    f"topk_ids must be [T, {top_k}] {buffer.dtype} on {buffer.device} with T at most {tokens}, got "
                     f"{list(rows.shape)} {rows.dtype} on {rows.device}"
                 )
 
     def _take(self, n: int, rows: Tensor) -> None:
         """Copies an owned rank's rows to where the graph reads them; those of a longer batch before become -1."""
-        own, before = self._ids[n], self._filled[n]
-        own.narrow(0, 0, len(rows)).copy_(rows)
+        buffer, before = self._ids[n], self._filled[n]
+        buffer.narrow(0, 0, len(rows)).copy_(rows)
         if len(rows) < before:
-            own.narrow(0, len(rows), before - len(rows)).fill_(-1)
+            buffer.narrow(0, len(rows), before - len(rows)).fill_(-1)
         self._filled[n] = len(rows)
 
     def _run(self, num_tokens: int | None, planned: bool, call: Call) -> list[Tensor]:

@@ -59,8 +59,8 @@ class OwnSplit(NamedTuple):
     def own_bound(self) -> Tensor:
         """[n] int64 the least that a source could have caused; its targets may want more."""
         ticks = self.placed.ticks
-        given = zip(self.counts, self.fixed, strict=True)
-        return torch.stack([ops.plan_exact(n, self.placed.tables, f, ticks=ticks).bound for n, f in given])
+        pairs = zip(self.counts, self.fixed, strict=True)
+        return torch.stack([ops.plan_exact(n, self.placed.tables, f, ticks=ticks).bound for n, f in pairs])
 
 
 class OwnCounts:
@@ -75,8 +75,8 @@ class OwnCounts:
     All stay where they are once a batch has been on a device, so captured graphs read what an exchange writes.
     """
 
-    def __init__(self, placement: Placement, group: Group, word: Loads) -> None:
-        self.group, self.word, self.by_node = group, word, word == "node"
+    def __init__(self, placement: Placement, group: Group, loads: Loads) -> None:
+        self.group, self.loads, self.by_node = group, loads, loads == "node"
         self.size = placement.topology.ranks_per_node if self.by_node else 1  # ranks of a source
         self.sources = list(dict.fromkeys(rank // self.size for rank in group.ranks))
         self.last: OwnSplit | None = None
@@ -98,7 +98,7 @@ class OwnCounts:
         """Raises ValueError for a policy that is not ``exact`` by spread: nothing else is split by own counts."""
         if type(policy) is not ExactPolicy or policy.objective != "spread":
             raise ValueError(
-                f"policy must be exact, of objective spread, for loads={self.word!r}, got {policy}; others need "
+                f"policy must be exact, of objective spread, for loads={self.loads!r}, got {policy}; others need "
                 "loads='gathered'"
             )
 
@@ -111,8 +111,8 @@ class OwnCounts:
     def reset(self) -> None:
         """Forgets what is of the placement: targets, and where copies went."""
         self.last = None
-        for kept in (self.offset, self.sent[:, 0], self.sent[:, 2]):
-            kept.zero_()
+        for state in (self.offset, self.sent[:, 0], self.sent[:, 2]):
+            state.zero_()
 
     def gather(self, rows: list[Tensor], call: Call) -> Tensor:
         """Counts for :meth:`split`: [n, E] of the owned ranks or, by node, [R, E], of the owned nodes' ranks.
@@ -136,15 +136,15 @@ class OwnCounts:
         is_new = not in_backward()  # a checkpoint's recompute counts no batch again
         if self.recent.device != loads.device:
             self.move(loads.device)
-        made = OwnSplit(placed, [], [], self.sent[:, 2])
+        split = OwnSplit(placed, [], [], self.sent[:, 2])
         send_counts: list[Tensor] = []
         for i, source in enumerate(self.sources):
-            own = loads.narrow(0, source * self.size if self.by_node else i, self.size)
-            routed = own.narrow(1, 0, placed.tables.num_experts)
+            source_loads = loads.narrow(0, source * self.size if self.by_node else i, self.size)
+            routed = source_loads.narrow(1, 0, placed.tables.num_experts)
             counts = routed.sum(0, dtype=torch.int32) if self.by_node else routed[0]
-            fixed = None if placed.shared_home is None else at_home(own, source, placed)
-            made.counts.append(counts)
-            made.fixed.append(fixed)
+            fixed = None if placed.shared_home is None else at_home(source_loads, source, placed)
+            split.counts.append(counts)
+            split.fixed.append(fixed)
             sent = ops.plan_own(
                 counts,
                 placed.tables,
@@ -160,7 +160,7 @@ class OwnCounts:
                 send_counts += share_in_node(routed, sent, placed.tables, source, self.group.ranks)
             else:
                 send_counts.append(sent)
-        self.last = made
+        self.last = split
         return send_counts
 
     def note_unplanned(self, counts: Sequence[Tensor], placed: PlacedLayers) -> None:
@@ -180,8 +180,8 @@ class OwnCounts:
         ranks = self.group.ranks
         owned = len(ranks) // len(self.sources)  # ranks of a source: one, or all of a node
         self.sent[:, 2].zero_()
-        for rank, own in zip(ranks, counts, strict=True):
-            copies = fixed_copies(own, placed, rank)
+        for rank, rank_counts in zip(ranks, counts, strict=True):
+            copies = fixed_copies(rank_counts, placed, rank)
             self.sent[self.sources.index(rank // self.size), 2].add_(copies, alpha=self.size // owned)
 
     def balance(self, topk_ids: Tensor, placed: PlacedLayers, layer: int) -> tuple[Tensor, Tensor]:
@@ -210,10 +210,10 @@ class OwnCounts:
         # In this order: a graph guards what it reads, and an eager batch sets it.
         if not torch.compiler.is_compiling() and self._first is not None:
             return self._first
-        made = self.recent[0], self.sent[0], self.offset[0], self.sent[:, 2]
+        views = self.recent[0], self.sent[0], self.offset[0], self.sent[:, 2]
         if not torch.compiler.is_compiling():  # which would compile anew for what is kept
-            self._first = made
-        return made
+            self._first = views
+        return views
 
     def move(self, device: torch.device) -> None:
         """To where the batches are; the first batch there does it, if nobody has before."""
@@ -221,7 +221,7 @@ class OwnCounts:
             self._first = None
             with torch.inference_mode(False):
                 self.recent, self.sent, self.offset = (
-                    kept.to(device) for kept in (self.recent, self.sent, self.offset)
+                    state.to(device) for state in (self.recent, self.sent, self.offset)
                 )
 
 

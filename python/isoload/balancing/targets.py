@@ -79,10 +79,10 @@ def offsets(
     recent, fixed = scaled(recent, fixed)
     loads, quota = recent.sum(1), exact_quota(recent, fixed, tables, topology)
     expert = slot_to_expert.long().clamp(0, tables.num_experts - 1)  # of other slots any: their quota is 0
-    own, stays = recent.select(1, source), fixed.select(1, source)
-    copies = own.sum(1, keepdim=True) + stays.sum(1, keepdim=True)
+    source_recent, stays = recent.select(1, source), fixed.select(1, source)
+    copies = source_recent.sum(1, keepdim=True) + stays.sum(1, keepdim=True)
     # Fractions of the source's copies before the split, else those of few copies would be rounded away.
-    sent = fractions(own, copies).gather(1, expert) * quota // loads.gather(1, expert).clamp(min=1)
+    sent = fractions(source_recent, copies).gather(1, expert) * quota // loads.gather(1, expert).clamp(min=1)
     mine = rank_copies(sent, tables) + fractions(stays, copies)
     wanted = rank_copies(quota, tables) + fixed.sum(1)
     gap = fractions(wanted, wanted.sum(1, keepdim=True)) - mine
@@ -112,13 +112,13 @@ def strength(recent: Tensor, last: Tensor, source: int) -> Tensor:
         source: s.
     """
     last = last * (2**32 // RECENT_LOSS)  # what as many copies in every batch would have added up to
-    most = torch.maximum(recent.sum(1), last.sum(1)).unsqueeze(1)
+    larger = torch.maximum(recent.sum(1), last.sum(1)).unsqueeze(1)
 
     def shares(copies: Tensor, total: Tensor) -> Tensor:
         unit = total // MOST + 1
         return copies // unit * ONE_OFFSET // (total // unit).clamp(min=1)
 
-    usual, present = shares(recent, recent.sum(1, keepdim=True)), shares(last, most)
+    usual, present = shares(recent, recent.sum(1, keepdim=True)), shares(last, larger)
     alike = (ONE_OFFSET - (usual - present).abs().sum(1)).clamp(min=0)
     warranted = recent.shape[1] * torch.minimum(usual, present).select(1, source)
     return alike * alike // ONE_OFFSET * warranted.clamp(max=ONE_OFFSET) // ONE_OFFSET
@@ -151,56 +151,61 @@ def exchange(balancers: Sequence[Balancer]) -> Exchanged:
         RuntimeError: naming the stage, where a rank is gone or does not come in the group's timeout.
     """
     group = balancers[0].group
-    if any(of.own_counts is not None and capturing(of.own_counts.recent.device) for of in balancers):
+    if any(
+        balancer.own_counts is not None and capturing(balancer.own_counts.recent.device)
+        for balancer in balancers
+    ):
         raise ValueError("exchange must be outside of a CUDA graph: it waits for the other ranks")
     with group.agreeing("exchange") as facts:
         owned = _checked(balancers)
-        recent = torch.stack([of.recent for of in owned], 1)  # [n, L, E]
-        sent = torch.stack([of.sent for of in owned], 1)  # [n, L, 3, R]
-        placed = [of.placed_on(recent.device) for of in balancers]
-        known = [{k: v for k, v in of.facts.items() if k != "batch number"} for of in balancers]
+        recent = torch.stack([counts.recent for counts in owned], 1)  # [n, L, E]
+        sent = torch.stack([counts.sent for counts in owned], 1)  # [n, L, 3, R]
+        placed = [balancer.placed_on(recent.device) for balancer in balancers]
+        known = [{k: v for k, v in balancer.facts.items() if k != "batch number"} for balancer in balancers]
         facts["layers of exchange"] = known  # ranks may differ in batches: those without tokens run none
     first, topology = owned[0], placed[0].topology
     counts, of_ranks, last = _gather(first, recent, sent)
     fixed = of_ranks[:, :, 1]
-    data = torch.stack([of.tables.data for of in placed])
+    data = torch.stack([layer.tables.data for layer in placed])
     tables = replace(placed[0].tables, data=data)
-    slots = torch.stack([of.slot_to_expert for of in placed])
+    slots = torch.stack([layer.slot_to_expert for layer in placed])
     for i, source in enumerate(first.sources):
         renewed_offsets = offsets(counts, last.sum(2), source, tables, slots, topology, fixed)
-        for of, offset in zip(owned, renewed_offsets, strict=True):
-            of.offset[i].copy_(offset)
+        for counts_of_layer, offset in zip(owned, renewed_offsets, strict=True):
+            counts_of_layer.offset[i].copy_(offset)
     return Exchanged(_imbalance(last.sum(1), topology))
 
 
 def _checked(balancers: Sequence[Balancer]) -> list[OwnCounts]:
     """The layers' counts, if they can be exchanged together."""
-    owned = [of.own_counts for of in balancers if of.own_counts is not None]
+    owned = [balancer.own_counts for balancer in balancers if balancer.own_counts is not None]
     if len(owned) < len(balancers):
         raise ValueError("loads must be own or node where counts are exchanged, got gathered")
-    for i, (of, own) in enumerate(zip(balancers, owned, strict=True)):
-        if of.group is not balancers[0].group:
+    for i, (balancer, counts) in enumerate(zip(balancers, owned, strict=True)):
+        if balancer.group is not balancers[0].group:
             raise ValueError(f"balancers must be of one group, got another for the one at {i}")
-        check_same_shape(balancers[0].placement, of.placement)
-        if own.word != owned[0].word:
-            raise ValueError(f"balancers must be alike in loads, got {owned[0].word} and {own.word}")
-    failures = [own.failure for own in owned]
-    for own in owned:
-        own.failure = None
+        check_same_shape(balancers[0].placement, balancer.placement)
+        if counts.loads != owned[0].loads:
+            raise ValueError(f"balancers must be alike in loads, got {owned[0].loads} and {counts.loads}")
+    failures = [counts.failure for counts in owned]
+    for counts in owned:
+        counts.failure = None
     if failure := next(filter(None, failures), None):
         raise ValueError(f"a batch has failed since the exchange before: {failure}")
     return owned
 
 
-def _gather(own: OwnCounts, recent: Tensor, sent: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _gather(own_counts: OwnCounts, recent: Tensor, sent: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Gather the counts of all N sources from those of the owned ones.
 
     Returns:
         [L, N, E] decayed counts, [L, N, 2, R] decayed copies, [L, N, R] copies of every source's last batch.
     """
     rows = torch.cat([recent.flatten(1), sent[:, :, :2].flatten(1), sent[:, :, 2].flatten(1)], 1)
-    group, size = own.group, own.size
-    gathered = group.gather("exchange", [rows[own.sources.index(rank // size)] for rank in group.ranks])
+    group, size = own_counts.group, own_counts.size
+    gathered = group.gather(
+        "exchange", [rows[own_counts.sources.index(rank // size)] for rank in group.ranks]
+    )
     widths = [recent[0].numel(), sent[0, :, :2].numel(), sent[0, :, 2].numel()]
     counts, copies, last = gathered.view(-1, size, gathered.shape[1]).split(widths, 2)
     decayed = torch.cat([counts, copies], 2)

@@ -72,11 +72,13 @@ def one_placement(
     unseen_by_both: the phases are cut from one trace, so that the shorter of its first parts is unseen by both.
     Otherwise all phases' counts are added.
     """
-    counts_by_phase = [part.judged.seen for part in asked.values()]
+    counts_by_phase = [part.judged.calibration for part in asked.values()]
     counts = min(counts_by_phase, key=lambda part: int(part.sum()))
     if not unseen_by_both:
         counts = sum(counts_by_phase, start=0 * counts)
-    return {name: part._replace(judged=replace(part.judged, seen=counts)) for name, part in asked.items()}
+    return {
+        name: part._replace(judged=replace(part.judged, calibration=counts)) for name, part in asked.items()
+    }
 
 
 def answer(
@@ -194,7 +196,7 @@ def _page(
                 return judged
             return replace(
                 judge_by(trace, part.question.model, part.question.topology.num_ranks, tokens),
-                seen=judged.seen,
+                calibration=judged.calibration,
             )
 
         parts[name] = PagePhase(part, judged, trace.layer_ids, times, judge)

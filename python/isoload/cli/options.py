@@ -36,7 +36,7 @@ class Range(NamedTuple):
     """
 
     least: float
-    most: float = MAX_COUNT
+    largest: float = MAX_COUNT
 
 
 @cache

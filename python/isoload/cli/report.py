@@ -23,8 +23,8 @@ FIGURES = (
     Figure("passes", "", "passes"),
     Figure("tokens_per_rank", "", "tokens"),
     *(
-        Figure(f"{of}.{key}", group, title, ".3f")
-        for of, group in (("routed", "max/mean as routed"), ("planned", "as isoload plans"))
+        Figure(f"{kind}.{key}", group, title, ".3f")
+        for kind, group in (("routed", "max/mean as routed"), ("planned", "as isoload plans"))
         for key, title in (("mean", "mean"), ("half", "half"), ("nine_in_ten", "9 in 10"), ("worst", "worst"))
     ),
     Figure("saved", "ms", "saved"),

@@ -65,12 +65,12 @@ class Chosen:
     def kept(self, slots: list[Tensor]) -> list[Received]:
         """The rows as if they had been received, with local slots [T, K] on their own rank; -1 = elsewhere."""
         of_ranks = zip(self.rows, slots, self.weights, strict=True)
-        return [Received(row, own, given, None) for row, own, given in of_ranks]
+        return [Received(row, local, gates, None) for row, local, gates in of_ranks]
 
 
-def as_list(given: Tensor | Sequence[Tensor]) -> list[Tensor]:
+def as_list(tensors: Tensor | Sequence[Tensor]) -> list[Tensor]:
     """Of every owned rank; what is neither is refused where the other ranks hear of it."""
-    return list(given) if isinstance(given, list | tuple) else [given]  # type: ignore[list-item]
+    return list(tensors) if isinstance(tensors, list | tuple) else [tensors]  # type: ignore[list-item]
 
 
 class MoE(StoredExperts):
@@ -137,25 +137,25 @@ class MoE(StoredExperts):
         self.gate, self.shared = gate, shared
         self.run_by: Callable[[list[Tensor], Choose, int | None], list[Tensor]] | None = None  # a stack
         self.transport, self.group, self.dispatcher = transport, transport.group, transport.dispatcher
-        own = experts_by_rank(experts, len(self.group.ranks))
+        parts = experts_by_rank(experts, len(self.group.ranks))
         with self.group.agreeing("construction") as facts:
             layer = position(placement, layer, layer_id)
             placed = placement.layer(layer, "cpu")
-            described = check_parts(own, self.group, placement, layer)
-            stored = own[0].activation if isinstance(own[0], Checkpoint) else SwiGLU()
+            described = check_parts(parts, self.group, placement, layer)
+            stored = parts[0].activation if isinstance(parts[0], Checkpoint) else SwiGLU()
             self.activation: Activation = stored if activation is None else activation
-            check_halves(own, self.activation)
-            arrange = shard_layouts if isinstance(own[0], Shard) else layouts
+            check_halves(parts, self.activation)
+            arrange = shard_layouts if isinstance(parts[0], Shard) else layouts
             self.layouts, self.num_rows = arrange(placed), count_rows(placed, weight_rows)
-            check_compute_dtype(compute_dtype, own)
+            check_compute_dtype(compute_dtype, parts)
             facts.update({"weight_rows": weight_rows, "borrow": borrow, "compute_dtype": compute_dtype})
             facts.update({"experts": described, "activation": name_of(self.activation)})
         how = {"min_tokens": min_tokens, "loads": loads, **options}
         self.balancer = Balancer(placement, layer, policy, self.group, **how)
-        self._hold(own, borrow)
+        self._hold(parts, borrow)
         self.balancer.placed_on(self._ranks()[0].row_of_slot.device)
         self._note_layouts(self.layouts)
-        if isinstance(own[0], Shard):  # replicas come from other ranks
+        if isinstance(parts[0], Shard):  # replicas come from other ranks
             self.refresh_replicas()
         self.handle = handle_of(self)
 
@@ -212,8 +212,8 @@ class MoE(StoredExperts):
             weights: [T, K], see isoload.layer.routers.Gate.
             num_tokens: as in forward.
         """
-        rows, ids, given = map(as_list, (x, topk_ids, weights))
-        combined = self._run(rows, lambda: list(zip(ids, given, strict=True)), num_tokens)
+        rows, ids, gates = map(as_list, (x, topk_ids, weights))
+        combined = self._run(rows, lambda: list(zip(ids, gates, strict=True)), num_tokens)
         return combined[0] if isinstance(x, Tensor) else combined
 
     def _run(self, rows: list[Tensor], choose: Choose, num_tokens: int | None) -> list[Tensor]:
@@ -267,16 +267,16 @@ class MoE(StoredExperts):
 
     def gather(self, chosen: Chosen, num_tokens: int | None, more: list[Tensor] | None = None) -> Gathered:
         """The batch counted and gathered; num_tokens as in :meth:`forward`, more as in :meth:`Balancer.gather`."""
-        most = self.dispatcher.max_tokens_per_rank
-        if num_tokens is None and most is not None:
-            num_tokens = most * self.group.topology.num_ranks
+        max_tokens = self.dispatcher.max_tokens_per_rank
+        if num_tokens is None and max_tokens is not None:
+            num_tokens = max_tokens * self.group.topology.num_ranks
         return self.balancer.gather(chosen.ids, num_tokens, chosen.call, more)
 
-    def borrow(self, made: Plan | None, chosen: Chosen) -> Borrowed | None:
+    def borrow(self, plan: Plan | None, chosen: Chosen) -> Borrowed | None:
         """Begins to bring the experts in the plan's spare slots."""
-        if made is None or self.borrowing is None or made.placed.unfilled is None:
+        if plan is None or self.borrowing is None or plan.placed.unfilled is None:
             return None
-        return self.borrowing.borrow(made.placed, dtype=self._dtype_of(chosen.rows))
+        return self.borrowing.borrow(plan.placed, dtype=self._dtype_of(chosen.rows))
 
     def _dtype_of(self, rows: Sequence[Tensor]) -> torch.dtype | None:
         """The dtype in which experts compute with rows on their way; None where they are quantised."""
@@ -304,10 +304,10 @@ class MoE(StoredExperts):
                 outputs.append(run_sorted(got.rows, got.weights, ends, groups, self.activation))
                 continue
             local = rank.weight_rows(got.slots)
-            most = None if got.max_copies is None else [got.max_copies] * len(groups)
+            max_copies = None if got.max_copies is None else [got.max_copies] * len(groups)
             if values_readable(local):  # on a device the count would be one more wait
-                most = count_copies(local, groups)
-            outputs.append(run_experts(got.rows, local, got.weights, groups, self.activation, most))
+                max_copies = count_copies(local, groups)
+            outputs.append(run_experts(got.rows, local, got.weights, groups, self.activation, max_copies))
         return outputs
 
     def _compute(

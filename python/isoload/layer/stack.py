@@ -46,7 +46,7 @@ def check_layers(layers: Sequence[MoE]) -> None:
         ids.add(id(layer))
         if (counts := layer.balancer.own_counts) is not None:
             raise ValueError(
-                f"layers must have loads='gathered' in a stack, which plans by all ranks' loads, got {counts.word!r} "
+                f"layers must have loads='gathered' in a stack, which plans by all ranks' loads, got {counts.loads!r} "
                 f"in layer {i}"
             )
         for name, value in facts_of(layer).items():

@@ -241,9 +241,17 @@ def exact_plan(
 
     options: of :func:`isoload.ops.plan_exact`; by default beside the shared copies at home.
     """
-    made = solve(demand, placed, rank=rank, **options)
-    send_counts = None if rank is None else made.send_counts
-    return Plan(placed, policy, made.quota, made.peak, made.bound, made.telemetry, send_counts=send_counts)
+    solution = solve(demand, placed, rank=rank, **options)
+    send_counts = None if rank is None else solution.send_counts
+    return Plan(
+        placed,
+        policy,
+        solution.quota,
+        solution.peak,
+        solution.bound,
+        solution.telemetry,
+        send_counts=send_counts,
+    )
 
 
 def solve(demand: Demand, placed: PlacedLayers, **options: Any) -> ops.ExactSplit:
@@ -283,8 +291,8 @@ def sample_seed(plan: Plan, rank: int) -> tuple[int, Tensor | None]:
     """
     policy = plan.policy
     seed, step = (policy.seed, policy.step) if isinstance(policy, Seeded) else (0, 0)
-    own = mix(seed, 0)  # else layer 1 of a seed would draw as layer 0 of the next
-    seed = mix(own, plan.layer or 0)
+    mixed = mix(seed, 0)  # else layer 1 of a seed would draw as layer 0 of the next
+    seed = mix(mixed, plan.layer or 0)
     if isinstance(plan.step, Tensor):
         return (seed + step) % 2**64, plan.step
     return mix(mix(seed, step + plan.step), rank), None

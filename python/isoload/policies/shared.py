@@ -188,14 +188,14 @@ class WaterfillPolicy(SharedPolicy):
             self.routed_policy, demand.routed, placed, pour=total_shared(demand, placed), **EVEN
         )
 
-    def add_shared(self, made: Plan, demand: Demand) -> Plan:
-        filled, shared = add_exactly(made, demand)
+    def add_shared(self, plan: Plan, demand: Demand) -> Plan:
+        filled, shared = add_exactly(plan, demand)
         if self.joined() is None:
-            bound = bound_with_shared(demand, made.placed)
+            bound = bound_with_shared(demand, plan.placed)
         else:
-            bound = live_bound(made.bound, demand, made.placed)
+            bound = live_bound(plan.bound, demand, plan.placed)
         bound = torch.minimum(bound, filled.peak)
-        return replace(made, policy=self, peak=filled.peak, bound=bound, shared=shared)
+        return replace(plan, policy=self, peak=filled.peak, bound=bound, shared=shared)
 
 
 @dataclass(frozen=True)

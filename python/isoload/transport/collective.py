@@ -42,7 +42,7 @@ class Site(NamedTuple):
     gpu: str  # UUID
     device_index: int  # in its process
     pid: int
-    word: int  # random
+    token: int  # random
 
     @classmethod
     def here(cls, device: torch.device) -> Site:
@@ -98,9 +98,9 @@ def path_of(pid: int) -> Path:
 def check_paths(sites: Sequence[Site], rank: int) -> None:
     """Raise RuntimeError unless each peer's process id leads a rank to that peer."""
     for peer, site in enumerate(sites):
-        if (read := path_of(site.pid).read_text()) != str(site.word):
+        if (read := path_of(site.pid).read_text()) != str(site.token):
             raise RuntimeError(
-                f"rank {rank} read {read} in {path_of(site.pid)} where rank {peer} wrote {site.word}: containers of "
+                f"rank {rank} read {read} in {path_of(site.pid)} where rank {peer} wrote {site.token}: containers of "
                 "one host must share process ids and temporary files"
             )
 
@@ -125,7 +125,7 @@ def make_symmetric(
         with group.agreeing(STAGE):
             site = Site.here(device)
             with path.open("x") as file:
-                file.write(str(site.word))
+                file.write(str(site.token))
         sites: list[Site] = group.gather_objects(STAGE, site)
         with group.agreeing(STAGE):
             check_hosts(sites)
@@ -144,7 +144,7 @@ def make_symmetric(
             memory = SymmetricMemory(processes, device, timeout, masked)
         finally:
             store.set_timeout(before)
-        memory.pad.copy_(torch.tensor([rank, site.word]))
+        memory.pad.copy_(torch.tensor([rank, site.token]))
     words = group.gather_objects(STAGE, memory.pad.tolist())
     with group.agreeing(STAGE):
         for peer, (pad, wrote) in enumerate(zip(memory.reach([memory.pad]), words, strict=True)):
@@ -365,12 +365,12 @@ class CollectiveGroup(Group):
             return None
         return frames[:, HEADER : HEADER + size].clone().view(row.dtype)
 
-    def gather_objects(self, stage: str, given: object) -> list[Any]:
+    def gather_objects(self, stage: str, value: object) -> list[Any]:
         gathered: list[Any] = [None] * dist.get_world_size(self.process_group)
         with self.named(stage):
             if "cpu:" in dist.get_backend_config(self.process_group):
                 self._meet(stage, torch.empty(0), 0)
-            dist.all_gather_object(gathered, given, group=self.process_group)
+            dist.all_gather_object(gathered, value, group=self.process_group)
         return gathered
 
     def peers(self, device: torch.device) -> Peers | str:

@@ -199,7 +199,7 @@ class Exchanges(Shared, ABC):
         """What :meth:`send` returns, once it is waited for; begun: other exchanges may come before that."""
 
     @abstractmethod
-    def gather_objects(self, stage: str, given: object) -> list[Any]:
+    def gather_objects(self, stage: str, value: object) -> list[Any]:
         """The object of every process of the group. Slow: by pickle."""
 
     def _start_gather(self, stage: str, rows: Owned) -> Callable[[], Tensor]:

@@ -216,8 +216,8 @@ class Group(Exchanges):
             first = None
         device = device if first is None else first.device
         if device.type == "cuda":  # the host waits once for both
-            word = error_word(device).view(1)
-            *codes, broken = (word if first is None else torch.cat([first, word])).tolist()
+            errors = error_word(device).view(1)
+            *codes, broken = (errors if first is None else torch.cat([first, errors])).tolist()
             self.traffic.host_syncs += 1
             _raise_gathered(codes, device)
             raise_broken(broken, device)

@@ -260,7 +260,7 @@ class Hops(NamedTuple):
 
     across: Hop
     inside: Hop
-    most: list[int | None]
+    max_copies: list[int | None]
 
 
 class NodeDispatcher(RowDispatcher):
@@ -335,7 +335,7 @@ class NodeDispatcher(RowDispatcher):
         last, *parts = Dispatch.apply(group, inner, payload, link, *rows, *weights)
         before = [RowHandle(row_map, link) for row_map in maps]
         handles = [RowHandle(row_map, last, first) for row_map, first in zip(inner, before, strict=True)]
-        return received(parts, handles, packed.most)
+        return received(parts, handles, packed.max_copies)
 
     def _leaders(self, of_ranks: Tensor, rank: int) -> Tensor:
         """[num_nodes] the entries of a rank's leaders in a vector [R]."""

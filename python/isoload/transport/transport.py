@@ -57,8 +57,8 @@ class LocalGroup(Group):
         arrived = [torch.cat(from_all) for from_all in zip(*parts, strict=True)]
         return lambda: arrived
 
-    def gather_objects(self, stage: str, given: object) -> list[Any]:
-        return [given]
+    def gather_objects(self, stage: str, value: object) -> list[Any]:
+        return [value]
 
     def peers(self, device: torch.device) -> Peers:
         return Peers()
