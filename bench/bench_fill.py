@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from isoload import ops
-from isoload.policies.published import llep_published
+from isoload.policies.published_borrowing import llep_published
 from isoload.traces import read_trace
 from lib import table
 from lib.harness import command, measure, write_results

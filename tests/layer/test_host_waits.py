@@ -99,7 +99,7 @@ def test_every_policy(policy: str, capacity: int | None, more: int) -> None:
 def test_policies_that_plan_on_the_cpu_wait_once_more(policy: str, capacity: int | None) -> None:
     """They declare it: the loads are read once, for the fill and the split, and the plan goes back unwaited for."""
     waits, counted = short(waits_of(LocalTransport(VIRTUAL, capacity), policy=policy))
-    assert waits == ["tolist in policies/published.py", *wanted(capacity)[0]]
+    assert waits == ["tolist in policies/published_borrowing.py", *wanted(capacity)[0]]
     assert counted == wanted(capacity)[1]
 
 

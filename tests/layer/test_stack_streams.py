@@ -69,9 +69,12 @@ def test_the_host_waits_for_a_plan_on_the_cpu_beside_local_compute(local: str) -
         fake.host.waits.clear()
         kernels = last_layer(fake)
         waits = [wait.rsplit(":", 1)[0] for wait in fake.host.waits]
-    assert waits == ["tolist in policies/published.py"] * 2 * len(fake.layers)
+    assert waits == ["tolist in policies/published_borrowing.py"] * 2 * len(fake.layers)
     gemms = named(kernels, "_grouped_mm")
-    ours, read = gemms[: len(gemms) // 2], [k for k in named(kernels, "cat") if "/published.py" in k.line]
+    ours, read = (
+        gemms[: len(gemms) // 2],
+        [k for k in named(kernels, "cat") if "/published_borrowing.py" in k.line],
+    )
     split, fill = read
     assert apart([split], ours) and apart([fill], gemms)
     assert kernels.index(ours[-1]) < kernels.index(split) < kernels.index(fill)

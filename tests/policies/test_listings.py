@@ -18,8 +18,8 @@ from torch import Tensor
 
 import isoload
 from isoload.balancing import planning
-from isoload.policies import published
-from isoload.policies.published import llep_published
+from isoload.policies import published_borrowing as published
+from isoload.policies.published_borrowing import llep_published
 
 Segments = list[tuple[int, int, int]]
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import isoload
 from isoload.policies import parse_policy
-from isoload.policies.published import imbalance, llep_published
+from isoload.policies.published_borrowing import imbalance, llep_published
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "llep_plans.json").read_text())
 RANKS, EXPERTS, SPARE = 8, 64, 3

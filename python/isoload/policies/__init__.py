@@ -17,13 +17,8 @@ from isoload.policies.borrowing import HedgePolicy, LibraPolicy, LlepPolicy, Spi
 from isoload.policies.exact import EvenPolicy, ExactActivePolicy, ExactPolicy, NonePolicy, StaticPolicy
 from isoload.policies.grace import GracePolicy
 from isoload.policies.lp import LpPolicy
-from isoload.policies.published import (
-    DynamicPolicy,
-    LibraPublishedPolicy,
-    LlepPublishedPolicy,
-    LpSampledPolicy,
-    WaterfillSampledPolicy,
-)
+from isoload.policies.published import DynamicPolicy, LpSampledPolicy, WaterfillSampledPolicy
+from isoload.policies.published_borrowing import LibraPublishedPolicy, LlepPublishedPolicy
 from isoload.policies.shared import JointPolicy, SharedLocalPolicy, WaterfillPolicy
 
 for _policy in (

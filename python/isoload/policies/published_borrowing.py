@@ -1,0 +1,401 @@
+"""Policies ``llep_published`` and ``libra_published``: published listings that borrow weights, for comparison.
+
+``llep_published`` is LLEP's planner (papers/003): rule "paper" is Algorithms 2 and 3 as printed, rule "code" the
+authors' code. It was written from the paper and from a description of the code, neither of which is in this
+repository. ``libra_published`` is Algorithms 1 and 2 of Libra (papers/004): where the listings leave a choice open,
+ties go to the lowest rank, then to the lowest home slot, and the balanced load B is the mean rounded up, because
+copies are whole. Both plan on the host, one layer at a time.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from isoload.checks import capturing, check_range, put_on
+from isoload.placement.placed_layers import PlacedLayers
+from isoload.policies.base import Demand, Policy, chosen_plan, sum_sources
+from isoload.policies.borrowing import BorrowPolicy, check_rules
+from isoload.policies.plan import Plan
+
+Ints: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
+
+
+def read_batch(policy: str, *tensors: Tensor) -> list[Ints]:
+    """Return int64 arrays of the tensors. For CUDA tensors the host waits once, for all of them.
+
+    Raises:
+        ValueError: a CUDA graph is captured, in which the host can read nothing.
+    """
+    device = tensors[0].device
+    if capturing(device):
+        raise ValueError(
+            f"policy {policy} must not run while a CUDA graph is captured, because it plans on the CPU: use libra, "
+            "hedge or llep"
+        )
+    flat = np.array(torch.cat([tensor.reshape(-1) for tensor in tensors]).tolist(), dtype=np.int64)
+    ends = np.cumsum([tensor.numel() for tensor in tensors])[:-1]
+    parts = zip(np.split(flat, ends), tensors, strict=True)
+    return [part.reshape(tuple(tensor.shape)) for part, tensor in parts]
+
+
+def write_batch(device: torch.device, *arrays: Ints) -> list[Tensor]:
+    """Return int32 tensors of the arrays on a device. The host does not wait."""
+    flat = put_on(device, np.concatenate([array.ravel() for array in arrays]).tolist()).to(torch.int32)
+    parts = flat.split([array.size for array in arrays])
+    return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
+
+
+MILLION = 1_000_000
+FULL = 2**62  # the load of a rank that cannot take a copy
+
+
+@dataclass(frozen=True)
+class LibraPublishedPolicy(BorrowPolicy):
+    """Libra's replication and sharding as printed, on the CPU; for CUDA loads the host waits once.
+
+    Copies whose expert has a slot on their own rank stay there. Kept faults: the replication ends at its first refusal,
+    and sharding may move more copies than a rank has too many.
+
+    Options: alpha (part of the slots for the experts that the rank's own tokens choose most), tolerance (of the
+    balanced load, relative), slots (most that are filled per rank; None = all spare ones).
+    """
+
+    name = "libra_published"
+    ahead = True
+    keeps_local = True
+    plans_on_host = True
+    needs = "per_source"
+    alpha: float = 0.5
+    tolerance: float = 0.0
+    slots: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range("alpha", self.alpha, 0, 1)
+        check_range("tolerance", self.tolerance, 0, 1000)
+
+    def fill(self, demand: Demand, placed: PlacedLayers) -> PlacedLayers:
+        """The slots by Algorithm 1, with the quota of the same loads by Algorithm 2: one wait serves both."""
+        layers = layers_of(demand, placed, placed.resident.slot_to_expert)
+        slots = placed.spare_slots if self.slots is None else self.slots
+        # 0.3 of 10 are 3, although the float is a little less.
+        local = round(self.alpha * MILLION) * slots // MILLION
+        plans = []
+        for layer in layers:
+            borrowed = replicate(layer, slots, local)
+            filled = layer.slots.copy()
+            for rank, expert in borrowed:
+                start, end = (rank + 1) * layer.size - slots, (rank + 1) * layer.size
+                filled[start + int((filled[start:end] < 0).argmax())] = expert
+            telemetry = counted(layer, filled, placed)
+            plans.append((filled, shard(layer._replace(slots=filled), self.tolerance), telemetry))
+        shape = placed.slot_to_expert.shape
+        filled, quota, telemetry = (np.stack(part) for part in zip(*plans, strict=True))
+        rows = (filled.reshape(shape), quota.reshape(shape), telemetry.reshape(*shape[:-1], -1))
+        slot_to_expert, split, about = write_batch(placed.slot_to_expert.device, *rows)
+        return placed.fill(slot_to_expert, split, about)
+
+    def split(self, demand: Demand, placed: PlacedLayers) -> Plan:
+        quota = placed.quota
+        if quota is None:  # the slots were filled from other loads
+            layers = layers_of(demand, placed, placed.slot_to_expert)
+            rows = np.stack([shard(layer, self.tolerance) for layer in layers])
+            quota = write_batch(placed.slot_to_expert.device, rows.reshape(placed.slot_to_expert.shape))[0]
+        return chosen_plan(self, quota, demand, placed, placed.telemetry)
+
+
+class Layer(NamedTuple):
+    """One layer's batch.
+
+    loads  [R, E]  copies by source rank and routed expert
+    slots  [P]     the expert of each slot
+    home   [E]     home slots
+    base   [R]     copies that every rank carries besides
+    alive  [R]     bool
+    """
+
+    loads: Ints
+    slots: Ints
+    home: Ints
+    base: Ints
+    alive: Ints
+
+    @property
+    def size(self) -> int:
+        """Slots of a rank."""
+        return len(self.slots) // len(self.loads)
+
+    @property
+    def target(self) -> int:
+        """B, the balanced load: the mean over the living ranks, rounded up."""
+        return -(-int(self.loads.sum() + self.base.sum()) // int(self.alive.sum()))
+
+    def first_slots(self) -> Ints:
+        """[R, E] the lowest slot of every expert on every rank, -1 = none."""
+        ranks, experts = self.loads.shape
+        slots = np.full((ranks, experts + 1), -1)
+        rows = self.slots.reshape(ranks, -1)
+        for place in reversed(range(self.size)):
+            expert_ids = rows[:, place]
+            column = np.where((expert_ids >= 0) & (expert_ids < experts), expert_ids, experts)
+            slots[np.arange(ranks), column] = np.arange(ranks) * self.size + place
+        return slots[:, :experts]
+
+
+def layers_of(demand: Demand, placed: PlacedLayers, slots: Tensor) -> list[Layer]:
+    """The batch on the host, layer by layer."""
+    tensors = [demand.loads, slots] if demand.at_home is None else [demand.loads, slots, demand.at_home]
+    loads, slots_by_layer, *besides = read_batch(LibraPublishedPolicy.name, *tensors)
+    ranks, routed = placed.topology.num_ranks, placed.host.num_routed
+    loads, slots_by_layer = (
+        loads.reshape(-1, ranks, routed),
+        slots_by_layer.reshape(-1, placed.host.num_slots),
+    )
+    base = besides[0].reshape(-1, ranks) if besides else np.zeros((len(loads), ranks), dtype=np.int64)
+    homes = placed.host.arrays[1][:, :routed].astype(np.int64)
+    homes = homes if placed.layer is None else homes[placed.layer : placed.layer + 1]
+    alive = np.ones(ranks, dtype=bool)
+    if placed.topology.alive is not None:
+        alive = np.array(placed.topology.alive)
+    return [Layer(*parts, alive) for parts in zip(loads, slots_by_layer, homes, base, strict=True)]
+
+
+def replicate(layer: Layer, slots: int, local: int) -> list[tuple[int, int]]:
+    """Algorithm 1: the (rank, expert) that are borrowed, in order.
+
+    Args:
+        slots: N, the most experts that a rank borrows, into its last slots where these are empty.
+        local: L, how many of them are the rank's own choice.
+    """
+    loads, target, ranks = layer.loads, layer.target, len(layer.loads)
+    resident, owner = layer.first_slots() >= 0, layer.home // layer.size
+    room = (layer.slots.reshape(ranks, -1)[:, layer.size - slots :] < 0).sum(1) * layer.alive
+    borrowed = list[tuple[int, int]]()
+
+    def duplicate(rank: int, expert: int) -> None:
+        resident[rank, expert] = True
+        room[rank] -= 1
+        borrowed.append((rank, expert))
+
+    for rank in range(ranks):
+        wanted = np.where(resident[rank], 0, loads[rank])
+        for expert in np.argsort(-wanted, kind="stable")[: min(local, int(room[rank]))].tolist():
+            if wanted[expert]:
+                duplicate(rank, expert)
+    remote = np.where(resident, 0, loads).sum(0)
+    load = (
+        layer.base + np.where(resident, loads, 0).sum(1) + np.bincount(owner, remote, ranks).astype(np.int64)
+    )
+    by_home = np.argsort(layer.home)
+    for _ in range((slots - local) * ranks):
+        source = int(load.argmax())
+        if load[source] <= target:
+            break
+        hottest = np.where(owner == source, remote, 0)[by_home]
+        expert = int(by_home[hottest.argmax()])
+        able = (room > 0) & ~resident[:, expert]
+        taker = int(np.where(able, load, FULL).argmin())
+        copies = int(loads[taker, expert])
+        if not hottest.any() or not able[taker] or load[taker] + copies > target:
+            break  # every later step would meet the same refusal
+        duplicate(taker, expert)
+        remote[expert] -= copies
+        load[source] -= copies
+        load[taker] += copies
+    return borrowed
+
+
+def shard(layer: Layer, tolerance: float = 0.0) -> Ints:
+    """Algorithm 2: the quota [P], with all local copies on their own rank."""
+    loads, target = layer.loads, layer.target
+    first, owner, experts = layer.first_slots(), layer.home // layer.size, np.arange(len(layer.home))
+    resident = first >= 0
+    copies = np.where(resident, loads, 0)  # [R, E] computed on each rank
+    remote = np.zeros_like(copies)  # R of the listing: those of them that may move
+    remote[owner, experts] = np.where(resident, 0, loads).sum(0)
+    copies += remote
+    load = layer.base + copies.sum(1)
+    limit, moved = target * (MILLION + round(tolerance * MILLION)), True
+    by_home = np.argsort(layer.home)
+    while moved and int(load.max()) * MILLION > limit:
+        moved = False
+        for source in np.argsort(-load, kind="stable")[: int((load > target).sum())].tolist():
+            row = remote[source, by_home]
+            for expert in by_home[np.argsort(-row, kind="stable")[: np.count_nonzero(row)]].tolist():
+                able = resident[:, expert].copy()
+                able[source] = False
+                taker = int(np.where(able, load, FULL).argmin())
+                if not able[taker] or load[taker] >= target:
+                    continue
+                part = min(int(remote[source, expert]), int(target - load[taker]))
+                for grid in (remote, copies):
+                    grid[source, expert] -= part
+                    grid[taker, expert] += part
+                load[source] -= part
+                load[taker] += part
+                moved = True
+                break
+    quota = np.zeros(len(layer.slots), dtype=np.int64)
+    quota[first[resident]] = copies[resident]
+    return quota
+
+
+def counted(layer: Layer, filled: Ints, placed: PlacedLayers) -> Ints:
+    """[5] telemetry of filled slots, see :class:`isoload.ops.Spill`."""
+    per_node = placed.topology.ranks_per_node or len(layer.loads)
+    borrowed = np.flatnonzero((filled >= 0) & (layer.slots < 0))
+    takers, givers = borrowed // layer.size, layer.home[filled[borrowed]] // layer.size
+    busiest = [int(np.bincount(some, minlength=1).max()) for some in (takers, givers)]
+    far = int((takers // per_node != givers // per_node).sum())
+    return np.array([len(borrowed), *busiest, far, 0])
+
+
+Rule = Literal["code", "paper"]
+
+
+@dataclass(frozen=True)
+class LlepPublishedPolicy(BorrowPolicy):
+    """The published planner's segments as a plan, for comparison, and only where the segments fit.
+
+    It bounds neither imports nor loads. Two segments of one expert on one rank become one. Needs E / R experts per
+    rank in order, without replicas, shared experts or ranks that are not alive. Plans on the CPU; for CUDA loads the
+    host waits once.
+
+    Options: as of ``llep``; capacity and threshold have the published defaults. rule: "code", the authors' code, or
+    "paper", the listings, where helpers are sorted again for every chunk and the capacity is rounded down once.
+    """
+
+    name = "llep_published"
+    plans_on_host = True
+    rule: Rule = "code"
+    split_by: str | Policy = "fill"
+    capacity: float = 1.1
+    min_chunk: int = 1024
+    threshold: float = 0.0
+    measure: str = "rank"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_rules(self.capacity, self.min_chunk, self.threshold, self.measure)
+
+    def fill(self, demand: Demand, placed: PlacedLayers) -> PlacedLayers:
+        loads = sum_sources(demand.loads, placed)
+        ranks, size = placed.topology.num_ranks, placed.host.slots_per_rank
+        experts, (resident, homes) = loads.shape[-1], placed.host.arrays
+        layers = slice(None) if placed.layer is None else slice(placed.layer, placed.layer + 1)
+        wanted = np.arange(experts) // max(1, experts // ranks)
+        if experts % ranks or placed.num_shared or not (homes[layers] // size == wanted).all():
+            raise ValueError(
+                f"placement must hold experts 0..{experts - 1} in order, {experts}/{ranks} per rank, and no shared "
+                "ones for policy llep_published"
+            )
+        (counts,) = read_batch(self.name, loads)
+        rows = [
+            self._fit(row, slots, ranks, placed.spare_slots)
+            for row, slots in zip(
+                counts.reshape(-1, experts).tolist(), resident[layers].tolist(), strict=True
+            )
+        ]
+        shape = placed.slot_to_expert.shape[:-1]
+        parts = (np.array(part).reshape(*shape, -1) for part in zip(*rows, strict=True))
+        filled, quota, telemetry = write_batch(placed.slot_to_expert.device, *parts)
+        return placed.fill(filled, quota, telemetry)
+
+    def _fit(self, counts: list[int], slots: list[int], ranks: int, spare: int) -> list[list[int]]:
+        """One layer's segments as slots, quota and telemetry."""
+        size = len(slots) // ranks
+        plain = imbalance(counts, ranks, self.measure == "expert") <= self.threshold
+        segments = [Segment(e, e * ranks // len(counts), 0, n) for e, n in enumerate(counts) if n]  # plain EP
+        if not plain:
+            segments = llep_published(counts, ranks, self.capacity, self.min_chunk, self.rule)
+        filled, quota = list(slots), [0] * len(slots)
+        imports, exports = [0] * ranks, [0] * ranks
+        for expert, rank, first, last in segments:
+            row = filled[rank * size : (rank + 1) * size]
+            if expert not in row:
+                if imports[rank] == spare:
+                    raise ValueError(
+                        f"spare_slots must hold the published plan, rank {rank} imports more than {spare} experts"
+                    )
+                row[size - spare + imports[rank]] = expert
+                filled[rank * size : (rank + 1) * size] = row
+                imports[rank] += 1
+                exports[expert * ranks // len(counts)] += 1
+            quota[rank * size + row.index(expert)] += last - first
+        telemetry = [sum(imports), max(imports), max(exports), 0, int(plain)]
+        return [filled, quota, telemetry]
+
+
+class Segment(NamedTuple):
+    """Copies first..last-1 of an expert, in the order of their source ranks, are computed on a rank."""
+
+    expert: int
+    rank: int
+    first: int
+    last: int
+
+
+def imbalance(counts: list[int], num_ranks: int, per_expert: bool = False) -> float:
+    """max / mean load of the ranks under plain EP, or of the experts; 1 without copies."""
+    per_rank = len(counts) // num_ranks
+    ranks = [sum(counts[r * per_rank : (r + 1) * per_rank]) for r in range(num_ranks)]
+    loads = counts if per_expert else ranks
+    return max(loads) * len(loads) / sum(loads) if sum(loads) else 1.0
+
+
+def llep_published(
+    counts: list[int],
+    num_ranks: int,
+    capacity_factor: float = 1.1,
+    min_chunk: int = 1024,
+    rule: Rule = "code",
+) -> list[Segment]:
+    """Every expert's copies in segments, in the order in which they are decided.
+
+    Its faults, kept: what no rank has room for is forced onto one helper above its capacity, also where that helper
+    has just got a segment of the same expert, and nothing goes back to the home rank. The code alone rounds the
+    capacity down twice.
+
+    Args:
+        counts: [E] copies; expert e lives on rank e // (E / R).
+        num_ranks: R, divides E.
+        capacity_factor: a rank's capacity, times the mean load.
+        min_chunk: a helper with less room than this and than the rest is passed over.
+        rule: "code" or "paper".
+    """
+    per_rank, total_load = len(counts) // num_ranks, sum(counts)
+    capacity = max(1, int(capacity_factor * (total_load // num_ranks)))
+    if rule == "paper":
+        capacity = round(capacity_factor * MILLION) * total_load // (num_ranks * MILLION)
+    # copies that a rank has, or will have from its own experts that are still to be placed
+    load = [sum(counts[r * per_rank : (r + 1) * per_rank]) for r in range(num_ranks)]
+    segments: list[Segment] = []
+
+    def chunk(helper: int, left: int) -> int:
+        """What a helper takes of the rest; 0 = it is passed over."""
+        copies = min(left, capacity - load[helper])
+        return 0 if copies <= 0 or (copies < min_chunk and left > copies) else copies
+
+    def assign(expert: int, rank: int, first: int, copies: int) -> int:
+        segments.append(Segment(expert, rank, first, first + copies))
+        load[rank] += copies
+        return first + copies
+
+    for expert in sorted(filter(counts.__getitem__, range(len(counts))), key=lambda e: -counts[e]):
+        home, total, done = expert // per_rank, counts[expert], 0
+        load[home] -= total
+        if room := max(0, capacity - load[home]):
+            done = assign(expert, home, 0, min(total, room))
+        helpers: list[int] = []
+        while done < total:
+            # The listing sorts for every chunk, the code only once for an expert whose home rank took none of it.
+            if rule == "paper" or room or not helpers:
+                helpers = sorted((r for r in range(num_ranks) if r != home), key=load.__getitem__)
+                asked = iter(helpers)
+            taker = next((r for r in asked if chunk(r, total - done)), None)
+            copies = total - done if taker is None else chunk(taker, total - done)
+            done = assign(expert, helpers[0] if taker is None else taker, done, copies)
+    return segments
