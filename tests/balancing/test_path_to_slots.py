@@ -37,7 +37,7 @@ MODES: dict[str, tuple[dict[str, Any], tuple[int, int, int]]] = {
     "gathered": ({"group": OneRank()}, (20, 9, 2)),
     "own": ({"group": OneRank(), "loads": "own"}, (10, 5, 0)),
     "same": ({"tokens": "same"}, (9, 5, 1)),
-    "node": ({"group": OneRank(), "loads": "node"}, (20, 10, 4)),
+    "node": ({"group": OneRank(), "loads": "node"}, (20, 9, 5)),
 }
 
 

@@ -33,7 +33,7 @@ ALLOWED = {
     "engines/seams.py read_text": "data of this package",
     "transport/deep_ep/transport.py p.read_text": "sources of an installed package",
     "transport/collective.py boot_id.read_text": "of the kernel",
-    "transport/collective.py own.open": "writes a new file",
+    "transport/collective.py path.open": "writes a new file",
     "transport/collective.py read_text": "a peer's file, in the trial that its ranks run",
 }
 

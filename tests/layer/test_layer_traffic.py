@@ -62,11 +62,8 @@ def test_bytes_are_those_handed_to_the_collectives(capacity: int | None) -> None
     results = run_ranks(train_once, RANKS, "exact", capacity)
     for of_rank in results:
         gathers = sum(n for stage, n in of_rank.counted.items() if "gather" in stage or "agreement" in stage)
-        assert of_rank.below.pop("headers") > 0
-        assert of_rank.below == {
-            "_allgather_base_": gathers,
-            "alltoall_base_": sum(of_rank.counted.values()) - gathers,
-        }
+        assert of_rank.below.pop("headers") > gathers  # on CPU rows as small as these travel with the header
+        assert of_rank.below == {"alltoall_base_": sum(of_rank.counted.values()) - gathers}
     rows = ("dispatch", "combine", "combine backward", "dispatch backward", "replica gradients", "refresh")
     assert all(sum(of_rank.counted[stage] for of_rank in results) > 0 for stage in rows)
 
