@@ -1,7 +1,8 @@
 // A kernel starts before the one ahead of it in its stream has ended (programmatic dependent launch, compute
 // capability 9.0 on) and waits for that inside: what a launch takes passes beside the kernel ahead.
 //
-// Every kernel here is launched so, and keeps three rules (tests/tools/sass.py and tests/native/simt see to it):
+// Every kernel here is launched so, and keeps three rules (tests/tools/sass.py and tests/native/simt see to
+// it):
 // - It waits before it touches global memory, writes included: the kernel ahead may still read there.
 // - Every block waits, one without work too. The wait is for the kernel ahead alone; could that one end
 //   without waiting, the kernel ahead of it might still run.
