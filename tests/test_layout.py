@@ -174,10 +174,13 @@ def test_no_compiler_is_imported_before_it_is_used():
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), *filter(None, sys.path)]),
     }
-    command = [sys.executable, "-m", "support.every_door"]
+    command = [sys.executable, "-m", "support.every_entry_point"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
-    assert re.findall("^(?:import|every door): .*", done.stdout, re.M) == ["import: []", "every door: []"]
+    assert re.findall("^(?:import|every entry point): .*", done.stdout, re.M) == [
+        "import: []",
+        "every entry point: []",
+    ]
 
 
 def test_few_names_are_public() -> None:

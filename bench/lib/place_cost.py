@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 import isoload
-from isoload.placers import Room, Scenarios, make_placer
+from isoload.placers import LiveRanks, Scenarios, make_placer
 from isoload.placers.base import make_scenarios
 from isoload.placers.compiled import num_threads
 from lib.harness import measure
@@ -35,8 +35,8 @@ def twelve_scenarios(folder: Path) -> Scenarios | None:
     return make_scenarios(np.concatenate([counts, more]))[0]
 
 
-def room_of(ranks: int, slots: int) -> Room:
-    return Room(np.zeros(ranks, np.int32), np.ones(ranks), slots)
+def live_ranks_of(ranks: int, slots: int) -> LiveRanks:
+    return LiveRanks(np.zeros(ranks, np.int32), np.ones(ranks), slots)
 
 
 def best_of(call: Callable[[], Any], times: int = 5) -> float:
@@ -54,10 +54,10 @@ def bench_times(folder: Path) -> Rows:
         return []
     rows = []
     for ranks, slots in SIZES:
-        room = room_of(ranks, slots)
+        live_ranks = live_ranks_of(ranks, slots)
         for label, (name, options) in PLACERS.items():
             placer, limit = make_placer(name, options), LIMITS_MS.get(label, 1000)
-            took = best_of(lambda placer=placer, room=room: placer.place(scenarios, room))
+            took = best_of(lambda placer=placer, live_ranks=live_ranks: placer.place(scenarios, live_ranks))
             judged = {"ms": took, "goal": limit, "met": took <= limit}
             where = {"ranks": ranks, "slots": slots, "placer": label}
             rows.append({**where, **judged, "threads": num_threads(), "load": os.getloadavg()[0]})
@@ -74,10 +74,10 @@ def planning_memory(folder: Path, label: str, ranks: int, slots: int) -> tuple[f
     scenarios = twelve_scenarios(folder)
     assert scenarios is not None
     name, options = PLACERS[label]
-    placer, room = make_placer(name, options), room_of(ranks, slots)
+    placer, live_ranks = make_placer(name, options), live_ranks_of(ranks, slots)
     before = resident_mb()
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew: importing torch has a higher one
-    placer.place(scenarios, room)
+    placer.place(scenarios, live_ranks)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
     return peak - before, peak
 

@@ -298,7 +298,7 @@ def test_one_op_sends_copies_as_count_plan_and_route_do() -> None:
 
 
 def test_one_op_for_rows_that_all_ranks_hold() -> None:
-    """The slots, plan, loads and records of the chain, which the rest of a Balancer's doors lead to."""
+    """The slots, plan, loads and records of the chain, which the other methods of a Balancer use."""
     for options in ({}, {"tolerance": 0.1}, {"objective": "local"}):
         at_once, chain = (Balancer(make_placement(), 1, tokens="same", **options) for _ in range(2))
         at_once.recorder, chain.recorder = Recorder(LAYERS, EXPERTS), Recorder(LAYERS, EXPERTS)

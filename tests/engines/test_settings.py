@@ -185,7 +185,7 @@ def test_refuses(name: str, value: str) -> None:
     ["dynamic", "lp", "joint", "prefill=exact,decode=lp", "prefill=lp,decode=exact"],
 )
 def test_a_policy_of_all_counts_needs_them(loads: str, policy: str) -> None:
-    """Whether the variable says so or the door."""
+    """Set by the variable or by the argument."""
     given = {"ISOLOAD_POLICY": policy}
     message = f"ISOLOAD_POLICY must be exact where ISOLOAD_LOADS is {loads}: .*, got '{policy}'"
     with pytest.raises(ValueError, match=message):

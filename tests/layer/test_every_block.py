@@ -1,4 +1,4 @@
-"""Every MoE block of transformers through every door: taken, and then as it was, or refused with the reason."""
+"""Every MoE block of transformers through every entry point: taken, and then as it was, or refused with the reason."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from support.transformers_blocks import E, block_classes, blocks_of, folders_of_
 
 pytest.importorskip("transformers", minversion="5.24", reason="older ones have fewer blocks")
 CLASSES = block_classes()
-# By class: why no door takes it
+# By class: why no entry point takes it
 REFUSED = {
     "DbrxFFN": "fuses, got DbrxExperts in a DbrxFFN",
     "JetMoeAttention": "fuses, got JetMoeMoA in a JetMoeAttention",
@@ -95,7 +95,7 @@ def from_decoder(model: nn.Module, block: str, predict: str) -> None:
     isoload.LibraStack.from_decoder(layers, TOPOLOGY, predict=predict)
 
 
-DOORS = {
+ENTRY_POINTS = {
     "balance": balance,
     "ep_implementation": expert_parallelism,
     "lookahead": partial(from_decoder, predict="lookahead"),
@@ -111,7 +111,7 @@ def test_every_model_with_experts_is_known() -> None:
 
 
 def test_the_page_lists_them() -> None:
-    """docs/integrations.md, by the folders of the models: every door, all but "lookahead", none."""
+    """docs/integrations.md, by the folders of the models: every entry point, all but "lookahead", none."""
     page = (Path(__file__).parents[2] / "docs/integrations.md").read_text()
     section = page.partition("### Which models\n")[2].partition("\n### ")[0]
     rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
@@ -128,10 +128,10 @@ def test_taken_or_refused(block: str) -> None:
     torch.set_num_threads(1)
     stock = make(block, CLASSES[block])
     wanted, refused = None if block in REFUSED else run(stock), {}
-    for name, door in DOORS.items():
+    for name, enter in ENTRY_POINTS.items():
         model = copy.deepcopy(stock)
         try:
-            door(model, block)
+            enter(model, block)
         except ValueError as error:
             refused[name] = str(error)
             continue
@@ -140,9 +140,9 @@ def test_taken_or_refused(block: str) -> None:
         if name == "balance" or (name == "last" if "lookahead" in refused else name == "lookahead"):
             for _ in range(2):  # in the second a stack has slots for its first layer
                 torch.testing.assert_close(run(model), wanted, rtol=0, atol=1e-5 * float(wanted.abs().max()))
-    print(block, refused or "taken by every door", sep=": ")
+    print(block, refused or "taken by every entry point", sep=": ")
     if block in REFUSED:
-        assert refused.keys() == DOORS.keys() and REFUSED[block] in refused["balance"]
+        assert refused.keys() == ENTRY_POINTS.keys() and REFUSED[block] in refused["balance"]
     elif block in NO_LOOKAHEAD:
         assert refused.keys() == {"lookahead"} and NO_LOOKAHEAD[block] in refused["lookahead"]
     else:

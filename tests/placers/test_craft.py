@@ -11,14 +11,14 @@ import pytest
 import isoload
 from isoload.placers.base import make_scenarios
 from isoload.placers.craft import CraftPlacer, allocate, assign, make_grid, pick_budget
-from support.placing import busiest, room_of
+from support.placing import busiest, live_ranks_of
 
 
 def test_the_knapsack_finds_the_best_of_all_choices():
     rng = np.random.default_rng(0)
     for _ in range(60):
         layers, ranks = int(rng.integers(1, 5)), int(rng.integers(1, 5))
-        grid = make_grid(room_of(ranks, None), 9, str(rng.choice(["powers", "full"])))
+        grid = make_grid(live_ranks_of(ranks, None), 9, str(rng.choice(["powers", "full"])))
         worth = np.concatenate([np.zeros((layers, 1)), rng.random((layers, len(grid) - 1))], axis=1)
         replicas = int(rng.integers(0, layers + 1))
         counts, curve = allocate(worth, grid, ranks, replicas)
@@ -104,10 +104,10 @@ def test_more_replicas_are_never_worse_and_the_search_beats_packing(placer):
 def test_the_printed_objective_gives_few_layers_everything():
     loads = np.random.default_rng(4).lognormal(0, 1, (4, 12, 32))
     scenarios, _ = make_scenarios(loads)
-    room = room_of(8, None)
+    live_ranks = live_ranks_of(8, None)
     layers = {
         objective: sum(
-            n > 0 for n in CraftPlacer(3, objective).place(scenarios, room).notes["replicas_by_layer"]
+            n > 0 for n in CraftPlacer(3, objective).place(scenarios, live_ranks).notes["replicas_by_layer"]
         )
         for objective in ("time", "gain", "printed")
     }
@@ -118,7 +118,7 @@ def test_gain_is_the_papers_balance_and_time_the_busiest_ranks_load():
     loads = skewed_layers(np.random.default_rng(5))
     scenarios, _ = make_scenarios(loads)
     for objective in ("time", "gain"):
-        curves = [CraftPlacer(n, objective).place(scenarios, room_of(8, None)) for n in (0, 2)]
+        curves = [CraftPlacer(n, objective).place(scenarios, live_ranks_of(8, None)) for n in (0, 2)]
         peaks = [busiest(p.slots.reshape(3, -1), loads, 8) for p in curves]
         mean = loads.sum(-1) / 8
         worth = [

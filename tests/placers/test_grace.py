@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import isoload
-from isoload.placers.base import Room, make_scenarios
+from isoload.placers.base import LiveRanks, make_scenarios
 from isoload.placers.grace import (
     bounded,
     co_activation,
@@ -92,7 +92,7 @@ def test_any_affinity_gives_every_expert_one_home_within_bounds(seed):
     affinity = affinity + affinity.T
     np.fill_diagonal(affinity, 0)
     node = np.sort(draw.integers(0, 3, ranks)).astype(np.int32)
-    groups = group_ranks(affinity, Room(node, np.ones(ranks), None), None)
+    groups = group_ranks(affinity, LiveRanks(node, np.ones(ranks), None), None)
     assert sorted(e for g in groups for e in g) == list(range(experts)) and all(groups)
     mean, ratio = experts // ranks, float(draw.random())
     delta = max(1, round(mean * ratio))

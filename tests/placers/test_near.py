@@ -18,7 +18,7 @@ from isoload.placers.compiled import near_slots
 from isoload.placers.scenario import ScenarioPlacer
 from isoload.traces import Trace
 from reference.place_near import Rows, place_near
-from support.placing import level_of, room_of
+from support.placing import level_of, live_ranks_of
 
 
 def drawn_trace(rng, tokens, layers, experts, top_k, batches, groups=1):
@@ -47,18 +47,20 @@ def test_compiled_loops_and_numpy_give_the_same_slots(kind, seed, short, monkeyp
     ranks, experts = 2 * nodes, 2 * nodes * int(rng.integers(1, 4))
     slots = min(experts, -(-experts // ranks) + 1)
     scenarios, _ = make_scenarios(drawn_trace(rng, 40, 2, experts, 2, 3))
-    room = room_of(ranks, slots, nodes, rng.choice([0.5, 1, 1.25], ranks) if kind == "ticks" else None)
+    live_ranks = live_ranks_of(
+        ranks, slots, nodes, rng.choice([0.5, 1, 1.25], ranks) if kind == "ticks" else None
+    )
     options = {"exact": {"split": "exact"}, "groups": {"groups": nodes}, "pinned": {"pinned": True}}
     placer = ScenarioPlacer(**options.get(kind, {}))
     if kind == "moves":
-        before = placer.place(make_scenarios(drawn_trace(rng, 40, 2, experts, 2, 3))[0], room).slots
-        room, placer = dataclasses.replace(room, before=before), ScenarioPlacer(moves=4)
+        before = placer.place(make_scenarios(drawn_trace(rng, 40, 2, experts, 2, 3))[0], live_ranks).slots
+        live_ranks, placer = dataclasses.replace(live_ranks, before=before), ScenarioPlacer(moves=4)
     found = []
     for threads in (1, 2):
         monkeypatch.setattr(near, "num_threads", lambda threads=threads: threads)
-        found.append(placer.place(scenarios, room))
+        found.append(placer.place(scenarios, live_ranks))
     monkeypatch.setattr(near, "near_slots", place_near)
-    plain = placer.place(scenarios, room)
+    plain = placer.place(scenarios, live_ranks)
     for other in found:
         np.testing.assert_array_equal(other.slots, plain.slots)
         assert other.notes == plain.notes
@@ -67,7 +69,7 @@ def test_compiled_loops_and_numpy_give_the_same_slots(kind, seed, short, monkeyp
             come = sum(len(set(now) - set(then) - {-1}) for then, now in zip(old, new, strict=True))
             assert come <= 4
     if kind == "pinned":
-        homes = scenario.pinned_homes(room, scenarios)
+        homes = scenario.pinned_homes(live_ranks, scenarios)
         assert all(e in plain.slots[layer, homes[layer, e]] for layer in (0, 1) for e in range(experts))
 
 
@@ -97,10 +99,10 @@ def test_rows_are_those_of_plain_counting(seed):
     trace.topk_ids[::7, :, 2] = -1
     trace = Trace("t", 12, topk_ids=trace.topk_ids, tokens_per_batch=trace.tokens_per_batch)
     scenarios, _ = make_scenarios(trace)
-    room = room_of(6, 3, 3)
-    first = ScenarioPlacer(near=False).place(scenarios, room)
-    placed = ScenarioPlacer().place(scenarios, room)
-    rows = [counted_rows(trace.topk_ids[:, 0], p.slots[0], room.node, 6) for p in (first, placed)]
+    live_ranks = live_ranks_of(6, 3, 3)
+    first = ScenarioPlacer(near=False).place(scenarios, live_ranks)
+    placed = ScenarioPlacer().place(scenarios, live_ranks)
+    rows = [counted_rows(trace.topk_ids[:, 0], p.slots[0], live_ranks.node, 6) for p in (first, placed)]
     assert placed.notes["rows_to_other_nodes"] == [round(number / 300, 4) for number in rows]
     assert rows[1] <= rows[0]
 
@@ -118,12 +120,12 @@ def test_against_all_placements_under_the_same_caps(cases):
     """6 experts on 2 nodes of 2 ranks with 2 slots: 50,625 placements, less those that lack an expert."""
     every, number = every_placement(6, 4, 2)
     assert number == 50_625
-    room, worst = room_of(4, 2, 2), 0.0
+    live_ranks, worst = live_ranks_of(4, 2, 2), 0.0
     for seed in range(cases):
         trace = drawn_trace(np.random.default_rng(seed), 60, 1, 6, 2, 3, groups=2)
         scenarios, _ = make_scenarios(trace)
-        start = ScenarioPlacer(near=False).place(scenarios, room).slots
-        placed = ScenarioPlacer().place(scenarios, room)
+        start = ScenarioPlacer(near=False).place(scenarios, live_ranks).slots
+        placed = ScenarioPlacer().place(scenarios, live_ranks)
         loads, stress = near.scaled(scenarios.shares())[:, 0], near.stressed(scenarios)[:, 0]
         share = (
             scenarios.weight
@@ -136,7 +138,7 @@ def test_against_all_placements_under_the_same_caps(cases):
         level = levels(fits, stress, scenarios.weight)
         most = scenarios.weight @ level_of(start.reshape(1, -1), stress[:, None], 4)[:, 0]
         fits = fits[level <= max(most, level_of_one(placed.slots, stress, scenarios.weight)) * 1.0001]
-        rows = Rows(trace.topk_ids[:, 0], np.ones(60, int), room.node, 6)
+        rows = Rows(trace.topk_ids[:, 0], np.ones(60, int), live_ranks.node, 6)
         least = min(rows.total(slots.ravel()) for slots in distinct_by_node(fits))
         worst = max(worst, placed.notes["rows_to_other_nodes"][1] * 120 / least)
     assert worst <= 1.05

@@ -15,7 +15,7 @@ from isoload.placers.base import make_scenarios
 from isoload.placers.eplb import EplbPlacer
 from isoload.placers.scenario import ScenarioPlacer
 from reference.place_scenario import place_scenario
-from support.placing import busiest, level_of, placed, room_of
+from support.placing import busiest, level_of, live_ranks_of, placed
 
 
 def skewed(rng, batches, layers, experts, base=3.0):
@@ -49,7 +49,7 @@ def test_compiled_loops_and_numpy_give_the_same_slots(split, seed, in_numpy, mon
     counts = skewed(rng, int(rng.integers(1, 7)), 2, experts)
     scenarios, _ = make_scenarios(counts)
     tick = rng.choice([0.5, 1, 1.25], ranks) if seed % 3 == 0 else None
-    room = room_of(ranks, slots, nodes, tick)
+    room = live_ranks_of(ranks, slots, nodes, tick)
     placer = ScenarioPlacer(
         split, search=seed % 4 > 0, groups=2 * nodes * (nodes > 1 and experts % (2 * nodes) == 0)
     )
@@ -75,7 +75,7 @@ def test_what_it_reaches_is_what_plain_counting_finds(split, seed):
     rng = np.random.default_rng(seed)
     counts = skewed(rng, 5, 2, 12)
     scenarios, _ = make_scenarios(counts)
-    found = ScenarioPlacer(split, shrink=0.0).place(scenarios, room_of(4, 4))
+    found = ScenarioPlacer(split, shrink=0.0).place(scenarios, live_ranks_of(4, 4))
     shares = counts / counts.sum(-1, keepdims=True)
     oracle = busiest if split == "even" else level_of
     reached = 4 * oracle(found.slots.reshape(2, -1), shares, 4).mean()

@@ -17,7 +17,7 @@ from isoload.placers.scenario import ScenarioPlacer
 from isoload.weights.experts import ExpertWeights
 from reference.experts import run_experts
 from reference.place_scenario import place_scenario
-from support.placing import busiest, room_of
+from support.placing import busiest, live_ranks_of
 
 EXPERTS, HIDDEN, INNER = 12, 8, 6
 
@@ -67,7 +67,7 @@ def test_replicas_level_the_ranks():
 @pytest.mark.parametrize("seed", range(4))
 def test_compiled_loops_and_numpy_give_the_same_slots(seed, split, monkeypatch):
     scenarios, _ = make_scenarios(skewed(seed))
-    placer, room = ScenarioPlacer(split, pinned=True), room_of(4, 4 + seed % 2)
+    placer, room = ScenarioPlacer(split, pinned=True), live_ranks_of(4, 4 + seed % 2)
     first = placer.place(scenarios, room)
     later, _ = make_scenarios(skewed(seed + 50))
     room = replace(room, before=first.slots, home_rank=first.home_rank)

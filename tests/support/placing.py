@@ -4,19 +4,19 @@ import itertools
 
 import numpy as np
 
-from isoload.placers import Room
+from isoload.placers import LiveRanks
 from isoload.placers.base import make_scenarios
 
 
-def room_of(ranks, slots, nodes=1, tick=None, before=None):
+def live_ranks_of(ranks, slots, nodes=1, tick=None, before=None):
     node = np.repeat(np.arange(nodes, dtype=np.int32), ranks // nodes)
-    return Room(node, np.ones(ranks) if tick is None else np.asarray(tick, float), slots, before)
+    return LiveRanks(node, np.ones(ranks) if tick is None else np.asarray(tick, float), slots, before)
 
 
-def placed(placer, loads, ranks, slots, **room):
+def placed(placer, loads, ranks, slots, **live_ranks):
     """[L, P] slots that a placer makes of loads [L, E] or [batches, L, E]."""
     scenarios, _ = make_scenarios(loads)
-    found = placer.place(scenarios, room_of(ranks, slots, **room)).slots
+    found = placer.place(scenarios, live_ranks_of(ranks, slots, **live_ranks)).slots
     return found.reshape(len(found), -1)
 
 

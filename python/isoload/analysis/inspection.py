@@ -12,7 +12,7 @@ import torch
 
 from isoload.analysis.judge import Floats, even_imbalance, exact_imbalance
 from isoload.placement.placement import Placement
-from isoload.placers.base import Room
+from isoload.placers.base import LiveRanks
 from isoload.placers.craft import assign, make_grid
 from isoload.placers.eplb import pack_into
 from isoload.topology import Topology
@@ -109,7 +109,7 @@ def inspect_placement(trace: Trace, placement: Placement) -> dict[str, Any]:
     if experts < live:
         raise ValueError(f"num_experts must be at least the placement's {live} live ranks, got {experts}")
     total = counts.sum(0).astype(np.float32)
-    grid = make_grid(Room(np.zeros(live, np.int32), np.ones(live), None), experts)
+    grid = make_grid(LiveRanks(np.zeros(live, np.int32), np.ones(live), None), experts)
     packed = [_packed(total, counts, experts + number, alive) for number in grid]  # [L] each
     per_rank = -(-experts // live)
     row = np.full(live * per_rank, -1)

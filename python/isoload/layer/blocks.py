@@ -351,10 +351,10 @@ def put_in(blocks: Sequence[nn.Module], balanced: Sequence[BlockExperts]) -> lis
 
 
 def find_blocks(parts: Iterable[nn.Module], argument: str) -> list[tuple[nn.Module, nn.Module]]:
-    """The MoE blocks inside of each part, in order, after the part: what every door takes.
+    """Return each part with its MoE blocks, in order.
 
     Raises:
-        ValueError: there is none in `given`.
+        ValueError: there is none; the message names `argument`.
     """
     parts = list(parts)
     pairs = [(part, block) for part in parts for block in part.modules() if is_known(block)]

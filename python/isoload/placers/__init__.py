@@ -16,9 +16,9 @@ from isoload.checks import make, parse
 from isoload.placement.placement import Placement
 from isoload.placers.base import (
     Ints,
+    LiveRanks,
     Placed,
     Placer,
-    Room,
     Scenarios,
     Slots,
     make_scenarios,
@@ -111,7 +111,7 @@ def place(
         home_rank = np.where(present, home_rank, -1).astype(
             np.int32
         )  # a narrower rank may have left its own out
-    room = Room(
+    live_ranks = LiveRanks(
         node=np.array(live, dtype=np.int32) // topology.ranks_per_node,
         tick=tick,
         slots_per_rank=None if planner.has_budget and slots_per_rank is None else dense,
@@ -123,15 +123,15 @@ def place(
         identity = traces[0].identity
         for trace in traces[1:]:
             identity = joined(identity, trace.identity, f"trace {traces[0].name}", f"trace {trace.name}")
-    placed = planner.place(scenarios, room)
+    placed = planner.place(scenarios, live_ranks)
     width = placed.slots.shape[2]
-    if room.slots_per_rank is None:
+    if live_ranks.slots_per_rank is None:
         dense = width
     slots = np.full((scenarios.num_layers, topology.num_ranks, dense + others), -1, dtype=np.int32)
-    slots[:, live, :width] = placed.slots if before is None else keep_places(placed.slots, room.before)
+    slots[:, live, :width] = placed.slots if before is None else keep_places(placed.slots, live_ranks.before)
     weight = np.zeros(slots.shape, dtype=np.float32)
     if placed.replica_weight is None:
-        weight[:, live] = weights_by_load(slots[:, live], scenarios.mean(scenarios.loads), room.tick)
+        weight[:, live] = weights_by_load(slots[:, live], scenarios.mean(scenarios.loads), live_ranks.tick)
     else:
         weight[:, live, :width] = placed.replica_weight
     experts = scenarios.num_experts
@@ -253,9 +253,9 @@ def _home_slots(
 
 __all__ = [
     "PLACERS",
+    "LiveRanks",
     "Placed",
     "Placer",
-    "Room",
     "Scenarios",
     "make_placer",
     "parse_placer",

@@ -126,8 +126,8 @@ Floats = np.ndarray[Any, np.dtype[np.float64]]
 
 
 @dataclass(frozen=True, eq=False)
-class Room:
-    """Where experts may lie: the R ranks that are alive, in order."""
+class LiveRanks:
+    """The R ranks that are alive, in order, with their nodes, costs and slots."""
 
     node: Ints  # [R] int32 node of each
     tick: Floats  # [R] cost of one copy on each, 1.0 = nominal: 1/speed as :attr:`Topology.ticks` rounds it
@@ -169,18 +169,18 @@ class Placer(ABC):
         check_options(self)
 
     @abstractmethod
-    def place(self, scenarios: Scenarios, room: Room) -> Placed:
-        """Lays the experts of all layers out; the room has at least one slot for each.
+    def place(self, scenarios: Scenarios, live_ranks: LiveRanks) -> Placed:
+        """Lay the experts of all layers out; together the live ranks have at least one slot for each.
 
         Raises:
-            ValueError: options that do not fit the loads or the room.
+            ValueError: options that do not fit the loads or the live ranks.
         """
 
 
-def slots_of(room: Room) -> int:
-    """The room's slots per rank, for placers without a budget."""
-    assert room.slots_per_rank is not None
-    return room.slots_per_rank
+def slots_of(live_ranks: LiveRanks) -> int:
+    """Return the slots of each live rank, for placers without a budget."""
+    assert live_ranks.slots_per_rank is not None
+    return live_ranks.slots_per_rank
 
 
 LEAST = 1e-6  # of the mean load: what a rank without any counts as

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from isoload.placers.base import Floats, Ints, Placed, Placer, Room, Scenarios, Slots, rank_loads
+from isoload.placers.base import Floats, Ints, LiveRanks, Placed, Placer, Scenarios, Slots, rank_loads
 from isoload.placers.eplb import pack_into
 from isoload.wording import not_one_of
 
@@ -18,9 +18,9 @@ BUDGETS = ("gain", "knee")
 GRIDS = ("powers", "full")
 
 
-def make_grid(room: Room, experts: int, grid: str = "powers") -> list[int]:
+def make_grid(live_ranks: LiveRanks, experts: int, grid: str = "powers") -> list[int]:
     """Numbers of replicas of a layer that are tried: 0, and powers of two up to R, or all up to R, that have room."""
-    num_ranks, limit = room.num_ranks, most_replicas(room, experts)
+    num_ranks, limit = live_ranks.num_ranks, most_replicas(live_ranks, experts)
     if grid not in GRIDS:
         raise ValueError(not_one_of("grid", GRIDS, grid))
     powers = [2**i for i in range(num_ranks.bit_length())]
@@ -28,18 +28,18 @@ def make_grid(room: Room, experts: int, grid: str = "powers") -> list[int]:
     return [0, *(n for n in numbers if n <= limit)]
 
 
-def most_replicas(room: Room, experts: int) -> int:
+def most_replicas(live_ranks: LiveRanks, experts: int) -> int:
     """Replicas that a layer has room for; with a copy of every expert on every rank there is no other one."""
-    return room.num_ranks * (min(experts, room.slots_per_rank or experts)) - experts
+    return live_ranks.num_ranks * (min(experts, live_ranks.slots_per_rank or experts)) - experts
 
 
-def check_budget(replicas: int | str, num_layers: int, room: Room, experts: int) -> None:
+def check_budget(replicas: int | str, num_layers: int, live_ranks: LiveRanks, experts: int) -> None:
     """Refuses a budget of replicas that is out of range or has no room."""
     if isinstance(replicas, str):
         if replicas not in BUDGETS:
             raise ValueError(f"replicas must be a number of a rank, {' or '.join(BUDGETS)}, got {replicas!r}")
         return
-    limit = min(num_layers, num_layers * most_replicas(room, experts) // room.num_ranks)
+    limit = min(num_layers, num_layers * most_replicas(live_ranks, experts) // live_ranks.num_ranks)
     if not 0 <= replicas <= limit:
         raise ValueError(
             f"replicas must be in 0..{limit} of a rank over all layers, for which there is room, got {replicas}"
@@ -141,12 +141,12 @@ class CraftPlacer(Placer):
     objective: str = "time"
     grid: str = "powers"
 
-    def place(self, scenarios: Scenarios, room: Room) -> Placed:
+    def place(self, scenarios: Scenarios, live_ranks: LiveRanks) -> Placed:
         if self.objective not in OBJECTIVES:
             raise ValueError(not_one_of("objective", OBJECTIVES, self.objective))
-        layers, experts, ranks = scenarios.num_layers, scenarios.num_experts, room.num_ranks
-        check_budget(self.replicas, layers, room, experts)
-        grid = make_grid(room, experts, self.grid)
+        layers, experts, ranks = scenarios.num_layers, scenarios.num_experts, live_ranks.num_ranks
+        check_budget(self.replicas, layers, live_ranks, experts)
+        grid = make_grid(live_ranks, experts, self.grid)
         weight = scenarios.total().astype(np.float32)
         worth = self._worth(scenarios, weight, grid, ranks)
         counts, curve = allocate(worth, grid, ranks, self.replicas)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from isoload.placers.base import Placed, Placer, Room, Scenarios, Slots, slots_of
+from isoload.placers.base import LiveRanks, Placed, Placer, Scenarios, Slots, slots_of
 from isoload.placers.compiled import num_threads, pack_slots
 
 Floats = np.ndarray[Any, np.dtype[np.float32]]
@@ -35,23 +35,23 @@ class EplbPlacer(Placer):
     dedup: bool = True
     groups: int = 0
 
-    def place(self, scenarios: Scenarios, room: Room) -> Placed:
+    def place(self, scenarios: Scenarios, live_ranks: LiveRanks) -> Placed:
         # float32 from here on, because the published code is: other roundings break its near-ties otherwise.
         weight = scenarios.total().astype(np.float32)
         experts = scenarios.num_experts
         if self.groups and (self.groups < 0 or experts % self.groups):
             raise ValueError(f"groups must divide the {experts} experts, got {self.groups}")
-        nodes = len(set(room.node.tolist()))
+        nodes = len(set(live_ranks.node.tolist()))
         if not self.groups or nodes == 1 or self.groups % nodes:
-            return Placed(pack_replicas(weight, room.num_ranks, slots_of(room), self.dedup))
-        ranks = np.bincount(room.node)
+            return Placed(pack_replicas(weight, live_ranks.num_ranks, slots_of(live_ranks), self.dedup))
+        ranks = np.bincount(live_ranks.node)
         if len(set(ranks[ranks > 0].tolist())) > 1:
             raise ValueError(
                 f"groups must be 0 where nodes have unequal numbers of live ranks, got {self.groups}"
             )
-        return Placed(self._place_by_node(weight, nodes, room))
+        return Placed(self._place_by_node(weight, nodes, live_ranks))
 
-    def _place_by_node(self, weight: Floats, nodes: int, room: Room) -> Slots:
+    def _place_by_node(self, weight: Floats, nodes: int, live_ranks: LiveRanks) -> Slots:
         """The hierarchical policy: [L, R, S] slots."""
         layers, size = len(weight), weight.shape[1] // self.groups
         by_group = weight.reshape(layers, self.groups, size).sum(-1, dtype=np.float32)
@@ -60,9 +60,9 @@ class EplbPlacer(Placer):
             layers * nodes, -1
         )  # experts of every node
         node_weight = np.take_along_axis(np.repeat(weight, nodes, axis=0), ids, 1)
-        packed = pack_replicas(node_weight, room.num_ranks // nodes, slots_of(room), self.dedup)
+        packed = pack_replicas(node_weight, live_ranks.num_ranks // nodes, slots_of(live_ranks), self.dedup)
         slots = np.take_along_axis(ids, packed.reshape(layers * nodes, -1), 1)
-        return slots.reshape(layers, room.num_ranks, -1).astype(np.int32)
+        return slots.reshape(layers, live_ranks.num_ranks, -1).astype(np.int32)
 
 
 def pack_replicas(weight: Floats, ranks: int, slots: int, dedup: bool) -> Slots:
@@ -98,7 +98,7 @@ class TrivialPlacer(Placer):
 
     name = "trivial"
 
-    def place(self, scenarios: Scenarios, room: Room) -> Placed:
-        shape = (room.num_ranks, slots_of(room))
+    def place(self, scenarios: Scenarios, live_ranks: LiveRanks) -> Placed:
+        shape = (live_ranks.num_ranks, slots_of(live_ranks))
         row = np.arange(shape[0] * shape[1], dtype=np.int32) % scenarios.num_experts
         return Placed(np.tile(row.reshape(shape), (scenarios.num_layers, 1, 1)))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from isoload.checks import check_range
-from isoload.placers.base import Floats, Placed, Placer, Room, Scenarios, Slots
+from isoload.placers.base import Floats, LiveRanks, Placed, Placer, Scenarios, Slots
 
 Groups = list[list[int]]
 RATIOS = tuple(i / 10 for i in range(11))  # of a rank's number of experts, by which it may differ
@@ -47,7 +47,7 @@ class GracePlacer(Placer):
     collaborative: bool = False
     printed: bool = False
 
-    def place(self, scenarios: Scenarios, room: Room) -> Placed:
+    def place(self, scenarios: Scenarios, live_ranks: LiveRanks) -> Placed:
         check_range("ratio", self.ratio, 0, 1)
         limit = scenarios.num_experts if self.replicate else 0
         if self.everywhere is not None and not 1 <= self.everywhere <= limit:
@@ -60,15 +60,15 @@ class GracePlacer(Placer):
             raise ValueError(
                 "counts must be traces with per-token choices (topk_ids) for placer grace, got counts alone"
             )
-        if scenarios.num_experts < room.num_ranks:
+        if scenarios.num_experts < live_ranks.num_ranks:
             raise ValueError(
-                f"experts must be at least as many as the {room.num_ranks} ranks for placer grace, "
+                f"experts must be at least as many as the {live_ranks.num_ranks} ranks for placer grace, "
                 f"got {scenarios.num_experts}"
             )
         experts_by_rank, predicted, replicas = [], [], []
         for layer, load in enumerate(scenarios.mean(scenarios.loads)):
             affinity = co_activation(scenarios, layer)
-            groups = group_ranks(affinity, room, self.ratio, self.printed)
+            groups = group_ranks(affinity, live_ranks, self.ratio, self.printed)
             if self.everywhere is None:
                 copies, weight = replicate(groups, load, self.replicate, self.printed)
             else:
@@ -78,10 +78,10 @@ class GracePlacer(Placer):
             predicted.append(weight)
             replicas.append(sum(map(len, copies)))
         slots = ragged(experts_by_rank)
-        if room.slots_per_rank is not None and slots.shape[2] > room.slots_per_rank:
+        if live_ranks.slots_per_rank is not None and slots.shape[2] > live_ranks.slots_per_rank:
             raise ValueError(
                 f"slots_per_rank must leave a rank {slots.shape[2]} routed slots for these groups and replicas, "
-                f"got {room.slots_per_rank}"
+                f"got {live_ranks.slots_per_rank}"
             )
         parts = np.repeat(np.array(predicted, dtype=np.float32)[:, :, None], slots.shape[2], axis=2)
         return Placed(slots, np.where(slots >= 0, parts, 0), {"replicas_by_layer": replicas})
@@ -111,16 +111,18 @@ def partners(affinity: Floats) -> Floats:
     return np.exp(entropy)
 
 
-def group_ranks(affinity: Floats, room: Room, ratio: float | None, printed: bool = False) -> Groups:
+def group_ranks(
+    affinity: Floats, live_ranks: LiveRanks, ratio: float | None, printed: bool = False
+) -> Groups:
     """[R] the experts of every rank: clusters over nodes, and within a node over its ranks."""
-    nodes = [np.flatnonzero(room.node == node).tolist() for node in np.unique(room.node)]
+    nodes = [np.flatnonzero(live_ranks.node == node).tolist() for node in np.unique(live_ranks.node)]
     nodes.sort(key=len, reverse=True)  # stable: the largest cluster to the node with most ranks
     experts = list(range(len(affinity)))
     least = len(nodes[0])
     whole = clusters(affinity, experts, len(nodes))
     over_nodes = bounded(affinity, whole, least, len(experts), printed)
     over_nodes.sort(key=len, reverse=True)
-    groups: Groups = [[] for _ in range(room.num_ranks)]
+    groups: Groups = [[] for _ in range(live_ranks.num_ranks)]
     for ranks, members in zip(nodes, over_nodes, strict=True):
         for rank, group in zip(ranks, controlled(affinity, members, len(ranks), ratio, printed), strict=True):
             groups[rank] = sorted(group)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from isoload.placers.base import WHOLE, Floats, Ints, Placed, Placer, Room, Scenarios, Slots, slots_of
+from isoload.placers.base import WHOLE, Floats, Ints, LiveRanks, Placed, Placer, Scenarios, Slots, slots_of
 from isoload.placers.compiled import LANES, MAX_NODES, near_slots, num_threads, search_slots
 from isoload.placers.craft import allocate, assign, check_budget, make_grid
 from isoload.placers.eplb import pack_into, pack_once
@@ -25,19 +25,19 @@ STRESS = 3.0  # times its distance from the mean load that a scenario gets in th
 MAX_TOKENS = 20_000  # of all traces together; more tokens save hardly more rows
 
 
-def applies(scenarios: Scenarios, room: Room) -> bool:
+def applies(scenarios: Scenarios, live_ranks: LiveRanks) -> bool:
     """Whether there are per-token choices, and several nodes, but no more than the search can count."""
-    return bool(scenarios.topk_ids) and 1 < len(np.unique(room.node)) <= MAX_NODES
+    return bool(scenarios.topk_ids) and 1 < len(np.unique(live_ranks.node)) <= MAX_NODES
 
 
 def fewer_rows(
-    scenarios: Scenarios, room: Room, slots: Slots, node: Ints, home: Ints, moves: int | None
+    scenarios: Scenarios, live_ranks: LiveRanks, slots: Slots, node: Ints, home: Ints, moves: int | None
 ) -> tuple[Slots, dict[str, Any]]:
     """Return slots [L, R, S] with fewer rows to other nodes, and the rows of a token before and after as notes.
 
     Args:
         scenarios: with per-token choices.
-        room: the ranks, and the placement from which `moves` counts.
+        live_ranks: the ranks, and the placement from which `moves` counts.
         slots: [L, R, S] to start from.
         node, home: as the search of ``scenario`` has them: home [L, E] is the node that keeps a copy of an expert.
         moves: slots of a layer that may differ from the placement before. None: any number.
@@ -45,16 +45,16 @@ def fewer_rows(
     loads = scaled(scenarios.shares())
     ids, weight = choose_tokens(scenarios)
     steps = min(LONGEST, 12 * (slots.shape[1] * slots.shape[2]) ** 2)
-    rows_node = np.unique(room.node, return_inverse=True)[1].astype(np.int32)
+    rows_node = np.unique(live_ranks.node, return_inverse=True)[1].astype(np.int32)
     nearer, rows = near_slots(
         slots=slots,
         loads=by_layer(loads),
         stress=by_layer(stressed(scenarios)),
         weight=np.pad(scenarios.weight, (0, -len(loads) % LANES)),
-        tick=room.tick,
+        tick=live_ranks.tick,
         node=node,
         home=home,
-        before=room.before,
+        before=live_ranks.before,
         topk_ids=ids.transpose(1, 0, 2),
         token_weight=weight,
         rows_node=rows_node,
@@ -159,17 +159,17 @@ class ScenarioPlacer(Placer):
     def has_budget(self) -> bool:  # type: ignore[override]
         return self.replicas is not None
 
-    def place(self, scenarios: Scenarios, room: Room) -> Placed:
-        self._check(scenarios, room)
-        capacity, notes = self._capacity(scenarios, room)
-        slots, objective = self.search_layers(scenarios, room, capacity, STEPS if self.search else 0)
-        if self.near and self.search and applies(scenarios, room):
-            node, home = self._kept(scenarios, room)
-            slots, rows = fewer_rows(scenarios, room, slots, node, home, self.moves)
+    def place(self, scenarios: Scenarios, live_ranks: LiveRanks) -> Placed:
+        self._check(scenarios, live_ranks)
+        capacity, notes = self._capacity(scenarios, live_ranks)
+        slots, objective = self.search_layers(scenarios, live_ranks, capacity, STEPS if self.search else 0)
+        if self.near and self.search and applies(scenarios, live_ranks):
+            node, home = self._kept(scenarios, live_ranks)
+            slots, rows = fewer_rows(scenarios, live_ranks, slots, node, home, self.moves)
             notes |= rows
-            objective = self._judged(scenarios, room, slots, capacity)[1]
-        if self.least_gain and room.before is not None:
-            start, level = self._judged(scenarios, room, room.before, capacity)
+            objective = self._judged(scenarios, live_ranks, slots, capacity)[1]
+        if self.least_gain and live_ranks.before is not None:
+            start, level = self._judged(scenarios, live_ranks, live_ranks.before, capacity)
             stay = level - objective < self.least_gain  # [L]
             slots = np.where(stay[:, None, None], start, slots)
             objective = np.where(stay, level, objective)
@@ -177,36 +177,38 @@ class ScenarioPlacer(Placer):
         notes = {"seen_imbalance": round(float(objective.mean()), 4), **notes}
         if not self.pinned:
             return Placed(slots, notes=notes)
-        homes = pinned_homes(room, scenarios)
+        homes = pinned_homes(live_ranks, scenarios)
         return Placed(homes_first(slots, homes), notes=notes, home_rank=homes)
 
-    def _judged(self, scenarios: Scenarios, room: Room, slots: Slots, capacity: Ints) -> tuple[Slots, Floats]:
+    def _judged(
+        self, scenarios: Scenarios, live_ranks: LiveRanks, slots: Slots, capacity: Ints
+    ) -> tuple[Slots, Floats]:
         """The slots with a copy of each expert, and what they reach: slots that keep the rules are not changed."""
         judge = replace(self, groups=0, pinned=False, moves=None)
-        return judge.search_layers(scenarios, replace(room, before=slots), capacity, 0)
+        return judge.search_layers(scenarios, replace(live_ranks, before=slots), capacity, 0)
 
-    def _capacity(self, scenarios: Scenarios, room: Room) -> tuple[Ints, dict[str, Any]]:
+    def _capacity(self, scenarios: Scenarios, live_ranks: LiveRanks) -> tuple[Ints, dict[str, Any]]:
         """[L, R] slots of every rank, and notes on how they were chosen."""
-        layers, experts, ranks = scenarios.num_layers, scenarios.num_experts, room.num_ranks
-        if room.before is not None and self.replicas is not None:
+        layers, experts, ranks = scenarios.num_layers, scenarios.num_experts, live_ranks.num_ranks
+        if live_ranks.before is not None and self.replicas is not None:
             raise ValueError(f"replicas must be None with before, which has its slots, got {self.replicas}")
         if self.replicas is None:
-            return np.full((layers, ranks), slots_of(room), dtype=np.int32), {}
-        check_budget(self.replicas, layers, room, experts)
-        grid = make_grid(room, experts)
+            return np.full((layers, ranks), slots_of(live_ranks), dtype=np.int32), {}
+        check_budget(self.replicas, layers, live_ranks, experts)
+        grid = make_grid(live_ranks, experts)
         times = []
         mean = scenarios.weight @ scenarios.loads.sum(-1) / ranks  # [L] copies
         for number in grid:
             alone = np.repeat(assign(np.array([experts + number]), ranks), layers, axis=0)
             times.append(
-                mean * self.search_layers(scenarios, room, alone, TABLE_STEPS if self.search else 0)[1]
+                mean * self.search_layers(scenarios, live_ranks, alone, TABLE_STEPS if self.search else 0)[1]
             )
         table = np.array(times).T
         counts, curve = allocate(table[:, :1] - table, grid, ranks, self.replicas)
         notes = {"replicas_by_layer": counts.tolist(), "worth_by_replicas_of_a_rank": curve}
         return assign(experts + counts, ranks), notes
 
-    def _check(self, scenarios: Scenarios, room: Room) -> None:
+    def _check(self, scenarios: Scenarios, live_ranks: LiveRanks) -> None:
         if self.split not in ("even", "exact"):
             raise ValueError(f"split must be even or exact, got {self.split!r}")
         if self.shrink is not None and not 0 <= self.shrink <= 1:
@@ -215,25 +217,25 @@ class ScenarioPlacer(Placer):
             raise ValueError(f"groups must divide the {scenarios.num_experts} experts, got {self.groups}")
         if self.moves is not None and self.moves < 0:
             raise ValueError(f"moves must be at least 0, got {self.moves}")
-        if self.moves is not None and room.before is None:
+        if self.moves is not None and live_ranks.before is None:
             raise ValueError(f"moves must come with before, got {self.moves} without")
         if not 0 <= self.least_gain < float("inf"):
             raise ValueError(f"least_gain must be a number from 0 on, got {self.least_gain}")
         if self.pinned and self.groups:
             raise ValueError(f"groups must be 0 with pinned, whose homes stay, got {self.groups}")
-        if self.pinned and self.replicas is not None and scenarios.num_experts % room.num_ranks:
+        if self.pinned and self.replicas is not None and scenarios.num_experts % live_ranks.num_ranks:
             raise ValueError(
-                f"replicas must be None with pinned where {room.num_ranks} ranks do not divide the "
+                f"replicas must be None with pinned where {live_ranks.num_ranks} ranks do not divide the "
                 f"{scenarios.num_experts} experts, got {self.replicas}"
             )
-        if self.replicas is None and slots_of(room) > scenarios.num_experts:
+        if self.replicas is None and slots_of(live_ranks) > scenarios.num_experts:
             raise ValueError(
                 f"slots_per_rank must be at most {scenarios.num_experts} besides spare slots, one for each expert, "
-                f"got {slots_of(room)}"
+                f"got {slots_of(live_ranks)}"
             )
 
     def search_layers(
-        self, scenarios: Scenarios, room: Room, capacity: Ints, steps: int
+        self, scenarios: Scenarios, live_ranks: LiveRanks, capacity: Ints, steps: int
     ) -> tuple[Slots, Floats]:
         """Slots [L, R, S] for ranks with so many slots each [L, R], and what they reach on the scenarios, [L].
 
@@ -246,22 +248,22 @@ class ScenarioPlacer(Placer):
         width = int(capacity.max())
         constrained = self.groups or self.pinned
         # Slots of eplb; not in the quick form, where a comparison would cost more than the plan.
-        compared = self.search and room.before is None and not constrained
+        compared = self.search and live_ranks.before is None and not constrained
         rival = pack_into(scenarios.total().astype(np.float32), capacity) if compared else None
         mean = scenarios.mean(loads)
         deviation = np.sqrt(scenarios.mean((loads - mean) ** 2))
         spreads = SPREADS if self.search else SPREADS[1:2]
-        node, home = self._kept(scenarios, room)
+        node, home = self._kept(scenarios, live_ranks)
         slots, objective = search_slots(
             loads=np.pad(loads, ((0, len(weight) - len(loads)), (0, 0), (0, 0))).transpose(1, 2, 0),
             weight=weight,
-            tick=room.tick,
+            tick=live_ranks.tick,
             node=node,
             home=home,
             capacity=capacity,
             risks=np.stack([mean + z * deviation for z in spreads]),
             rival=rival,
-            before=room.before,
+            before=live_ranks.before,
             width=width,
             exact=self.split == "exact",
             few_slots=width <= FEW_SLOTS or self.pinned,  # beside pinned homes counts matter more, too
@@ -269,30 +271,30 @@ class ScenarioPlacer(Placer):
             moves=-1 if self.moves is None else self.moves,
             threads=num_threads(),
         )
-        ideal = (scenarios.weight @ whole) / (1 / room.tick).sum()
+        ideal = (scenarios.weight @ whole) / (1 / live_ranks.tick).sum()
         return slots, objective / np.maximum(ideal, 1)
 
-    def _kept(self, scenarios: Scenarios, room: Room) -> tuple[Ints, Ints]:
+    def _kept(self, scenarios: Scenarios, live_ranks: LiveRanks) -> tuple[Ints, Ints]:
         """[R] nodes, and [L, E] the node that keeps a copy of each expert, -1 = none.
 
         A pinned home is an expert's copy that stays on its node, where every rank is a node of its own.
         """
         if not self.pinned:
-            return room.node, self._home(scenarios, room)
-        return np.arange(room.num_ranks, dtype=np.int32), pinned_homes(room, scenarios)
+            return live_ranks.node, self._home(scenarios, live_ranks)
+        return np.arange(live_ranks.num_ranks, dtype=np.int32), pinned_homes(live_ranks, scenarios)
 
-    def _home(self, scenarios: Scenarios, room: Room) -> Ints:
+    def _home(self, scenarios: Scenarios, live_ranks: LiveRanks) -> Ints:
         """[L, E] node that keeps a copy of each expert; -1 without groups.
 
         Groups are packed onto nodes by load, the heaviest first, the same number on each; with ``before`` a group
         belongs to the node that holds most of its experts.
         """
         layers, experts = scenarios.num_layers, scenarios.num_experts
-        nodes = np.unique(room.node)
+        nodes = np.unique(live_ranks.node)
         if not self.groups or len(nodes) == 1:
             return np.full((layers, experts), -1, dtype=np.int32)
-        if room.before is not None:
-            return self._home_before(room, experts)
+        if live_ranks.before is not None:
+            return self._home_before(live_ranks, experts)
         if self.groups % len(nodes):
             raise ValueError(f"groups must be a multiple of the {len(nodes)} live nodes, got {self.groups}")
         load = scenarios.mean(scenarios.shares()).reshape(layers, self.groups, -1).sum(-1)
@@ -300,35 +302,37 @@ class ScenarioPlacer(Placer):
         node_of_group = np.empty((layers, self.groups), dtype=np.int32)
         for index, node in enumerate(nodes):
             np.put_along_axis(node_of_group, groups_of_node[:, index].astype(np.int64), node, axis=1)
-        size = min(int((room.node == node).sum()) for node in nodes) * (room.slots_per_rank or experts)
+        size = min(int((live_ranks.node == node).sum()) for node in nodes) * (
+            live_ranks.slots_per_rank or experts
+        )
         if size < (experts_per_node := experts // len(nodes)):
             raise ValueError(
                 f"groups must fit their nodes: {experts_per_node} experts on a node of {size} slots"
             )
         return np.repeat(node_of_group, experts // self.groups, axis=1)
 
-    def _home_before(self, room: Room, experts: int) -> Ints:
-        assert room.before is not None
-        on_rank = np.stack([(room.before == e).any(2) for e in range(experts)], axis=1)  # [L, E, R]
-        nodes = np.unique(room.node)
-        per_node = np.stack([on_rank[:, :, room.node == node].any(2) for node in nodes], axis=2)
+    def _home_before(self, live_ranks: LiveRanks, experts: int) -> Ints:
+        assert live_ranks.before is not None
+        on_rank = np.stack([(live_ranks.before == e).any(2) for e in range(experts)], axis=1)  # [L, E, R]
+        nodes = np.unique(live_ranks.node)
+        per_node = np.stack([on_rank[:, :, live_ranks.node == node].any(2) for node in nodes], axis=2)
         by_group = per_node.reshape(len(on_rank), self.groups, -1, len(nodes)).sum(2)
         home: Ints = np.repeat(nodes[by_group.argmax(2)], experts // self.groups, axis=1).astype(np.int32)
         return home
 
 
-def pinned_homes(room: Room, scenarios: Scenarios) -> Ints:
+def pinned_homes(live_ranks: LiveRanks, scenarios: Scenarios) -> Ints:
     """[L, E] rank that keeps each expert: its home before, or experts in order."""
     layers, experts = scenarios.num_layers, scenarios.num_experts
-    if room.home_rank is None:
-        in_order = np.arange(experts, dtype=np.int32) // -(-experts // room.num_ranks)
+    if live_ranks.home_rank is None:
+        in_order = np.arange(experts, dtype=np.int32) // -(-experts // live_ranks.num_ranks)
         return np.tile(in_order, (layers, 1))
-    if (lost := np.argwhere(room.home_rank < 0)).size:
+    if (lost := np.argwhere(live_ranks.home_rank < 0)).size:
         layer, expert = lost[0]
         raise ValueError(
             f"before must have pinned homes on live ranks, that of expert {expert} in layer {layer} is on none"
         )
-    return room.home_rank
+    return live_ranks.home_rank
 
 
 def homes_first(slots: Slots, homes: Ints) -> Slots:

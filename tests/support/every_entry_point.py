@@ -1,4 +1,7 @@
-"""A program: every policy and every door of the package once. Prints what of torch's compiler was imported by then."""
+"""A program: every policy and every entry point of the package once.
+
+Prints what of torch's compiler was imported by then.
+"""
 
 from __future__ import annotations
 
@@ -133,4 +136,4 @@ if __name__ == "__main__":
     processes()
     models_of_others()
     the_command()
-    say("every door")
+    say("every entry point")
