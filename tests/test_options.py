@@ -90,7 +90,7 @@ def test_text(kind: str, text: str, wanted: dict[str, Any]) -> None:
 def test_a_removed_name_is_refused_with_what_to_use(removed: str) -> None:
     kind, name = removed.split()
     refuse = check_prediction if kind == "predict" else MAKERS[kind][2]
-    with pytest.raises(ValueError, match=f"^{removed} was removed in 0.2: use {REMOVED[removed]}$"):
+    with pytest.raises(ValueError, match=f"^{removed} was removed: use {REMOVED[removed]}$"):
         refuse(name)
 
 

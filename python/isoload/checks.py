@@ -94,7 +94,7 @@ def types_of(cls: type) -> dict[str, tuple[Any, ...]]:
 def refuse_removed(kind: str, name: str) -> None:
     """Raise ValueError for a name that an earlier version had, with what to use in its place."""
     if use := REMOVED.get(f"{kind} {name}"):
-        raise ValueError(f"{kind} {name} was removed in 0.2: use {use}")
+        raise ValueError(f"{kind} {name} was removed: use {use}")
 
 
 def _find(kind: str, classes: Mapping[str, type[Made]], name: str, options: Mapping[str, Any]) -> type[Made]:

@@ -184,7 +184,7 @@ def test_times_files_that_are_wrong(trace, tmp_path):
     ],
 )
 def test_removed_options_are_refused_with_what_to_use(command, use):
-    assert error_of(*command, "--cost", "default") == f"--cost was removed in 0.2: {use}"
+    assert error_of(*command, "--cost", "default") == f"--cost was removed: {use}"
 
 
 def test_inspect(trace):

@@ -63,8 +63,8 @@ def test_the_file_turns_the_choice_in_place(
 BAD = {
     "": "state must be on or off, got ''",
     "maybe": "state must be on or off, got 'maybe'",
-    "shadow": "shadow was removed in 0.2: restart with ISOLOAD_MODE=shadow",
-    "on:layers=0-7": "on:layers= was removed in 0.2: use on or off, which are of all layers",
+    "shadow": "shadow was removed: restart with ISOLOAD_MODE=shadow",
+    "on:layers=0-7": "on:layers= was removed: use on or off, which are of all layers",
 }
 
 

@@ -477,9 +477,7 @@ def test_in_shadow_mode_variables_of_choices_have_no_effect(
 
 def test_a_policy_for_each_phase_is_refused() -> None:
     settings = Settings.read({"ISOLOAD_POLICY": "prefill=exact,decode=exact_active"})
-    with pytest.raises(
-        ValueError, match="removed in 0.2 in vLLM, .*: use one policy, got 'prefill=exact,decode"
-    ):
+    with pytest.raises(ValueError, match="removed in vLLM, .*: use one policy, got 'prefill=exact,decode"):
         MODELS.start(settings)
     MODELS.start(Settings.read({"ISOLOAD_POLICY": "prefill=exact,decode=exact"}))
     MODELS.start(Settings.read({}))

@@ -225,11 +225,11 @@ REFUSED: dict[str, Refused] = {
     ),
     "cost": (
         lambda: LibraStack(layers(), "last", slots="auto", cost=1, copies_per_rank=10),
-        r"cost= was removed in 0.2: use times=isoload.times.load\(FILE\), which isoload measure writes",
+        r"cost= was removed: use times=isoload.times.load\(FILE\), which isoload measure writes",
     ),
     "cost of a decoder": (
         lambda: LibraStack.from_decoder([nn.Linear(2, 2)], MODEL.topology, cost=1),
-        r"cost= was removed in 0.2: use times=isoload.times.load\(FILE\), which isoload measure writes",
+        r"cost= was removed: use times=isoload.times.load\(FILE\), which isoload measure writes",
     ),
     "copies": (
         lambda: LibraStack(layers(), "last", slots="auto", times=TIMES, copies_per_rank=0),

@@ -284,7 +284,7 @@ class Group(TyperGroup):
         except CLICK_ERROR as error:
             command, option = getattr(error.ctx, "info_name", ""), getattr(error, "option_name", "")
             use = REMOVED.get((str(command), str(option)))
-            print_error(f"{option} was removed in 0.2: {use}" if use else error.format_message())
+            print_error(f"{option} was removed: {use}" if use else error.format_message())
             code = error.exit_code
         except (KeyboardInterrupt, typer.Abort):
             code = INTERRUPTED

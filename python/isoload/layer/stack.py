@@ -159,7 +159,7 @@ def check_lookahead(predict: Lookahead, layers: Sequence[MoE]) -> None:
 def refuse_cost(cost: object) -> None:
     if cost is not None:
         raise ValueError(
-            "cost= was removed in 0.2: use times=isoload.times.load(FILE), which isoload measure writes"
+            "cost= was removed: use times=isoload.times.load(FILE), which isoload measure writes"
         )
 
 

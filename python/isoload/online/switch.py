@@ -25,8 +25,8 @@ AGREE_EVERY = 16  # forward passes between two broadcasts of the first rank's st
 READ_EVERY = 1.0  # seconds between two readings of the file
 LONGEST = 1000  # bytes of the file
 REMOVED = {
-    "shadow": "shadow was removed in 0.2: restart with ISOLOAD_MODE=shadow",
-    "on:layers=": "on:layers= was removed in 0.2: use on or off, which are of all layers",
+    "shadow": "shadow was removed: restart with ISOLOAD_MODE=shadow",
+    "on:layers=": "on:layers= was removed: use on or off, which are of all layers",
 }
 
 

@@ -289,7 +289,7 @@ class Models:
         """Begin in a process whose hooks are attached and which has no model yet."""
         if settings.phased:
             raise ValueError(
-                f"{POLICY.name} with a policy for each phase was removed in 0.2 in vLLM, whose batches mix "
+                f"{POLICY.name} with a policy for each phase was removed in vLLM, whose batches mix "
                 f"phases: use one policy, got {settings.policy!r}"
             )
         self.settings, self.in_shadow = settings, settings.mode == "shadow"
