@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,23 @@ def test_names_come_when_they_are_used() -> None:
 )
 def test_any_module_may_be_the_first(module: str) -> None:
     assert run(f"import isoload.{module}; from isoload import MoE; print(MoE.__name__)") == "MoE\n"
+
+
+@pytest.mark.parametrize("former", sorted(set(isoload._MOVED) - {"integrations"}))
+def test_a_former_module_gives_the_names_of_the_new_one(former: str) -> None:
+    new = import_module(f"isoload.{isoload._MOVED[former]}")
+    name = next(name for name in vars(new) if not name.startswith("_"))
+    scope: dict[str, object] = {}
+    with pytest.warns(DeprecationWarning, match=f"^isoload.{former} is now {new.__name__}$"):
+        exec(f"from isoload.{former} import {name}", scope)
+    assert scope[name] is getattr(new, name)
+
+
+def test_a_former_submodule_is_found_in_its_package() -> None:
+    code = "import isoload; from isoload.replay import judge; print(judge.__name__)\n"
+    code += "from isoload.integrations import huggingface; print(huggingface.__name__)\n"
+    code += "import isoload.trace; print(isoload.trace.Trace is isoload.traces.Trace)"
+    assert run(code) == "isoload.analysis.judge\nisoload.engines.huggingface\nTrue\n"
 
 
 def test_what_is_not_there_is_said() -> None:

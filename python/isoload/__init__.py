@@ -5,8 +5,11 @@ What most programs need, in the order in which one learns it; all else by module
 
 from __future__ import annotations
 
+import sys
+import warnings
 from importlib import import_module
 from importlib.util import find_spec
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -99,6 +102,53 @@ _HOMES = {  # where the names of __all__ are defined; the block above says the s
 }
 
 
+# Modules of 0.1's first layout that documents named, and those that hold their names now. They are accepted for one
+# version; so are pickles of their classes.
+_MOVED = {
+    "advise": "analysis.advice",
+    "checkpoints": "weights.checkpoints",
+    "experts.compute": "weights.compute",
+    "experts.weights": "weights.experts",
+    "formats": "placement.files",
+    "integrations": "engines",
+    "integrations.huggingface": "engines.huggingface",
+    "permutation": "ops.counting",
+    "predict": "balancing.prediction",
+    "records.placement": "placement.placement",
+    "records.plan": "policies.plan",
+    "replay": "analysis",
+    "replay.batches": "analysis.batches",
+    "replay.inspection": "analysis.inspection",
+    "replay.judge": "analysis.judge",
+    "replay.simulate": "analysis.simulate",
+    "replica_tables": "ops.tables",
+    "results": "ops.results",
+    "trace": "traces",
+    "trace.npz": "traces.npz",
+    "trace.record": "traces.record",
+}
+
+
+class _Moved(ModuleType):
+    """A former module: its names come from the module that holds them now, with a DeprecationWarning."""
+
+    __path__: list[str] = []  # noqa: RUF012
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        former = self.__name__.removeprefix("isoload.")
+        new = f"isoload.{_MOVED[former]}"
+        warnings.warn(f"{self.__name__} is now {new}", DeprecationWarning, stacklevel=2)
+        module = import_module(new)
+        if f"{former}.{name}" in _MOVED:
+            return import_module(f"isoload.{_MOVED[f'{former}.{name}']}")
+        return getattr(module, name)
+
+
+sys.modules.update({f"isoload.{former}": _Moved(f"isoload.{former}") for former in _MOVED})
+
+
 def __getattr__(name: str) -> Any:
     """Import a public name or a module when it is first used, so that ``isoload --help`` needs no torch.
 
@@ -110,6 +160,8 @@ def __getattr__(name: str) -> Any:
             imported = import_module(f"isoload.{module}")
             globals().update({public: getattr(imported, public) for public in names})
         return globals()[name]
+    if name in _MOVED:
+        return sys.modules[f"isoload.{name}"]
     if not name.startswith("_") and find_spec(f"isoload.{name}"):
         return import_module(f"isoload.{name}")
     raise AttributeError(f"module 'isoload' has no attribute {name!r}")
