@@ -78,8 +78,6 @@ test-gate: $(TESTED)
 first-hour:
 	env -u MAKEFLAGS -u MAKELEVEL .ci/first_hour
 
-# Every case of every test, every problem of its sweeps.
-test-all: export EVERY := 1
 test-all: test cuda-check kernels-check
 	$(PY) -m pytest -m slow
 	$(MAKE) test-newest
