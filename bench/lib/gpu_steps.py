@@ -13,6 +13,10 @@ PARTS = {
 }
 
 
+# Without the whole sweeps of planners: on a GPU each call of an op copies its arguments and waits.
+SHORT = ("-k", "plan_waterfill or 1-4 or not (test_optimum or integral_optimum or joint_optimum)")
+
+
 @dataclass(frozen=True)
 class Step:
     """A command; in a dry run `dry` instead, or nothing.
@@ -122,7 +126,7 @@ def steps(python: str, logs: Path, xdist: bool = True) -> list[Step]:
         library(3),
         *only(3),
         bench("stages", 3, 45, "bench_stack", *one_stack, "--results", logs / "part3"),
-        tests("ops", 3, 130, *ops, *(("-n", "4") if xdist else ())),
+        tests("ops", 3, 130, *ops, *SHORT, *(("-n", "4") if xdist else ())),
         sanitizer("racecheck", 3, 110),
         sanitizer("synccheck", 3, 30),
     ]
