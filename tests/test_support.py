@@ -1,6 +1,8 @@
 """What pages say of versions and engines is what CI runs; changes, security notes and extras are of this tree."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -83,3 +85,13 @@ def test_what_an_example_needs_beside_isoload_stands_before_it(name):
         r"(^```python\n(?:(?!^```).)*?^from transformers)", page(name), maxsplit=1, flags=re.S | re.M
     )
     assert example and re.search(r"pip install '(?:\.|isoload)\[transformers\]'", before)
+
+
+def test_the_gate_lists_tests_that_exist():
+    lines = (ROOT / ".ci/slow_tests.txt").read_text().splitlines()
+    names = [line for line in lines if not line.startswith("#")]
+    files = sorted({name.partition("::")[0] for name in names})
+    command = [sys.executable, "-m", "pytest", "-o", "addopts=-q", "--collect-only", *files]
+    listing = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
+    # --collect-only lists the ops' tests of a GPU as well
+    assert [*{*names} - {*listing.replace("[cpu-", "[").splitlines()}] == []

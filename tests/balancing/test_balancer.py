@@ -16,7 +16,7 @@ from isoload import Balancer, CollectiveGroup, LocalGroup
 from isoload.policies.plan import without_shared_slots
 from support.processes import run_ranks
 from support.small_batches import EXPERTS, LAYERS, RANKS, draw_ids, gather, make_placement, make_topology
-from support.sweeps import slow_beyond
+from support.sweeps import slow
 
 POLICIES = ["none", "static", "even", "exact", "exact_active", "lp", "dynamic", "lp_sampled"]
 
@@ -58,7 +58,7 @@ def test_sampled_policies_draw_anew_in_every_batch() -> None:
 
 @pytest.mark.parametrize(
     ("policy", "dynamic"),
-    slow_beyond([("lp_sampled", None), ("dynamic", True), ("dynamic", None), ("lp_sampled", True)]),
+    [("lp_sampled", None), *slow(("dynamic", True), ("dynamic", None), ("lp_sampled", True))],
 )
 def test_compiled_once_sampled_policies_draw_anew_in_every_batch(policy: str, dynamic: bool | None) -> None:
     """Regression: the batch's number was part of the graph. What a compiled graph reads anew, a captured one does."""

@@ -22,12 +22,14 @@ from isoload.placement.files import FORMATS
 from isoload.placers import PLACERS
 from isoload.policies import POLICIES
 from support.documents import PLAIN
-from support.sweeps import slow_beyond
+from support.sweeps import slow
 
 COMMANDS = [command.callback.__name__ for command in app.registered_commands]
-HELPS = slow_beyond(
-    [[], ["replay", "--help"], ["--help"], *([name, "--help"] for name in COMMANDS if name != "replay")], 2
-)
+HELPS = [
+    [],
+    ["replay", "--help"],
+    *slow(["--help"], *([name, "--help"] for name in COMMANDS if name != "replay")),
+]
 
 
 @pytest.mark.parametrize("words", HELPS, ids=lambda words: words[0] if words else "nothing")

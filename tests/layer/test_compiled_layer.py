@@ -18,11 +18,11 @@ from support.quantised_experts import random_quantised
 from support.small_layer import make_setup
 from support.stacks import Model
 from support.stacks import run as run_layers
-from support.sweeps import slow_beyond
+from support.sweeps import slow
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("frozen", slow_beyond([True, False]))
+@pytest.mark.parametrize("frozen", [True, *slow(False)])
 def test_gradients(frozen: bool) -> None:
     layer = small()
     if frozen:
@@ -54,7 +54,7 @@ def test_borrowed_experts() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", slow_beyond(["NVFP4", "fp8"]))
+@pytest.mark.parametrize("name", ["NVFP4", *slow("fp8")])
 def test_quantised_experts(name: str) -> None:
     setup = make_setup(4, dtype=torch.bfloat16)
     setup.dense = random_quantised(name, *setup.dense.down.shape, seed=1)
@@ -128,7 +128,7 @@ def test_a_step_is_seen() -> None:
         run(layer.setup.rows)
 
 
-@pytest.mark.parametrize("how", slow_beyond(["attribute", "data"]))
+@pytest.mark.parametrize("how", ["attribute", *slow("data")])
 def test_a_swapped_parameter_is_read_or_refused(how: str) -> None:
     """No replica, then nothing is stale and the new weights count; with replicas the call raises."""
     for replicated in (False, True):
@@ -183,7 +183,7 @@ def test_a_backward_over_changed_weights_raises() -> None:
         loss.backward()
 
 
-@pytest.mark.parametrize("trains", slow_beyond([True, False]))
+@pytest.mark.parametrize("trains", [True, *slow(False)])
 def test_what_changes_in_a_compiled_call_counts_a_version(trains: bool) -> None:
     """Else autograd would not find what it saved overwritten."""
     calls = torch.zeros(())

@@ -18,7 +18,7 @@ from support.moved_layer import deal
 from support.moved_layer import make_setup as make_moved
 from support.processes import run_ranks
 from support.small_layer import make_setup
-from support.sweeps import slow_beyond
+from support.sweeps import slow
 
 
 @pytest.mark.slow
@@ -74,7 +74,7 @@ def over_shards(rank: int, distributed: bool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("distributed", slow_beyond([True, False]))
+@pytest.mark.parametrize("distributed", [True, *slow(False)])
 def test_experts_of_a_shard(distributed: bool) -> None:
     run_ranks(over_shards, 2, distributed, timeout=200)
 

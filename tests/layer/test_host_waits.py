@@ -28,7 +28,7 @@ from support.fake_ranks import (
     wanted,
 )
 from support.host_waits import HostWaits
-from support.sweeps import slow, sweep
+from support.sweeps import slow
 
 CAPACITIES = pytest.mark.parametrize("capacity", [None, CAPACITY])
 NUM_SHARED = {"waterfill_sampled": (1, 1), **dict.fromkeys(("shared_local", "waterfill", "joint"), (1, 2))}
@@ -119,7 +119,7 @@ def test_shared_modules_and_small_batches(capacity: int | None) -> None:
         assert short(waits_of(transport, policy="exact", **how)) == wanted(capacity), how
 
 
-@sweep("num_policies", 1, len(BORROWING))
+@pytest.mark.parametrize("num_policies", [1, *slow(len(BORROWING))])
 @CAPACITIES
 @pytest.mark.parametrize(
     ("borrow", "rank"),

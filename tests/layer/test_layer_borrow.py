@@ -15,7 +15,7 @@ from support.borrowed_layer import LLEP, Setup, assert_dense, make_setup
 from support.live_tensors import live_tensors
 from support.made_routing import W0_TO_W7
 from support.processes import run_ranks
-from support.sweeps import slow_beyond
+from support.sweeps import slow
 
 LOCAL = ("pull", "copy", "all_to_all")
 
@@ -181,7 +181,7 @@ def test_nothing_of_the_pool_survives_until_backward(backend: str) -> None:
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("region", slow_beyond([2, 3, 1, 5], 2))
+@pytest.mark.parametrize("region", [2, 3, *slow(1, 5)])
 def test_checkpointing_recomputes_the_same_loans(region: int, reentrant: bool) -> None:
     """Five layers of different weights, so many of them in a checkpoint: recomputing takes buffers of the pool, too."""
     setup, grads = make_setup(4), []

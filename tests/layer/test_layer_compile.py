@@ -15,7 +15,7 @@ from isoload.transport import LocalTransport
 from isoload.transport.group import error_code, loads_of
 from isoload.weights.compute import run_experts
 from isoload.weights.experts import ExpertWeights, SwiGLU
-from support.sweeps import slow_beyond
+from support.sweeps import slow
 
 EXPERTS, TOP_K, HIDDEN, INNER, MAX_TOKENS = 6, 3, 8, 16, 13
 
@@ -173,7 +173,7 @@ def both_ways(layer: Any, leaves: list[Tensor], rows: list[Tensor], autocast: bo
     return [*outputs, *torch.autograd.grad(torch.cat(outputs).double().square().sum(), leaves)]
 
 
-@pytest.mark.parametrize("dtype", slow_beyond([torch.float16, torch.float32, torch.bfloat16]))
+@pytest.mark.parametrize("dtype", [torch.float16, *slow(torch.float32, torch.bfloat16)])
 def test_a_compiled_layer_has_the_bits_of_the_eager_one(dtype: torch.dtype) -> None:
     """Regression: torch's shape rule of grouped_mm refuses all dtypes but bf16."""
     torch._dynamo.reset()
@@ -255,7 +255,7 @@ class Layer:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", slow_beyond(["exact", "none"]))
+@pytest.mark.parametrize("policy", ["exact", *slow("none")])
 def test_gradients_are_finite_differences(policy: str) -> None:
     layer = Layer(policy)
     assert layer.moe.has_replicas

@@ -17,7 +17,7 @@ from isoload.weights.experts import ExpertWeights
 from support.borrowed_layer import LLEP, STACKS, TOLERANCE, TOP_K, Setup, close, make_setup
 from support.deep_ep_transports import BUFFERS
 from support.processes import run_ranks
-from support.sweeps import slow_beyond
+from support.sweeps import slow
 
 BOUND = TOLERANCE[torch.bfloat16]
 
@@ -82,7 +82,7 @@ def both(rank: int, ranks: int, waits: bool) -> int:
     return int((layer.last_plan.slot_to_expert.view(ranks, -1)[:, -2:] >= 0).sum())
 
 
-@pytest.mark.parametrize(("ranks", "waits"), slow_beyond([(2, True), (4, False)]))
+@pytest.mark.parametrize(("ranks", "waits"), [(2, True), *slow((4, False))])
 def test_borrowing_by_deep_ep_is_the_dense_layer(ranks: int, waits: bool) -> None:
     borrowed = run_ranks(both, ranks, ranks, waits, timeout=150)
     assert min(borrowed) > 0

@@ -11,7 +11,7 @@ from isoload.layer.moe import MoE
 from isoload.transport import CollectiveTransport, LocalTransport
 from support.processes import rank_outcomes, run_ranks
 from support.small_layer import check_dense, close, dense_layer, make_setup, with_shared
-from support.sweeps import slow_beyond
+from support.sweeps import slow
 
 BY_COUNTS = pytest.mark.parametrize("loads", ["own", "node"])
 
@@ -120,7 +120,7 @@ def test_a_failure_stops_all_nodes_in_dispatch(loads, capacity):
     assert others[:2] == [told[loads == "own"]] * 2 and others[2] == told[1]
 
 
-@pytest.mark.parametrize("loads", slow_beyond(["own", "node"]))
+@pytest.mark.parametrize("loads", ["own", *slow("node")])
 def test_a_balancer_compiles_to_one_graph(loads):
     setup = make_setup(4)
     eager, traced = (layer_of(setup, loads).balancer for _ in "ab")

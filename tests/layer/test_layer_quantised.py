@@ -35,7 +35,7 @@ from support.quantised_layer import (
 )
 from support.stacks import Model
 from support.stacks import run as run_layers
-from support.sweeps import slow, slow_beyond
+from support.sweeps import slow
 
 DTYPES = [torch.bfloat16, torch.float32, torch.float64, torch.float16]
 
@@ -220,7 +220,7 @@ def test_borrowed_by_deep_ep(expert_major: bool) -> None:
     assert min(run_ranks(over_deep_ep, 2, 2, "fp8", 256, expert_major, timeout=150)) > 0
 
 
-@pytest.mark.parametrize("name", slow_beyond(["NVFP4", *(name for name in NAMES if name != "NVFP4")]))
+@pytest.mark.parametrize("name", ["NVFP4", *slow(*(name for name in NAMES if name != "NVFP4"))])
 def test_deep_ep_borrows_rows_of_any_size(name: str) -> None:
     """Scales of 4 bytes and more: DeepEP moves multiples of 32."""
     assert min(run_ranks(over_deep_ep, 2, 2, name, 40, False, timeout=150)) > 0

@@ -21,7 +21,7 @@ from support.live_tensors import live_tensors
 from support.measured_times import times
 from support.quantised_experts import random_quantised
 from support.stacks import EXPERTS, HIDDEN, INNER, TOKENS, Model, PastChoices, close, routing_trace, run
-from support.sweeps import slow, slow_beyond
+from support.sweeps import slow
 
 LOCALS = pytest.mark.parametrize("local", ["planned", "held"])
 LAYERS = 3
@@ -172,7 +172,7 @@ def test_own_parts_are_rounded_as_those_of_any_rank(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(
-    "policy", slow_beyond(["exact", "llep", "joint", "lp_sampled", "static", "hedge", "waterfill_sampled"], 3)
+    "policy", ["exact", "llep", "joint", *slow("lp_sampled", "static", "hedge", "waterfill_sampled")]
 )
 def test_any_policy_in_two_stages(policy: str) -> None:
     """Without a prediction a policy does what it does alone; hedge and llep fill from the batch's own loads."""

@@ -9,7 +9,7 @@ import isoload
 from isoload.online import Rebalancer, Recorder
 from reference.experts import run_experts
 from support.processes import run_ranks
-from support.sweeps import slow, slow_beyond
+from support.sweeps import slow
 
 LAYERS, EXPERTS, HIDDEN, INNER = 3, 12, 8, 6
 TOKENS = (9, 0, 14, 7)
@@ -104,7 +104,7 @@ def test_ragged_placements_stay_the_dense_layer_while_they_move(moves):
 
 @pytest.mark.parametrize(
     ("placer", "options"),
-    slow_beyond([("scenario", {}), ("craft", {"replicas": 2}), ("eplb", {}), ("trivial", {})]),
+    [("scenario", {}), *slow(("craft", {"replicas": 2}), ("eplb", {}), ("trivial", {}))],
 )
 def test_every_placer_of_counts_stays_the_dense_layer_while_it_moves(placer, options):
     moves = 8 if placer == "scenario" else None

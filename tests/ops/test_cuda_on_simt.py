@@ -90,13 +90,6 @@ CHOSEN = {
 }
 # Of all kernels the scenarios above tell the gate enough; of these their ops' own tests too.
 IN_GATE = ("every_op", "number_rows", "share", "plan_exact", "borrow", "device_errors")
-# Of these the large ones are for `make test-all` alone.
-LARGER = {
-    "count": "5001 and dtype1",
-    "route_columns": "dtype1 or 4097",
-    "plan_waterfill": "300-3",
-    "plan_lp": "layers_at_once and dtype1",
-}
 
 
 @pytest.fixture(scope="session")
@@ -248,10 +241,9 @@ def test_kernels_start_early_unless_it_is_switched_off(wanted: str, early: int, 
     assert python(package, "-c", call, ISOLOAD_PDL=wanted).stdout == f"1 {early}\n"
 
 
-@pytest.mark.parametrize(("op", "every"), [*product(IN_GATE, [5]), *slow(*product(CHOSEN, [1]))])
-def test_op(op: str, every: int, package: Path) -> None:
+@pytest.mark.parametrize(("op", "marked"), [*product(IN_GATE, ["not slow"]), *slow(*product(CHOSEN, [""]))])
+def test_op(op: str, marked: str, package: Path) -> None:
     """The op's own tests, with lanes in a drawn order."""
-    without = f" and not ({LARGER[op]})" if every > 1 and op in LARGER else ""
     command = [
         "-m",
         "pytest",
@@ -262,9 +254,11 @@ def test_op(op: str, every: int, package: Path) -> None:
         "-p",
         "support.simt_plugin",
         "-k",
-        f"({CHOSEN[op]}){without}",
+        CHOSEN[op],
+        "-m",
+        marked,
     ]
-    done = python(package, *command, f"tests/ops/test_{op}.py", SIMT_SEED="3", EVERY=str(every))
+    done = python(package, *command, f"tests/ops/test_{op}.py", SIMT_SEED="3")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
     launches = re.findall(r"(\d+) launches", done.stdout)
     assert launches and int(launches[0]) > 0, done.stdout[-3000:]

@@ -15,7 +15,7 @@ from support.cases import FAMILIES, MAX_COPIES, Case, draw, families_up_to, inst
 from support.drifted import drifted
 from support.exact_splits import LP_LIMIT, int32, random_fixed, random_ticks
 from support.oracles import flow_optimum, lp_optimum
-from support.sweeps import sweep
+from support.sweeps import slow
 
 MOST_RANKS = 65
 PER_CASE = 3
@@ -111,11 +111,13 @@ def test_there_are_five_hundred_instances() -> None:
     assert PER_CASE * sum(r <= MOST_RANKS for family in FAMILIES.values() for r in family.ranks) >= 500
 
 
-@sweep("per_case", 1, PER_CASE)
+@pytest.mark.parametrize(("per_case", "every"), [(1, 4), *slow((PER_CASE, 1))])
 @pytest.mark.parametrize("family", families_up_to(MOST_RANKS))
-def test_peak_is_the_joint_optimum(family: str, per_case: int) -> None:
+def test_peak_is_the_joint_optimum(family: str, per_case: int, every: int) -> None:
     rng = np.random.default_rng(list(FAMILIES).index(family))
-    for i, case in enumerate(instances(per_case, seed=8000, max_ranks=MOST_RANKS, families=(family,))):
+    for i, case in enumerate(
+        instances(per_case, seed=8000, max_ranks=MOST_RANKS, families=(family,), every=every)
+    ):
         case, fixed, pour = draw_problem(rng, case)
         ticks = random_ticks(rng, case.num_ranks) if i % 3 == 2 and case.num_ranks <= 16 else None
         split = solve(case, pour, fixed=fixed, ticks=ticks)

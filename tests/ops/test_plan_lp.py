@@ -17,7 +17,7 @@ from support.exact_splits import SLOTS, int32
 from support.oracles import lp_value
 from support.processes import run_ranks
 from support.relaxed_layers import layers
-from support.sweeps import sweep
+from support.sweeps import slow
 
 PER_CASE = 10
 MAX_RANKS = 72
@@ -76,18 +76,18 @@ def test_there_are_two_thousand_instances() -> None:
     assert PER_CASE * len(sizes) >= 2000
 
 
-@sweep("per_case", 1, PER_CASE)
+@pytest.mark.parametrize(("per_case", "every"), [(1, 4), *slow((PER_CASE, 1))])
 @pytest.mark.parametrize("family", families_up_to(MAX_RANKS))
-def test_optimum(family: str, per_case: int) -> None:
-    for case in instances(per_case, seed=1000, max_ranks=MAX_RANKS, families=(family,)):
+def test_optimum(family: str, per_case: int, every: int) -> None:
+    for case in instances(per_case, seed=1000, max_ranks=MAX_RANKS, families=(family,), every=every):
         check_optimum(case)
 
 
-@sweep("per_case", 1, 2)
+@pytest.mark.parametrize(("per_case", "every"), [(1, 4), *slow((2, 1))])
 @pytest.mark.parametrize("family", families_up_to(MAX_RANKS))
-def test_optimum_with_base(family: str, per_case: int) -> None:
+def test_optimum_with_base(family: str, per_case: int, every: int) -> None:
     rng = np.random.default_rng(list(FAMILIES).index(family))
-    for case in instances(per_case, seed=1100, max_ranks=MAX_RANKS, families=(family,)):
+    for case in instances(per_case, seed=1100, max_ranks=MAX_RANKS, families=(family,), every=every):
         check_optimum(case, random_base(rng, case))
 
 

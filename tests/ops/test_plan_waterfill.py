@@ -16,7 +16,7 @@ from isoload import ops
 from reference.plan_waterfill import Pool
 from support.oracles import least_moves, most_flow, pour_optimum
 from support.pourings import FAMILIES, RANKS, Pouring, draw, route_batch
-from support.sweeps import sweep
+from support.sweeps import slow
 
 SEEDS = 6  # with and without ticks and limits; the second has both
 MAX_COPIES = 2**31 - 1
@@ -64,7 +64,7 @@ def check_nodes(case: Pouring, rest: np.ndarray, unused: np.ndarray) -> None:
         assert not (leaving[node == n].any() and entering[node == n].any()), f"{case.name}: node {n}"
 
 
-@sweep("seeds", 2, SEEDS)
+@pytest.mark.parametrize("seeds", [2, *slow(SEEDS)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_peak_is_the_integral_optimum(family: str, seeds: int) -> None:
     """HiGHS, 9 families x 8 sizes x 6 seeds."""
@@ -78,7 +78,7 @@ def test_peak_is_the_integral_optimum(family: str, seeds: int) -> None:
             assert moved == least_moves(case.own, capacities(case, bound), ranks), case.name
 
 
-@sweep("seeds", 3, 12)
+@pytest.mark.parametrize("seeds", [3, *slow(12)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_keeps_every_promise(family: str, seeds: int) -> None:
     for ranks in (*RANKS, 48, 64, 72, 96):
@@ -94,7 +94,7 @@ def assert_equals_reference(case: Pouring) -> None:
         assert a.dtype == b.dtype and torch.equal(a, b), (case.name, field, a, b)
 
 
-@sweep("seeds", 3, 18)
+@pytest.mark.parametrize("seeds", [3, *slow(18)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_equals_reference(family: str, seeds: int) -> None:
     for ranks in RANKS:

@@ -14,7 +14,7 @@ import reference
 from isoload import ops
 from isoload.ops.tables import ReplicaTables
 from support.cases import FAMILIES, Case, draw, families_up_to, instances
-from support.sweeps import cut
+from support.sweeps import slow
 
 POISON = 0x7FFFFFFF
 
@@ -203,12 +203,15 @@ def test_readers_refuse_made_up_sizes(op: str, name: str) -> None:
         READERS[op](made_up(field, place, value))
 
 
+@pytest.mark.parametrize("step", [4, *slow(1)])
 @pytest.mark.parametrize("op", READERS)
-def test_readers_refuse_every_wrong_number_on_demand(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_readers_refuse_every_wrong_number_on_demand(
+    op: str, step: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """ISOLOAD_CHECK=1: whichever int of the tables is another one."""
     monkeypatch.setenv("ISOLOAD_CHECK", "1")
     READERS[op](made())
-    for i in cut(range(made().data.numel())):
+    for i in range(0, made().data.numel(), step):
         for wrong in (2**30, -(2**30), int(made().data[i]) + 1):
             tables = made()
             tables.data[i] = wrong

@@ -8,7 +8,7 @@ import pytest
 
 from support import native_build
 from support.native_build import ADDRESS, CSRC, PLAIN, THREAD, Outcome
-from support.sweeps import sweep
+from support.sweeps import slow
 
 pytestmark = pytest.mark.slow  # three builds of all planners
 
@@ -46,7 +46,7 @@ def assert_agree(outcome: Outcome, instances: int) -> None:
     assert all(outcome.counts[word] > 0 for word in WORK), outcome.text
 
 
-@sweep("instances", 60, 200)
+@pytest.mark.parametrize("instances", [60, *slow(200)])
 def test_eight_lanes_without_a_race(instances: int, thread_program: Path) -> None:
     """As the mutants of test_mutants.py run it."""
     assert_agree(native_build.run(thread_program, threads=8, instances=instances, seed=1, room=64), instances)
@@ -56,7 +56,7 @@ def test_more_lanes_than_ranks_without_a_race(thread_program: Path) -> None:
     assert_agree(native_build.run(thread_program, threads=32, instances=60, seed=2, room=32), 60)
 
 
-@sweep("instances", 150, 2000)
+@pytest.mark.parametrize("instances", [150, *slow(2000)])
 def test_eight_lanes_give_the_same_bits(instances: int, folder: Path) -> None:
     native_build.need(PLAIN)
     program = native_build.build(CSRC, folder / "plain", PLAIN)
@@ -64,7 +64,7 @@ def test_eight_lanes_give_the_same_bits(instances: int, folder: Path) -> None:
         assert_agree(native_build.run(program, threads, instances, seed, room), instances)
 
 
-@sweep("instances", 40, 300)
+@pytest.mark.parametrize("instances", [40, *slow(300)])
 def test_memory_and_arithmetic_are_sound(instances: int, folder: Path) -> None:
     native_build.need(ADDRESS)
     program = native_build.build(CSRC, folder / "address", ADDRESS)

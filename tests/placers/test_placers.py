@@ -16,7 +16,7 @@ from isoload.placers import compiled
 from isoload.placers.eplb import EplbPlacer
 from reference import place_eplb
 from support.placing import placed
-from support.sweeps import sweep
+from support.sweeps import slow
 
 GOLDEN = np.load(Path(__file__).parents[1] / "golden" / "eplb_maps.npz")
 GROUPED = np.load(Path(__file__).parents[1] / "golden" / "eplb_groups.npz")
@@ -131,7 +131,7 @@ def test_dedup_costs_next_to_no_balance_on_golden_loads(case):
     assert (imbalance(distinct, loads, ranks) <= 1.005 * imbalance(published, loads, ranks)).all()
 
 
-@sweep("number", 75, 300)
+@pytest.mark.parametrize("number", [75, *slow(300)])
 @pytest.mark.parametrize("dedup", [False, True])
 def test_random_loads_equal_plain_loops(dedup, number):
     rng = np.random.default_rng(11)
@@ -147,7 +147,7 @@ def test_random_loads_equal_plain_loops(dedup, number):
             assert row == expected, f"R={ranks} S={size} loads={layer.tolist()}"
 
 
-@sweep("number", 500, 2000)
+@pytest.mark.parametrize("number", [500, *slow(2000)])
 def test_packing_that_gets_stuck_often_equals_plain_loops(monkeypatch, number):
     """Replica counts that greedy replication would not choose: packing them gets stuck again and again."""
     stuck = []
@@ -206,7 +206,7 @@ def test_stuck_packing_is_repaired_by_the_mildest_move():
     assert repeats(placed(EplbPlacer(dedup=False), loads, 2, 3), 2) == 1
 
 
-@sweep("number", 100, 400)
+@pytest.mark.parametrize("number", [100, *slow(400)])
 @pytest.mark.parametrize("dedup", [False, True])
 def test_compiled_loops_and_numpy_give_the_same_slots(dedup, number):
     rng = np.random.default_rng(13)

@@ -13,7 +13,7 @@ import isoload
 from isoload.traces import read_trace
 from support.level_cases import LevelCase, check_fill, draw_loads, in_order
 from support.spill_bounds import least_cost_bound
-from support.sweeps import sweep
+from support.sweeps import slow
 from support.ultra_ep import least_level
 
 SHIPPED = Path(__file__).parents[2] / "examples" / "traces" / "gptoss20b_decode.npz"
@@ -101,7 +101,7 @@ def test_small_batches_borrow_nothing_at_the_defaults() -> None:
     assert lent.telemetry is not None and int(lent.telemetry[:, 0].sum()) > 0
 
 
-@sweep("number", 62, 250)
+@pytest.mark.parametrize("number", [62, *slow(250)])
 @pytest.mark.parametrize("policy", ["llep", "spill_cost"])
 def test_nothing_is_borrowed_where_replicas_suffice(policy: str, number: int) -> None:
     """EPLB-placed: 0 imports wherever the exact split meets the capacity; never above it elsewhere."""

@@ -15,7 +15,6 @@ import torch
 
 from isoload import ops
 from isoload.ops.tables import ReplicaTables
-from support.sweeps import every
 
 MAX_COPIES = 2**31 - 1
 MANY_RANKS = (1, 2, 3, 7, 8, 12, 16, 31, 32, 48, 64, 65, 72, 96, 127, 128, 200, 300)
@@ -340,13 +339,17 @@ def families_up_to(max_ranks: int) -> list[str]:
 
 
 def instances(
-    per_case: int, seed: int, max_ranks: int = MANY_RANKS[-1], families: tuple[str, ...] = tuple(FAMILIES)
+    per_case: int,
+    seed: int,
+    max_ranks: int = MANY_RANKS[-1],
+    families: tuple[str, ...] = tuple(FAMILIES),
+    every: int = 4,
 ) -> Iterator[Case]:
-    """``per_case`` problems of every family and of every number of ranks up to ``max_ranks``, or of every n-th: by
-    its seed and by a family's place, each sweep begins with another."""
+    """``per_case`` problems of every family and of each ``every``-th number of ranks up to ``max_ranks``: by its seed
+    and by a family's place, each sweep begins with another."""
     for place, family in enumerate(families, seed):
         sizes = [ranks for ranks in FAMILIES[family].ranks if ranks <= max_ranks]
-        step = min(every(), max(1, len(sizes)))
+        step = min(every, max(1, len(sizes)))
         for ranks in sizes[place % step :: step]:
             for i in range(per_case):
                 yield draw(family, ranks, seed + i)

@@ -14,11 +14,10 @@ NAMES = {
 }
 
 
-def test_every_family_and_size_occurs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("EVERY", "1")
+def test_every_family_and_size_occurs() -> None:
     assert set(FAMILIES) == NAMES
     assert set(MANY_RANKS) == SIZES
-    drawn = {case.name.split("#")[0] for case in instances(1, seed=0)}
+    drawn = {case.name.split("#")[0] for case in instances(1, seed=0, every=1)}
     assert drawn == {f"{family}-R{ranks}" for family in NAMES for ranks in FAMILIES[family].ranks}
 
 
@@ -43,11 +42,10 @@ def test_a_seed_names_one_problem() -> None:
 
 
 @pytest.mark.parametrize("family", ["eplb", "random", "chain", "ring", "clique", "full_total"])
-def test_problems_are_not_trivial(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_problems_are_not_trivial(family: str) -> None:
     """Equal parts over the replicas are not the optimum, and neither is total / R always reached."""
-    monkeypatch.setenv("EVERY", "1")
     split, bound_by_cut = 0, 0
-    for case in instances(3, seed=5, max_ranks=16, families=(family,)):
+    for case in instances(3, seed=5, max_ranks=16, families=(family,), every=1):
         loads = case.expert_loads()
         even = np.zeros(case.num_ranks)
         for e, ranks in enumerate(case.rank_sets()):

@@ -14,7 +14,7 @@ from support.batches import MAX_TOKENS
 from support.conformance import CASES
 from support.deep_ep_transports import BUFFERS, CANCELLING, any_shape, make_dispatcher
 from support.processes import run_ranks
-from support.sweeps import slow, slow_beyond
+from support.sweeps import slow
 
 ELSEWHERE = {
     "bytes": "DeepEP moves the bytes, not the group",
@@ -39,7 +39,7 @@ MORE = [(4, "EPBuffer", True), (2, "ElasticBuffer", True), (4, "Buffer", True), 
 
 @pytest.fixture(
     scope="module",
-    params=[RUNS[0], *slow_beyond([(run,) for run in RUNS[1:]], 0), *slow(*((run,) for run in MORE))],
+    params=[RUNS[0], *slow(*((run,) for run in [*RUNS[1:], *MORE]))],
     ids=str,
 )
 def failures(request: pytest.FixtureRequest) -> list[dict[str, str]]:

@@ -10,7 +10,7 @@ import isoload
 from isoload.transport import CollectiveGroup, Group, LocalGroup
 from isoload.weights.layout import Address, Move, RankMoves, Stacks, add_back, move_rows, start_moves
 from support.processes import run_ranks
-from support.sweeps import slow, sweep
+from support.sweeps import slow
 
 SHAPES = [((3, 5), torch.bfloat16), ((1,), torch.float64), ((7,), torch.uint8), ((2, 2), torch.float32)]
 
@@ -93,7 +93,7 @@ def wanted(ranks: int, seed: int) -> list[Stacks]:
     ]
 
 
-@sweep("number", 7, 30)
+@pytest.mark.parametrize("number", [7, *slow(30)])
 @pytest.mark.parametrize("ranks", [1, 3, *slow(2, 8)])
 def test_virtual_ranks(ranks: int, number: int) -> None:
     for seed in range(number):
