@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from isoload.placement.placement import Placement
 
 MEMOS = 8  # tensors that policies keep per placement and device
-Ints: TypeAlias = "np.ndarray[Any, np.dtype[np.int32]]"
 OfLayer: TypeAlias = "Callable[[Placement, int], np.ndarray[Any, Any]]"
 
 
