@@ -298,6 +298,8 @@ def fails(mutant: Mutant, folder: Path, objects: list[Path]) -> tuple[bool, str]
     file, _, test = mutant.tests.partition("::")
     where = str(next((ROOT / "tests").rglob(f"test_{file}.py"))) + (f"::{test}" if test else "")
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", where]
+    if test:  # all of its cases, the slow ones too
+        command += ["-m", ""]
     environment = {**os.environ, "PYTHONPATH": str(folder / "python")}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
     return (
