@@ -46,9 +46,10 @@ def test_help_is_the_commands_own_and_needs_no_torch(words):
 @pytest.mark.slow
 def test_what_is_no_help_has_the_whole_package():
     """A word in the place of an option's value is none: this command runs, and ends in its own error."""
-    code = "import sys; sys.argv = ['isoload', 'doctor', '--json', '--help']; import isoload_command as c; c.main()"
+    code = "import sys; sys.argv = ['isoload', 'inspect', 'missing.npz', '--json', '--help']\n"
+    code += "import isoload_command as c; c.main()"
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ})
-    assert said.stderr.startswith("error: cost file must be a JSON object, got --help"), said.stderr
+    assert said.stderr.startswith("error: missing.npz: No such file or directory"), said.stderr
 
 
 def test_the_version_needs_no_typer():
