@@ -84,6 +84,8 @@ def test_every_copy_is_routed_once_and_as_planned(policy, name):
         pytest.skip("the published form knows one shared expert")
     if policy == "waterfill_sampled" and placement.topology.alive:
         pytest.skip("nor ranks that are down")
+    if policy.startswith("lp") and placement.topology.speeds is not None:
+        pytest.skip("lp counts copies and rejects speeds")
     for layer in range(2):
         plan = isoload.plan(loads, placement, layer, policy)
         assert isoload.policies.plan.plan_errors(plan, loads) == []
