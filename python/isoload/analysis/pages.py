@@ -334,7 +334,7 @@ def figure(title: str, said: str, spec: Spec, header: Sequence[str], rows: Seque
 
 
 def section(title: str, *parts: str, said: str = "") -> str:
-    """Charts and tables under a heading; charts stand beside each other where there is room."""
+    """Return charts and tables under a heading, charts in two columns on a wide page."""
     note = f"<p class=said>{text(said)}</p>" if said else ""
     return f"<section><h2>{text(title)}</h2>{note}<div class=grid>{''.join(parts)}</div></section>\n"
 

@@ -42,13 +42,7 @@ def check_parts(experts: Experts, group: Group, placement: Placement, layer: int
         )
     kinds: dict[str, None] = {}
     for rank, part in zip(group.ranks, experts, strict=True):
-        weights = (
-            part.read(())
-            if isinstance(part, Checkpoint)
-            else part.read()
-            if isinstance(part, Shard)
-            else part
-        )
+        weights = read_weights(part)
         if weights.quantised:
             check_stay(weights.stacks(), {})
         if isinstance(part, Shard):
@@ -66,6 +60,13 @@ def check_parts(experts: Experts, group: Group, placement: Placement, layer: int
     if len(kinds) > 1:
         raise ValueError(f"experts must be alike on all ranks of this process, got {' and '.join(kinds)}")
     return next(iter(kinds))
+
+
+def read_weights(part: ExpertWeights | Checkpoint | Shard) -> ExpertWeights:
+    """Return the weights of one rank's part; of a checkpoint no rows, only their kinds."""
+    if isinstance(part, Checkpoint):
+        return part.read(())
+    return part.read() if isinstance(part, Shard) else part
 
 
 def check_halves(experts: Experts, activation: Activation) -> None:
@@ -89,13 +90,7 @@ def check_compute_dtype(computes: torch.dtype | None, experts: Experts) -> None:
             f"compute_dtype must be one of {', '.join(map(str, DTYPES))} or None, got {computes}"
         )
     for part in experts:
-        weights = (
-            part.read(())
-            if isinstance(part, Checkpoint)
-            else part.read()
-            if isinstance(part, Shard)
-            else part
-        )
+        weights = read_weights(part)
         if weights.quantised:
             raise ValueError(
                 f"compute_dtype must be None for quantised experts, which compute in the rows' dtype, got {computes}"

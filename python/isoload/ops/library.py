@@ -61,7 +61,7 @@ _device_errors = op("device_errors", lambda a: ints(a.like))
 def device_errors(device: torch.device | str) -> int:
     """The rules that ops on a device found broken since this was last asked: bit i for RULES[i].
 
-    On CUDA an op with a wrong value goes on (an id out of range counts as -1) and sets its bit in a word of the
+    On CUDA an op with a wrong value continues (an id out of range counts as -1) and sets its bit in a word of the
     device's memory, whose address captured graphs hold. This takes the word and leaves 0, after what the current
     stream still has to do, and waits for it. Ops on the CPU raise at once: there it is 0.
     """

@@ -6,8 +6,8 @@ dynamic  Without an all-to-all backend all ranks hold the same tokens and comput
 lp       With one. SGLang calls the layer's solver before it maps ids, in the DeepSeek family also on ranks without
          tokens. The solver is a Layer, and what it returns are the physical ids already.
 
-In shadow mode what SGLang chose goes on as it is, behind any algorithm, and is counted. SGLang records for its own
-rebalances, too: `_post_process_topk_ids` returns the slots of the routed copies, padding masked, as a third result.
+In shadow mode SGLang's choice is used unchanged, with any algorithm, and counted. SGLang also records for its own
+rebalances: `_post_process_topk_ids` returns the slots of the routed copies, padding masked, as a third result.
 """
 
 from __future__ import annotations
@@ -124,8 +124,10 @@ NAMES = (  # of _post_process_topk_ids
 
 
 def initialize(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Wrap ModelRunner.initialize, which reads --init-expert-location, runs and captures batches that no user sent,
-    and at whose end it is known what every layer does."""
+    """Wrap ModelRunner.initialize, which reads --init-expert-location and runs and captures batches of no user.
+
+    When it returns, the algorithm of every layer is fixed.
+    """
     if not self.is_draft_worker:
         check_file(getattr(self, "model_config", None))
     original(self, *args, **kwargs)
