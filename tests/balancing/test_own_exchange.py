@@ -198,7 +198,7 @@ def test_refuses_layers_that_do_not_belong_together() -> None:
     cases = {
         "balancers must be of one group, got another for the one at 1": balancers()[0],
         "placement must have the layer's num_layers=3, got 1": Balancer(shape, group=own.group, loads="own"),
-        "balancers must be alike in loads, got own and node": Balancer(
+        "balancers must have the same loads, got own and node": Balancer(
             make_placement(), group=own.group, loads="node"
         ),
         "loads must be own or node where counts are exchanged, got gathered": Balancer(
@@ -306,7 +306,7 @@ def test_a_failed_batch_is_named_on_all_ranks_and_the_next_exchange_is_none_the_
         layer.exchange()
         return str(raised.value)
 
-    told = "a batch has failed since the exchange before: ValueError: topk_ids must be in -1..7"
+    told = "a batch has failed since the last exchange: ValueError: topk_ids must be in -1..7"
     first, second = run_ranks(on_rank, 2)
     assert second.startswith(told)
     assert first.startswith(

@@ -1,1 +1,1 @@
-"""From a router's ids to slots: count, gather, plan, share, route."""
+"""From the router's top-k ids to slots: count, gather, plan, share, route."""

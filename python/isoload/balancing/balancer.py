@@ -1,12 +1,13 @@
-"""Balancer: from a router's topk_ids to slots, for one layer; what engines and the layer call.
+"""Balancer: turn a router's topk_ids into slots, for one layer. Engines and the MoE layer call it.
 
     mask -> count -> exchange -> plan -> route
 
-One class per way of knowing loads: :class:`AllCounts`, :class:`SameTokens`, :class:`OwnOrNodeCounts`.
+There is one class per source of loads: :class:`AllCounts`, :class:`SameTokens` and :class:`OwnOrNodeCounts`.
 
-Every call allocates its own results and writes nothing that an earlier call returned: two batches may be in flight,
-and a second captured graph leaves the first alone. :meth:`Balancer.load` refreshes the tables in place. All Balancers
-of a group are called in one order on all ranks: no other collective may share it (:meth:`isoload.CollectiveGroup.own`).
+Every call allocates its own results and never writes the results of an earlier call. So two batches may be in flight,
+and capturing a second graph does not change the first. :meth:`Balancer.load` refreshes the tables in place. All ranks
+call the Balancers of a group in the same order, and no other collective may use that group
+(:meth:`isoload.CollectiveGroup.own`).
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from isoload.wording import amount
 Tokens = Literal["own", "same"]
 
 
-# Arguments of earlier versions, with what replaces them.
+# Arguments that were removed, with their replacements.
 REMOVED = {
     "gather": "the counts of every source are gathered",
     "price": "the targets of loads='own' and 'node' need none",
@@ -47,39 +48,42 @@ REMOVED = {
 
 
 class Counter(Protocol):
-    """What counts every batch: an :class:`isoload.online.Recorder`."""
+    """Protocol of an object that counts every batch, for example :class:`isoload.online.Recorder`."""
 
     def add(self, layer: int, counts: Sequence[Tensor], source: object, top_k: int = 0) -> None: ...
 
 
 class Balancer:
-    """Balances one layer: logical experts in, slots out.
+    """Maps logical experts to slots so that the ranks of one MoE layer are equally loaded.
 
     Args:
-        placement: where the experts lie.
+        placement: which slots hold which experts.
         layer: position of this layer in the placement.
-        layer_id: in place of layer, the model's own number of this layer.
-        policy: a name in isoload.POLICIES or a Policy; options go with the name. One that borrows names experts in
-            ``last_plan`` whose weights must be copied before the experts run (the layer does so).
-        group: joins the ranks, one for all layers. None: one rank, or tokens="same".
+        layer_id: the model's own number of this layer; replaces layer.
+        policy: a name in isoload.POLICIES or a Policy; options go with the name. With a policy that borrows,
+            ``last_plan`` names the experts whose weights must be copied before the experts run. The MoE layer copies
+            them; other callers must.
+        group: communication of the ranks; all layers share one. None: a single rank, or tokens="same".
         tokens: "own": each rank has its own rows, and loads are gathered over the group. "same": all ranks hold the
-            same rows, as tensor-parallel serving without an all-to-all does; nothing is exchanged, and every rank
-            computes the same slots. All rows count as rank 0's, which is then home to all shared copies: choose
-            waterfill or joint where the placement has shared experts.
-        loads: "gathered": a batch is planned by all ranks' counts, gathered in the forward; certified. "node": by those
-            of each node, gathered there. "own": by each rank's own, with no exchange in the forward. Both split towards
-            targets that :meth:`exchange` renews, see :mod:`isoload.balancing.own_counts`. The policy is
-            then exact, shared experts stay home, and last_plan is None.
-        min_tokens: with fewer tokens over all ranks nothing is gathered or planned: each expert goes to its ``static``
-            replica, shared ones stay home, and last_plan is None. The same on all ranks.
-        shared_columns: whether topk_ids carry the shared experts in their last columns, as
-            :func:`isoload.ops.append_shared_expert` adds them. False: the Balancer adds them.
+            same rows, as in tensor-parallel serving without an all-to-all. Then nothing is exchanged, and every rank
+            computes the same slots. All rows count as rows of rank 0, so rank 0 would compute all shared copies:
+            choose waterfill or joint where the placement has shared experts.
+        loads: "gathered": plan from the counts of all ranks, gathered in the forward; the plan has a certificate.
+            "node": plan from the counts of each node, gathered within the node. "own": plan from each rank's own
+            counts, without an exchange in the forward. "node" and "own" split towards targets that :meth:`exchange`
+            renews, see :mod:`isoload.balancing.own_counts`. Their policy is exact, shared experts stay on the
+            token's rank, and last_plan is None.
+        min_tokens: batches with fewer tokens over all ranks are neither gathered nor planned. Each routed expert
+            then uses its ``static`` replica, shared experts stay on the token's rank, and last_plan is None. Must be
+            the same on all ranks.
+        shared_columns: whether the last columns of topk_ids are the shared experts, as
+            :func:`isoload.ops.append_shared_expert` adds them. False: the Balancer adds these columns.
 
     Raises:
-        ValueError: naming the argument, the rule and the value; on the other ranks naming the rank.
+        ValueError: names the argument, the rule and the value; on the other ranks it names the rank.
     """
 
-    own_counts: OwnCounts | None = None  # counts and targets, where ranks do not all meet
+    own_counts: OwnCounts | None = None  # counts and targets with loads="own" or "node", else None
     exchanges = False  # whether ranks exchange counts in a batch that is planned
 
     def __new__(
@@ -93,7 +97,7 @@ class Balancer:
         loads: str = "gathered",
         **_: Any,
     ) -> Balancer:
-        """Pick the class for the tokens and loads; a copy keeps the class of its original."""
+        """Choose the class from tokens and loads; a copy keeps the class of its original."""
         if cls is Balancer:
             by_loads = OwnOrNodeCounts if loads in ("own", "node") else AllCounts
             cls = SameTokens if tokens == "same" else by_loads
@@ -120,16 +124,16 @@ class Balancer:
             raise ValueError(f"group must join the {num_ranks} ranks for tokens='own', got None")
         self.placement, self.layer, self.tokens = placement, layer, tokens
         self.group = LocalGroup(Topology(1)) if group is None else group
-        # whose tokens this process routes; where all ranks hold the same rows all route as rank 0 would
+        # Ranks whose tokens this process routes. With the same rows on all ranks, every process routes as rank 0.
         self.ranks = (0,) if tokens == "same" else self.group.ranks
         self.min_tokens, self.shared_columns = min_tokens, shared_columns
-        self.loads, self.batch = loads, 0  # batches so far
+        self.loads, self.batch = loads, 0  # number of batches so far
         self.last_plan: Plan | None = None
         self.recorder: Counter | None = None  # counts every batch, planned or not
         self.last_loads: Tensor | None = None  # [R, E] of the last plan
         self.num_experts = placement.num_experts
         self._own: dict[torch.device, PlacedLayers] = {}
-        self._steps: dict[torch.device, Tensor] = {}  # [] int64, batches that drew: read by captured graphs
+        self._steps: dict[torch.device, Tensor] = {}  # [] int64 batches that drew samples, read by graphs
         self._checksums: dict[str, int] = {}
         with self.group.agreeing("construction") as facts:
             self.layer = layer = position(placement, layer, layer_id)
@@ -145,7 +149,7 @@ class Balancer:
             if removed := next((name for name in options if name in REMOVED), None):
                 raise ValueError(f"{removed}= was removed: {REMOVED[removed]}")
             self.policy = make_policy(policy, options)
-            self.placed_on(torch.device("cpu"))  # refuses a layer that is not there
+            self.placed_on(torch.device("cpu"))  # raises if the placement has no such layer
             self.prepare_load(placement)()
             facts.update({"layer": layer, "policy": self.policy, "min_tokens": min_tokens})
             facts.update({"tokens": tokens, "loads": loads})
@@ -154,17 +158,20 @@ class Balancer:
             self.own_counts.join()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "recorder": None}  # which tells layers apart: a copy does not record
+        return {
+            **self.__dict__,
+            "recorder": None,
+        }  # A recorder identifies layers by object, so a copy must not record.
 
     def __repr__(self) -> str:
-        """Return one line of the policy and the sizes."""
+        """Return one line with the policy and the sizes."""
         host = self.placement
         layer, ranks = f"layer {self.layer} of {host.num_layers}", amount(host.topology.num_ranks, "rank")
         return f"Balancer({self.policy.name}, {layer}, {ranks}, {self.tokens} tokens, {self.loads} loads)"
 
     @property
     def policy(self) -> Policy:
-        """What plans; another may be set between batches, the same on all ranks."""
+        """Policy that makes the plans. It may be replaced between batches, identically on all ranks."""
         return self._policy
 
     @policy.setter
@@ -186,46 +193,49 @@ class Balancer:
         num_valid: int | Tensor | None = None,
         num_tokens: int | None = None,
     ) -> Tensor | list[Tensor]:
-        """The slot of every token copy.
+        """Return the slot of every token copy.
 
         Args:
             topk_ids: [T, K] int32 or int64 logical experts of this rank's tokens; -1 = masked. T may differ between
-                ranks and be 0. A list over the owned ranks, where this process owns several.
-            num_valid: rows from here on are padding: neither counted nor routed. An integer, or a tensor [] of one,
-                which is not read on the host.
-            num_tokens: tokens over all ranks, or an upper bound of them, the same on all ranks; compared with
-                min_tokens. None: with tokens="same" T, else unknown, and the batch is planned.
+                ranks and be 0. A list over the owned ranks where this process owns several.
+            num_valid: rows from this one on are padding, which is neither counted nor routed. An integer, or a tensor
+                []
+                that is not read on the host.
+            num_tokens: number of tokens over all ranks, or an upper bound of it, the same on all ranks; compared with
+                min_tokens. None: T with tokens="same", otherwise unknown, and the batch is planned.
 
         Returns:
             [T, K] slots in the dtype of topk_ids, -1 where masked: DeepEP's ``topk_idx``.
 
         Raises:
-            ValueError: naming the argument, the rule and the value, on the other ranks naming the rank and the stage.
-                Whatever else is raised before the gather, an interrupt too, stops the other ranks likewise.
+            ValueError: names the argument, the rule and the value; on the other ranks it names the rank and the stage.
+                Any other exception before the gather, including KeyboardInterrupt, also makes the other ranks raise.
         """
         try:
             ranks = [topk_ids] if isinstance(topk_ids, Tensor) else list(topk_ids)
             ids = [without_padding(rows, num_valid) for rows in ranks]
         except BaseException as error:
-            self.gather([], num_tokens, Call(self.group, failure=error))  # the other ranks raise in it
+            self.gather(
+                [], num_tokens, Call(self.group, failure=error)
+            )  # the other ranks raise in this gather
             raise
         slots = self.route(self.balance(ids, num_tokens))
         return slots[0] if isinstance(topk_ids, Tensor) else slots
 
     def _begin(self, device: torch.device) -> PlacedLayers:
         """Count a new batch and return the layer's tables on its device."""
-        if not torch.compiler.is_compiling():  # which would compile anew for every number
+        if not torch.compiler.is_compiling():  # the compiler would recompile for every number
             self.batch += 1
         self.last_plan = self.last_loads = None
         return self.placed_on(device)
 
     def _record(self, counts: list[Tensor], ids: Tensor) -> None:
-        """Adds a batch of ids [T, K] to the recorder, if there is one; a recompute's was there before."""
+        """Add a batch of ids [T, K] to the recorder, if any. A recomputed batch is not added again."""
         if self.recorder is not None and not in_backward():
             self.recorder.add(self.layer, counts, self, ids.shape[1] - self.placement.num_shared)
 
     def plans(self, num_tokens: int | None) -> bool:
-        """Whether a batch of so many tokens is planned: known on the host, and alike on all ranks."""
+        """Return whether a batch of this many tokens is planned: a host decision, the same on all ranks."""
         if num_tokens is None:
             return self.has_freedom
         check_whole_number("num_tokens", num_tokens)
@@ -234,7 +244,7 @@ class Balancer:
     def balance(
         self, topk_ids: list[Tensor], num_tokens: int | None = None, call: Call | None = None
     ) -> Gathered:
-        """:meth:`gather` and :meth:`plan`: all of a call but the route."""
+        """Run :meth:`gather` and :meth:`plan`: all steps of a call except the route."""
         return self.plan(self.gather(topk_ids, num_tokens, call))
 
     def gather(
@@ -244,19 +254,20 @@ class Balancer:
         call: Call | None = None,
         more: list[Tensor] | None = None,
     ) -> Gathered:
-        """Counts and gathers. All ranks call it together.
+        """Count the batch and gather the loads. All ranks call it together.
 
         Args:
-            topk_ids: of the owned ranks, as the call takes them; not read where it has failed.
+            topk_ids: as for a call, one tensor per owned rank; not read if call has failed.
             num_tokens: see :meth:`__call__`.
-            call: what has failed before, and what else all ranks must give alike; gets :attr:`facts`. The gather
-                carries its failure to the other ranks, as all that fails here before it.
+            call: carries an earlier failure and the facts that must agree between ranks; :attr:`facts` are added to
+                it.
+                The gather transmits that failure, and any failure before the gather, to the other ranks.
             more: [W] int32 of every owned rank, gathered with the loads; W is the same on all ranks.
         """
-        if not torch.compiler.is_compiling():  # which would compile anew for every number
+        if not torch.compiler.is_compiling():  # the compiler would recompile for every number
             self.batch += 1
         call = Call(self.group) if call is None else call
-        planned = self.has_freedom  # so the others gather, unless num_tokens tells them not to
+        planned = self.has_freedom  # so the other ranks gather, unless num_tokens excludes it
         counted: list[Counted] = []
         rows: list[Tensor] = []
         with call:
@@ -285,11 +296,11 @@ class Balancer:
         return Gathered(counted, loads.narrow(1, 0, self.num_experts), True, beside)
 
     def _exchange(self, rows: list[Tensor], width: int, call: Call) -> Tensor:
-        """The loads of a batch that is planned, from rows [width] of every owned rank."""
+        """Return the loads of a batch that is planned, from rows [width] of every owned rank."""
         raise NotImplementedError
 
     def plan(self, batch: Gathered, filled: PlacedLayers | None = None, keep_local: bool = False) -> Gathered:
-        """Plans the batch, if it is to be planned; filled and keep_local as in :func:`isoload.plan`."""
+        """Plan the batch unless it is too small or has no freedom; filled and keep_local as in :func:`isoload.plan`."""
         if batch.planned:
             loads, rank = batch.loads, self.ranks[0] if len(self.ranks) == 1 else None
             placed, step = self.placed_on(loads.device), self._step(loads.device)
@@ -302,14 +313,14 @@ class Balancer:
         return batch
 
     def _step(self, device: torch.device) -> int | Tensor:
-        """The number of this batch on the device, for a policy that draws; 0 for others."""
+        """Return the number of this batch, on the device if the policy draws samples, else 0."""
         if not self._draws:
             return 0
         last = self._steps.get(device)
         return next_step(first_step(device) if last is None else last)
 
     def route(self, batch: Gathered) -> list[Tensor]:
-        """[T, K] slots of every owned rank's copies: as planned or, without a plan, where they always go."""
+        """Return the [T, K] slots of every owned rank's copies, by the plan if there is one, else by fixed replicas."""
         batch_plan, slots, placed = batch.plan, [], self.placed_on(batch.loads.device)
         for i, (rank, counted) in enumerate(zip(self.ranks, batch.counted, strict=True)):
             sent = None if batch.send_counts is None else batch.send_counts[i]
@@ -322,17 +333,17 @@ class Balancer:
         return slots
 
     def exchange(self, *others: Balancer) -> Exchanged:
-        """Renews the targets of this layer and of others: :func:`isoload.balancing.targets.exchange`."""
+        """Renew the targets of this layer and of others: :func:`isoload.balancing.targets.exchange`."""
         return exchange([self, *others])
 
     def load(self, placement: Placement) -> None:
-        """Takes a new placement in place: no address changes, so captured graphs stay valid. Between batches.
+        """Load a new placement in place, between batches. No address changes, so captured graphs stay valid.
 
         Args:
             placement: of the same topology, layers, experts, shared experts, slots and spare slots.
 
         Raises:
-            ValueError: on all ranks, naming the argument, the rule and the value, or the fact in which ranks differ.
+            ValueError: on all ranks; names the argument, the rule and the value, or the fact in which ranks differ.
         """
         with self.group.agreeing("placement") as facts:
             check_same_shape(self.placement, placement)
@@ -341,9 +352,9 @@ class Balancer:
         write()
 
     def prepare_load(self, placement: Placement) -> Callable[[], None]:
-        """:meth:`load` after the checks, in two steps, so that it happens on all ranks or on none.
+        """Run the checks of :meth:`load` and return a function that applies it, so that all ranks load or none does.
 
-        What may fail happens here, and changes nothing; the result is called once all ranks have come so far.
+        Every step that can fail runs here and changes nothing. Call the result after all ranks have come this far.
         """
         has_freedom = placement.has_freedom[self.layer]
         known = checksum(list(placement_facts(placement, self.layer).values()))
@@ -361,23 +372,23 @@ class Balancer:
         return write
 
     def placed_on(self, device: torch.device) -> PlacedLayers:
-        """The layer's own tables on a device, which :meth:`load` writes in place."""
+        """Return the layer's tables on a device; :meth:`load` writes them in place."""
         if device in self._own:
             return self._own[device]
         placed = own_layers(self.placement.layer(self.layer, device))
         if may_be_kept(placed.home_slot):
             self._own[device] = placed
-            with torch.inference_mode(False):  # else only inference could advance it
+            with torch.inference_mode(False):  # otherwise only inference mode could update it
                 self._steps[device] = first_step(device)
         return placed
 
     def _device(self) -> torch.device:
-        """Where the last tables were made: on the host at construction, then where the batches are."""
+        """Device of the most recently used tables: the host at construction, then the batches' device."""
         return next(reversed(self._own), torch.device("cpu"))
 
 
 class AllCounts(Balancer):
-    """Balances by the counts of all ranks, which meet in the forward: the only plans that are certified."""
+    """Balances by the counts of all ranks, gathered in the forward. Only these plans have a certificate."""
 
     exchanges = True
 
@@ -387,7 +398,7 @@ class AllCounts(Balancer):
         num_valid: int | Tensor | None = None,
         num_tokens: int | None = None,
     ) -> Tensor | list[Tensor]:
-        """:meth:`Balancer.__call__`; a process that owns several ranks, and a batch that is not planned, pass there."""
+        """See :meth:`Balancer.__call__`, which handles several owned ranks and unplanned batches."""
         several = not isinstance(topk_ids, Tensor) or len(self.ranks) > 1 or self.placement.num_shared
         if several or not self.has_freedom:
             return super().__call__(topk_ids, num_valid, num_tokens)
@@ -404,13 +415,15 @@ class AllCounts(Balancer):
                 self._record([counted.counts], ids)
         except BaseException as error:
             self.batch = batch
-            self.gather([], num_tokens, Call(self.group, failure=error))  # the other ranks raise in it
+            self.gather(
+                [], num_tokens, Call(self.group, failure=error)
+            )  # the other ranks raise in this gather
             raise
         loads = self.group.gather_loads([counted.counts], facts=facts)  # [R, E]; raises if any rank failed
         self.last_loads = loads
         step = self._step(ids.device) if self._draws else 0
         self.last_plan = plan = self._policy.plan(loads, placed, rank, step=step)
-        if plan.send_counts is None:  # drawn by weights
+        if plan.send_counts is None:  # the policy draws samples by weights
             return route_counted(counted, loads, plan, rank)
         return ops.route(counted, plan.send_counts, plan.placed.tables)
 
@@ -429,7 +442,7 @@ class SameTokens(Balancer):
         num_valid: int | Tensor | None = None,
         num_tokens: int | None = None,
     ) -> Tensor | list[Tensor]:
-        """:meth:`Balancer.__call__`, by one op where the policy is exact and there are no shared experts."""
+        """See :meth:`Balancer.__call__`; uses one op if the policy is exact and there are no shared experts."""
         one_op = isinstance(topk_ids, Tensor) and type(self._policy) is ExactPolicy
         if not one_op or self.placement.num_shared:
             return super().__call__(topk_ids, num_valid, num_tokens)
@@ -449,7 +462,7 @@ class SameTokens(Balancer):
     def _exchange(self, rows: list[Tensor], width: int, call: Call) -> Tensor:
         if call.failure is not None:
             call.stop()
-        # rank 0 stands for the one source there is
+        # All rows count as rank 0's, the only source.
         return torch.nn.functional.pad(rows[0].unsqueeze(0), (0, 0, 0, self.placement.topology.num_ranks - 1))
 
 
@@ -469,7 +482,7 @@ class OwnOrNodeCounts(Balancer):
         num_valid: int | Tensor | None = None,
         num_tokens: int | None = None,
     ) -> Tensor | list[Tensor]:
-        """:meth:`Balancer.__call__`; a rank's own counts are split and routed by one op."""
+        """See :meth:`Balancer.__call__`; uses one op to split and route a rank's own counts."""
         several = not isinstance(topk_ids, Tensor) or len(self.ranks) > 1 or self.placement.num_shared
         if several or not self.has_freedom:
             return super().__call__(topk_ids, num_valid, num_tokens)
@@ -491,7 +504,7 @@ class OwnOrNodeCounts(Balancer):
                 self._record([counted.counts], ids)
         except BaseException as error:
             self.batch = batch
-            # The other ranks of the node raise in this gather, those of other nodes at the next exchange.
+            # The other ranks of the node raise in this gather, ranks of other nodes at the next exchange.
             self.gather([], num_tokens, Call(self.group, failure=error))
             raise
         # [R, E], 0 for ranks of other nodes
@@ -503,7 +516,7 @@ class OwnOrNodeCounts(Balancer):
         return self.own_counts.gather(rows, call)
 
     def plan(self, batch: Gathered, filled: PlacedLayers | None = None, keep_local: bool = False) -> Gathered:
-        """Split the copies of the owned ranks; no plan of all ranks is made."""
+        """Split the copies of the owned ranks. There is no plan over all ranks."""
         placed = self.placed_on(batch.loads.device)
         if batch.planned:
             batch.send_counts = self.own_counts.split(batch.loads, placed, self.layer)

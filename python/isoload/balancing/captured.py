@@ -1,8 +1,9 @@
-"""CapturedBalancer: a Balancer whose calls on a GPU are replays of one CUDA graph, from topk_ids to slots.
+"""CapturedBalancer: a Balancer that runs on a GPU by replaying one CUDA graph, from topk_ids to slots.
 
-For code that runs eagerly. Engines that capture whole forward passes (SGLang, vLLM) call the Balancer itself in their
-capture: it allocates from the capture's pool alone, the host reads nothing, and what persists between batches (the
-layer's tables, the number of the batch, a recorder's sums, the ranks' error codes) keeps its address.
+Use it in code that runs eagerly. Engines that capture whole forward passes (SGLang, vLLM) call the Balancer inside
+their own capture: the Balancer allocates only from the capture's pool, the host reads nothing, and all state that
+persists between batches (the layer's tables, the batch number, a recorder's sums, the ranks' error codes) keeps its
+address.
 """
 
 from __future__ import annotations
@@ -33,25 +34,25 @@ NO_LIMIT = 2**31 - 1
 
 
 def cuda_graph(call: Callable[[], list[Tensor]], pool: Any = None) -> tuple[Replay, list[Tensor]]:
-    """Captures ``call()``.
+    """Capture ``call()`` in a CUDA graph.
 
     Args:
-        call: has run before: the first use of a kernel loads it, which a capture cannot.
-        pool: memory that graphs share, from ``torch.cuda.graph_pool_handle()``: only for graphs that are captured and
+        call: must have run once before, because the first use of a kernel loads it, which a capture cannot do.
+        pool: memory shared by graphs, from ``torch.cuda.graph_pool_handle()``; only for graphs that are captured and
             replayed on one stream. None: memory of its own.
 
     Returns:
-        what replays the graph on the current stream, and the result, which each replay writes anew.
+        a function that replays the graph on the current stream, and the result, which each replay overwrites.
     """
     graph = torch.cuda.CUDAGraph()
-    # Other threads may go on using CUDA, as NCCL's watchdog does.
+    # Other threads may use CUDA during the capture, as NCCL's watchdog does.
     with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
         result = call()
     return graph.replay, result
 
 
 class _Counts:
-    """A recorder that stores the arguments of its last call instead of adding counts."""
+    """Recorder that stores the arguments of its last call and adds no counts."""
 
     stored: tuple[int, Sequence[Tensor], object, int]
 
@@ -63,7 +64,7 @@ class _Counts:
 class _Graph:
     """A captured call: slots [tokens, top_k] of every owned rank, the plan and loads, and the bytes it exchanges.
 
-    policy is the policy that plans in the graph, counts what a recorder adds after a replay.
+    policy is the policy that plans in the graph; counts are added to the recorder after a replay.
     """
 
     replay: Replay
@@ -76,31 +77,33 @@ class _Graph:
 
 
 class CapturedBalancer:
-    """Calls a Balancer by a CUDA graph: the same slots, plans, draws, records and errors, one launch from the host.
+    """Calls a Balancer through a CUDA graph: the same slots, plans, samples, records and errors, with one launch.
 
-    The first batch runs as the Balancer does, the second is captured, from then on the graph is replayed. Batches that
-    are planned and those that are not (min_tokens) have a graph each. A :meth:`Balancer.load` in place needs no new
-    graph. Under ISOLOAD_CHECK=1 nothing is captured: every op looks at its values.
+    The first batch runs eagerly, the second is captured, and later batches replay the graph. Planned batches and
+    unplanned ones (min_tokens) have a graph each. A :meth:`Balancer.load` needs no new graph. Under ISOLOAD_CHECK=1
+    nothing is captured, because every op then reads its values on the host.
 
-    NCCL requires that all ranks capture a collective and replay it in the same batches. Ranks therefore capture in the
-    same batch and agree on the result, for which the host waits once per graph: if the capture fails on one rank, every
-    rank warns and runs eagerly until :meth:`recapture`. A rank whose call fails replays the graph too; its gather
-    carries the error code, so that every rank raises. The recorder runs after the graph, and each rank may change it at
-    any time. Another policy needs :meth:`recapture` where other processes take part in the gather.
+    NCCL requires that all ranks capture a collective and replay it in the same batches. So ranks capture in the same
+    batch and agree on the result, for which the host waits once per graph. If the capture fails on one rank, every
+    rank
+    warns and runs eagerly until :meth:`recapture`. A rank whose call fails replays the graph too: its gather carries
+    the error code, and every rank raises. The recorder runs after the graph, and each rank may change it at any time.
+    Another policy needs :meth:`recapture` if other processes take part in the gather.
 
-    Results stay where they are: slots, ``last_plan`` and ``last_loads`` hold until the next call. Clone what must live
-    longer. Not to be called while a CUDA graph is being captured: call the Balancer there.
+    The next call overwrites the slots, ``last_plan`` and ``last_loads``: clone results that must live longer. Do not
+    call it inside another CUDA graph's capture: call the Balancer there.
 
     Args:
-        balancer: called by nothing else meanwhile, or else in the same order on all ranks.
-        tokens: most rows of a batch; fewer cost as much as all. May differ between ranks.
+        balancer: no other code may call it, except in the same order on all ranks.
+        tokens: largest number of rows of a batch; smaller batches cost the same. May differ between ranks.
         top_k: columns of topk_ids.
         dtype: of topk_ids.
         device: of topk_ids.
-        capture: records a call and says how to replay it: :func:`cuda_graph`, or it with a pool for several layers.
+        capture: function that records a call and returns its replay: :func:`cuda_graph`, with a pool to share memory
+            between layers.
 
     Raises:
-        ValueError: naming the argument, the rule and the value.
+        ValueError: names the argument, the rule and the value.
     """
 
     def __init__(
@@ -120,18 +123,18 @@ class CapturedBalancer:
         if capture is cuda_graph and torch.device(device).type != "cuda":
             raise ValueError(f"device must be a CUDA device, got {device}")
         self.balancer, self._capture = balancer, capture
-        with torch.inference_mode(False):  # else only inference could write it
+        with torch.inference_mode(False):  # otherwise only inference mode could write it
             shape = tokens, top_k
             self._ids = [torch.full(shape, -1, dtype=dtype, device=device) for _ in balancer.ranks]
-            # most that a count may be: minus the code of a failure if this process failed
+            # The largest allowed count, or minus the error code if this process failed.
             self._limit = torch.full((), NO_LIMIT, dtype=torch.int32, device=device)
-        self._filled = [0] * len(self._ids)  # rows that may hold more than -1
-        self._recorder: object = None  # the recorder that took counts of this layer before
-        self._replicated: bool | None = None  # what Python reads in a capture and a graph does not
-        self._graphs: dict[bool, _Graph | Literal["ran", "eager"]] = {}  # by whether batches are planned
+        self._filled = [0] * len(self._ids)  # rows whose values may differ from -1
+        self._recorder: object = None  # the recorder at the previous batch, which has counted this layer
+        self._replicated: bool | None = None  # Python reads this value in a capture, a graph does not
+        self._graphs: dict[bool, _Graph | Literal["ran", "eager"]] = {}  # key: whether the batch is planned
 
     def recapture(self) -> None:
-        """Drop the graphs: the next batch runs eagerly, the one after is captured.
+        """Drop the graphs: the next batch runs eagerly, the one after it is captured.
 
         All ranks call it together between batches, after they set another policy. The host waits.
 
@@ -145,21 +148,22 @@ class CapturedBalancer:
     def __call__(
         self, topk_ids: Tensor | Sequence[Tensor], num_tokens: int | None = None
     ) -> Tensor | list[Tensor]:
-        """The slot of every token copy, as :meth:`Balancer.__call__`.
+        """Return the slot of every token copy, as :meth:`Balancer.__call__`.
 
         Args:
-            topk_ids: [T, top_k] of the dtype and on the device captured, T at most ``tokens``; -1 = masked. A list over
-                the owned ranks, where this process owns several.
+            topk_ids: [T, top_k] of the dtype and on the device captured, T at most ``tokens``; -1 = masked. A list
+                over
+                the owned ranks where this process owns several.
             num_tokens: see :meth:`Balancer.__call__`.
 
         Returns:
-            [T, top_k] slots, a view of memory that the next call writes; a list as topk_ids.
+            [T, top_k] slots, a view of memory that the next call writes; a list if topk_ids is a list.
 
         Raises:
-            ValueError: naming the argument, the rule and the value. The other ranks raise it from the gather.
+            ValueError: names the argument, the rule and the value. The other ranks raise it from the gather.
         """
         ids: list[Tensor] = []
-        planned = self.balancer.has_freedom  # so the other ranks gather, unless num_tokens rules it out
+        planned = self.balancer.has_freedom  # so the other ranks gather, unless num_tokens excludes it
         call = Call(self.balancer.group)
         with call:
             ids = [topk_ids] if isinstance(topk_ids, Tensor) else list(topk_ids)
@@ -190,7 +194,7 @@ class CapturedBalancer:
                 )
 
     def _take(self, n: int, rows: Tensor) -> None:
-        """Copies an owned rank's rows to where the graph reads them; those of a longer batch before become -1."""
+        """Copy an owned rank's rows into the graph's input, and set the rows of a longer previous batch to -1."""
         buffer, before = self._ids[n], self._filled[n]
         buffer.narrow(0, 0, len(rows)).copy_(rows)
         if len(rows) < before:
@@ -198,11 +202,11 @@ class CapturedBalancer:
         self._filled[n] = len(rows)
 
     def _run(self, num_tokens: int | None, planned: bool, call: Call) -> list[Tensor]:
-        """Run the batch eagerly, or capture and replay it: on every rank the same, whether its call failed or not."""
+        """Run the batch eagerly, or capture and replay it, in the same way on every rank even if a call has failed."""
         balancer, group = self.balancer, self.balancer.group
         exchanges = planned and balancer.exchanges
         replicated = balancer.placed_on(self._ids[0].device).replicated
-        if replicated != self._replicated:  # after a load, which all ranks make
+        if replicated != self._replicated:  # after a load, which all ranks run
             self._replicated = replicated
             self._graphs.clear()
         state = self._graphs.get(planned)
@@ -235,7 +239,7 @@ class CapturedBalancer:
 
     @contextmanager
     def _failing(self, call: Call) -> Iterator[None]:
-        """Make the gather inside carry the call's failure; what fails inside fails the call."""
+        """Transmit the call's failure in the gather inside; a failure inside fails the call."""
         if call.failure is not None:
             self._limit.fill_(-error_code(call.stage))
             if self.balancer.own_counts is not None:  # for the other nodes, at the next exchange
@@ -246,7 +250,7 @@ class CapturedBalancer:
 
     @contextmanager
     def _counting(self, counts: _Counts) -> Iterator[None]:
-        """Let the Balancer pass its counts to an object in place of its recorder."""
+        """Pass the Balancer's counts to an object that replaces its recorder."""
         recorder, self.balancer.recorder = self.balancer.recorder, counts
         try:
             yield
@@ -254,7 +258,7 @@ class CapturedBalancer:
             self.balancer.recorder = recorder
 
     def _captured(self, num_tokens: int | None, exchanges: bool, call: Call) -> _Graph | Literal["eager"]:
-        """Capture a batch, which counts and runs nothing; "eager" if the capture failed on any rank."""
+        """Capture a batch without counting or running it; return "eager" if the capture failed on any rank."""
         balancer, group, counts = self.balancer, self.balancer.group, _Counts()
         before, batch = group.traffic.bytes.copy(), balancer.batch
         why: str | None = None
@@ -286,7 +290,7 @@ class CapturedBalancer:
         balancer.group.traffic.bytes.update(graph.bytes)
         layer, counts, source, top_k = graph.counts.stored
         if recorder is not None and recorder is not self._recorder:
-            with call:  # while the gather can still carry an error of the recorder
+            with call:  # while the gather can still transmit an error of the recorder
                 recorder.add(layer, [torch.zeros_like(row) for row in counts], source, top_k)
                 self._recorder = recorder
         if call.failure is not None:
@@ -295,7 +299,7 @@ class CapturedBalancer:
             call.stop()
         graph.replay()
         placed = balancer.placed_on(self._ids[0].device)
-        if graph.plan is not None and graph.plan.placed.host is not placed.host:  # loaded since
+        if graph.plan is not None and graph.plan.placed.host is not placed.host:  # a new placement was loaded
             graph = replace(graph, plan=replace(graph.plan, placed=graph.plan.placed.moved_to(placed)))
             self._graphs[True] = graph
         balancer.last_plan, balancer.last_loads = graph.plan, graph.loads

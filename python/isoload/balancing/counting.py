@@ -1,4 +1,4 @@
-"""The first stage of the fast clock: how many copies this rank sends to each logical expert."""
+"""The first stage: how many copies this rank sends to each logical expert."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from isoload.policies.plan import check_shared_columns
 
 
 def count(topk_ids: Tensor, num_experts: int) -> Tensor:
-    """[E] int32 copies per logical expert in topk_ids [T, K], or of any shape (int32 or int64; -1 = masked).
+    """Return the [E] int32 copies per logical expert in topk_ids, [T, K] or any shape (int32 or int64; -1 = masked).
 
-    All-gather it over the ranks to get loads [R, E].
+    All-gather the result over the ranks to get loads [R, E].
 
     Raises:
         ValueError: an id outside -1..E-1, or another dtype.
@@ -27,7 +27,7 @@ def count(topk_ids: Tensor, num_experts: int) -> Tensor:
 
 
 def without_padding(topk_ids: Tensor, num_valid: int | Tensor | None) -> Tensor:
-    """topk_ids [T, K] with -1 in the rows from num_valid on."""
+    """Return topk_ids [T, K] with -1 in the rows from num_valid on."""
     check_ids(topk_ids)
     if num_valid is None:
         return topk_ids
@@ -37,7 +37,7 @@ def without_padding(topk_ids: Tensor, num_valid: int | Tensor | None) -> Tensor:
 
 
 def check_ids(topk_ids: object) -> None:
-    """Raises ValueError unless these are a tensor [T, K]."""
+    """Raise ValueError unless topk_ids is a tensor [T, K]."""
     if not isinstance(topk_ids, Tensor):
         raise ValueError(f"topk_ids must be a tensor [T, K], got {type(topk_ids).__name__}")
     if topk_ids.dim() != 2:
@@ -45,13 +45,13 @@ def check_ids(topk_ids: object) -> None:
 
 
 def check_one_each(topk_ids: Sequence[Tensor], owned: int) -> None:
-    """Raises ValueError unless there is one tensor per owned rank."""
+    """Raise ValueError unless there is one tensor per owned rank."""
     if len(topk_ids) != owned:
         raise ValueError(f"topk_ids must have one tensor per owned rank ({owned}), got {len(topk_ids)}")
 
 
 def count_owned(topk_ids: list[Tensor], placement: Placement, shared_columns: bool) -> list[Counted]:
-    """Counts of every owned rank's ids [T, K], which have the shared experts' columns, or get them here."""
+    """Count every owned rank's ids [T, K]. Shared experts' columns are added unless topk_ids has them."""
     routed, num_shared = placement.num_routed, placement.num_shared
     if not shared_columns:
         return [ops.count(rows, routed, num_shared) for rows in topk_ids]

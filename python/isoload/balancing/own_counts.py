@@ -1,13 +1,13 @@
-"""Own counts: how a Balancer plans with loads="own" or "node", where ranks do not all meet in the forward.
+"""Own counts: plans of a Balancer with loads="own" or "node", where not all ranks exchange counts in the forward.
 
-Every source, a rank or a node, splits its own copies by :func:`isoload.ops.plan_own` towards targets. It keeps its
-counts, decayed. From time to time, outside of any graph, all ranks exchange their counts (one gather for all
-layers), split the sums exactly, and take from that split the part of each rank's load that a source should cause. A
-source that levelled only its own copies would undo what sources of other domains make up for. Between exchanges no
-source waits for another, and none can change another's plans. The ranks of a node gather their counts in each batch
-and divide the node's split exactly.
+A source is a rank or, by node, a node. Every source splits its own copies by :func:`isoload.ops.plan_own` towards
+targets, and keeps decayed counts. From time to time, outside of graphs, all ranks exchange these counts in one gather
+for all layers. They split the sums exactly; the split gives the part of each rank's load that each source should
+cause. A source that levelled only its own copies would undo what sources with other traffic compensate. Between
+exchanges no source waits for another, and no source changes the plan of another. With loads="node" the ranks of a
+node gather their counts in each batch and divide the node's split exactly.
 
-Shared experts stay on the rank of their token: their copies are counted before a source splits the routed ones.
+Shared experts stay on their token's rank: their copies are counted before a source splits the routed ones.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ Loads = Literal["gathered", "node", "own"]
 
 
 def described(failure: BaseException) -> str:
-    """As the other ranks read it."""
+    """Return the failure as text for the other ranks."""
     return f"{type(failure).__name__}: {failure}"
 
 
 class OwnSplit(NamedTuple):
-    """What the owned sources sent in a batch, each judged by its own copies alone; of all ranks nothing is proved.
+    """Copies that the owned sources sent in a batch. Peak and bound are of each source alone, not of all ranks.
 
     counts  [E] int32     of every owned source: copies of the routed experts
-    fixed   [R] int32     its shared copies, by rank; None without shared experts
-    copies  [n, R] int64  what each sent to every rank, shared copies included; the next batch writes it
+    fixed   [R] int32     shared copies by rank; None without shared experts
+    copies  [n, R] int64  copies of each source to every rank, shared copies included; the next batch overwrites it
     """
 
     placed: PlacedLayers
@@ -57,7 +57,7 @@ class OwnSplit(NamedTuple):
 
     @property
     def own_bound(self) -> Tensor:
-        """[n] int64 the least that a source could have caused; its targets may want more."""
+        """[n] int64 lower bound of that cost for each source's own copies; targets may require a higher cost."""
         ticks = self.placed.ticks
         pairs = zip(self.counts, self.fixed, strict=True)
         return torch.stack([ops.plan_exact(n, self.placed.tables, f, ticks=ticks).bound for n, f in pairs])
@@ -66,27 +66,29 @@ class OwnSplit(NamedTuple):
 class OwnCounts:
     """One layer's counts and targets of the n sources that this process plans for: its ranks, or their nodes.
 
-    recent [n, E] int64      their decayed counts of routed experts, as :func:`isoload.ops.plan_own` keeps them
-    sent   [n, 3, R] int64   what they sent to ranks, as it keeps that. The last row is of the last batch, planned or
-                             not; over the ranks of a node it adds up to ``size`` times what the node sent
-    offset [n, R] int32      what each takes ranks to carry already; 0 before the first exchange and after a load
-    last                     of the last batch; None where it was not planned
+    recent [n, E] int64      decayed counts of routed experts, as :func:`isoload.ops.plan_own` keeps them
+    sent   [n, 3, R] int64   copies sent to ranks, as plan_own keeps them. The last row is the last batch, planned or
+                             not; over the ranks of a node it adds up to ``size`` times the node's copies
+    offset [n, R] int32      load that each source assumes on ranks; 0 before the first exchange and after a load
+    last                     OwnSplit of the last batch; None if it was not planned
 
-    All stay where they are once a batch has been on a device, so captured graphs read what an exchange writes.
+    The tensors keep their addresses after the first batch on a device, so captured graphs read the results of an
+    exchange.
     """
 
     def __init__(self, placement: Placement, group: Group, loads: Loads) -> None:
         self.group, self.loads, self.by_node = group, loads, loads == "node"
-        self.size = placement.topology.ranks_per_node if self.by_node else 1  # ranks of a source
+        self.size = placement.topology.ranks_per_node if self.by_node else 1  # ranks per source
         self.sources = list(dict.fromkeys(rank // self.size for rank in group.ranks))
         self.last: OwnSplit | None = None
-        # Views of the first source, of which each would cost a batch a microsecond; a copy makes its own.
+        # Views of the first source. Making them costs a microsecond each per batch; a copy of this object makes its
+        # own.
         self._first: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
-        # Of a batch since the last exchange, where other sources have not heard of it.
+        # Failure of a batch since the last exchange that was not transmitted to all sources.
         self.failure: str | None = None
         self.num_experts = placement.num_experts
         n, num_ranks = len(self.sources), placement.topology.num_ranks
-        with torch.inference_mode(False):  # else only inference could write them
+        with torch.inference_mode(False):  # otherwise only inference mode could write them
             self.recent = torch.zeros(n, placement.num_routed, dtype=torch.int64)
             self.sent = torch.zeros(n, 3, num_ranks, dtype=torch.int64)
             self.offset = torch.zeros(n, num_ranks, dtype=torch.int32)
@@ -95,7 +97,7 @@ class OwnCounts:
         return {**self.__dict__, "_first": None}
 
     def check(self, policy: Policy) -> None:
-        """Raises ValueError for a policy that is not ``exact`` by spread: nothing else is split by own counts."""
+        """Raise ValueError unless the policy is ``exact`` with objective spread, which own counts require."""
         if type(policy) is not ExactPolicy or policy.objective != "spread":
             raise ValueError(
                 f"policy must be exact, of objective spread, for loads={self.loads!r}, got {policy}; others need "
@@ -103,24 +105,25 @@ class OwnCounts:
             )
 
     def join(self) -> None:
-        """Joins the ranks of every node. All ranks call it together, once they hold the same placement."""
+        """Join the ranks of every node. All ranks call it together, after they have loaded the same placement."""
         if self.by_node:
             self.group.join_node()
             self.group.note_agreed(("length of counts",), [(self.num_experts,)] * len(self.group.ranks))
 
     def reset(self) -> None:
-        """Forgets what is of the placement: targets, and where copies went."""
+        """Reset the state that belongs to the placement: targets and sent copies."""
         self.last = None
         for state in (self.offset, self.sent[:, 0], self.sent[:, 2]):
             state.zero_()
 
     def gather(self, rows: list[Tensor], call: Call) -> Tensor:
-        """Counts for :meth:`split`: [n, E] of the owned ranks or, by node, [R, E], of the owned nodes' ranks.
+        """Return counts for :meth:`split`: [n, E] of the owned ranks or, by node, [R, E] of the owned nodes' ranks.
 
         Args:
-            rows: [E] of every owned rank, shared experts included; not read where the call has failed.
-            call: whose failure the ranks of the node hear of here. Where no later exchange carries it to the others,
-                the next :func:`exchange` names it.
+            rows: [E] of every owned rank, shared experts included; not read if the call has failed.
+            call: carries a failure, which this gather transmits to the ranks of the node. Where no later exchange of
+                the
+                batch transmits it to the other nodes, the next :func:`exchange` raises it.
         """
         if call.failure is not None and call.later is None:
             self.failure = described(call.failure)
@@ -132,8 +135,8 @@ class OwnCounts:
         return rows[0].unsqueeze(0) if len(rows) == 1 else torch.stack(rows)
 
     def split(self, loads: Tensor, placed: PlacedLayers, layer: int) -> list[Tensor]:
-        """[P] copies that every owned rank sends to each slot, from what :meth:`gather` returned."""
-        is_new = not in_backward()  # a checkpoint's recompute counts no batch again
+        """Return the [P] copies that every owned rank sends to each slot, from the result of :meth:`gather`."""
+        is_new = not in_backward()  # a checkpoint's recompute is not counted again
         if self.recent.device != loads.device:
             self.move(loads.device)
         split = OwnSplit(placed, [], [], self.sent[:, 2])
@@ -178,14 +181,14 @@ class OwnCounts:
         self.last = None
         self.move(counts[0].device)
         ranks = self.group.ranks
-        owned = len(ranks) // len(self.sources)  # ranks of a source: one, or all of a node
+        owned = len(ranks) // len(self.sources)  # owned ranks per source: one, or all of a node
         self.sent[:, 2].zero_()
         for rank, rank_counts in zip(ranks, counts, strict=True):
             copies = fixed_copies(rank_counts, placed, rank)
             self.sent[self.sources.index(rank // self.size), 2].add_(copies, alpha=self.size // owned)
 
     def balance(self, topk_ids: Tensor, placed: PlacedLayers, layer: int) -> tuple[Tensor, Tensor]:
-        """[T, K] slots of the only owned rank's topk_ids by one op, and their counts [E]; without shared experts."""
+        """Return the [T, K] slots of the only owned rank and its counts [E], by one op; without shared experts."""
         self.move(topk_ids.device)
         recent, sent, offset, copies = self._views()
         is_new = not in_backward()
@@ -207,16 +210,16 @@ class OwnCounts:
         return slots, counts
 
     def _views(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        # In this order: a graph guards what it reads, and an eager batch sets it.
+        # In this order: a graph guards the values it reads, and an eager batch sets _first.
         if not torch.compiler.is_compiling() and self._first is not None:
             return self._first
         views = self.recent[0], self.sent[0], self.offset[0], self.sent[:, 2]
-        if not torch.compiler.is_compiling():  # which would compile anew for what is kept
+        if not torch.compiler.is_compiling():  # the compiler would recompile for the stored value
             self._first = views
         return views
 
     def move(self, device: torch.device) -> None:
-        """To where the batches are; the first batch there does it, if nobody has before."""
+        """Move the state to the batches' device; the first batch on a device does it if nobody has before."""
         if self.recent.device != device:
             self._first = None
             with torch.inference_mode(False):
@@ -226,7 +229,9 @@ class OwnCounts:
 
 
 def at_home(counts: Tensor, source: int, placed: PlacedLayers) -> Tensor:
-    """[R] int32 shared copies that a source's ranks send home, from their counts [n, E], shared experts included."""
+    """Return the [R] int32 shared copies that stay on each of a source's ranks, from counts [n, E] with shared
+    experts.
+    """
     assert placed.shared_home is not None
     copies = shared_copies(widened(counts.select(1, placed.host.num_routed)), placed.num_shared)
     home = placed.shared_home.narrow(0, source * len(counts), len(counts))
@@ -236,14 +241,16 @@ def at_home(counts: Tensor, source: int, placed: PlacedLayers) -> Tensor:
 def share_in_node(
     counts: Tensor, send_counts: Tensor, tables: ReplicaTables, node: int, ranks: Sequence[int]
 ) -> list[Tensor]:
-    """[P] int32 what each of these ranks sends to every slot, so that all ranks of the node send its send_counts.
+    """Return the [P] int32 copies of each given rank to every slot, so that all ranks of the node send send_counts.
+
+    Copies stay on their own rank as far as the node sends any to it.
 
     Args:
         counts: [n, E] int32 copies of the node's ranks.
         send_counts: [P] int32 of the node; for every expert they sum to the node's copies.
         tables: of the layer.
-        node: which.
-        ranks: of which those of the node are meant. Copies stay on their own rank as far as the node sends any there.
+        node: number of the node.
+        ranks: ranks to return; ranks of other nodes are skipped.
     """
     size, num_ranks = len(counts), tables.num_ranks
     if len(ranks) > 1:
@@ -259,7 +266,7 @@ REMOVED_LOADS = {"last": "loads='last' was removed: use loads='own'"}
 
 
 def make_own_counts(loads: Loads, tokens: str, placement: Placement, group: Group) -> OwnCounts | None:
-    """What a Balancer with these loads keeps; None where all ranks' loads are gathered."""
+    """Return the OwnCounts of a Balancer with these loads, or None where the loads of all ranks are gathered."""
     per_node, ranks = placement.topology.ranks_per_node, placement.topology.num_ranks
     if loads in REMOVED_LOADS:
         raise ValueError(REMOVED_LOADS[loads])

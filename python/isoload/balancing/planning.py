@@ -18,13 +18,13 @@ from isoload.policies.plan import Plan, keep_home, per_expert
 
 @dataclass(eq=False)
 class Gathered:
-    """One batch, counted, of every owned rank, and on its way to slots.
+    """One counted batch of every owned rank, between count and route.
 
-    loads        [R, E]; where nothing will be planned, nothing is gathered: the owned ranks' own counts
-    more         [R, W] what was gathered with the loads
-    plan         if there is one, once it is made
-    send_counts  [P] copies of the routed experts that every owned rank sends to each slot: where the op that planned
-                 has made them, too, or by the rank's own counts, in the place of a plan
+    loads        [R, E]; for a batch that is not planned, the owned ranks' own counts
+    more         [R, W] integers that were gathered with the loads
+    plan         None before planning, and for batches that are not planned
+    send_counts  [P] copies of the routed experts that every owned rank sends to each slot, if the planning op returned
+                 them, or if own counts replace the plan
     """
 
     counted: list[Counted]
@@ -46,25 +46,25 @@ def plan(
     step: int | Tensor = 0,
     **options: Any,
 ) -> Plan:
-    """Decides which replica computes how many copies, for one layer and batch.
+    """Decide how many copies each replica computes, for one layer and batch.
 
     Args:
-        loads: [E] or, where the policy or the route needs sources, [R, E]: int32 copies (see :func:`count`).
-        placement: checked when it was made; or layers of one that a caller keeps on the loads' device.
-        layer: position of the layer in the placement; None = all layers, as :func:`plan_layers`, or those kept.
+        loads: int32 copies (see :func:`count`), [E], or [R, E] where the policy or the route needs source ranks.
+        placement: a Placement, or its PlacedLayers that a caller keeps on the loads' device.
+        layer: position of the layer in the placement; None = all layers, as :func:`plan_layers`, or all PlacedLayers.
         policy: a name in ``isoload.POLICIES``, or a Policy.
-        filled: slots that :func:`fill` filled before, for these layers; None = the policy fills them from the loads.
-        keep_local: copies whose expert has a slot on their own rank stay there, and the policy splits the rest above
-            them. Needs loads per source. The bound is of all quotas all the same.
-        step: the batch's number, for policies that sample: each has a random stream of its own. A [] int64 tensor on
-            the loads' device is read when a kernel draws, and draws what the same int would.
-        **options: the policy's own, e.g. ``tolerance=0.002``.
+        filled: slots from an earlier :func:`fill` for these layers; None = the policy fills them from the loads.
+        keep_local: keep copies whose expert has a slot on their own rank there, and let the policy split the rest.
+            Needs loads per source. The bound is still that of all quotas.
+        step: number of the batch, for policies that sample: each batch has its own random stream. A [] int64 tensor on
+            the loads' device is read when the kernel draws, and gives the same samples as the int.
+        **options: options of the policy, e.g. ``tolerance=0.002``.
 
     Returns:
         Plan with fields [P] and []; ``peak == bound`` proves optimality.
 
     Raises:
-        ValueError: naming the argument, the rule and the value.
+        ValueError: names the argument, the rule and the value.
     """
     chosen, placed = make_policy(policy, options), _placed(loads, placement, layer)
     _check_loads(loads, placed, chosen, keep_local)
@@ -74,7 +74,7 @@ def plan(
 
 
 def plan_layers(loads: Tensor, placement: Placement, policy: str | Policy = "exact", **options: Any) -> Plan:
-    """:func:`plan` for all layers in one call: loads [L, E] or [L, R, E] -> Plan with fields [L, P] and [L]."""
+    """Run :func:`plan` for all layers in one call: loads [L, E] or [L, R, E] -> Plan with fields [L, P] and [L]."""
     return plan(loads, placement, None, policy, **options)
 
 
@@ -87,13 +87,13 @@ def fill(
     last: PlacedLayers | None = None,
     **options: Any,
 ) -> PlacedLayers:
-    """The slots that a policy fills, by itself: ahead of the batch from predicted loads, or from the loads.
+    """Return the slots that a policy fills with borrowed experts, from the loads or ahead of them from a prediction.
 
-    Args: as of :func:`plan`, which takes the result as ``filled``; weights can travel in between.
-        last: the result for the batch before, which a policy with ``refill_above`` may keep.
+    :func:`plan` takes the result as ``filled``; weights can travel in between. Args are those of :func:`plan`, and:
+        last: the result for the previous batch, which a policy with ``refill_above`` may keep.
 
     Raises:
-        ValueError: naming the argument, the rule and the value.
+        ValueError: names the argument, the rule and the value.
     """
     chosen, placed = make_policy(policy, options), _placed(loads, placement, layer)
     _check_loads(loads, placed, chosen)
@@ -106,7 +106,7 @@ def fill(
 
 
 def _placed(loads: Tensor, placement: Placement | PlacedLayers, layer: int | None) -> PlacedLayers:
-    """The layers that are planned, on the loads' device."""
+    """Return the layers to plan, on the loads' device."""
     if isinstance(placement, PlacedLayers):
         if layer is not None:
             raise ValueError(f"layer must be None where the placement's layers are given, got {layer}")
@@ -133,11 +133,11 @@ def _check_loads(loads: Tensor, placed: PlacedLayers, policy: Policy, keep_local
 
 
 def share(loads: Tensor, plan: Plan, rank: int | None = None, order: Order = "locality") -> Tensor:
-    """How many copies source ranks send to each slot: every rank computes its own row, nothing is exchanged.
+    """Return how many copies source ranks send to each slot. Every rank computes its own row without an exchange.
 
     Args:
         loads: [R, E] (or [L, R, E]) int32, those of the plan.
-        plan: with a quota. Where only its shared experts are sampled, their slots are 0 here.
+        plan: with a quota. If only its shared experts are sampled, their slots are 0 in the result.
         rank: one source rank -> [P]; None: all -> [R, P].
         order: "locality" or "rank_major", see :func:`isoload.ops.share`. Policies that fix the share ignore it.
     """
@@ -152,7 +152,7 @@ def share(loads: Tensor, plan: Plan, rank: int | None = None, order: Order = "lo
 
 
 def share_routed(loads: Tensor, plan: Plan, rank: int | None, order: Order = "locality") -> Tensor:
-    """:func:`share` of the routed experts alone; the shared slots are 0."""
+    """Return :func:`share` of the routed experts alone; the shared slots are 0."""
     if plan.quota is None:
         raise ValueError(f"plan must have a quota to be shared, policy {plan.policy.name} samples")
     if loads.device != plan.bound.device:

@@ -1,10 +1,9 @@
 """Predict the loads of the next MoE layer while this one runs, for policies that declare ``ahead``.
 
-A predictor reads either the gathered loads of earlier layers or batches, which every rank has anyway
-(LoadsPredictor), or each rank's own tokens; then the counts of the predicted choices travel with this layer's loads
-(TokensPredictor). ``Last`` repeats the previous batch's loads of a layer, ``Linear`` multiplies the loads of the
-last layers by an integer matrix, ``Lookahead`` applies the next layer's gate to this layer's rows (Libra,
-papers/004).
+A LoadsPredictor reads the gathered loads of earlier layers or batches, which every rank has. A TokensPredictor reads
+each rank's own tokens; the counts of the predicted choices then travel with this layer's loads. ``Last`` repeats the
+previous batch's loads of a layer, ``Linear`` multiplies the loads of the last layers by an integer matrix, and
+``Lookahead`` applies the next layer's gate to this layer's rows (Libra, papers/004).
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ Reads = Literal["rows", "residual", "choices"]
 
 
 class Predictor(ABC):
-    """Base.
+    """Base of predictors.
 
     num_layers   MoE layers of the model
     num_experts  routed experts of each; None = any number
@@ -36,37 +35,36 @@ class Predictor(ABC):
     num_experts: int | None = None
 
     def describe(self) -> str:
-        """The same text on all ranks for predictors that predict the same from the same."""
+        """Return a text that is the same on all ranks for predictors that make the same predictions from the same
+        input.
+        """
         return type(self).__name__
 
     def depth_of(self, layer: int) -> int:
-        """How many layers right before a layer must be known to predict it."""
+        """Return how many layers directly before a layer are needed to predict it."""
         return 0
 
 
 class LoadsPredictor(Predictor):
-    """From gathered loads: every rank predicts the same, and nothing travels."""
+    """Predictor that reads gathered loads: every rank predicts the same, and nothing more travels."""
 
     @abstractmethod
     def predict(self, layer: int, earlier: Sequence[Tensor]) -> Tensor | None:
-        """[R, E] (or [E]) int32 loads of a layer, from those of earlier ones.
+        """Return the [R, E] (or [E]) int32 loads predicted for a layer, or None if there is no basis yet.
 
         Args:
-            layer: position of the layer that is predicted.
+            layer: position of the predicted layer.
             earlier: loads of layers layer - 1, layer - 2, .. of this batch, the nearest first.
-
-        Returns:
-            None where nothing can be said yet.
         """
 
     def note(self, layer: int, loads: Tensor) -> None:
-        """A batch's true loads of a layer, [R, E] (or [E]) int32; for predictors that learn from them."""
+        """Record a batch's true loads of a layer, [R, E] (or [E]) int32, for predictors that learn."""
 
 
 class TokensPredictor(Predictor):
-    """From a rank's own tokens, one by one: its counts are to be gathered.
+    """Predictor that reads a rank's own tokens one by one; its counts must be gathered.
 
-    reads  what a token is, in the layer before: its row [H], the residual [H] before that layer's norm, or its choices
+    reads  input per token, in the layer before: its row [H], the residual [H] before that layer's norm, or its choices
            [n, K] in the layers before, the nearest first
     """
 
@@ -74,15 +72,15 @@ class TokensPredictor(Predictor):
 
     @abstractmethod
     def choose(self, layer: int, tokens: Tensor) -> Tensor:
-        """[T, K] experts that tokens will choose in a layer; what a token is, says the class."""
+        """Return the [T, K] experts that tokens will choose in a layer. ``reads`` defines the form of tokens."""
 
     def predict(self, layer: int, tokens: Tensor, num_experts: int) -> Tensor:
-        """[E] int32 this rank's row of the predicted loads."""
+        """Return this rank's row [E] int32 of the predicted loads."""
         return ops.count(self.choose(layer, tokens), num_experts).counts
 
 
 def tokens_of(trace: Trace) -> Ints:
-    """[tokens, L, K] choices of the tokens that have all of theirs.
+    """Return the [tokens, L, K] choices of the tokens whose choices are known in all layers.
 
     Raises:
         ValueError: the trace has none.
@@ -110,24 +108,24 @@ def check_depth(depth: int) -> None:
 
 
 def multi_hot(topk_ids: Ints, num_experts: int) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
-    """[T, E] 1 where a token chose an expert, from [T, K]."""
+    """Return [T, E] with 1 where a token chose an expert, from [T, K]."""
     hot = np.zeros((len(topk_ids), num_experts))
     np.put_along_axis(hot, topk_ids.astype(np.int64), 1, axis=1)
     return hot
 
 
 UNIT = 2**16  # a weight of 1
-MOST = 2**5 * UNIT  # below 2^31 copies times this every sum stays below 2^53: exact in float64, in any order
+MOST = 2**5 * UNIT  # copies x weights sum to less than 2^53: exact in float64, in any order
 
 
 class Linear(LoadsPredictor):
-    """Loads of a layer as a linear function of those of the last MoE layers, made by :func:`fit`.
+    """Predicts the loads of a layer as a linear function of those of the MoE layers before it; see :func:`fit`.
 
-    Sums and single sources alike: the function is linear. Its products are exact integers in float64, so every rank and
-    device predicts the same bits.
+    The function is linear, so it applies to sums and to single sources. Its products are exact integers in float64, so
+    every rank and device predicts the same bits.
 
     Args:
-        weights: for every layer [n, E, E] integers (float64) in 1/65536: row d says what a copy of expert i in layer
+        weights: for every layer [n, E, E] integers (float64) in 1/65536: row d holds what a copy of expert i in layer
             ``layer - 1 - d`` adds to expert j; n = 0 for layers that cannot be predicted. At most 32 in size.
     """
 
@@ -162,7 +160,7 @@ class Linear(LoadsPredictor):
         return len(self.weights[layer])
 
     def to(self, device: torch.device | str) -> Linear:
-        """Its weights on a device; itself if they are there."""
+        """Return a predictor with its weights on a device; itself if they are there already."""
         moved = [matrix.to(device) for matrix in self.weights]
         return self if all(a is b for a, b in zip(moved, self.weights, strict=True)) else Linear(moved)
 
@@ -185,7 +183,9 @@ class Linear(LoadsPredictor):
         return torch.floor(copies / UNIT + 0.5).clamp_(min=0).to(torch.int32)
 
     def choose(self, layer: int, earlier: Tensor, top_k: int) -> Tensor:
-        """[T, K] the experts with the highest scores of each token, from its choices [T, n, K], the nearest first."""
+        """Return the [T, K] experts with the highest scores of each token, from its choices [T, n, K], the nearest
+        first.
+        """
         matrices = self.weights[layer]
         hot = [
             torch.from_numpy(multi_hot(earlier[:, d].numpy(), self.num_experts)) for d in range(len(matrices))
@@ -194,15 +194,15 @@ class Linear(LoadsPredictor):
 
 
 def fit(trace: Trace, depth: int = 2, ridge: float = 1.0) -> Linear:
-    """A Linear of the layers before, by ridge regression on per-token choices.
+    """Fit a Linear predictor by ridge regression on per-token choices.
 
     Args:
-        trace: with per-token choices; tokens without all of theirs are left out.
-        depth: how many layers before; the first ones have fewer.
+        trace: with per-token choices; tokens that lack a choice in some layer are skipped.
+        depth: number of layers before the predicted one that are read; the first layers have fewer.
         ridge: added to the diagonal of the normal equations, in tokens.
 
     Raises:
-        ValueError: naming the argument, the rule and the value.
+        ValueError: names the argument, the rule and the value.
     """
     check_depth(depth)
     if ridge <= 0:
@@ -220,7 +220,7 @@ def fit(trace: Trace, depth: int = 2, ridge: float = 1.0) -> Linear:
 
 
 class Last(LoadsPredictor):
-    """What the layer's loads were in the batch before; the first layer's only forecast, too.
+    """Predicts a layer's loads of the previous batch. The first layer has no other forecast.
 
     Args:
         num_layers: MoE layers.
@@ -231,7 +231,7 @@ class Last(LoadsPredictor):
         self._seen: list[Tensor | None] = [None] * num_layers
 
     def note(self, layer: int, loads: Tensor) -> None:
-        """A batch's loads of a layer; kept as they are, so they must not be written later."""
+        """Record a batch's loads of a layer. The tensor is stored without a copy, so it must not be written later."""
         check_layer(layer, len(self._seen))
         self._seen[layer] = loads
 
@@ -244,13 +244,14 @@ Gate = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 class Lookahead(TokensPredictor):
-    """Runs a layer's gate ahead of time: hidden states change little from one layer to the next.
+    """Runs a layer's gate ahead of time, because hidden states change little from one layer to the next.
 
-    A token is its row [H] as it enters the layer before or, with `norms`, the residual before that layer's norm.
+    A token's input is its row [H] as it enters the layer before or, with `norms`, the residual before that layer's
+    norm.
 
     Args:
         gates: of every layer, rows [T, H] -> expert ids [T, K] and their weights.
-        norms: of every layer, rows [T, H] -> [T, H]; None = rows are normed already.
+        norms: of every layer, rows [T, H] -> [T, H]; None = rows are normalised already.
     """
 
     def __init__(

@@ -24,13 +24,13 @@ def route(
     *,
     order: Order = "locality",
 ) -> Tensor:
-    """Sends every copy on this rank to a slot; over all ranks slot p receives exactly ``plan.quota[p]`` copies.
+    """Send every copy on this rank to a slot; over all ranks slot p receives exactly ``plan.quota[p]`` copies.
 
     Args:
         topk_ids: [T, K] int32 or int64 logical experts of this rank's tokens; -1 = masked. With n shared experts
             the last n columns are theirs (:func:`isoload.ops.append_shared_expert`).
         loads: [R, E] int32, those of the plan; row ``rank`` is ``count(topk_ids, E)``.
-        plan: of one layer. A sampled one draws each copy's replica from its weights instead.
+        plan: of one layer. A sampled plan draws each copy's replica from its weights.
         rank: this rank.
         order: of the share, see :func:`share`.
 
@@ -53,8 +53,9 @@ def route_counted(
     send_counts: Tensor | None = None,
     order: Order = "locality",
 ) -> Tensor:
-    """:func:`route` of ids whose shared columns are checked; with the rank's send_counts, in this order, it need not
-    share."""
+    """Run :func:`route` on ids whose shared columns are checked. With the rank's send_counts in this order, skip
+    share.
+    """
     if plan.layer is None:
         raise ValueError("plan must be of one layer (plans[layer]), got a plan of all layers")
     if counted.ids.device != plan.bound.device:
@@ -81,7 +82,7 @@ def route_counted(
 
 
 def shared_columns(plan: Plan, rank: int) -> ops.SharedColumns | None:
-    """Where a source rank's shared copies go, as route_shared has it; None where the policy has a rule of its own."""
+    """Return where a source rank's shared copies go, as route_shared takes it; None if the policy has its own rule."""
     if type(plan.policy).route_shared is not Policy.route_shared:
         return None
     assert plan.shared is not None
@@ -92,7 +93,7 @@ def shared_columns(plan: Plan, rank: int) -> ops.SharedColumns | None:
 
 
 def route_sent(counted: Counted, send_counts: Tensor, placed: PlacedLayers, rank: int) -> Tensor:
-    """The slot of every copy on a rank that sends [P] copies to each slot, without a plan; shared ones stay home."""
+    """Return the slot of every copy on a rank that sends [P] copies to each slot; shared copies stay on the rank."""
     num_shared, columns = placed.num_shared, None
     if num_shared:
         columns = ops.SharedColumns(num_shared, placed.first_shared, placed.home_rank(rank))
@@ -100,10 +101,11 @@ def route_sent(counted: Counted, send_counts: Tensor, placed: PlacedLayers, rank
 
 
 def route_fixed(topk_ids: Tensor, placed: PlacedLayers, rank: int) -> Tensor:
-    """The slot of every copy on this rank where nothing is planned: no loads are needed, and none are met.
+    """Return the slot of every copy on this rank without a plan and without loads.
 
-    An expert goes to the replica that policy ``static`` would use, shared experts stay home. For layers without
-    freedom, where that is the only choice, and for batches too small to plan.
+    A routed expert uses the replica that policy ``static`` would use; shared experts stay on the token's rank. For
+    layers
+    without freedom, where no other choice exists, and for batches too small to plan.
 
     Args:
         topk_ids: as in :func:`route`.
@@ -126,7 +128,7 @@ def route_fixed(topk_ids: Tensor, placed: PlacedLayers, rank: int) -> Tensor:
 
 
 def fixed_slots(placed: PlacedLayers, rank: int) -> Tensor:
-    """[E] int64 slot that a rank uses for every expert in :func:`route_fixed`, shared experts included."""
+    """Return the [E] int64 slot that a rank uses for every expert in :func:`route_fixed`, shared experts included."""
     slots = FIXED.slots(placed).select(-2, rank)
     if placed.shared_home is None:
         return slots
@@ -135,7 +137,7 @@ def fixed_slots(placed: PlacedLayers, rank: int) -> Tensor:
 
 
 def fixed_copies(counts: Tensor, placed: PlacedLayers, rank: int) -> Tensor:
-    """[R] int64 copies that :func:`route_fixed` sends to every rank, from a rank's counts [E], shared ones included."""
+    """Return the [R] int64 copies that :func:`route_fixed` sends to every rank, from a rank's counts [E]."""
     ranks = fixed_slots(placed, rank) // placed.host.slots_per_rank
     return counts.new_zeros(placed.topology.num_ranks, dtype=torch.int64).scatter_add_(
         0, ranks, counts.long()
@@ -143,6 +145,6 @@ def fixed_copies(counts: Tensor, placed: PlacedLayers, rank: int) -> Tensor:
 
 
 def shared_slots(ranks: Tensor, placed: PlacedLayers) -> Tensor:
-    """[T, n] slots of the shared experts on the given ranks [T, n]; -1 stays."""
+    """Return the [T, n] slots of the shared experts on the given ranks [T, n]; -1 stays -1."""
     place = torch.arange(placed.num_shared, device=ranks.device) + placed.first_shared
     return torch.where(ranks < 0, -1, ranks * placed.host.slots_per_rank + place)

@@ -1,7 +1,7 @@
 """Targets: the load that a source assumes on every rank, from the counts of all sources in the last batches.
 
-:func:`exchange` renews the targets of layers whose sources plan by their own counts. It is the only point at which
-all ranks wait for each other.
+:func:`exchange` renews the targets of layers with loads="own" or "node". It is the only point at which all ranks wait
+for each other.
 """
 
 from __future__ import annotations
@@ -26,25 +26,27 @@ if TYPE_CHECKING:
     from isoload.balancing.balancer import Balancer
 
 
-MOST = 2**29  # copies of a layer over all ranks as the split of targets takes them; more are scaled down
+MOST = (
+    2**29
+)  # largest number of copies of a layer that the split of targets accepts; larger counts are scaled down
 FRACTION = 2**30
 
 
 def scaled(recent: Tensor, fixed: Tensor) -> tuple[Tensor, Tensor]:
-    """Counts [L, N, E] and fixed copies [L, N, R] in units in which a layer has at most MOST."""
+    """Scale counts [L, N, E] and fixed copies [L, N, R] so that a layer has at most MOST copies."""
     unit = (recent.sum((1, 2)) + fixed.sum((1, 2)))[:, None, None] // MOST + 1
     return recent // unit, fixed // unit
 
 
 def exact_quota(recent: Tensor, fixed: Tensor, tables: ReplicaTables, topology: Topology) -> Tensor:
-    """[L, P] int64 exact split of all sources' counts [L, N, E], above their fixed copies [L, N, R]."""
+    """Return the [L, P] int64 exact split of all sources' counts [L, N, E], above their fixed copies [L, N, R]."""
     besides = fixed.sum(1).to(torch.int32)
     loads = recent.sum(1).to(torch.int32)
     return ops.plan_exact(loads, tables, besides, ticks=topology.ticks_on(recent.device)).quota.long()
 
 
 def rank_copies(per_slot: Tensor, tables: ReplicaTables) -> Tensor:
-    """[L, R] of copies [L, P]."""
+    """Return copies per rank [L, R] from copies per slot [L, P]."""
     return per_slot.view(len(per_slot), tables.num_ranks, -1).sum(-1)
 
 
@@ -57,12 +59,14 @@ def offsets(
     topology: Topology,
     fixed: Tensor | None = None,
 ) -> Tensor:
-    """Return what one source takes ranks to carry already, [L, R] int32, for :func:`isoload.ops.plan_own`.
+    """Return the load that one source assumes on ranks, [L, R] int32, for :func:`isoload.ops.plan_own`.
 
     T_s[r] is the number of copies that source s sends to rank r in the exact split of all N sources' recent counts,
-    T[r] the sum over the sources, and ``|T|`` a sum over ranks. The offset is ``T[r] / |T| - T_s[r] / |T_s|``, less its
-    minimum over the ranks, in parts of the source's own copies, times :func:`strength`. Each source makes up for its
-    own share of the load only: if each made up for all that the others leave, the loads would swing.
+    T[r] the sum over the sources, and ``|T|`` a sum over ranks. The offset is ``T[r] / |T| - T_s[r] / |T_s|``, less
+    its
+    minimum over the ranks, as a fraction of the source's own copies, times :func:`strength`. Each source compensates
+    only
+    its own share of the load: if each compensated all of the imbalance, the loads would swing.
 
     Args:
         recent: [L, N, E] int64 decayed counts of every source, a rank or a node.
@@ -71,17 +75,17 @@ def offsets(
         tables: of the same L layers.
         slot_to_expert: [L, P].
         topology: R ranks, with their speeds.
-        fixed: [L, N, R] int64 decayed copies that every source sends to ranks besides; None = none.
+        fixed: [L, N, R] int64 decayed copies that do not depend on the split (shared experts); None = none.
     """
     if fixed is None:
         fixed = recent.new_zeros(*recent.shape[:2], tables.num_ranks)
     weight = strength(recent.sum(2) + fixed.sum(2), last, source)
     recent, fixed = scaled(recent, fixed)
     loads, quota = recent.sum(1), exact_quota(recent, fixed, tables, topology)
-    expert = slot_to_expert.long().clamp(0, tables.num_experts - 1)  # of other slots any: their quota is 0
+    expert = slot_to_expert.long().clamp(0, tables.num_experts - 1)  # other slots have quota 0
     source_recent, stays = recent.select(1, source), fixed.select(1, source)
     copies = source_recent.sum(1, keepdim=True) + stays.sum(1, keepdim=True)
-    # Fractions of the source's copies before the split, else those of few copies would be rounded away.
+    # Divide by the source's copies before the split: otherwise a source with few copies would be rounded away.
     sent = fractions(source_recent, copies).gather(1, expert) * quota // loads.gather(1, expert).clamp(min=1)
     mine = rank_copies(sent, tables) + fractions(stays, copies)
     wanted = rank_copies(quota, tables) + fixed.sum(1)
@@ -91,27 +95,28 @@ def offsets(
 
 
 def fractions(copies: Tensor, total: Tensor) -> Tensor:
-    """Copies in 2^-30 of their total, which is at most MOST; all 0 where the total is."""
+    """Return copies as multiples of 2^-30 of their total, which is at most MOST; all 0 where the total is 0."""
     return copies * FRACTION // total.clamp(min=1)
 
 
 def strength(recent: Tensor, last: Tensor, source: int) -> Tensor:
-    """Return how far a source follows its targets, [L] int64 in 2^-20: fully where the load is as the targets take it.
+    """Return how far a source follows its targets, [L] int64 in 2^-20; 2^20 where the load matches the targets'
+    counts.
 
     a_t is source t's share of the recent load, and b_t its share of the last batch, or of a mean batch where that is
     larger. The strength is the product of two factors, both continuous in the counts:
 
-    - ``(1 - sum_t |a_t - b_t|) ** 2``, at least 0. Targets hold where the sources send at the same time. Where ranks
-      are busy by turns, the copies that a target counts on do not come.
-    - ``N * min(a_s, b_s)``, at most 1. The other sources make up for so much of this source's load. An idle source has
-      no targets.
+    - ``(1 - sum_t |a_t - b_t|) ** 2``, at least 0. Targets are valid where the sources send at the same time. Where
+      ranks are busy by turns, the copies that a target counts on do not come.
+    - ``N * min(a_s, b_s)``, at most 1: the part of this source's load that the other sources compensate. An idle source
+      has no targets.
 
     Args:
         recent: [L, N] int64 decayed sums of every source's copies, in 2^-16.
         last: [L, N] int64 copies that every source sent in its last batch.
         source: s.
     """
-    last = last * (2**32 // RECENT_LOSS)  # what as many copies in every batch would have added up to
+    last = last * (2**32 // RECENT_LOSS)  # the decayed sum if every batch had as many copies
     larger = torch.maximum(recent.sum(1), last.sum(1)).unsqueeze(1)
 
     def shares(copies: Tensor, total: Tensor) -> Tensor:
@@ -125,12 +130,11 @@ def strength(recent: Tensor, last: Tensor, source: int) -> Tensor:
 
 
 class Exchanged(NamedTuple):
-    """What an exchange found out, the same on all ranks.
+    """Result of an exchange, the same on all ranks.
 
-    imbalance [L] float64: max/mean rank load of the copies that all sources sent in their last batches, whether these
-    were planned or not (``min_tokens``, a layer without replicas); nan where no source sent a copy, or none since the
-    last load of a placement. With ranks of different speeds a load is a cost, as in
-    :class:`isoload.policies.plan.Plan`.
+    imbalance [L] float64: max/mean rank load of the copies that all sources sent in their last batches, planned or not
+    (``min_tokens``, a layer without replicas); nan where no source sent a copy, or none since the last load of a
+    placement. With ranks of different speeds a load is a cost, as in :class:`isoload.policies.plan.Plan`.
     """
 
     imbalance: Tensor
@@ -139,16 +143,17 @@ class Exchanged(NamedTuple):
 def exchange(balancers: Sequence[Balancer]) -> Exchanged:
     """Renew the targets of layers with loads="own" or "node", in one gather. All ranks call it.
 
-    Every 16 batches or so, outside of CUDA graphs, at a step's boundary; ranks without tokens, too. Until the next one
-    no batch waits for another source.
+    Call it every 16 batches or so, between steps and outside of CUDA graphs, on ranks without tokens too. Until the
+    next
+    exchange no batch waits for another source.
 
     Args:
         balancers: of one group and one shape of placement, in the same order on all ranks.
 
     Raises:
-        ValueError: on all ranks, naming the argument, the rule and the value, the layer or placement that differs, or
-            the rank whose batch has failed since the exchange before.
-        RuntimeError: naming the stage, where a rank is gone or does not come in the group's timeout.
+        ValueError: on all ranks; names the argument, the rule and the value, the layer or placement that differs, or
+            the rank whose batch has failed since the last exchange.
+        RuntimeError: names the stage, if a rank is gone or does not come within the group's timeout.
     """
     group = balancers[0].group
     if any(
@@ -162,7 +167,7 @@ def exchange(balancers: Sequence[Balancer]) -> Exchanged:
         sent = torch.stack([counts.sent for counts in owned], 1)  # [n, L, 3, R]
         placed = [balancer.placed_on(recent.device) for balancer in balancers]
         known = [{k: v for k, v in balancer.facts.items() if k != "batch number"} for balancer in balancers]
-        facts["layers of exchange"] = known  # ranks may differ in batches: those without tokens run none
+        facts["layers of exchange"] = known  # ranks without tokens run fewer batches
     first, topology = owned[0], placed[0].topology
     counts, of_ranks, last = _gather(first, recent, sent)
     fixed = of_ranks[:, :, 1]
@@ -177,7 +182,7 @@ def exchange(balancers: Sequence[Balancer]) -> Exchanged:
 
 
 def _checked(balancers: Sequence[Balancer]) -> list[OwnCounts]:
-    """The layers' counts, if they can be exchanged together."""
+    """Return the layers' counts after checking that they can be exchanged together."""
     owned = [balancer.own_counts for balancer in balancers if balancer.own_counts is not None]
     if len(owned) < len(balancers):
         raise ValueError("loads must be own or node where counts are exchanged, got gathered")
@@ -186,12 +191,12 @@ def _checked(balancers: Sequence[Balancer]) -> list[OwnCounts]:
             raise ValueError(f"balancers must be of one group, got another for the one at {i}")
         check_same_shape(balancers[0].placement, balancer.placement)
         if counts.loads != owned[0].loads:
-            raise ValueError(f"balancers must be alike in loads, got {owned[0].loads} and {counts.loads}")
+            raise ValueError(f"balancers must have the same loads, got {owned[0].loads} and {counts.loads}")
     failures = [counts.failure for counts in owned]
     for counts in owned:
         counts.failure = None
     if failure := next(filter(None, failures), None):
-        raise ValueError(f"a batch has failed since the exchange before: {failure}")
+        raise ValueError(f"a batch has failed since the last exchange: {failure}")
     return owned
 
 
@@ -221,6 +226,6 @@ def _gather(own_counts: OwnCounts, recent: Tensor, sent: Tensor) -> tuple[Tensor
 
 
 def _imbalance(copies: Tensor, topology: Topology) -> Tensor:
-    """[L] float64 max/mean rank load of copies [L, R]."""
+    """Return the [L] float64 max/mean rank load of copies [L, R]."""
     cost = rank_cost(copies, topology)
     return cost.amax(1).double() * topology.copies_per_cost / copies.sum(1)  # 0 / 0 is nan

@@ -1,12 +1,12 @@
 """Count and number the copies of every expert, group copies by slot, and move rows to their copies and back.
 
 Experts permute copies by slot and transports permute them by destination rank; both use the functions below.
-Shapes: N rows of width H, at most K copies per row, C places. position [N, K] int64 is the place of each copy, C or
-more where there is none; source [C] int64 leads from a place back to its row. A place belongs to at most one copy.
+Shapes: N rows of width H, at most K copies per row, C places. position [N, K] int64 is the place of each copy, and C
+or more for an absent copy; source [C] int64 maps a place back to its row. A place belongs to at most one copy.
 
-Each permutation is plain torch and, where isoload.kernels apply, one Triton kernel that reads and writes a row
-once. The permutations of a Grouping are differentiable. A buffer in slot order holds the present copies first; its
-tail is never read back. Both directions gather, so that sums have one fixed order on every device.
+Each permutation is plain torch and, where isoload.kernels are available, one Triton kernel that reads and writes each
+row once. The permutations of a Grouping are differentiable. A buffer in slot order holds the present copies first;
+the rest of the buffer is never read back. Both directions gather, so sums have the same order on every device.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from isoload.ops.results import PART_ROWS, Counted, Grouping, PackedRows, RowLay
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """max(fp32, dtype): what sums over copies are accumulated in."""
+    """Return max(fp32, dtype), the dtype in which sums over copies are accumulated."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def spread_rows(
     rows: Tensor, position: Tensor, source: Tensor, padded: bool = False, per_row: int = 1
 ) -> Tensor:
-    """[C, H] the row of every place, from rows [N, H].
+    """Return [C, H], the row of every place, from rows [N, H].
 
     Args:
-        rows: of any stride between rows.
+        rows: any stride between rows.
         position: [N, K].
         source: [C] the row at every place or, with per_row = K, its copy ``n * K + k``.
-        padded: source is N, and the result 0, at places without a copy; else the result may be anything there.
-        per_row: what source is divided by.
+        padded: places without a copy have source N and get 0; otherwise their result is undefined.
+        per_row: divisor of source.
     """
     if kernels.fit(rows):
         from isoload.kernels import permutation  # imports Triton
@@ -57,14 +57,15 @@ def sum_rows(
     dtype: torch.dtype | None = None,
     more: Sequence[tuple[Tensor, Tensor]] = (),
 ) -> Tensor:
-    """[N, H] every row's copies [C, H] added up by ascending k in max(fp32, dtype); 0 for a row without copies.
+    """Return [N, H]: every row's copies [C, H] added up by ascending k in max(fp32, dtype); 0 for a row without
+    copies.
 
     Args:
-        copies: [C, H]; what lies at places without a copy is not read.
+        copies: [C, H]; values at places without a copy are not read.
         position: [N, K].
-        weights: [N, K], multiplied to the copies first; those of absent copies are not used.
-        dtype: of the result; that of the copies by default.
-        more: further copies [C', H], two at most, and their position: a copy lies in one of all.
+        weights: [N, K], multiplied with the copies first; weights of absent copies are not used.
+        dtype: of the result; by default that of the copies.
+        more: further copies [C', H] with their position, at most two pairs: each copy is in one of all buffers.
     """
     dtype = copies.dtype if dtype is None else dtype
     parts = [(copies, position), *more]
@@ -80,10 +81,10 @@ def sum_rows(
     parts = [(rows_of_part, places_of_part) for rows_of_part, places_of_part in parts if len(rows_of_part)]
     readable = values_readable(position) and position.device.type == "cpu"
     columns = zip(*(places_of_part.unbind(1) for _, places_of_part in parts), strict=True)
-    for k, of_part in enumerate(columns):  # one pass per k keeps [N, K, H] from existing
+    for k, of_part in enumerate(columns):  # one pass per k, so that [N, K, H] is never allocated
         for (rows_of_part, _), places in zip(parts, of_part, strict=True):
             present = places < len(rows_of_part)
-            if readable:  # no work for absent copies, which are most where tokens go to several ranks
+            if readable:  # skip absent copies, the majority where tokens go to several ranks
                 rows = present.nonzero().flatten()
                 part = rows_of_part.index_select(0, places[rows]).to(exact)
                 total.index_add_(0, rows, part if weights is None else part * weights[rows, k, None])
@@ -91,7 +92,7 @@ def sum_rows(
             part = rows_of_part.index_select(0, places.clamp(max=len(rows_of_part) - 1)).to(exact)
             if weights is not None:
                 part = part * weights[:, k, None]
-            # not a product with 0: the copy that stands in may hold inf and nan
+            # Masking, not a product with 0: the row read in place of an absent copy may contain inf and nan.
             total += part.masked_fill(present.logical_not().unsqueeze(1), 0)
     return total.to(dtype)
 
@@ -99,13 +100,13 @@ def sum_rows(
 def sum_rows_backward(
     grad: Tensor, copies: Tensor, weights: Tensor, position: Tensor, copy: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of a weighted :func:`sum_rows`, from grad [N, H] of its result.
+    """Return the gradients of a weighted :func:`sum_rows`, from grad [N, H] of its result.
 
     Args:
-        copy: [C] the copy ``n * K + k`` at each place, any where there is none.
+        copy: [C] the copy ``n * K + k`` at each place; any value if there is none.
 
     Returns:
-        to copies [C, H], anything at places without a copy; to weights [N, K], 0 for absent copies.
+        gradient of copies [C, H], undefined at places without a copy; gradient of weights [N, K], 0 for absent copies.
     """
     if kernels.fit(grad, copies, weights):
         from isoload.kernels import permutation  # imports Triton
@@ -122,7 +123,7 @@ def sum_rows_backward(
 
 
 def gather_copies(rows: Tensor, grouping: Grouping) -> Tensor:
-    """[C, H] the row of every sorted copy, from rows [N, H]; gradients add up in max(fp32, dtype)."""
+    """Return [C, H], the row of every sorted copy, from rows [N, H]; gradients add up in max(fp32, dtype)."""
     result: Tensor = _GatherCopies.apply(rows, grouping.copy, grouping.position)
     return result
 
@@ -130,12 +131,12 @@ def gather_copies(rows: Tensor, grouping: Grouping) -> Tensor:
 def weighted_sum(
     parts: Sequence[tuple[Tensor, Grouping]], weights: Tensor, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """[N, H] the sum over k of ``weights[n, k] * copies[position[n, k]]``, ascending k, in max(fp32, dtype).
+    """Return [N, H], the sum over k of ``weights[n, k] * copies[position[n, k]]``, ascending k, in max(fp32, dtype).
 
     Args:
-        parts: three at most: copies [C, H] in slot order, and their grouping. A copy is in one of them.
+        parts: at most three pairs of copies [C, H] in slot order and their grouping. Each copy is in one of them.
         weights: [N, K] gate weights; those of absent copies are not used and get gradient 0.
-        dtype: that the sum is rounded to; None: not at all.
+        dtype: to which the sum is rounded; None: no rounding.
     """
     exact = sum_dtype(parts[0][0].dtype)
     tensors = [tensor for copies, grouping in parts for tensor in (copies, grouping.copy, grouping.position)]
@@ -170,7 +171,9 @@ class _WeightedSum(torch.autograd.Function):
         to_weights = None
         for copies, copy, position in zip(tensors[::3], tensors[1::3], tensors[2::3], strict=True):
             to_copies, to_these = sum_rows_backward(grad, copies, weights, position, copy)
-            to_weights = to_these if to_weights is None else to_weights + to_these  # 0 for another part's
+            to_weights = (
+                to_these if to_weights is None else to_weights + to_these
+            )  # 0 for copies of another part
             gradients += [to_copies, None, None]
         return None, to_weights, *gradients
 
@@ -187,15 +190,15 @@ _count = op("count", _fake_count)
 
 
 def count(topk_ids: Tensor, num_experts: int, num_shared: int = 0) -> Counted:
-    """How many copies go to each logical expert, and every copy's place among the copies of its expert.
+    """Count the copies of each logical expert, and number the copies of each expert.
 
-    The place does not depend on the plan, so :func:`route` need not look for it once the plan is there.
+    The numbers do not depend on the plan, so :func:`route` needs no search once the plan is made.
 
     Args:
         topk_ids: [T, K] int32 or int64; -1 = masked, not counted.
         num_experts: E.
-        num_shared: n shared experts, which follow the E; every token with a choice needs them. Their columns are added
-            behind the ids, -1 there for a token without a choice, and counted with them, as of E + n experts.
+        num_shared: n shared experts, with ids E and on; every token with a routed choice needs them. Their columns are
+            appended to the ids, with -1 for a token without a choice, and counted, as of E + n experts.
     """
     columns, *outputs = call(_count, topk_ids, num_experts, num_shared)
     return Counted(columns if num_shared else topk_ids, *outputs)
@@ -210,11 +213,11 @@ _number_rows = op("number_rows", _fake_number_rows)
 
 
 def number_rows(slots: Tensor, slots_per_rank: int, num_ranks: int) -> RowNumbers:
-    """A token goes once to every rank that holds a slot of its; rows to a rank are numbered by token.
+    """Number the rows to every rank by token. A token is one row to each rank that has one of its slots.
 
     Args:
-        slots: [T, K] int32 or int64; any outside 0..R*S-1 is an absent copy.
-        slots_per_rank: S; slot p lives on rank p // S.
+        slots: [T, K] int32 or int64; values outside 0..R*S-1 are absent copies.
+        slots_per_rank: S; slot p is on rank p // S.
         num_ranks: R.
     """
     return RowNumbers(*call(_number_rows, slots, slots_per_rank, num_ranks))
@@ -229,16 +232,16 @@ _group_copies = op("group_copies", _fake_group_copies)
 
 
 def group_copies(slots: Tensor, first: int, num_slots: int, num_places: int | None = None) -> Grouping:
-    """Sorts the copies of local slots ``first .. first + num_slots - 1``; others count as absent.
+    """Sort the copies of local slots ``first .. first + num_slots - 1``; other copies count as absent.
 
-    Stable: by slot, then row, then k.
+    The sort is stable: by slot, then row, then k.
 
     Args:
         slots: [N, K] int32 or int64 local slots; -1 = absent.
         first: the group's first local slot.
         num_slots: S.
-        num_places: C, most copies of the group. None: N*K. Copies beyond them are a ValueError on CPU; on CUDA they
-            count as absent and set the device's error word.
+        num_places: C, the largest number of copies of the group. None: N*K. More copies raise ValueError on CPU; on
+            CUDA they count as absent and set the device's error word.
     """
     places = slots.numel() if num_places is None else num_places
     return Grouping(*call(_group_copies, slots, first, num_slots, places))
@@ -261,16 +264,16 @@ def pack_rows(
     num_rows: int,
     capacity: int | None = None,
 ) -> PackedRows:
-    """The rows by destination, then token; padding rows have slots -1, weights and values 0.
+    """Pack rows by destination, then token; padding rows have slots -1, weights 0 and values 0.
 
     Args:
         x: [T, H] of any dtype.
-        slots: [T, K] int32 or int64, as :func:`number_rows` got them.
+        slots: [T, K] int32 or int64, as passed to :func:`number_rows`.
         weights: [T, K] float32 or float64.
-        rows: what :func:`number_rows` returned.
+        rows: result of :func:`number_rows`.
         slots_per_rank: S.
         num_rows: n, the rows to all ranks; with a capacity R times that.
-        capacity: C; those to destination d start at d * C. None: one destination behind the other.
+        capacity: C; rows to destination d start at d * C. None: rows of the destinations follow without gaps.
     """
     layout = RowLayout.of(x, weights)
     size = 0 if capacity is None else capacity

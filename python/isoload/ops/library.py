@@ -34,7 +34,7 @@ library = torch.ops.isoload
 
 
 def op(name: str, fake: Callable[[Any], T]) -> Callable[..., T]:
-    """The op of a name. fake: of its arguments, by the schema's names, makes results that only have shapes."""
+    """Return the op of a name. fake maps the arguments, by the schema's names, to results that have shapes only."""
     function: Callable[..., T] = getattr(library, name).default
     names = [argument.name for argument in getattr(library, name).default._schema.arguments]
     torch.library.register_fake(
@@ -59,48 +59,49 @@ _device_errors = op("device_errors", lambda a: ints(a.like))
 
 
 def device_errors(device: torch.device | str) -> int:
-    """The rules that ops on a device found broken since this was last asked: bit i for RULES[i].
+    """Return and clear the rules that ops on a device found broken since the last call: bit i for RULES[i].
 
     On CUDA an op with a wrong value continues (an id out of range counts as -1) and sets its bit in a word of the
-    device's memory, whose address captured graphs hold. This takes the word and leaves 0, after what the current
-    stream still has to do, and waits for it. Ops on the CPU raise at once: there it is 0.
+    device's memory, whose address captured graphs contain. This function reads the word and sets it to 0, after the
+    work
+    on the current stream, and waits for it. Ops on the CPU raise at once, so for the CPU the result is 0.
     """
     return int(error_word(device))
 
 
 def error_word(device: torch.device | str) -> Tensor:
-    """[] int32 on the device: :func:`device_errors` without a wait of the host."""
+    """Return :func:`device_errors` as a [] int32 tensor on the device, without a host wait."""
     errors: Tensor = _device_errors(torch.empty(0, device=device))
     return errors
 
 
 def check_device(device: torch.device | str) -> None:
-    """Raises for the rules that ops on a device found broken since the last look; see :func:`device_errors`.
+    """Raise for the rules that ops on a device found broken since the last check; see :func:`device_errors`.
 
-    With ISOLOAD_CHECK=1 every op does so itself, except in a graph that is being captured.
+    With ISOLOAD_CHECK=1 every op runs this check itself, except in a graph that is being captured.
 
     Raises:
-        ValueError: naming every op, its argument and the rule.
+        ValueError: names every op, its argument and the rule.
     """
     raise_broken(device_errors(device), device)
 
 
 def raise_broken(broken: int, device: torch.device | str) -> None:
-    """Raises for the rules of :func:`device_errors`; see :func:`check_device`."""
+    """Raise ValueError for the rules of :func:`device_errors`; see :func:`check_device`."""
     if broken:
         rules = [rule for bit, rule in enumerate(RULES) if broken >> bit & 1]
         raise ValueError(f"{'; '.join(rules)} (found on {device}; ISOLOAD_CHECK=1 finds the call)")
 
 
 def device_to_check(args: tuple[Any, ...]) -> torch.device | None:
-    """The CUDA device of an op's arguments if ISOLOAD_CHECK=1 asks for its values now, when it may be waited for."""
+    """Return the CUDA device of an op's arguments if ISOLOAD_CHECK=1 is set and the host may wait, else None."""
     if torch.compiler.is_compiling() or os.environ.get("ISOLOAD_CHECK") != "1":
         return None
     device = next(arg.device for arg in args if isinstance(arg, Tensor))
     return device if device.type == "cuda" and not torch.cuda.is_current_stream_capturing() else None
 
 
-MARK = "isoload: "  # how csrc/check.h marks a refused argument
+MARK = "isoload: "  # prefix by which csrc/check.h marks a refused argument
 ON_CUDA = torch._C._dispatch_has_kernel_for_dispatch_key("isoload::count", "CUDA")
 
 
@@ -125,7 +126,7 @@ def call_on_any(op: Callable[..., T], *args: Any) -> T:
 
 
 def check_tables(op: Any, args: tuple[Any, ...]) -> None:
-    """Runs an op that reads tables on the host first: made-up ones would lead a kernel out of its memory."""
+    """Run an op that reads tables on the host first: invalid tables would make a kernel access memory out of bounds."""
     if any(a.name == "tables" and a.alias_info is None for a in op._schema.arguments):
         call_on_cpu(op, *(arg.cpu() if isinstance(arg, Tensor) else arg for arg in args))
 

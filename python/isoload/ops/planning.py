@@ -14,11 +14,11 @@ from isoload.wording import not_one_of
 
 UNLIMITED = 2**31 - 1
 Objective = Literal["spread", "local"]
-OBJECTIVES = ("spread", "local")  # the op's numbers
+OBJECTIVES = ("spread", "local")  # in the order of the op's numbers
 
 
 def fake_split(a: Any, like: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """An op's quota, peak, bound and telemetry, as shapes."""
+    """Return an op's quota, peak, bound and telemetry as fake tensors."""
     batch = a.tables.shape[:-1]
     return ints(like, *batch, a.num_slots), longs(like, *batch), longs(like, *batch), ints(like, *batch, 4)
 
@@ -45,29 +45,30 @@ def plan_exact(
     sweeps: int | None = None,
     rank: int | None = None,
 ) -> ExactSplit:
-    """Splits every replicated expert's copies so that the busiest rank's cost is the least integers allow.
+    """Split every replicated expert's copies so that the busiest rank's cost is the least that integers allow.
 
-    Over-relaxed balancing sweeps, then shortest augmenting paths on ranks towards a Newton target; ends with
-    ``peak == bound`` unless a tolerance or a budget ends it earlier. Generalises LPLB (papers/001) to integers.
+    The op runs over-relaxed balancing sweeps, then shortest augmenting paths on ranks towards a Newton target. It ends
+    with ``peak == bound`` unless a tolerance or a budget ends it earlier. It generalises LPLB (papers/001) to
+    integers.
     Of the many splits with this peak, objective chooses one.
 
     Args:
         loads: [E] or [R, E] int32 copies (with a leading L if the tables have one); sources are summed.
-            [R, E] for objective "local" and for a rank.
+            objective "local" and rank need [R, E].
         tables: of the same layers.
-        fixed: [R] int32 copies that each rank carries besides (leading L as above).
+        fixed: [R] int32 copies that each rank carries in addition (leading L as above).
         tolerance: stop at ``bound * (1 + tolerance)``; 0 = exact.
-        budget: most augmentations; None = as many as it takes.
-            A smaller budget may leave a higher peak; the bound stays true.
+        budget: largest number of augmentations; None = no limit.
+            A smaller budget may leave a higher peak; the bound remains valid.
         ticks: [R] int32 cost of one copy per rank, 1..2^20 (1024 = nominal); None = 1 each.
-        pour: [] int32 copies (leading L as above) that will be poured over the ranks afterwards, each on any rank:
-            those of shared experts. peak and bound are then those of both together, and the split stops where
-            pouring decides: at the level at which all ranks together have room for every copy.
+        pour: [] int32 shared copies (leading L as above) that are distributed afterwards, each to any rank. peak and
+            bound then include them, and the split stops at the level at which all ranks together have capacity for
+            every copy.
         objective: "spread" levels the other ranks too; "local" keeps copies on their source rank, else its node.
-            By the start of the solve: no optimum of these, only near it.
-        ranks_per_node: divides R; None = R. Of the nodes of "local" and of send_counts.
-        sweeps: most balancing sweeps; None = 4 for "spread", 0 for "local", whose start sweeps would undo.
-        rank: the source rank whose send_counts are wanted; None = nobody's.
+            It acts through the start of the solve, so the result is near the optimum of the objective, not proved.
+        ranks_per_node: divides R; None = R. Used by "local" and by send_counts.
+        sweeps: largest number of balancing sweeps; None = 4 for "spread", 0 for "local", whose start they would undo.
+        rank: the source rank whose send_counts are returned; None = no rank.
     """
     options = split_options(tables, tolerance, budget, objective, ranks_per_node, sweeps)
     layout = (tables.data, tables.num_ranks, tables.num_slots)
@@ -82,7 +83,7 @@ def split_options(
     ranks_per_node: int | None,
     sweeps: int | None,
 ) -> tuple[int, int, int, int, int]:
-    """The op's objective, ranks_per_node, tolerance_ppm, sweeps and budget."""
+    """Return the op's objective, ranks_per_node, tolerance_ppm, sweeps and budget."""
     if objective not in OBJECTIVES:
         raise ValueError(not_one_of("objective", OBJECTIVES, objective))
     if not 0 <= tolerance <= 1000:
@@ -115,29 +116,31 @@ def plan_waterfill(
     ticks: Tensor | None = None,
     limits: Tensor | None = None,
 ) -> WaterfillSplit:
-    """Pours the copies of the shared experts over the ranks' routed loads, up to the lowest level that holds them.
+    """Distribute the shared copies over the ranks' routed loads, up to the lowest level that holds them.
 
-    No integer share has a lower peak, so ``peak == bound``. Every rank keeps what fits
-    under the level, so no fewer copies could move. Of those that move as many as possible go where their source
-    sends routed copies anyway, at most as many, and where it can choose within 3/4 of them (so many tokens there are
-    about); then inside the node; then anywhere.
-    Generalises Waterfill (papers/001) to integers and to whole batches without sampling.
+    No integer share has a lower peak, so ``peak == bound``. Every rank keeps as many copies as fit under the level,
+    so as
+    few copies as possible move. As many of these as possible go to ranks to which their source sends routed copies
+    anyway: at most as many as it sends, and at most 3/4 of them if it has a choice (about the number of distinct
+    tokens).
+    All other moving copies stay in the node if possible. The op generalises Waterfill (papers/001) to integers and whole batches
+    without sampling.
 
     Args:
         copies: [R, R] or [L, R, R] int32 routed copies that source s sends to rank d, R in 1..1024.
         tokens: [R] or [L, R] int32 tokens of each source that need the shared experts.
-        per_token: shared experts, 1..1024: every token has so many shared copies.
+        per_token: number of shared experts, 1..1024: copies per token.
         ranks_per_node: divides R; None = all ranks are one node.
         ticks: [R] int32 cost of one copy per rank, 1..2^20 (1024 = nominal); None = 1 each.
-        limits: [R] int32 most shared copies of a rank (0 = it holds no shared slot); None = no limit. They must
-            hold all shared copies.
+        limits: [R] int32 largest number of shared copies of a rank (0 = it has no shared slot); None = no limit. They
+            must add up to at least the number of shared copies.
     """
     if ranks_per_node is None:
         ranks_per_node = copies.shape[-1] if copies.dim() else 1
     return WaterfillSplit(*call(_plan_waterfill, copies, tokens, per_token, ranks_per_node, ticks, limits))
 
 
-# By dtype: default tolerance, default most iterations.
+# Per dtype: default tolerance, default limit of iterations.
 LIMITS = {torch.float32: (1e-4, 12), torch.float64: (1e-8, 20)}
 
 
@@ -160,20 +163,20 @@ def plan_lp(
     tolerance: float | None = None,
     iterations: int | None = None,
 ) -> LpSplit:
-    """Splits every replicated expert's copies, in real numbers, so that the largest rank load is least.
+    """Split every replicated expert's copies, in real numbers, so that the largest rank load is the least possible.
 
-    The linear program of LPLB (papers/001), by Mehrotra's predictor-corrector method with a dense Cholesky
-    factorisation of the normal equations. Every rank and device computes the same bits. All ranks have the
-    same speed; :func:`plan_exact` accepts ticks per rank.
+    Solves the linear program of LPLB (papers/001) by Mehrotra's predictor-corrector method with a dense Cholesky
+    factorisation of the normal equations. Every rank and device computes the same bits. All ranks have the same speed;
+    :func:`plan_exact` accepts ticks per rank.
 
     Args:
         loads: [E] or [R, E] int32 copies (with a leading L if the tables have one); sources are summed.
         tables: of the same layers.
-        base: [R] of dtype, not negative: copies that each rank carries besides (leading L as above).
-        dtype: float32 or float64, of everything real.
+        base: [R] of dtype, not negative: copies that each rank carries in addition (leading L as above).
+        dtype: float32 or float64, of all real values.
         tolerance: relative, 0..1; None = 1e-4 for float32, 1e-8 for float64.
-        iterations: most, 0..1000; None = 12 for float32, 20 for float64. 0 gives the start:
-            every expert evenly over its replicas.
+        iterations: limit, 0..1000; None = 12 for float32, 20 for float64. 0 returns the start: every expert
+            evenly over its replicas.
     """
     if dtype not in LIMITS:
         raise ValueError(f"dtype must be torch.float32 or torch.float64, got {dtype}")
@@ -200,31 +203,33 @@ def plan_own(
     layer: int = 0,
     sweeps: int = 6,
 ) -> Tensor:
-    """How many of its own copies one source rank sends to each slot, where nothing is exchanged in the batch.
+    """Split one source rank's own copies over the slots, without any exchange in the batch.
 
-    An integer split near the least sum over ranks of ``(base_r + y_r) ** 2``, where ``y_r`` of the source's copies go
-    to rank r and ``base_r`` is its offset, fixed copies and a rotation in 0..1 that differs between sources, ranks and
-    layers: many sources of few copies then do not round to the same rank. The op sweeps over the replicated experts and
-    does not prove the least sum; bench/bench_own_split.py counts the splits that a move would improve. Every copy is
-    sent, and no slot of another expert takes one; what all sources send together is level on average, and proved
-    nowhere.
+    The result is an integer split near the least sum over ranks of ``(base_r + y_r) ** 2``. ``y_r`` is the number of
+    the
+    source's copies on rank r; ``base_r`` is its offset plus fixed copies plus a rotation in 0..1 that differs between
+    sources, ranks and layers, so that many sources with few copies do not round to the same rank. The op sweeps over
+    the
+    replicated experts and does not prove the least sum; bench/bench_own_split.py counts the splits that a move would
+    improve. Every copy is sent, and only to slots of its expert. The sum over all sources is level on average, without
+    a proved bound.
 
     Args:
         counts: [E] int32 this source's copies (with a leading L if the tables have one), together at most
             2^31 / (R + 2).
         tables: of the same layers.
-        offset: [R] int32 (leading L as above) what this source shall take each rank to carry already, in 2^-20 of its
-            copies, 0..2^20; see :func:`isoload.balancing.targets.offsets`. Zeros: level the source's own copies.
+        offset: [R] int32 (leading L as above) load that this source assumes on each rank, in 2^-20 of its copies,
+            0..2^20; see :func:`isoload.balancing.targets.offsets`. Zeros: level the source's own copies.
         source: this rank, 0..R-1.
-        fixed: [R] int32 copies of this source that each rank carries besides (leading L as above).
+        fixed: [R] int32 copies of this source that each rank carries in addition (leading L as above).
         ticks: [R] int32 cost of one copy per rank, 1..2^20 (1024 = nominal); None = 1 each. The sum is then that of
-            ``ticks_r * (base_r + y_r) ** 2``: ranks draw level in cost.
+            ``ticks_r * (base_r + y_r) ** 2``: ranks become equal in cost.
         recent: [E] int64 (leading L as above), decayed sums of the counts of batches in 2^-16 copies, with a half-life
             of eight batches: this batch's counts are added in place.
-        sent: [3, R] int64 (leading L as above), written in place: sums decayed as those of the copies sent to every
-            rank and of the fixed ones, then how many of both this batch sends there.
-        layer: of the first of these layers; turns the rotation.
-        sweeps: most sweeps; they end sooner where none moves a copy.
+        sent: [3, R] int64 (leading L as above), written in place: decayed sums of the copies sent to every rank and of
+            the fixed copies, then this batch's copies of both kinds to every rank.
+        layer: number of the first of these layers; selects the rotation.
+        sweeps: limit; the op ends earlier if a sweep moves no copy.
 
     Returns:
         [P] int32 (leading L as above): a row for :func:`route`.
@@ -237,15 +242,16 @@ _round_split = op("round_split", lambda a: ints(a.split, *a.split.shape))
 
 
 def round_split(split: Tensor, loads: Tensor, tables: ReplicaTables) -> Tensor:
-    """Whole copies from a real-valued split, every expert's adding up to its load exactly.
+    """Round a real-valued split to whole copies that add up to each expert's load exactly.
 
     Largest remainder: the whole parts, then one copy each to the largest fractions, ties to the lowest slot. Every
-    quota is less than one copy from its split, as far as the split itself adds up to the load.
+    quota
+    differs from its split by less than one copy, as far as the split itself adds up to the load.
 
     Args:
         split: [P] float32 or float64 copies per slot (leading L as the tables), as :func:`plan_lp` returns; for
             every expert its sum is the load, up to one copy and a thousandth.
-        loads: [E] or [R, E] int32 copies, of which the split was made.
+        loads: [E] or [R, E] int32 copies from which the split was made.
         tables: of the same layers.
 
     Returns:
@@ -258,12 +264,13 @@ _plan_active = op("plan_active", lambda a: fake_split(a, a.loads))
 
 
 def plan_active(loads: Tensor, tables: ReplicaTables) -> ActiveSplit:
-    """Puts all copies of an expert on one of its replicas, so that no rank has more active slots than it must.
+    """Put all copies of an expert on one of its replicas, so that the busiest rank has the fewest active slots.
 
-    For decode batches: while reading weights takes longer than computing, a rank's time is its number of
-    active slots, and a replicated expert is read on every rank that takes a part. The number is the least possible
-    (the flow of :func:`plan_exact` with one unit per expert); the peak in copies is then lowered move by move,
-    without a promise to be the least at this number.
+    For decode batches: as long as reading weights takes longer than computing, a rank's time is its number of active
+    slots, and a replicated expert is read on every rank that computes a part of it. The number of active slots is the
+    least possible (the flow of :func:`plan_exact` with one unit per expert). The peak in copies is then lowered move
+    by
+    move; it is not proved to be the least at this number.
 
     Args:
         loads: [E] or [R, E] int32 copies (with a leading L if the tables have one); sources are summed.
@@ -295,19 +302,19 @@ def plan_joint(
     ranks_per_node: int | None = None,
     sweeps: int | None = None,
 ) -> JointSplit:
-    """The exact split of the routed experts that leaves room for the shared copies, and those poured over it.
+    """Split the routed experts exactly, with the shared copies distributed above them.
 
-    By one kernel, with their bits: :func:`plan_exact` whose ``pour`` is all shared copies, :func:`share_by_rank`,
-    :func:`plan_waterfill` with candidates "all", and :func:`share` of one source rank in the order "locality".
-    Without sweeps and budget the routed copies are spread evenly, and peak is the least beside that.
+    One kernel with the same bits as :func:`plan_exact` with ``pour`` = all shared copies, :func:`share_by_rank`,
+    :func:`plan_waterfill`, and :func:`share` of one source rank in the order "locality". With sweeps and budget 0 the
+    routed copies are spread evenly, and peak is the least possible above them.
 
     Args:
         loads: [R, E + n] or [L, R, E + n] int32 copies per source rank. The last n columns are those of the shared
-            experts, each of which every token needs: the first of them is read.
+            experts, which every token needs; the op reads the first of them.
         tables: of the routed experts.
-        rank: the source rank whose send_counts are wanted.
+        rank: the source rank whose send_counts are returned.
         num_shared: n, 1..1024; every rank holds all of them.
-        first_shared: place of the first one among a rank's slots, 0..S-n.
+        first_shared: position of the first one among a rank's slots, 0..S-n.
         ranks_per_node: divides R; None = R.
         tolerance, budget, ticks, objective, sweeps: as in :func:`plan_exact`.
     """

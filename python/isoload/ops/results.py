@@ -1,4 +1,4 @@
-"""What planners return: the types of isoload.ops, and of their plain twins in tests/reference."""
+"""Result types of isoload.ops, shared with the plain versions in tests/reference."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-ONE_OFFSET = 2**20  # of plan_own: as much as all copies of the source
-RECENT_LOSS = 5439  # in 2^-16, by which decayed counts shrink in a batch: kRecentLoss in plan_own.h
+ONE_OFFSET = 2**20  # of plan_own: the number of all copies of the source
+RECENT_LOSS = 5439  # decay per batch in 2^-16: kRecentLoss in plan_own.h
 PART_ROWS = 128  # tokens of a part: kPartRows in csrc/cpu/cpu.h
 
 
 class Counted(NamedTuple):
-    """What :func:`isoload.ops.count` returns.
+    """Result of :func:`isoload.ops.count`.
 
-    ids [T, K] those counted, with the shared experts' columns where they were to be added; counts [E] int32 copies of
-    every expert; numbers [T, K] int32: how many copies of the same expert come before this one in its part, -1 where
-    masked; parts [C, E] int32 copies of every expert in each part. A part is a run of PART_ROWS tokens, so
+    ids [T, K] that were counted, with the shared experts' columns if they were added; counts [E] int32 copies of every
+    expert; numbers [T, K] int32: how many copies of the same expert precede this one in its part, -1 where masked;
+    parts [C, E] int32 copies of every expert in each part. A part is a run of PART_ROWS tokens, so
     C = ceil(T / PART_ROWS).
     """
 
@@ -27,17 +27,17 @@ class Counted(NamedTuple):
     parts: Tensor
 
     def routed(self, num_shared: int) -> Counted:
-        """Without the shared experts, which are the last and alone in the last columns: views."""
+        """Return views without the shared experts, which are in the last columns."""
         columns, experts = self.ids.shape[1] - num_shared, len(self.counts) - num_shared
         ids, numbers = self.ids.narrow(1, 0, columns), self.numbers.narrow(1, 0, columns)
         return Counted(ids, self.counts.narrow(0, 0, experts), numbers, self.parts.narrow(1, 0, experts))
 
 
 class SharedColumns(NamedTuple):
-    """The shared experts in the last columns of topk_ids, and where one rank's copies of them go.
+    """The shared experts in the last columns of topk_ids, and the ranks of one source rank's copies.
 
-    num_shared columns; first_shared: place of the first one among a rank's slots; home: the rank that computes them
-    unless row says otherwise; row [R] int32: the rank's row of :func:`isoload.ops.plan_waterfill`, or None.
+    num_shared columns; first_shared: position of the first one among a rank's slots; home: the rank that computes them
+    unless row is given; row [R] int32: the rank's row of :func:`isoload.ops.plan_waterfill`, or None.
     """
 
     num_shared: int
@@ -47,12 +47,12 @@ class SharedColumns(NamedTuple):
 
 
 class ExactSplit(NamedTuple):
-    """What :func:`isoload.ops.plan_exact` returns, with the leading dimension of the tables.
+    """Result of :func:`isoload.ops.plan_exact`, with the leading dimension of the tables.
 
     quota [P] int32 copies per slot; peak [] int64 largest rank cost; bound [] int64 proved lower bound over all
     integer quotas; telemetry [4] int32: sweeps, augmentations, Newton steps, 1 if the budget ended the solve.
-    Costs are copies, or ticks if ticks were given. send_counts [P] int32: of the quota, what :func:`isoload.ops.share`
-    gives the rank asked for in the order "locality"; [0] where none was.
+    Costs are copies, or ticks if ticks were given. send_counts [P] int32: the requested rank's part of the quota, as
+    :func:`isoload.ops.share` returns it in the order "locality"; [0] if no rank was requested.
     """
 
     quota: Tensor
@@ -63,11 +63,11 @@ class ExactSplit(NamedTuple):
 
 
 class JointSplit(NamedTuple):
-    """What :func:`isoload.ops.plan_joint` returns, with the leading dimension of the tables.
+    """Result of :func:`isoload.ops.plan_joint`, with the leading dimension of the tables.
 
     quota [P] int32 copies per slot, shared ones included; peak [] int64 largest rank cost; bound [] int64 proved lower
     bound over all integer quotas and all places of the shared copies; telemetry [4] int32 as in :class:`ExactSplit`;
-    send_counts [P] int32 routed copies that the rank asked for sends to each slot; share [R, R] int32 shared copies
+    send_counts [P] int32 routed copies that the requested rank sends to each slot; share [R, R] int32 shared copies
     that source s sends to rank d.
     """
 
@@ -80,11 +80,11 @@ class JointSplit(NamedTuple):
 
 
 class ActiveSplit(NamedTuple):
-    """What :func:`isoload.ops.plan_active` returns, with the leading dimension of the tables.
+    """Result of :func:`isoload.ops.plan_active`, with the leading dimension of the tables.
 
     quota [P] int32 copies per slot: an expert's load in one of its slots, 0 in the others; active_peak [] int64
     largest number of active slots of a rank; active_bound [] int64 proved lower bound of it, always equal;
-    telemetry [4] int32: sweeps, augmentations, Newton steps, moves that lowered the peak of what copies cost.
+    telemetry [4] int32: sweeps, augmentations, Newton steps, moves that lowered the peak cost of copies.
     """
 
     quota: Tensor
@@ -94,12 +94,12 @@ class ActiveSplit(NamedTuple):
 
 
 class LpSplit(NamedTuple):
-    """What :func:`isoload.ops.plan_lp` returns, with the leading dimension of the tables.
+    """Result of :func:`isoload.ops.plan_lp`, with the leading dimension of the tables.
 
     split [P] copies per slot, every expert's adding up to its load; primal [] the largest rank cost of this split;
-    dual [] a lower bound over all real-valued splits, both true up to the dtype's rounding whatever the status;
-    iterations [] int32; status [] int32: 0 = converged, ``primal - dual <= tolerance * primal``; 1 = the most
-    iterations were not enough; 2 = broke down in numbers that the dtype cannot hold, and the split is the start.
+    dual [] a lower bound over all real-valued splits. Both are valid up to the dtype's rounding for every status.
+    iterations [] int32; status [] int32: 0 = converged, ``primal - dual <= tolerance * primal``; 1 = the limit of
+    iterations was reached; 2 = a value exceeded the dtype's range, and the split is the start.
     """
 
     split: Tensor
@@ -110,14 +110,15 @@ class LpSplit(NamedTuple):
 
 
 class SlotFill(NamedTuple):
-    """What the ops that fill spare slots return, with the leading dimension of slot_to_expert.
+    """Result of the ops that fill spare slots, with the leading dimension of slot_to_expert.
 
     The ops are :func:`isoload.ops.plan_fill` and :func:`isoload.ops.top_up`.
     slot_to_expert [P] int32, spare slots filled from the first on; telemetry [5] int32 of all borrowed experts:
     imports, most imports of a rank, most exports of a rank, imports from another node, flags.
 
-    Flags are of plan_fill, else 0: 1 the loads are below the threshold, so nothing moved; 2 a rank stays above the
-    capacity by the copies that moved, which the exact split over the filled slots may still level.
+    Flags are set by plan_fill only: 1 = the loads are below the threshold, so nothing moved; 2 = a rank stays above
+    the
+    capacity after the fill, which the exact split over the filled slots may still level.
     """
 
     slot_to_expert: Tensor
@@ -125,7 +126,7 @@ class SlotFill(NamedTuple):
 
 
 class WaterfillSplit(NamedTuple):
-    """What :func:`isoload.ops.plan_waterfill` returns, with the leading dimension of the copies.
+    """Result of :func:`isoload.ops.plan_waterfill`, with the leading dimension of the copies.
 
     share [R, R] int32 shared copies that source s sends to rank d; peak [] int64 largest rank cost; bound [] int64
     proved lower bound over all shares. Costs are copies, or ticks if ticks were given.
@@ -137,7 +138,7 @@ class WaterfillSplit(NamedTuple):
 
 
 class RowNumbers(NamedTuple):
-    """What :func:`isoload.ops.number_rows` returns, for R ranks and D = min(K, R).
+    """Result of :func:`isoload.ops.number_rows`, for R ranks and D = min(K, R).
 
     ranks [T, D] int32 the distinct ranks of a token's slots, ascending, then R; numbers [T, D] int32 the token's row
     among those to each rank, by token, then -1; counts [2, R] int64 rows and copies to every rank.
@@ -149,10 +150,10 @@ class RowNumbers(NamedTuple):
 
 
 class RowLayout(NamedTuple):
-    """Where the parts of a packed row start: the token's values at 0, int32 slots, weights; all in bytes.
+    """Byte offsets of the parts of a packed row: the token's values at 0, then int32 slots, then weights.
 
-    Rows are multiples of 64 bytes, 16 values at least, and their parts aligned: kernels read the received ones where
-    they are, 16 bytes at a time.
+    Rows are multiples of 64 bytes, at least 16 values, and their parts are aligned, because kernels read received rows
+    in place, 16 bytes at a time.
     """
 
     slots_at: int
@@ -161,15 +162,15 @@ class RowLayout(NamedTuple):
 
     @classmethod
     def of(cls, x: Tensor, weights: Tensor) -> RowLayout:
-        """The layout of rows of x [T, H] with weights [T, K]."""
+        """Return the layout of rows of x [T, H] with weights [T, K]."""
         top_k, weight_bytes = weights.shape[1], weights.element_size()
         slots_at = -(-x.shape[1] * x.element_size() // 4) * 4
         weights_at = -(-(slots_at + 4 * top_k) // weight_bytes) * weight_bytes
-        # 64 at least: rows of no bytes could not be viewed as any dtype
+        # At least 64 bytes: rows of no bytes could not be viewed as any dtype.
         return cls(slots_at, weights_at, max(-(-(weights_at + weight_bytes * top_k) // 64) * 64, 64))
 
     def parts(self, buffer: Tensor, x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Rows [n, H], slots [n, K] int32 and weights [n, K] of a buffer [n, bytes]: views of it."""
+        """Return views of a buffer [n, bytes]: rows [n, H], slots [n, K] int32 and weights [n, K]."""
         top_k = weights.shape[1]
         rows = buffer.narrow(1, 0, x.shape[1] * x.itemsize).view(x.dtype)
         slots = buffer.narrow(1, self.slots_at, 4 * top_k).view(torch.int32)
@@ -178,11 +179,11 @@ class RowLayout(NamedTuple):
 
 
 class PackedRows(NamedTuple):
-    """What :func:`isoload.ops.pack_rows` returns: n rows by destination, then token.
+    """Result of :func:`isoload.ops.pack_rows`: n rows by destination, then token.
 
     payload [n, bytes] uint8, see :class:`RowLayout`; row_to_token [n] int64, T where the row is padding;
     row_to_rank [n] int64 destination, R where the row is padding; token_to_rows [T, D] int64 the token's rows by
-    ascending destination, n where there is none.
+    ascending destination, then n.
     """
 
     payload: Tensor
@@ -192,11 +193,11 @@ class PackedRows(NamedTuple):
 
 
 class Grouping(NamedTuple):
-    """What :func:`isoload.ops.group_copies` returns: C places, copies [N, K] sorted by slot, then row, then k.
+    """Result of :func:`isoload.ops.group_copies`: C places, copies [N, K] sorted by slot, then row, then k.
 
     copy [C] int64 the copy ``n * K + k`` at each place; slot [C] int64 its slot within the group; ends [S] int32 slot
     s's copies end before place ``ends[s]``: the offsets of a grouped GEMM; position [N, K] int64 the place of copy
-    (n, k), C where it is absent from this group. Behind the present copies lies the tail: copy 0, slot S-1.
+    (n, k), C if it is absent from this group. Places after the present copies have copy 0 and slot S-1.
     """
 
     copy: Tensor

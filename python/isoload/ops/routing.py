@@ -26,7 +26,7 @@ def share(
     rank: int | None = None,
     order: Order = "locality",
 ) -> Tensor:
-    """How many copies each source rank sends to each slot, so that over all ranks slot p gets quota[p].
+    """Return how many copies each source rank sends to each slot, so that over all ranks slot p gets quota[p].
 
     Args:
         loads: [R, E] or [L, R, E] int32 copies per source rank; for every expert their sum is its quotas' sum.
@@ -34,8 +34,8 @@ def share(
         tables: of the same layers.
         ranks_per_node: divides R.
         rank: one source rank, or None for all.
-        order: "locality" matches own rank, own node, then all (the most local and node-local copies this quota
-            permits); "rank_major" gives each replica one range of the expert's copies in source order.
+        order: "locality" matches own rank, own node, then all ranks (the most local and node-local copies that this
+            quota permits); "rank_major" gives each replica one range of the expert's copies in source order.
 
     Returns:
         [P] int32 for one rank, [R, P] for all (with a leading L if loads have one).
@@ -54,7 +54,7 @@ def share_by_rank(
     ranks_per_node: int,
     order: Order = "locality",
 ) -> Tensor:
-    """How many copies each source rank sends to each rank: :func:`share` of all rows, summed over a rank's slots.
+    """Return how many copies each source rank sends to each rank: :func:`share` of all rows, summed per rank.
 
     Args:
         loads, quota, tables, ranks_per_node, order: as in :func:`share`.
@@ -88,7 +88,7 @@ def route(
     tables: ReplicaTables,
     shared: SharedColumns | None = None,
 ) -> Tensor:
-    """The slot of every copy on this rank, exactly as often as the rank's send_counts say.
+    """Choose the slot of every copy on this rank, each slot exactly as often as send_counts states.
 
     Stable: the i-th copy of an expert (token order) goes to the first replica whose cumulative count exceeds i.
 
@@ -96,8 +96,8 @@ def route(
         counted: :func:`count` of this rank's ids [T, K].
         send_counts: [P] int32, this rank's row of :func:`share`.
         tables: of this layer's routed experts.
-        shared: the last columns are the shared experts', E and on, or -1 where all routed choices are; and where this
-            rank's copies of them go, as :func:`route_shared` has it.
+        shared: describes the last columns, which are the shared experts (ids E and on, or -1 where all routed choices
+            are -1), and the ranks of this rank's shared copies, chosen as :func:`route_shared` does.
 
     Returns:
         [T, K] slots in the dtype of the ids; -1 where they are -1. DeepEP's ``topk_idx``.
@@ -116,18 +116,19 @@ def route_sampled(
     step: Tensor | None = None,
     rank: int = 0,
 ) -> Tensor:
-    """Draws a replica for every copy, independently, with probability proportional to its weight.
+    """Draw a replica for every copy, independently, with probability proportional to its weight.
 
-    The published realisation of SGLang's ``dynamic`` and ``lp``. Counter based: copy i of the flattened topk_ids
-    uses word i of the stream ``seed``, so the draw is the same on every device.
+    The published realisation of SGLang's ``dynamic`` and ``lp``. The generator is counter-based: copy i of the
+    flattened
+    topk_ids uses word i of the stream ``seed``, so the draw is the same on every device.
 
     Args:
         topk_ids: [T, K] int32 or int64 logical experts; -1 = masked.
         weights: [P] float32, not negative, positive for a replica of every routed expert.
         tables: of this layer.
         seed: 64-bit.
-        step: [1] or [] int64 on the device of topk_ids: the batch's number, read when the kernel runs, as a captured
-            graph needs it. The stream is then that of seed, step and rank, as isoload.policies.sample_seed mixes them
+        step: [1] or [] int64 on the device of topk_ids: number of the batch, read when the kernel runs, as a captured
+            graph requires. The stream is then that of seed, step and rank, as isoload.policies.sample_seed mixes them
             on the host. None: seed alone.
         rank: this rank; read with step only.
 
@@ -148,18 +149,20 @@ def route_shared(
     rank: int,
     num_shared: int = 1,
 ) -> Tensor:
-    """The rank of every shared copy on this rank, exactly as often as the rank's share says.
+    """Choose the rank of every shared copy on this rank, each rank exactly as often as the rank's share states.
 
-    Ranks choose among the tokens that visit them: first the rank with fewest visitors to spare, and of those
-    first the tokens that fewest other ranks can take. Tokens left over stay home, then go where copies are missing.
-    Every shared expert takes its part of every rank's copies.
+    Ranks choose among the tokens that visit them: first the rank with the fewest visitors to spare, and among its
+    tokens
+    first those that the fewest other ranks can take. Remaining tokens stay on this rank up to its share, then go to
+    ranks
+    that lack copies. Every shared expert gets its part of every rank's copies.
 
     Args:
         slots: [T, K] int32 or int64 routed slots of this rank's tokens; -1 = absent.
         source_quota: [R] int32, this rank's row of :func:`plan_waterfill`; sums to num_shared times the tokens that
             have a slot.
         slots_per_rank: S; slot p is on rank p // S.
-        rank: this rank, the home of its tokens.
+        rank: this rank, the source of the tokens.
         num_shared: shared experts, 1..1024.
 
     Returns:
@@ -183,12 +186,13 @@ def route_shared_sampled(
     seed: int = 0,
     step: Tensor | None = None,
 ) -> Tensor:
-    """Draws the rank that computes each token's shared expert, as Waterfill was published (papers/001).
+    """Draw the rank that computes each token's shared expert, as Waterfill was published (papers/001).
 
     For comparison: a draw meets no quota. Every rank below a target is drawn in proportion to its slack
-    target - load; the own rank is preferred 11 to 10. Where no candidate has a weight, the own rank keeps the
-    copy unless a candidate's load times 11 is below the kept one's times 10. Candidates are compared in rank order;
-    visited ones of dynamic in the order of the token's slots, as SGLang does.
+    target - load; the own rank is preferred 11 to 10. If no candidate has a weight, the own rank keeps the copy,
+    unless a
+    candidate's load times 11 is below the own rank's times 10. Candidates are compared in rank order; visited ones of
+    dynamic in the order of the token's slots, as SGLang does.
 
     ========  =====================================  ============================  ==========================
     rule      load of rank r                         target: the mean, up, of      candidates
@@ -200,21 +204,24 @@ def route_shared_sampled(
     ========  =====================================  ============================  ==========================
 
     static and dynamic are SGLang's (PR 19290), without its two waits for the device and its limit of 32 ranks
-    (here 1024). Fewer than 64 rows, padding included, stay at home. Weights are rounded down after the preference.
-    Row i draws ``((i ^ rank * 0x9E3779B9) * 1664525 + 1013904223) mod 2^32 mod total``, the same in every layer and
-    step: an arithmetic sequence, mostly evener than chance but far off the weights where the step and the total
-    share factors. blog has no such gate, weighs own slack 11 and other slack 10, and row i draws word i of the
-    stream ``seed`` (SplitMix64) mod total; the modulo's bias is below total / 2^64.
+    (here 1024). With fewer than 64 rows, padding included, all shared copies stay on the own rank. Weights are rounded
+    down after the preference. Row i draws ``((i ^ rank * 0x9E3779B9) * 1664525 + 1013904223) mod 2^32 mod total``, the
+    same in every layer and step. This is an arithmetic sequence: mostly more even than chance, but far off the
+    weights if
+    its step and the total share factors. blog has no minimum of rows, weighs own slack 11 and other slack 10, and row
+    i
+    draws word i of the stream ``seed`` (SplitMix64) mod total; the modulo's bias is below total / 2^64.
 
     Args:
         slots: [T, K] int32 or int64 routed slots; -1 = absent. K counts absent copies too.
         load: [R] int32 or int64 routed copies per destination rank: of this rank's tokens (static) or of all.
         tokens: [R] int32 tokens per source rank; may be None for static, which ignores it.
-        slots_per_rank: S of the slots given.
+        slots_per_rank: S of the given slots.
         rank: this rank.
         rule: "static", "dynamic", "blog", or "blog_all": blog with all ranks as candidates.
         seed: 64-bit, used by blog and blog_all only.
-        step: the batch's number on the device, see :func:`isoload.ops.route_sampled`; the stream is then that of seed,
+        step: number of the batch on the device, see :func:`isoload.ops.route_sampled`; the stream is then that of
+            seed,
             step and rank.
 
     Returns:
@@ -239,7 +246,7 @@ def balance_own(
     layer: int = 0,
     sweeps: int = 6,
 ) -> tuple[Tensor, Tensor]:
-    """:func:`count`, :func:`plan_own` and :func:`route` in one op: the same slots. On a GPU one kernel of few copies.
+    """Run :func:`count`, :func:`plan_own` and :func:`route` in one op with the same slots; on a GPU in one kernel.
 
     Args:
         topk_ids: [T, K] int32 or int64 logical experts, each with a replica; -1 = masked.
@@ -250,7 +257,7 @@ def balance_own(
         [T, K] slots in the dtype of topk_ids, -1 where masked; and [E] int32 counts.
 
     Raises:
-        ValueError: naming the argument, the rule and the value; ``recent`` and ``sent`` are then as they were.
+        ValueError: names the argument, the rule and the value; ``recent`` and ``sent`` are then unchanged.
     """
     layout = (tables.data, tables.num_experts, tables.num_ranks, tables.num_slots)
     return call(_balance_own, topk_ids, *layout, offset, ticks, recent, sent, source, layer, sweeps)
@@ -274,9 +281,9 @@ def balance_same(
     ranks_per_node: int | None = None,
     sweeps: int | None = None,
 ) -> tuple[Tensor, Tensor, ExactSplit]:
-    """:func:`count`, :func:`plan_exact` and :func:`route` in one op, where all copies count as rank 0's.
+    """Run :func:`count`, :func:`plan_exact` and :func:`route` in one op, with all copies counted as rank 0's.
 
-    Its share of the quota is then the quota: every rank computes the same slots, and nothing is exchanged.
+    Rank 0's share of the quota is the whole quota: every rank computes the same slots, and nothing is exchanged.
 
     Args:
         topk_ids: [T, K] int32 or int64 logical experts, each with a replica; -1 = masked.
@@ -284,11 +291,11 @@ def balance_same(
         tolerance, budget, ticks, objective, ranks_per_node, sweeps: see :func:`plan_exact`.
 
     Returns:
-        [T, K] slots in the dtype of topk_ids, -1 where masked; [R, E] int32 loads, 0 but for rank 0's; the
+        [T, K] slots in the dtype of topk_ids, -1 where masked; [R, E] int32 loads, 0 except in rank 0's row; the
         split, whose send_counts are rank 0's.
 
     Raises:
-        ValueError: naming the argument, the rule and the value.
+        ValueError: names the argument, the rule and the value.
     """
     options = split_options(tables, tolerance, budget, objective, ranks_per_node, sweeps)
     layout = (tables.data, tables.num_experts, tables.num_ranks, tables.num_slots)
@@ -312,25 +319,26 @@ def append_shared_expert(
     slots_per_rank: int | None = None,
     weight: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """Adds a column per shared expert and makes room for its slot behind every rank's routed ones.
+    """Append a column per shared expert, and renumber slots so that its slot follows every rank's routed ones.
 
     Routed slot p becomes ``p // routed_per_rank * S + p % routed_per_rank``; shared expert j on rank r is slot
-    ``r * S + routed_per_rank + j``. With one shared expert this is SGLang's layout (PR 20089). The same call
-    appends the *logical* ids of shared experts: slots = logical ids, ranks = 0 and routed_per_rank = E give
-    E..E+n-1 and leave the routed ids alone.
+    ``r * S + routed_per_rank + j``. With one shared expert this is SGLang's layout (PR 20089). The same call appends
+    the
+    *logical* ids of shared experts: slots = logical ids, ranks = 0 and routed_per_rank = E give E..E+n-1 and leave the
+    routed ids unchanged.
 
     Args:
         slots: [T, K] int32 or int64 routed slots, routed_per_rank on every rank; -1 = absent.
         weights: [T, K] float32 or float64 gate weights; may require grad.
         ranks: [T, n] int32, the rank that computes each of the token's n shared experts; -1 = none.
-        routed_per_rank: routed slots per rank in the ids given.
-        slots_per_rank: S of the ids returned. Default: routed_per_rank + n.
+        routed_per_rank: routed slots per rank in the given ids.
+        slots_per_rank: S of the returned ids. Default: routed_per_rank + n.
         weight: gate weight of every shared copy, a constant. A model that scales the sum of its experts by
             ``routed_scaling_factor`` afterwards needs 1 / that factor (1.0 if it is 0).
 
     Returns:
-        slots [T, K + n] and weights [T, K + n] in the dtypes given. Absent copies weigh 0; a token without any
-        routed copy is padding, its shared copies are absent too.
+        slots [T, K + n] and weights [T, K + n] in the dtypes of the arguments. Absent copies weigh 0; a token without
+        any routed copy is padding, and its shared copies are absent too.
     """
     return call(_append_shared_expert, slots, weights, ranks, routed_per_rank, slots_per_rank, weight)
 

@@ -1,4 +1,4 @@
-"""Ops that fill spare slots with borrowed experts, bring their weights by address and return their gradients."""
+"""Ops that fill spare slots with borrowed experts, copy their weights by address and return their gradients."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def is_within_node(within: Within) -> bool:
 
 
 def fake_fill(slots: Tensor) -> tuple[Tensor, Tensor]:
-    """Filled slots and telemetry, as shapes."""
+    """Return filled slots and telemetry as fake tensors."""
     return like(slots), ints(slots, *slots.shape[:-1], 5)
 
 
@@ -41,18 +41,19 @@ def top_up(
     ranks_per_node: int | None = None,
     within: Within = "all",
 ) -> SlotFill:
-    """Fills the spare slots still empty, for a split of loads that are not quite those of the forecast.
+    """Fill the spare slots that are still empty with replicas of hot experts, against errors of a forecast.
 
     One slot after another: the expert with most copies per replica goes to the least loaded live rank that lacks it
-    and has room, where every expert counts as split evenly over its replicas (in 1/65536 copies, rounded down).
-    Experts without copies fill nothing.
+    and
+    has an empty spare slot. Every expert counts as split evenly over its replicas (in 1/65536 copies, rounded down).
+    Experts without copies are not placed.
 
     Args:
         loads: [E] or [R, E] int32 copies (leading L as slot_to_expert); sources are summed.
-        slot_to_expert: [P] or [L, P] int32, spare slots filled or not.
+        slot_to_expert: [P] or [L, P] int32, with empty or filled spare slots.
         home_slot, num_ranks, fixed, alive: as in :func:`isoload.ops.plan_fill`.
-        spare_slots: the last so many slots of every rank may be filled where they are -1.
-        ranks_per_node: divides R; None = R. Counted in the telemetry, which is of all spare slots.
+        spare_slots: how many slots of every rank may be filled if they are -1, the last ones.
+        ranks_per_node: divides R; None = R. Used in the telemetry, which covers all spare slots.
         within: "node": an expert goes only to ranks in the node of its home slot. "all": anywhere.
     """
     per_node = num_ranks if ranks_per_node is None else ranks_per_node
@@ -64,9 +65,9 @@ _borrow, _borrow_backward = op("borrow", lambda a: None), op("borrow_backward", 
 
 
 def addresses(stacks_per_rank: Sequence[Sequence[Tensor]]) -> Tensor:
-    """The table of addresses by which :func:`borrow` reaches the stacks of ranks that share this process.
+    """Return the table of addresses by which :func:`borrow` reaches the stacks of ranks in this process.
 
-    The table keeps no memory alive: hold the stacks as long as it is used.
+    The table does not keep memory alive: keep the stacks as long as the table is used.
 
     Args:
         stacks_per_rank: [R][W] contiguous tensors, [rows, ...] each; stack w has rows of one shape and dtype on every
@@ -107,25 +108,26 @@ def borrow(
     *,
     blocks: int = 32,
 ) -> None:
-    """Copies the weights of the experts in a rank's spare slots from their homes, byte for byte.
+    """Copy the weights of the experts in a rank's spare slots from their home slots, byte for byte.
 
-    One kernel per eight stacks, led by the plan on the device. The homes' weights must be in place before, on every
-    rank, and stay until it has run; the op orders nothing between ranks.
+    One kernel per eight stacks reads the plan on the device. The home weights must be complete on every rank before
+    the
+    kernel starts, and must not change until it ends; the op does not synchronise ranks.
 
     Args:
         slot_to_expert: [P] int32, of a plan; the last spare_slots of every rank hold borrowed experts, -1 = empty.
-        home: [E, 2] int32 rank and weight row of every expert's home; (-1, -1) = none.
+        home: [E, 2] int32 rank and weight row of every expert's home slot; (-1, -1) = none.
         peers: [R, W] int64 address of row 0 of stack w on rank r, as this rank reaches it (:func:`addresses`); 0 =
             none. Rows there are as long as those of ``spare[w]``.
-        spare: W stacks [spare_slots, ...] of any dtype, contiguous; rows of filled slots are written, others stay.
+        spare: W stacks [spare_slots, ...] of any dtype, contiguous; rows of filled slots are written, others are not.
         num_ranks: R, divides P.
         rank: this rank.
-        blocks: the most thread blocks on CUDA; the rest of the device stays free for what runs beside.
+        blocks: limit of thread blocks on CUDA; the rest of the device stays free for kernels that run concurrently.
 
-    Where an expert or its home is out of range, or an address 0, CUDA leaves the row as it is.
+    If an expert or its home is out of range, or an address is 0, CUDA does not write the row.
     """
     call(_borrow, slot_to_expert, home, peers, list(spare), num_ranks, rank, blocks)
-    # autograd must find that rows it saved are overwritten; the op alone does not tell it
+    # Autograd must detect that saved rows are overwritten; the op alone does not report it.
     increment_version(spare)
 
 
@@ -141,20 +143,20 @@ def borrow_backward(
     *,
     blocks: int = 32,
 ) -> None:
-    """Adds the gradients of a rank's lent experts to its home rows: borrowing ranks in order, their slots in order.
+    """Add the gradients of a rank's lent experts to its home rows, by borrowing rank and then by slot.
 
-    The order is fixed, so the sum has the same bits on every device and every time (a NaN stays a NaN).
+    The order is fixed, so the sum has the same bits on every device and in every run (a NaN stays a NaN).
 
     Args:
         slot_to_expert, home, num_ranks, rank: as in :func:`borrow`.
         peers: [R, W] int64 address of row 0 of rank r's gradient pool of stack w, [spare_slots, ...]; 0 = none.
-        totals: W stacks [homes, ...], contiguous, read and written: of the pools' dtype, where sums made in
-            max(float32, dtype) are rounded once; or float32 beside bfloat16 and float16 pools.
+        totals: W stacks [homes, ...], contiguous, read and written. Either of the pools' dtype: sums are then computed
+            in max(float32, dtype) and rounded once. Or float32 for bfloat16 and float16 pools.
         spare_slots: rows of every pool.
         dtype: of the pools: float64, float32, bfloat16 or float16.
-        blocks: the most thread blocks on CUDA.
+        blocks: limit of thread blocks on CUDA.
 
-    Where an expert or its home is out of range, or an address 0, CUDA adds nothing.
+    If an expert or its home is out of range, or an address is 0, CUDA adds nothing.
     """
     on = (num_ranks, rank, spare_slots, dtype, blocks)
     call(_borrow_backward, slot_to_expert, home, peers, list(totals), *on)
@@ -186,11 +188,14 @@ def plan_fill(
 ) -> SlotFill:
     """Fill spare slots with experts of overloaded ranks, for a split over the filled slots that follows.
 
-    At a level the largest copies on any rank above it go, whole if they fit, to the roomiest rank below it that has a
-    free spare slot or holds the expert already. The first level is the capacity. Where spare slots do not suffice for
-    it, or where imports have a price, up to five higher levels are tried. The cheapest level is returned, where a level
-    costs its largest load plus the imports of the busiest importer plus the exports of the busiest exporter. Nothing is
-    imported if no level costs less than the copies at the start. No expert comes twice to a rank.
+    For a level, the largest copies on each rank above the level go, whole if they fit, to the rank with the most free
+    capacity below it that has a free spare slot or holds the expert already. The first level is the capacity. If the
+    spare slots do not suffice for it, or if imports have a price, up to five higher levels are tried. The cheapest
+    level
+    is returned: the cost of a level is its largest load plus the imports of the busiest importer plus the exports of
+    the
+    busiest exporter. Nothing is imported if no level costs less than the copies at the start. A rank gets an expert at
+    most once.
 
     Args:
         loads: [E] or [R, E] int32 copies (leading L as slot_to_expert); sources are summed.
@@ -199,20 +204,20 @@ def plan_fill(
         home_slot: [E] int32 (leading L as above) slot that owns each expert's weights.
         num_ranks: R, divides P.
         spare_slots: how many experts a rank can import.
-        fixed: [R] int32 copies that ranks carry besides and cannot give away (leading L as above).
+        fixed: [R] int32 copies that ranks carry in addition and cannot give away (leading L as above).
         start: [P] int32 copies per slot before any import (leading L as above), e.g. the quota of the exact split
             over replicas; adds up to the loads. None = all in home slots (plain EP).
-        alive: [R] bool; ranks that are not import nothing. None = all.
+        alive: [R] bool; dead ranks import nothing. None = all are alive.
         ranks_per_node: divides R; None = R.
         capacity_factor: the lowest level, 1..1000 times the mean load of the live ranks, rounded up.
         imbalance_threshold: up to this max / mean load of the ranks nothing moves, 0..1000.
-        per_expert: the threshold is about max / mean of the experts instead.
-        min_chunk: copies, at least 1; a rank that is above a level by less lends nothing (more).
+        per_expert: the threshold compares max / mean of the experts, not of the ranks.
+        min_chunk: copies, at least 1; a rank whose excess over a level is smaller lends nothing (more).
         import_costs: copies that could be computed in the time of an import, (from the own node, from another),
-            0..2^30. An expert moves only with more copies than it costs, and to the rank with most room besides.
+            0..2^30. An expert moves only if its copies exceed this cost, and to the rank with most capacity after it.
         export_costs: the same for the rank of the home slot, (to its own node, to another).
-        within: "node": an expert is borrowed only in the node of its home slot, and the capacity and the threshold are
-            about the mean load of the most loaded node. "all": anywhere.
+        within: "node": an expert is borrowed only in the node of its home slot, and the capacity and the threshold
+            relate to the mean load of the most loaded node. "all": anywhere.
     """
     for name, value, low in (
         ("capacity_factor", capacity_factor, 1),

@@ -14,19 +14,20 @@ FIELDS = ("header", "offsets", "slots", "ranks", "solo", "split", "order", "clas
 
 @dataclass(frozen=True)
 class ReplicaTables:
-    """All that planners and routers read of a placement; made by :func:`isoload.ops.replica_tables`.
+    """The slots of every expert, read by planners and routers; made by :func:`isoload.ops.replica_tables`.
 
-    ``data [..., size]`` holds the fields below one after another, per layer. Two slots of one expert on one rank
-    count once, as the lower. A *replicated* expert has replicas on two or more ranks.
+    ``data [..., size]`` holds the fields below one after another, per layer. Of two slots of one expert on one rank
+    only
+    the lower counts. A *replicated* expert has replicas on two or more ranks.
 
     Fields (all int32, with the leading dimension of ``data``):
         header    [2]    number of replicated experts, number of classes
         offsets   [E+1]  expert e's replicas are ``slots[offsets[e]:offsets[e+1]]``
-        slots     [P]    replicas of every expert, ascending; tail -1
-        ranks     [P]    ``slots // S``; tail -1
-        solo      [P]    the expert whose only replica slot p is, else -1
+        slots     [P]    replicas of every expert, ascending; unused entries are -1
+        ranks     [P]    ``slots // S``; unused entries are -1
+        solo      [P]    the expert whose only replica is slot p, else -1
         split     [P]    index into ``order`` of the replicated expert in slot p, else -1
-        order     [E]    replicated experts, class by class; tail -1
+        order     [E]    replicated experts, class by class; unused entries are -1
         classes   [E+1]  class k is ``order[classes[k]:classes[k+1]]``; its experts share no rank
     """
 
@@ -37,11 +38,11 @@ class ReplicaTables:
 
     @staticmethod
     def size(num_experts: int, num_slots: int) -> int:
-        """Length of one layer's buffer in int32."""
+        """Return the length of one layer's buffer in int32."""
         return 2 + 3 * num_experts + 2 + 4 * num_slots
 
     def field(self, name: str) -> Tensor:
-        """A view of one field, ``[..., length]``."""
+        """Return a view of one field, ``[..., length]``."""
         if name not in FIELDS:
             raise ValueError(f"name must be one of {', '.join(FIELDS)}, got {name!r}")
         experts, slots, at = self.num_experts, self.num_slots, FIELDS.index(name)
@@ -49,11 +50,11 @@ class ReplicaTables:
         return self.data.narrow(-1, sum(lengths[:at]), lengths[at])
 
     def __getitem__(self, layer: int) -> ReplicaTables:
-        """The tables of one layer of a batch."""
+        """Return the tables of one layer of a batch."""
         return ReplicaTables(self.data.select(0, layer), self.num_ranks, self.num_experts, self.num_slots)
 
     def is_replica(self) -> Tensor:
-        """[..., P] bool: slots that take copies (not empty, and the lowest of their expert on their rank)."""
+        """Return [..., P] bool: slots that take copies (not empty, and the lowest of their expert on their rank)."""
         return torch.logical_or(self.field("solo") >= 0, self.field("split") >= 0)
 
 
@@ -61,7 +62,7 @@ _replica_tables = op("replica_tables", lambda a: None)
 
 
 def replica_tables(slot_to_expert: Tensor, num_ranks: int, num_experts: int) -> ReplicaTables:
-    """Derives the tables that planners and routers read from a placement.
+    """Derive the tables that planners and routers read from a placement.
 
     Args:
         slot_to_expert: [P] or [L, P] int32; -1 = empty. Ids outside -1..E-1 behave as -1.

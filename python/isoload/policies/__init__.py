@@ -1,4 +1,4 @@
-"""Online policies: one file each, one protocol (base.py), one registry. published/: forms of others, to compare."""
+"""Online policies: one file per family, one protocol (base.py), one registry. published.py holds those of others."""
 
 from isoload.placement.placed_layers import PlacedLayers
 from isoload.policies.base import (

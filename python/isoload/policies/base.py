@@ -1,19 +1,19 @@
-"""The protocol of an online policy, four small parts, each with a default; and the registry of policies by name.
+"""The protocol of an online policy, five methods with defaults, and the registry of policies by name.
 
-A policy is a frozen dataclass whose fields are its options. It never waits for a device and never exchanges anything
+A policy is a frozen dataclass whose fields are its options. It never waits for a device and never communicates
 between ranks: from the same loads every rank computes the same plan.
 
-    plan          loads, placed -> Plan        the three below, one after another
-    fill          demand, placed -> placed     which experts lie in the spare slots (default: none)
+    plan          loads, placed -> Plan        fill, split and share, one after another
+    fill          demand, placed -> placed     which experts the spare slots hold (default: none)
     split         demand, placed -> Plan       how many copies every slot takes (default: exact)
     share         loads, plan -> [R, P]        which source sends them (default: own rank first, then own node)
-    route_shared  slots, plan -> [T, n]        where every token's shared experts are computed (default: at home)
+    route_shared  slots, plan -> [T, n]        rank of every token's shared experts (default: the token's rank)
 
-What it is, it declares: see the attributes of :class:`Policy`. A policy that draws has weights in place of the share:
-:class:`Seeded`.
+Class attributes declare a policy's requirements, for example whether it needs loads per source rank: see
+:class:`Policy`. A policy that samples has weights and no share: :class:`Seeded`.
 
-Mixes need no new class: a policy that fills takes the splitting one as option ``split_by``, one that places shared
-experts takes the policy of the routed ones as option ``routed``; both accept any policy.
+Policies combine without a new class. A policy that fills spare slots takes the splitting policy as option
+``split_by``; a policy that places shared experts takes the policy of the routed experts as option ``routed``.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from isoload.policies.plan import (
 
 GOLDEN = 0x9E3779B97F4A7C15  # spreads layer, step and rank over the 64-bit seeds of sampled routes
 Needs = Literal["sum", "per_source"]
-EVEN: dict[str, Any] = {"budget": 0, "sweeps": 0}  # plan_exact's start, copies spread evenly over replicas
+EVEN: dict[str, Any] = {"budget": 0, "sweeps": 0}  # plan_exact's start: copies spread evenly over replicas
 
 
 class Demand(NamedTuple):
@@ -50,9 +50,9 @@ class Demand(NamedTuple):
 
     loads   [E] or [R, E] int32  copies of the routed experts
     tokens  [R] int32            tokens of each source rank that need the shared experts; None without any
-    at_home [R] int32            shared copies per rank if all stay home; None without shared experts
-    gathered [R, E + n] int32    loads with the shared experts' columns behind; None without shared experts
-    rank                         the source whose part of the share is wanted; None: no one's
+    at_home [R] int32            shared copies per rank if all stay on their token's rank; None without shared experts
+    gathered [R, E + n] int32    loads, followed by the shared experts' columns; None without shared experts
+    rank                         the source rank whose part of the share is needed; None = no rank
     """
 
     loads: Tensor
@@ -64,7 +64,7 @@ class Demand(NamedTuple):
 
     @classmethod
     def of(cls, loads: Tensor, placed: PlacedLayers, rank: int | None = None) -> Demand:
-        """Take loads apart: the last num_shared columns say how many tokens of each source need the shared experts."""
+        """Split loads into routed copies and tokens: the last num_shared columns count the tokens per source."""
         if placed.shared_home is None:
             return cls(loads, rank=rank)
         tokens = loads.select(-1, placed.host.num_routed)
@@ -81,21 +81,21 @@ class Demand(NamedTuple):
 
     @property
     def routed(self) -> Demand:
-        """Without the shared experts."""
+        """Return the demand without the shared experts."""
         return self if self.tokens is None else Demand(self.loads, last=self.last)
 
 
 @dataclass(frozen=True)
 class Policy:
-    """Base of all policies; by itself it fills nothing, splits exactly and leaves shared experts at home.
+    """Base of all policies. The base fills nothing, splits exactly and computes shared experts on the token's rank.
 
-    needs    which loads it reads: [E] sums or [R, E] per source rank
-    borrows  whether it fills spare slots, so that weights must be copied there before the experts run
-    ahead    whether its fill is worth making before the batch, from predicted loads (isoload.balancing.planning.fill)
-    samples  whether routed copies draw their slots: its plans have weights in place of a quota
-    keeps_local  whether copies whose expert has a slot on their own rank stay there, whatever the loads
-    plans_on_host  whether it plans on the CPU whatever the loads' device: for loads on a GPU the host waits for them,
-                 once per plan, and where slots are filled ahead once per fill and once per split
+    needs    loads that the policy reads: [E] sums or [R, E] per source rank
+    borrows  whether the policy fills spare slots, so that weights must be copied there before the experts run
+    ahead    whether filling before the batch, from predicted loads, pays (isoload.balancing.planning.fill)
+    samples  whether routed copies draw their slots: the plans then have weights and no quota
+    keeps_local  whether copies whose expert has a slot on their own rank always stay there
+    plans_on_host  whether the policy always plans on the CPU. For loads on a GPU the host then waits, once per plan;
+                 where slots are filled ahead, once per fill and once per split
     """
 
     name: ClassVar[str]
@@ -108,16 +108,16 @@ class Policy:
 
     @property
     def cpu_only(self) -> bool:
-        """Whether plans can be made on the CPU alone."""
+        """Whether plans can be made on the CPU only."""
         return False
 
     def __post_init__(self) -> None:
-        """Raises ValueError for options that cannot be. A subclass with rules of its own comes here first."""
-        if not torch.compiler.is_compiling():  # in a graph policies are made of checked ones
+        """Validate the options. A subclass with rules of its own calls this method first."""
+        if not torch.compiler.is_compiling():  # compiled code makes policies only from validated ones
             check_options(self)
 
     def check(self, placement: Placement) -> None:
-        """Raises ValueError for a placement that it cannot plan, whatever the loads."""
+        """Raise ValueError for a placement that the policy cannot plan."""
 
     def plan(
         self,
@@ -131,14 +131,14 @@ class Policy:
     ) -> Plan:
         """Return the plan of one batch: fill, split and share.
 
-        Loads and placement are those that :func:`isoload.plan` has checked, or that a Balancer has made.
+        Loads and placement must have been checked, as :func:`isoload.plan` and the Balancer do.
 
         Args:
             loads: [E] or [R, E] int32.
             placed: the layer, or all layers.
             rank: the source rank whose send_counts are part of the plan; None = none.
             filled, step: see :func:`isoload.plan`.
-            split: in place of :meth:`split`; see :func:`isoload.policies.borrowing.keeping_local`.
+            split: replaces :meth:`split`; see :func:`isoload.policies.borrowing.keeping_local`.
         """
         demand = Demand.of(loads, placed, rank)
         if filled is None:
@@ -147,7 +147,7 @@ class Policy:
             raise ValueError(
                 f"filled must be of the placement and layer that are planned, {placed.layer}, got {filled.layer}"
             )
-        elif filled.quota is not None:  # the quota of other loads
+        elif filled.quota is not None:  # that quota is of other loads
             filled = replace(filled, quota=None)
         plan = self.split(demand, filled) if split is None else split(demand, filled)
         if demand.tokens is not None:
@@ -157,25 +157,29 @@ class Policy:
         return replace(plan, step=step) if isinstance(step, Tensor) or step else plan
 
     def fill(self, demand: Demand, placed: PlacedLayers) -> PlacedLayers:
-        """The slots of this batch: those of the placement, spare slots filled if the policy borrows."""
+        """Return the slots of this batch: the placement's slots, with spare slots filled if the policy borrows."""
         return placed
 
     def split(self, demand: Demand, placed: PlacedLayers) -> Plan:
-        """How many copies every slot takes, and where shared copies go (``plan.shared`` None: they stay home).
+        """Decide how many copies every slot takes, and where shared copies go (``plan.shared`` None: the token's
+        rank).
 
-        The quota is of the routed slots: :func:`isoload.plan` adds the shared ones, unless ``plan.shared`` says that
-        they are in it. Where the same op makes the share of ``demand.rank``, it goes with it, as send_counts.
+        The quota is of the routed slots. :func:`isoload.plan` adds the shared copies unless ``plan.shared.in_quota``
+        is
+        set. If the op also computes the share of ``demand.rank``, the plan has it as send_counts.
         """
         return exact_plan(self, demand, placed)
 
     def share(self, loads: Tensor, plan: Plan, rank: int | None, order: Order) -> Tensor:
-        """Source ranks' parts of the routed quota: [..., P] for one rank, [..., R, P] for all, from [..., R, E]."""
+        """Return the source ranks' parts of the routed quota: [..., P] for one rank, [..., R, P] for all; loads
+        [..., R, E].
+        """
         assert plan.quota is not None
         per_node = plan.topology.ranks_per_node
         return ops.share(loads, plan.quota, plan.tables, per_node, rank, order)
 
     def route_shared(self, slots: Tensor, plan: Plan, rank: int) -> Tensor:
-        """[T, n] int32 the rank of every token's shared experts, given its routed slots [T, K]; -1 = no token."""
+        """Return the [T, n] int32 rank of every token's shared experts, from its routed slots [T, K]; -1 = no token."""
         assert plan.shared is not None
         placed, by_rank = plan.placed, plan.shared.by_rank
         if by_rank is None:
@@ -186,7 +190,7 @@ class Policy:
 
 
 def with_shared(plan: Plan, demand: Demand, placed: PlacedLayers) -> Plan:
-    """Add the shared copies to a plan and to its quota; where the policy does not place them, they stay home."""
+    """Add the shared copies to a plan and its quota; on their token's rank unless the policy places them."""
     assert demand.tokens is not None and demand.at_home is not None
     shared = plan.shared or SharedPlan("home", demand.tokens)
     if shared.in_quota:
@@ -196,19 +200,19 @@ def with_shared(plan: Plan, demand: Demand, placed: PlacedLayers) -> Plan:
             copies = (demand.at_home // placed.num_shared).unsqueeze(-1)
         else:
             copies = per_expert(shared.by_rank, placed.num_shared).sum(-3, dtype=torch.int32)
-        shared_part(plan.quota, placed).add_(copies)  # in which the split left 0
+        shared_part(plan.quota, placed).add_(copies)  # the split left 0 in these slots
     return replace(plan, shared=shared)
 
 
 def shared_part(per_slot: Tensor, placed: PlacedLayers) -> Tensor:
-    """[..., R, n] the shared slots of per_slot [..., P], a view."""
+    """Return a view [..., R, n] of the shared slots of per_slot [..., P]."""
     per_rank = per_slot.view(*per_slot.shape[:-1], placed.topology.num_ranks, -1)
     return per_rank.narrow(-1, placed.first_shared, placed.num_shared)
 
 
 @dataclass(frozen=True)
 class Seeded(Policy):
-    """Base of policies that draw. Options: seed, and step (the batch's number, to which a plan's own is added)."""
+    """Base of policies that sample. Options: seed, and step (number of the batch; a plan's own step is added)."""
 
     seed: int = 0
     step: int = 0
@@ -219,7 +223,7 @@ class Seeded(Policy):
         check_seed("step", self.step)
 
     def weights_of(self, plan: Plan, rank: int) -> Tensor:
-        """[..., P] float32 weights with which a source rank's copies draw their slots, of a plan that is sampled."""
+        """Return the [..., P] float32 weights by which a source rank's copies draw their slots, for a sampled plan."""
         assert plan.weights is not None
         return plan.weights
 
@@ -230,16 +234,16 @@ def check_seed(name: str, seed: int) -> None:
 
 
 def sum_sources(loads: Tensor, placed: PlacedLayers) -> Tensor:
-    """[..., E] copies per expert, from loads with or without a source dimension."""
+    """Return the [..., E] copies per expert, from loads with or without a source dimension."""
     return loads if loads.dim() == placed.home_slot.dim() else loads.sum(-2, dtype=torch.int32)
 
 
 def exact_plan(
     policy: Policy, demand: Demand, placed: PlacedLayers, rank: int | None = None, **options: Any
 ) -> Plan:
-    """The Plan of the optimal quota of these slots, with a source rank's send_counts.
+    """Return the Plan with the optimal quota of these slots, and a source rank's send_counts.
 
-    options: of :func:`isoload.ops.plan_exact`; by default beside the shared copies at home.
+    options: of :func:`isoload.ops.plan_exact`. By default the ranks also carry the shared copies of their own tokens.
     """
     solution = solve(demand, placed, rank=rank, **options)
     send_counts = None if rank is None else solution.send_counts
@@ -255,21 +259,21 @@ def exact_plan(
 
 
 def solve(demand: Demand, placed: PlacedLayers, **options: Any) -> ops.ExactSplit:
-    """:func:`isoload.ops.plan_exact` of these slots; by default beside the shared copies at home."""
+    """Run :func:`isoload.ops.plan_exact` on these slots, by default above the shared copies of own tokens."""
     per_node = placed.topology.ranks_per_node
     how = {"fixed": demand.at_home, "ticks": placed.ticks, "ranks_per_node": per_node, **options}
     return ops.plan_exact(demand.loads, placed.tables, **how)
 
 
 def even_split(demand: Demand, placed: PlacedLayers) -> ops.ExactSplit:
-    """The exact solver's start: copies spread evenly over replicas, with the lower bound that costs nothing."""
+    """Return the exact solver's start: copies spread evenly over replicas, with a lower bound that needs no search."""
     return solve(demand, placed, **EVEN)
 
 
 def chosen_plan(
     policy: Policy, quota: Tensor, demand: Demand, placed: PlacedLayers, telemetry: Tensor | None = None
 ) -> Plan:
-    """The Plan of a quota that was not made by the solver: its peak, and a bound beside it."""
+    """Return the Plan of a quota that the solver did not make, with its peak and a lower bound."""
     peak = rank_cost(quota, placed.topology, demand.at_home).amax(-1)
     bound = torch.minimum(even_split(demand, placed).bound, peak)
     return Plan(placed, policy, quota, peak, bound, telemetry)
@@ -278,20 +282,20 @@ def chosen_plan(
 def sampled_plan(
     policy: Policy, weights: Tensor, demand: Demand, placed: PlacedLayers, telemetry: Tensor | None = None
 ) -> Plan:
-    """The Plan of a policy whose copies draw their slots with these weights [..., P]."""
+    """Return the Plan of a policy whose copies draw their slots with these weights [..., P]."""
     bound = even_split(demand, placed).bound
     return Plan(placed, policy, None, None, bound, telemetry, weights)
 
 
 def sample_seed(plan: Plan, rank: int) -> tuple[int, Tensor | None]:
-    """The random stream of one rank, layer and batch of a sampled policy: seed and step of the ops that draw.
+    """Return the random stream of one rank, layer and batch of a sampled policy: seed and step of the ops that draw.
 
-    Where the plan's step is a tensor, the op mixes it and the rank in; the policy's own step is added to the seed, as
-    mixing adds them.
+    If the plan's step is a tensor, the op mixes the step and the rank in. The policy's own step is added to the seed,
+    which gives the same result as adding it to the batch's step.
     """
     policy = plan.policy
     seed, step = (policy.seed, policy.step) if isinstance(policy, Seeded) else (0, 0)
-    mixed = mix(seed, 0)  # else layer 1 of a seed would draw as layer 0 of the next
+    mixed = mix(seed, 0)  # otherwise layer 1 of a seed would draw as layer 0 of the next seed
     seed = mix(mixed, plan.layer or 0)
     if isinstance(plan.step, Tensor):
         return (seed + step) % 2**64, plan.step
@@ -299,7 +303,7 @@ def sample_seed(plan: Plan, rank: int) -> tuple[int, Tensor | None]:
 
 
 def mix(seed: int, part: int) -> int:
-    """One more number in a 64-bit seed, as csrc/random_word.h does."""
+    """Mix one more number into a 64-bit seed, as csrc/random_word.h does."""
     seed = (seed + part + 1) * GOLDEN % 2**64
     return seed ^ seed >> 31
 
@@ -309,7 +313,7 @@ _DEFAULTS: dict[str, Policy] = {}
 
 
 def register_policy(policy: type[Policy]) -> type[Policy]:
-    """Makes a policy known by its name; one of your own, too, where this may stand as a decorator.
+    """Register a policy class under its name; also usable as a decorator for your own policies.
 
     Raises:
         ValueError: the name is taken.
@@ -321,7 +325,7 @@ def register_policy(policy: type[Policy]) -> type[Policy]:
 
 
 def make_policy(policy: str | Policy, options: dict[str, Any] | None = None) -> Policy:
-    """A policy by name and options; a ready-made one passes through (and takes no options)."""
+    """Return a policy from its name and options; a Policy is returned unchanged and takes no options."""
     if isinstance(policy, Policy):
         if options:
             raise ValueError(f"options must be set on the policy itself, got {', '.join(options)}")
@@ -332,5 +336,5 @@ def make_policy(policy: str | Policy, options: dict[str, Any] | None = None) -> 
 
 
 def parse_policy(text: str) -> tuple[str, dict[str, Any]]:
-    """Name and options of a policy written ``name`` or ``name:option=value:option=value``."""
+    """Return name and options of a policy written ``name`` or ``name:option=value:option=value``."""
     return parse("policy", POLICIES, text)

@@ -1,8 +1,8 @@
 """Policies that borrow weights for one batch: ``llep``, ``spill_cost``, ``libra`` and ``hedge``.
 
-Each fills the spare slots by options of one fill (:func:`isoload.ops.plan_fill`); a second policy, by default
-``exact``, splits the copies over the filled slots. Copies whose expert is on their own rank may stay there, below
-the split of all other copies.
+Each fills the spare slots by its own options of one fill (:func:`isoload.ops.plan_fill`). A second policy, by default
+``exact``, splits the copies over the filled slots. Copies whose expert is on their own rank may stay there; the
+other copies are then split above them.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ Made = TypeVar("Made")
 
 
 class BorrowPolicy(Policy, ABC):
-    """Base: :meth:`fill` fills the spare slots; the copies go as it says, or as another policy splits them.
+    """Base: :meth:`fill` fills the spare slots; the copies follow the fill's quota or the split of another policy.
 
-    Options, for who has them: split_by, "fill" or any policy, e.g. "exact", "lp", "joint" or a Policy; in plans of a
-    fill without a quota, or that was made from other loads (isoload.balancing.planning.fill), "fill" means "exact".
-    slots: the most spare slots of a rank that are filled, the last ones; None = all.
+    Options, for subclasses that have them. split_by: "fill" or any policy, e.g. "exact", "lp", "joint" or a Policy.
+    For
+    a fill without a quota, or one made from other loads (isoload.balancing.planning.fill), "fill" means "exact".
+    slots: largest number of spare slots of a rank that are filled, the last ones; None = all.
     """
 
     borrows = True
@@ -53,7 +54,7 @@ class BorrowPolicy(Policy, ABC):
 
     @property
     def splitter(self) -> Policy:
-        """What splits the copies where the fill does not."""
+        """Policy that splits the copies if the fill does not."""
         return EXACT if self.split_by == "fill" else make_policy(self.split_by)
 
     @property
@@ -78,14 +79,14 @@ class BorrowPolicy(Policy, ABC):
 
     @abstractmethod
     def fill(self, demand: Demand, placed: PlacedLayers) -> PlacedLayers:
-        """The placed layers with filled spare slots, their quota if it has one, and telemetry."""
+        """Return the layers with filled spare slots, their quota if the fill has one, and telemetry."""
 
     def split(self, demand: Demand, placed: PlacedLayers) -> Plan:
         by_fill, policy = self.split_by == "fill", type(self)
         if by_fill and placed.quota is not None:
             return chosen_plan(self, placed.quota, demand, placed, placed.telemetry)
         if policy.split is not BorrowPolicy.split or policy.share is not BorrowPolicy.share:
-            demand = demand._replace(rank=None)  # which may split or share its own way
+            demand = demand._replace(rank=None)  # the other policy may split or share in its own way
         plan = self.splitter.split(demand, placed)
         keeps_name = by_fill or self.split_by == "exact"
         return replace(plan, policy=self if keeps_name else plan.policy, telemetry=placed.telemetry)
@@ -102,9 +103,10 @@ def fill_spare(
     begun: Tensor | None = None,
     **rules: Any,
 ) -> Made:
-    """What an op that fills spare slots makes of a placement and its topology.
+    """Run an op that fills spare slots, on a placement and its topology.
 
-    slots: the last ones of every rank that may be filled; None = all. begun: [..., P] with some filled already.
+    slots: how many spare slots of every rank may be filled, the last ones; None = all. begun: [..., P] slots of which
+    some are filled already.
     """
     return op(
         demand.loads,
@@ -122,9 +124,10 @@ def fill_spare(
 class FillPolicy(BorrowPolicy):
     """Base of policies that fill by levels (:func:`isoload.ops.plan_fill`) and split exactly over the filled slots.
 
-    Options, for who has them: split_by, a policy that splits over the filled slots in place of "exact".
-    refill_above: where the caller passes the last fill (isoload.balancing.planning.fill), it is kept while the exact
-    split over it has at most this imbalance; None = every batch is filled anew. slots: as of :class:`BorrowPolicy`.
+    Options, for subclasses that have them. split_by: a policy that replaces "exact" as the split over the filled
+    slots.
+    refill_above: if the caller passes the last fill (isoload.balancing.planning.fill), keep that fill while the exact
+    split over it has at most this imbalance; None = fill every batch. slots: see :class:`BorrowPolicy`.
     """
 
     split_by: str | Policy = "exact"
@@ -138,12 +141,14 @@ class FillPolicy(BorrowPolicy):
         check_range("refill_above", self.refill_above, 1, 1000)
 
     def fill_levels(self, demand: Demand, placed: PlacedLayers, **rules: Any) -> ops.SlotFill:
-        """:func:`isoload.ops.plan_fill` by a policy's rules, from the exact split over replicas if there are any."""
+        """Run :func:`isoload.ops.plan_fill` by a policy's rules, starting from the exact split over replicas."""
         start = solve(demand, placed).quota if placed.replicated else None
         return fill_spare(ops.plan_fill, demand, placed, self.slots, start=start, **rules)
 
     def filled(self, demand: Demand, placed: PlacedLayers, fill: ops.SlotFill) -> PlacedLayers:
-        """The layers with these slots, or with those of the last fill where the exact split over it is level enough."""
+        """Return the layers with these slots, or with those of the last fill if the exact split over it is level
+        enough.
+        """
         last, slots, telemetry = demand.last, fill.slot_to_expert, fill.telemetry
         if last is None or self.refill_above is None:
             return placed.fill(slots, telemetry=telemetry)
@@ -158,12 +163,12 @@ class FillPolicy(BorrowPolicy):
 
 
 def routed_homes(placed: PlacedLayers) -> Tensor:
-    """[..., E] home slots of the routed experts."""
+    """Return the [..., E] home slots of the routed experts."""
     return placed.home_slot.narrow(-1, 0, placed.host.num_routed)
 
 
 def may_keep_local(policy: Policy) -> bool:
-    """Whether copies can stay on their own rank beneath its split: not if it draws or fixes the share."""
+    """Whether copies can stay on their own rank below the policy's split: False if it samples or fixes the share."""
     if isinstance(policy, BorrowPolicy) and type(policy).share is BorrowPolicy.share:
         policy = policy.splitter
     return not policy.samples and type(policy).share is Policy.share
@@ -173,7 +178,7 @@ def keeping_local(policy: Policy) -> Callable[[Demand, PlacedLayers], Plan]:
     """Return :func:`split_above_local` of a policy.
 
     Raises:
-        ValueError: the policy draws or fixes the share.
+        ValueError: the policy samples or fixes the share.
     """
     if not may_keep_local(policy):
         raise ValueError(f"keep_local must be False for policy {policy.name}, which draws or fixes the share")
@@ -181,7 +186,7 @@ def keeping_local(policy: Policy) -> Callable[[Demand, PlacedLayers], Plan]:
 
 
 def held_experts(placed: PlacedLayers) -> Tensor:
-    """[..., R, E] int32: 1 where a rank has a slot that takes copies of the expert, else 0."""
+    """Return [..., R, E] int32: 1 where a rank has a slot that takes copies of the expert, else 0."""
     experts = _experts_of_slots(placed)
     resident = experts.new_zeros(*experts.shape[:-1], placed.tables.num_experts + 1, dtype=torch.int32)
     resident.scatter_(-1, experts, torch.ones_like(experts, dtype=torch.int32))
@@ -189,17 +194,17 @@ def held_experts(placed: PlacedLayers) -> Tensor:
 
 
 def _experts_of_slots(placed: PlacedLayers) -> Tensor:
-    """[..., R, S] int64 what each slot that takes copies holds; E = nothing."""
+    """Return the [..., R, S] int64 expert of each slot that takes copies; E = none."""
     tables = placed.tables
     experts = torch.where(tables.is_replica(), placed.slot_to_expert, tables.num_experts).long()
     return experts.view(*experts.shape[:-1], tables.num_ranks, -1)
 
 
 def split_above_local(policy: Policy, demand: Demand, placed: PlacedLayers) -> Plan:
-    """The split by a policy where copies whose expert has a slot on their own rank stay; loads [..., R, E].
+    """Split by a policy after all copies whose expert has a slot on their own rank stay there; loads [..., R, E].
 
-    The default share sends them nowhere else. The plan's bound is of all quotas, those that keep fewer copies too: the
-    one that costs nothing.
+    The default share then sends these copies nowhere else. The plan's bound is over all quotas, including those that
+    keep fewer copies local, and needs no search.
     """
     local_loads = held_experts(placed) * demand.loads  # [..., R, E]
     stay = local_loads.sum(-1, dtype=torch.int32)
@@ -218,14 +223,17 @@ def split_above_local(policy: Policy, demand: Demand, placed: PlacedLayers) -> P
 class LlepPolicy(FillPolicy):
     """Ranks above their capacity lend experts to less loaded ranks, and the copies are split exactly over all slots.
 
-    Starts from the exact split over resident replicas, and lends nothing where that is enough. No rank's load passes
-    the largest of that. Where spare slots run out, higher levels are tried, see :func:`isoload.ops.plan_fill`.
+    The fill starts from the exact split over resident replicas and lends nothing if that is level enough. No rank's
+    load
+    exceeds the peak of that split. If the spare slots do not suffice, higher levels are tried, see
+    :func:`isoload.ops.plan_fill`.
 
-    Options: capacity (times the mean load), min_chunk (copies: a rank that is above its capacity by less lends nothing;
-    a larger excess may leave in smaller chunks), threshold (up to this imbalance nothing moves), measure (the
-    threshold's: "rank" as the published code, "expert" as the paper's text), within ("all", or "node": no expert is
-    borrowed beyond its home's node, and capacity and threshold are about the mean of the most loaded node), split_by
-    and refill_above (see :class:`FillPolicy`).
+    Options: capacity (times the mean load), min_chunk (copies: a rank whose excess over the capacity is smaller lends
+    nothing; a larger excess may leave in smaller chunks), threshold (up to this imbalance nothing moves), measure
+    (load that the threshold compares: "rank" as the published code, "expert" as the paper's text), within ("all", or
+    "node": no expert is borrowed outside the node of its home slot, and capacity and threshold relate to the mean of
+    the
+    most loaded node), split_by and refill_above (see :class:`FillPolicy`).
     """
 
     name = "llep"
@@ -269,14 +277,16 @@ def check_rules(capacity: float, min_chunk: int, threshold: float, measure: str)
 class SpillCostPolicy(FillPolicy):
     """The cheapest of several levels of the largest load, where imports and exports have a price.
 
-    A level costs its largest load, the imports of the busiest importer and the exports of the busiest exporter. An
-    import or export costs as many copies as could be computed in its time (:func:`isoload.times.exchanges.break_even`),
-    by the topology's bandwidths, or DEFAULT_BANDWIDTHS if it has none; no expert moves with fewer copies. Starts from
-    the exact split over resident replicas; no rank's load passes the largest of that.
+    The cost of a level is its largest load plus the imports of the busiest importer and the exports of the busiest
+    exporter. An import or export costs as many copies as could be computed in its time
+    (:func:`isoload.times.exchanges.break_even`), by the topology's bandwidths, or DEFAULT_BANDWIDTHS if it has none.
+    No
+    expert moves for fewer copies. The fill starts from the exact split over resident replicas; no rank's load exceeds
+    the peak of that split.
 
     Options: expert_bytes (weights of one expert), token_us (microseconds per copy in a large GEMM), min_chunk (copies;
-    a rank that is above a level by less lends nothing), within ("all" or "node", beyond which no expert is borrowed),
-    split_by and refill_above (see :class:`FillPolicy`).
+    a rank whose excess over a level is smaller lends nothing), within ("all", or "node": no expert is borrowed outside
+    the node of its home slot), split_by and refill_above (see :class:`FillPolicy`).
     """
 
     name = "spill_cost"
@@ -292,7 +302,7 @@ class SpillCostPolicy(FillPolicy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        break_even(self.expert_bytes, 1.0, self.token_us)  # refuses what is not positive
+        break_even(self.expert_bytes, 1.0, self.token_us)  # raises for values that are not positive
         check_range("min_chunk", self.min_chunk, 1, 2**31 - 1)
 
     def fill(self, demand: Demand, placed: PlacedLayers) -> PlacedLayers:
@@ -313,13 +323,14 @@ class SpillCostPolicy(FillPolicy):
 
 @dataclass(frozen=True)
 class HedgePolicy(FillPolicy):
-    """The plan that levels the predicted loads, and against their errors more replicas of the hottest experts.
+    """Levels the predicted loads, and hedges against their errors with more replicas of the hottest experts.
 
-    Few slots level a forecast; those that are left go to the experts with most copies per replica, where the exact
-    split of the true loads can use them.
+    A forecast needs few slots to be level. The remaining slots go to the experts with most copies per replica, where
+    the
+    exact split of the true loads can use them.
 
-    Options: slots (most that are filled per rank; None = all spare ones), within ("all", or "node": no expert is
-    borrowed beyond its home's node), refill_above (see :class:`FillPolicy`).
+    Options: slots (largest number filled per rank; None = all spare slots), within ("all", or "node": no expert is
+    borrowed outside the node of its home slot), refill_above (see :class:`FillPolicy`).
     """
 
     name = "hedge"
@@ -336,12 +347,13 @@ class HedgePolicy(FillPolicy):
 
 @dataclass(frozen=True)
 class LibraPolicy(BorrowPolicy):
-    """Every rank borrows what its tokens choose most; then experts are borrowed that level the copies which can move.
+    """Every rank borrows the experts that its tokens choose most; then experts are borrowed that level the other
+    copies.
 
-    Copies whose expert has a slot on their own rank stay there. The rest is split exactly above them.
+    Copies whose expert has a slot on their own rank stay there. The remaining copies are split exactly above them.
 
-    Options: alpha (part of the slots for what the rank's tokens choose), tolerance (of the split, relative), slots
-    (most that are filled per rank; None = all spare ones).
+    Options: alpha (fraction of the slots for the experts that the rank's tokens choose), tolerance (of the split,
+    relative), slots (largest number filled per rank; None = all spare slots).
     """
 
     name = "libra"
@@ -367,7 +379,7 @@ class LibraPolicy(BorrowPolicy):
 
     def fill(self, demand: Demand, placed: PlacedLayers) -> PlacedLayers:
         slots = placed.spare_slots if self.slots is None else self.slots
-        # 0.3 of 10 are 3, although the float is a little less.
+        # In exact arithmetic 0.3 of 10 is 3; in floats the product may be slightly less.
         local = round(self.alpha * MILLION) * slots // MILLION
         filled = borrow_local(demand, placed, slots, local)
         if slots > local:
@@ -388,14 +400,14 @@ def borrow_local(demand: Demand, placed: PlacedLayers, slots: int, local: int) -
     """Return [..., P] slots where every rank borrows the experts that its own tokens choose most.
 
     Args:
-        slots: the last ones of every rank that may be filled.
-        local: how many of them are filled, from the first on. Equal loads go by the lowest expert.
+        slots: how many spare slots of every rank may be filled, the last ones.
+        local: how many of these are filled, from the first on. Among equal loads the lowest expert comes first.
     """
     wanted = torch.where(held_experts(placed) > 0, 0, demand.loads)  # [..., R, E]
     if placed.alive is not None:
         wanted = wanted * placed.alive.unsqueeze(-1)
     ranks, experts = wanted.shape[-2:]
-    # No two keys of a rank are equal, so that topk chooses the same on every device.
+    # The keys of a rank differ, so topk chooses the same experts on every device.
     key = wanted.long() * experts + torch.arange(experts - 1, -1, -1, device=wanted.device)
     chosen = key.topk(min(local, experts), dim=-1).indices
     chosen = torch.where(wanted.gather(-1, chosen) > 0, chosen, -1).to(torch.int32)
@@ -409,7 +421,7 @@ def borrow_local(demand: Demand, placed: PlacedLayers, slots: int, local: int) -
 
 
 def count_borrowed(filled: Tensor, placed: PlacedLayers) -> Tensor:
-    """[..., 5] telemetry of filled slots, see :class:`isoload.ops.SlotFill`."""
+    """Return the [..., 5] telemetry of filled slots, see :class:`isoload.ops.SlotFill`."""
     ranks, per_node, size = (
         placed.topology.num_ranks,
         placed.topology.ranks_per_node,

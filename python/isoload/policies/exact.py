@@ -32,8 +32,9 @@ from isoload.policies.plan import Plan
 class ExactPolicy(Policy):
     """The least possible peak over all integer quotas.
 
-    Options: tolerance (relative; 0 = exact, ``peak == bound``), budget (most augmentations; None = no limit),
-    objective (which of the splits with this peak: "spread" or "local", see :func:`isoload.ops.plan_exact`).
+    Options: tolerance (relative; 0 = exact, ``peak == bound``), budget (largest number of augmentations; None = no
+    limit), objective (which split among those with this peak: "spread" or "local", see
+    :func:`isoload.ops.plan_exact`).
     """
 
     name = "exact"
@@ -54,7 +55,7 @@ class ExactPolicy(Policy):
         return "per_source" if self.objective == "local" else "sum"
 
     def split(self, demand: Demand, placed: PlacedLayers) -> Plan:
-        rank = demand.rank if type(self) is ExactPolicy else None  # another may split or share its own way
+        rank = demand.rank if type(self) is ExactPolicy else None  # subclasses split or share differently
         per_node = placed.topology.ranks_per_node
         how: dict[str, Any] = {"ticks": placed.ticks, "ranks_per_node": per_node, "objective": self.objective}
         split = ops.plan_exact(
@@ -66,7 +67,7 @@ class ExactPolicy(Policy):
         )
 
     def balance_same(self, topk_ids: Tensor, placed: PlacedLayers) -> tuple[Tensor, Tensor, Plan]:
-        """Slots [T, K] of rows that all ranks hold alike, their loads [R, E], and the plan; without shared experts."""
+        """Return slots [T, K] of rows that all ranks hold, their loads [R, E], and the plan; without shared experts."""
         per_node = placed.topology.ranks_per_node
         how: dict[str, Any] = {"ranks_per_node": per_node, "ticks": placed.ticks, **self.options}
         slots, loads, split = ops.balance_same(topk_ids, placed.tables, **how)
@@ -74,13 +75,13 @@ class ExactPolicy(Policy):
 
     @property
     def options(self) -> dict[str, Any]:
-        """Of :func:`isoload.ops.plan_exact`."""
+        """Options of :func:`isoload.ops.plan_exact`."""
         return {"tolerance": self.tolerance, "budget": self.budget, "objective": self.objective}
 
 
 @dataclass(frozen=True)
 class NonePolicy(Policy):
-    """All copies of an expert go to its home slot."""
+    """Sends all copies of an expert to its home slot."""
 
     name = "none"
 
@@ -93,7 +94,7 @@ class NonePolicy(Policy):
 
 @dataclass(frozen=True)
 class EvenPolicy(Policy):
-    """Every replica takes load / replicas copies, the remainder in turn."""
+    """Gives every replica of an expert the same number of copies, up to a remainder that rotates."""
 
     name = "even"
 
@@ -103,7 +104,7 @@ class EvenPolicy(Policy):
 
 @dataclass(frozen=True)
 class StaticPolicy(Policy):
-    """A replica on the own rank, else one on the own node, else one by a fair seeded draw, until re-placement.
+    """A replica on the own rank, else one on the own node, else one by a fair seeded draw, fixed for a placement.
 
     Options: seed of the draw (SGLang uses 42).
     """
@@ -124,7 +125,7 @@ class StaticPolicy(Policy):
         return self._send_counts(loads, plan.placed, rank)
 
     def _send_counts(self, loads: Tensor, placed: PlacedLayers, rank: int | None = None) -> Tensor:
-        """[..., R, P] copies per slot where source r sends expert e to slots[..., r, e], or [..., P] of one rank."""
+        """Return [..., R, P] copies per slot if source r sends expert e to slots[..., r, e]; [..., P] of one rank."""
         slots = self.slots(placed)
         if rank is not None:
             loads, slots = loads.select(-2, rank), slots.select(-2, rank)
@@ -132,12 +133,12 @@ class StaticPolicy(Policy):
         return send_counts.scatter_(-1, slots.expand(loads.shape), loads)
 
     def slots(self, placed: PlacedLayers) -> Tensor:
-        """[..., R, E] int64 slot that each source rank uses for each expert; drawn once per placement."""
+        """Return the [..., R, E] int64 slot that each source rank uses for each expert; drawn once per placement."""
         return placed.memo(self, partial(static_slots, seed=self.seed))
 
 
 def static_slots(host: Placement, layer: int, seed: int) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
-    """[R, E] the slot each source rank uses for each routed expert of one layer."""
+    """Return the [R, E] slot that each source rank uses for each routed expert of one layer."""
     topology, size = host.topology, host.slots_per_rank
     per_node = size * topology.ranks_per_node
     chosen = np.empty((topology.num_ranks, host.num_routed), dtype=np.int64)
@@ -147,13 +148,13 @@ def static_slots(host: Placement, layer: int, seed: int) -> np.ndarray[tuple[int
             chosen[:, expert] = replicas[0]
             continue
         slots = np.full(topology.num_ranks, -1, dtype=np.int64)
-        for near in replicas[::-1]:  # the lowest of a node's replicas last, so that it remains
+        for near in replicas[::-1]:  # the lowest of a node's replicas comes last, so it remains
             first = near // per_node * topology.ranks_per_node
             slots[first : first + topology.ranks_per_node] = near
         slots[replicas // size] = replicas
         chosen[:, expert] = slots
         far = np.flatnonzero(slots < 0)
-        # Fair: every replica serves as many of the far ranks as any other, give or take one.
+        # A fair draw: the numbers of far ranks per replica differ by at most one.
         rounds = -(-len(far) // len(replicas))
         turns = np.concatenate([replicas[:0], *(draw.permutation(replicas) for _ in range(rounds))])
         chosen[far, expert] = draw.permutation(turns[: len(far)])
@@ -161,7 +162,9 @@ def static_slots(host: Placement, layer: int, seed: int) -> np.ndarray[tuple[int
 
 
 def replicas_of(host: Placement, layer: int) -> list[IntArray]:
-    """Per routed expert its slots, ascending; of two on one rank the lower alone, since only that one has weights."""
+    """Return each routed expert's slots, ascending. Of two slots on one rank only the lower counts: it has the
+    weights.
+    """
     slots = host.arrays[0][layer]
     replicas = [np.flatnonzero(slots == expert).astype(np.int32) for expert in range(host.num_routed)]
     return [
@@ -171,12 +174,14 @@ def replicas_of(host: Placement, layer: int) -> list[IntArray]:
 
 @dataclass(frozen=True)
 class ExactActivePolicy(Policy):
-    """Every expert on one replica, such that no choice leaves the busiest rank fewer slots to read.
+    """Every expert on one replica, so that the busiest rank reads the fewest slots.
 
-    In a small decode batch a rank waits for the weights of its active slots, not for its copies. Among the optima one
-    with a low peak in copies is taken, whatever the ranks' speeds. Peak and bound of the plan are those of ``exact``'s
-    measure; telemetry ends with the number of experts moved for the peak. :func:`isoload.ops.plan_active` also returns
-    the proved number of slots.
+    In a small decode batch a rank waits for the weights of its active slots, not for its copies. Among the optima the
+    policy prefers a low peak in copies, without regard to the ranks' speeds. Peak and bound of the plan count copies,
+    as
+    for ``exact``; the last telemetry value is the number of experts moved for the peak.
+    :func:`isoload.ops.plan_active`
+    also returns the proved number of slots.
     """
 
     name = "exact_active"

@@ -1,4 +1,4 @@
-"""Policy ``grace``: the nearest replicas, among them by weights of the placement (GRACE-MoE, section 4.3)."""
+"""Policy ``grace``: the nearest replicas, weighted by the placement (GRACE-MoE, section 4.3)."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from isoload.policies.base import Demand, Policy, chosen_plan
 from isoload.policies.exact import replicas_of
 from isoload.policies.plan import Plan
 
-UNITS = 2**14  # in which an expert's weights are counted, over the replicas that a rank may choose from
-ONE = 2**16  # fixed point of where a rank's copies are cut: copies * weights * ONE stay below 2^63
+UNITS = 2**14  # sum of an expert's weights over the replicas that a rank may choose from
+ONE = 2**16  # fixed point of the cuts between a rank's copies: copies * weights * ONE stays below 2^63
 GOLDEN, TURN = 0x9E37, 0x5EB9  # 0.618.. and 0.37 of ONE
 Ints = np.ndarray[Any, np.dtype[np.integer[Any]]]
 Floats = np.ndarray[Any, np.dtype[np.float64]]
@@ -28,12 +28,15 @@ Bools = np.ndarray[Any, np.dtype[np.bool_]]
 
 @dataclass(frozen=True)
 class GracePolicy(Policy):
-    """A replica on the own rank, else those on the own node, else all: copies are cut by the replicas' weights.
+    """A replica on the own rank, else those on the own node, else all; copies are divided by the replicas' weights.
 
-    Weights are the placement's ``replica_weight``, which :func:`isoload.place` makes of predicted loads; equal without.
-    The published rule draws every copy; here a rank cuts its copies, at an offset of its own, so that roundings cancel.
+    The weights are the placement's ``replica_weight``, which :func:`isoload.place` derives from predicted loads;
+    equal if
+    there are none. The published rule draws every copy at random. Here a rank cuts its copies at an offset of its
+    own, so
+    that roundings of different ranks cancel.
 
-    Options: locality=False cuts by weights alone (Algorithm 4 in place of 5).
+    Options: locality=False divides by weights alone (Algorithm 4; otherwise Algorithm 5).
     """
 
     name = "grace"
@@ -51,11 +54,13 @@ class GracePolicy(Policy):
         return self._send_counts(loads.narrow(-2, rank, 1), placed, cuts.narrow(-2, rank, 1)).squeeze(-2)
 
     def cuts(self, placed: PlacedLayers) -> Tensor:
-        """[..., 4, R, P] int64 per source rank and slot: its weights' begin and end, their sum, and the offset."""
+        """Return [..., 4, R, P] int64 per source rank and slot: begin and end of its weights, their sum, and the
+        offset.
+        """
         return placed.memo(self, partial(weighted_cuts, locality=self.locality))
 
     def _send_counts(self, loads: Tensor, placed: PlacedLayers, cuts: Tensor) -> Tensor:
-        """[..., R, P] int32 copies from every source to every slot, for loads [..., R, E]."""
+        """Return the [..., R, P] int32 copies from every source to every slot, for loads [..., R, E]."""
         begin, end, total, offset = cuts.unbind(-3)
         expert = placed.slot_to_expert.clamp(0, loads.shape[-1] - 1).long().unsqueeze(-2).expand(begin.shape)
         copies = loads.long().gather(-1, expert) * ONE
@@ -67,7 +72,9 @@ class GracePolicy(Policy):
 def weighted_cuts(
     host: Placement, layer: int, locality: bool
 ) -> np.ndarray[tuple[int, int, int], np.dtype[np.int64]]:
-    """[4, R, P] of one layer, see :meth:`GracePolicy.cuts`; a slot that a rank does not use begins where it ends."""
+    """Return [4, R, P] of one layer, see :meth:`GracePolicy.cuts`; begin equals end for a slot that a rank does not
+    use.
+    """
     ranks = np.arange(host.topology.num_ranks)[:, None]
     cuts = np.zeros((4, len(ranks), host.num_slots), dtype=np.int64)
     cuts[2] = 1
@@ -80,9 +87,9 @@ def weighted_cuts(
 
 
 def wished_parts(host: Placement, layer: int, locality: bool) -> Iterator[tuple[IntArray, Floats]]:
-    """Of every routed expert its slots [n], and the parts [R, n] of each source's copies that they are wished to take.
+    """Yield for every routed expert its slots [n] and the fractions [R, n] of each source's copies for these slots.
 
-    Slots beyond the nearest tier have none; where no slot of the tier has weight, all have the same.
+    Slots outside the nearest tier get 0; if no slot of the tier has a weight, all have the same.
     """
     ranks = np.arange(host.topology.num_ranks)[:, None]
     for slots in replicas_of(host, layer):
@@ -95,7 +102,9 @@ def wished_parts(host: Placement, layer: int, locality: bool) -> Iterator[tuple[
 
 
 def nearest(owner: Ints, ranks: Ints, per_node: int) -> Bools:
-    """[R, n] which replicas, on ranks owner [n], are of a rank's [R, 1] first tier: on it, on its node, anywhere."""
+    """Return [R, n]: which replicas, on ranks owner [n], are in the first tier of a rank [R, 1]: on it, on its node,
+    or any.
+    """
     local, near = owner == ranks, owner // per_node == ranks // per_node
     beyond: Bools = np.where(near.any(1, keepdims=True), near, True)
     chosen: Bools = np.where(local.any(1, keepdims=True), local, beyond)

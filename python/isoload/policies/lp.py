@@ -28,8 +28,9 @@ def refuse_speeds(policy: str, placement: Placement) -> None:
 class LpPolicy(Policy):
     """The real-valued optimum, rounded to whole copies: within one copy per replica of the least peak.
 
-    ``exact`` finds the least peak itself and is faster; this policy cross-checks it and serves real-valued splits.
-    Speeds are not supported. Telemetry: iterations, status (0 converged, 1 not within the iterations, 2 broke down: the
+    ``exact`` finds the least peak itself and is faster; ``lp`` cross-checks it and provides real-valued splits. Speeds
+    are not supported. Telemetry: iterations, status (0 converged, 1 iteration limit reached, 2 numerical breakdown:
+    the
     split is even), 0, 0.
 
     Options: precision ("float32" or "float64"), tolerance (relative; None = what the precision allows) and iterations
@@ -56,7 +57,7 @@ class LpPolicy(Policy):
         return rounded_plan(self, self.relax(demand, placed), demand, placed)
 
     def relax(self, demand: Demand, placed: PlacedLayers) -> ops.LpSplit:
-        """The real-valued split."""
+        """Return the real-valued split."""
         dtype = torch.float64 if self.precision == "float64" else torch.float32
         return ops.plan_lp(
             demand.loads,
@@ -75,6 +76,6 @@ def rounded_plan(policy: Policy, relaxed: ops.LpSplit, demand: Demand, placed: P
 
 
 def telemetry(relaxed: ops.LpSplit) -> torch.Tensor:
-    """[..., 4] int32: iterations, status, 0, 0."""
+    """Return [..., 4] int32: iterations, status, 0, 0."""
     zero = torch.zeros_like(relaxed.status)
     return torch.stack([relaxed.iterations, relaxed.status, zero, zero], dim=-1)

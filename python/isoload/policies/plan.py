@@ -1,9 +1,9 @@
-"""Plan: the decision of a policy for a batch of one layer, or of all layers; its shared copies and number.
+"""Plan: a policy's decision for a batch of one layer or of all layers, its shared copies, and the batch number.
 
 Shared experts are the last logical experts, in the last resident slots of every rank (SGLang's layout). Every token
-needs them and every live rank holds them, so only the rank is decided: a policy splits the routed experts first and
-then decides where shared copies go. The number of a batch selects the random stream of a sampled plan; it lies on
-the device, so that a captured graph reads it.
+needs them and every live rank holds them, so only the rank is decided. A policy splits the routed experts first and
+then decides where shared copies go. The number of a batch selects the random stream of a sampled plan; it is stored
+on the device, so that a captured graph reads it.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from isoload.policies.base import Policy
 
 
-MOST_DRAWN = 2**14  # numbers that are kept for a checkpoint to come back to: batches in flight, times layers
+MOST_DRAWN = 2**14  # numbers kept for the recompute of a checkpoint: batches in flight times layers
 
-_drawn = OrderedDict[int, Tensor]()  # numbers of batches, by the draw of torch's generator beside each
+_drawn = OrderedDict[int, Tensor]()  # numbers of batches; key: the draw of torch's generator
 
 
 def first_step(device: torch.device) -> Tensor:
@@ -35,19 +35,21 @@ def first_step(device: torch.device) -> Tensor:
 
 
 def next_step(step: Tensor) -> Tensor:
-    """Advances the number [] int64 of the batch, and returns a copy, which a batch in flight keeps.
+    """Advance the batch number [] int64 and return a copy, which a batch in flight keeps.
 
-    A checkpoint's recompute finds the number of its own batch, whatever ran since: every checkpoint brings back the
-    state of torch's generator, from which a batch that may be recomputed draws once (one made with
-    preserve_rng_state=False has the number of the last batch). In compiled code an op of its own finds out when it
-    runs. Eager calls pass the op by: the first that any op in Python gets imports torch's compiler, for a second and
-    more.
+    A checkpoint's recompute gets the number of its original batch. Every checkpoint restores the state of torch's
+    generator, and a batch that may be recomputed draws from it once; that draw identifies the batch. (With
+    preserve_rng_state=False the recompute gets the number of the last batch.) In compiled code an op decides at run
+    time.
+    Eager calls do not use that op, because the first op defined in Python imports torch's compiler, which takes a
+    second
+    or more.
     """
     if torch.compiler.is_compiling():
         traced: Tensor = _traced_next_step(step)
         return traced
     if torch.is_inference_mode_enabled() or not may_be_kept(step):
-        return step.add_(1).clone()  # no backward comes: no generator is touched
+        return step.add_(1).clone()  # no backward follows, so the generator is not used
     drawn = int(torch.randint(2**63 - 1, (), device="cpu"))
     if in_backward():
         return _drawn.get(drawn, step).clone()
@@ -62,7 +64,7 @@ _traced_next_step.register_fake(torch.empty_like)
 
 
 def in_backward() -> bool:
-    """Whether a backward pass runs, as when a checkpoint recomputes its forward; traced code cannot tell."""
+    """Return whether a backward pass runs, for example when a checkpoint recomputes; traced code cannot test this."""
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
@@ -75,12 +77,12 @@ Rule = Literal["home", "by_rank", "sample"]
 class SharedPlan:
     """Where the shared copies of one batch go. Fields may have a leading L.
 
-    rule                  "home": to the source's own rank; "by_rank": as that says; "sample": every token
-                          draws a rank
+    rule                  "home": to the source's own rank; "by_rank": as field by_rank; "sample": every token draws
+                          a rank
     tokens  [R] int32     tokens of source rank s that need the shared experts: n copies each
-    by_rank [R, R] int32  shared copies, all n experts together, that source s sends to rank d; rule by_rank
-    copies  [R, R] int32  routed copies that source s sends to rank d, where the rule uses them
-    in_quota              whether the quota of the policy's plan has these copies already
+    by_rank [R, R] int32  shared copies, all n experts together, that source s sends to rank d; for rule by_rank
+    copies  [R, R] int32  routed copies that source s sends to rank d, if the rule uses them
+    in_quota              whether the quota of the policy's plan includes the shared copies
     """
 
     rule: Rule
@@ -91,32 +93,32 @@ class SharedPlan:
 
     @property
     def is_met(self) -> bool:
-        """Whether routed slots receive exactly their quotas; else their copies are counted after routing."""
+        """Whether routed slots receive exactly their quotas; otherwise their copies are counted after routing."""
         return self.rule in ("home", "by_rank")
 
     def __getitem__(self, layer: int) -> SharedPlan:
-        """One layer of a batch of layers."""
+        """Return one layer of a batch of layers."""
         by_rank, copies = pick_layer(self.by_rank, layer), pick_layer(self.copies, layer)
         return SharedPlan(self.rule, self.tokens.select(0, layer), by_rank, copies, self.in_quota)
 
 
 def keep_home(copies: Tensor, home: Tensor) -> Tensor:
-    """[..., R, R] what sends all shared copies [..., R] of source s to rank home[s]."""
+    """Return [..., R, R] with all shared copies [..., R] of source s on rank home[s]."""
     nothing = copies.new_zeros((*copies.shape, copies.shape[-1]))
     index = home.expand(copies.shape).unsqueeze(-1)
     return nothing.scatter_(-1, index, copies.unsqueeze(-1))
 
 
 def without_shared_slots(slots: Tensor, slots_per_rank: int, num_shared: int) -> Tensor:
-    """Slots [...] of routed experts, numbered as if every rank had num_shared slots less; -1 stays.
+    """Renumber slots [...] of routed experts as if every rank had num_shared slots fewer; -1 stays -1.
 
-    SGLang's physical ids count so; its Waterfill adds the shared slots again (``id + id // slots``).
+    SGLang's physical ids count in this way; its Waterfill adds the shared slots again (``id + id // slots``).
     """
     return slots - slots.div(slots_per_rank, rounding_mode="floor").clamp(min=0) * num_shared
 
 
 def check_tokens(tokens: Tensor, first: int, num_shared: int) -> None:
-    """Raises ValueError for numbers of tokens [..., R] that are negative, or whose shared copies are too many."""
+    """Raise ValueError for numbers of tokens [..., R] that are negative, or whose shared copies are too many."""
     if tokens.numel() and (least := int(tokens.min())) < 0:
         raise ValueError(f"loads must not be negative, got {least} for expert {first}")
     copies = tokens.sum(-1, dtype=torch.int64) * num_shared
@@ -125,19 +127,20 @@ def check_tokens(tokens: Tensor, first: int, num_shared: int) -> None:
 
 
 def widened(tokens: Tensor) -> Tensor:
-    """int64 numbers of tokens, to be added up; a negative one becomes too many."""
+    """Return numbers of tokens as int64, to be added up; a negative number becomes one that is too large."""
     return tokens.long() & (2 * TOO_MANY - 1)
 
 
 def shared_copies(tokens: Tensor, num_shared: int) -> Tensor:
-    """int32 copies of int64 tokens; too many become negative, which planners refuse, on a device in its error word."""
+    """Return int32 copies of int64 tokens; numbers that are too large become negative, which planners reject."""
     return (tokens * num_shared).clamp(max=TOO_MANY).to(torch.int32)
 
 
 def check_shared_columns(topk_ids: Tensor, num_routed: int, num_shared: int) -> None:
-    """Raises ValueError unless the last columns of topk_ids [T, K + n] are the shared experts' own.
+    """Raise ValueError unless the last columns of topk_ids [T, K + n] are the shared experts' ids.
 
-    Every token with a routed choice needs all of them, and no other does: so their copies are counted.
+    Every token with a routed choice needs all shared experts and no other token does, so their copies follow from
+    counts.
     """
     if topk_ids.dim() != 2 or topk_ids.shape[1] <= num_shared:
         raise ValueError(
@@ -158,11 +161,12 @@ def check_shared_columns(topk_ids: Tensor, num_routed: int, num_shared: int) -> 
 
 
 def per_expert(by_rank: Tensor, num_shared: int) -> Tensor:
-    """Cuts copies [..., R, R] into those per shared expert [..., R, R, n], each source's alike but for remainders.
+    """Divide copies [..., R, R] among the shared experts, [..., R, R, n]; parts of a source differ by remainders only.
 
-    Shared expert j takes ``(c + j) // n`` of a source's first c copies in rank order: over j that is c again, and
-    over a source's whole row, n copies per token, every shared expert gets one. :func:`isoload.ops.route_shared`
-    deals by the same rule.
+    Shared expert j takes ``(c + j) // n`` of a source's first c copies in rank order. Over all j these add up to c,
+    and
+    over a source's whole row, with n copies per token, every shared expert gets one copy per token.
+    :func:`isoload.ops.route_shared` uses the same rule.
     """
     if num_shared == 1:
         return by_rank.unsqueeze(-1)
@@ -174,24 +178,24 @@ def per_expert(by_rank: Tensor, num_shared: int) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """Two integer vectors over slots, and the proof of how good they are. Fields may have a leading L.
+    """Two integer vectors over slots with a certificate of their quality. Fields may have a leading L.
 
-    placed                      the layers of the placement it was made for, with the slots of this batch
-    policy                      that made it
-    quota           [P] int32   copies each slot takes; for every expert they sum to its load. None if sampled.
-                                If only shared experts are sampled: of the routed slots, 0 in the shared ones
-    peak            []  int64   max over ranks of the rank's load: copies, or their cost in ticks if it has speeds.
-                                None if sampled: what sampling did is counted from routed slots
-    bound           []  int64   proved lower bound of the peak over all integer quotas of these slots; shared
-                                experts stay home in it unless the policy moves them
+    placed                      the placement's layers, with the slots of this batch
+    policy                      the policy that made the plan
+    quota           [P] int32   copies each slot takes; for every expert they sum to its load. None if sampled. If only
+                                shared experts are sampled: of the routed slots, 0 in the shared ones
+    peak            []  int64   max over ranks of the rank's load: copies, or their cost in ticks if ranks have speeds.
+                                None if sampled: the result of sampling is counted from routed slots
+    bound           []  int64   proved lower bound of the peak over all integer quotas of these slots. Shared copies
+                                are on their token's rank in it unless the policy moves them
     telemetry       [4] int32   exact splits: sweeps, augmentations, Newton steps, cut by the budget; policies that
                                 borrow: [5], see isoload.ops.SlotFill
-    weights         [P] float32 sampled policies only: wished part of each replica; a source rank may draw with others,
-                                see isoload.policies.Seeded.weights_of
+    weights         [P] float32 sampled policies only: intended fraction of each replica; a source rank may draw with
+                                other weights, see isoload.policies.Seeded.weights_of
     shared                      where shared copies go; None without shared experts
-    step                        the batch's number, which selects the random stream of what is sampled; or that number
-                                on the device, [] int64, which a captured graph reads anew
-    send_counts     [P] int32   routed copies that the rank of the demand sends to each slot, where the split made them
+    step                        number of the batch, which selects the random stream of samples; an int, or [] int64 on
+                                the device, which a captured graph reads at every replay
+    send_counts     [P] int32   routed copies that the demand's rank sends to each slot, if the split computed them
     """
 
     placed: PlacedLayers
@@ -207,12 +211,12 @@ class Plan:
 
     @property
     def slot_to_expert(self) -> Tensor:
-        """[P] int32 the expert in each slot, borrowed ones included; -1 = none."""
+        """[P] int32 expert of each slot, borrowed ones included; -1 = none."""
         return self.placed.slot_to_expert
 
     @property
     def tables(self) -> ReplicaTables:
-        """Of the routed experts in these slots."""
+        """Tables of the routed experts in these slots."""
         return self.placed.tables
 
     @property
@@ -226,14 +230,14 @@ class Plan:
 
     @property
     def realisation(self) -> str:
-        """ "quota": a route meets the plan exactly; "sample": what it does is known from routed slots only."""
+        """ "quota": a route realises the plan exactly; "sample": copies per slot follow from routed slots only."""
         drawn = self.weights is not None or (self.shared is not None and not self.shared.is_met)
         return "sample" if drawn else "quota"
 
     def __repr__(self) -> str:
-        """Return one line; the values only of a plan on the CPU.
+        """Return one line, with values only for a plan on the CPU.
 
-        To read them from a GPU would make the host wait, and would end the capture of a CUDA graph.
+        Reading values from a GPU would make the host wait and would end the capture of a CUDA graph.
         """
         layers = [] if self.layer is not None else [amount(len(self.slot_to_expert), "layer")]
         parts = [self.policy.name, *layers, amount(self.topology.num_ranks, "rank"), self._summary()]
@@ -251,11 +255,13 @@ class Plan:
         return f"{peak}, bound {span(self.bound.flatten().tolist())}{unit}"
 
     def describe(self) -> str:
-        """Return the line of :func:`repr` and a table, which reads the plan's tensors: on a GPU the host waits.
+        """Return the line of :func:`repr` and a table of the plan's tensors; on a GPU the host waits.
 
-        A plan of one layer has a row for each rank: its load (copies, or their cost in ticks where ranks differ in
-        speed), the slots that take copies, and the experts in its spare slots. A plan of all layers has a row for each
-        layer: peak, bound, and the imbalance (peak over mean load). A sampled plan has no loads.
+        A plan of one layer has a row for each rank: its load (copies, or their cost in ticks if ranks differ in
+        speed), the
+        slots that take copies, and the experts in its spare slots. A plan of all layers has a row for each layer:
+        peak,
+        bound, and imbalance (peak over mean load). A sampled plan has no loads.
         """
         if self.quota is None or self.peak is None:
             return repr(self)
@@ -277,7 +283,7 @@ class Plan:
         return f"{self!r}\n{text_table(('rank', 'load', 'slots in use', 'borrowed experts'), rows)}"
 
     def __getitem__(self, layer: int) -> Plan:
-        """The plan of one layer of a batch."""
+        """Return the plan of one layer of a batch."""
         if self.layer is not None:
             raise ValueError(f"layer must index a plan of all layers, this one is of layer {self.layer}")
 
@@ -295,9 +301,12 @@ class Plan:
 
 
 def rank_cost(quota: Tensor, topology: Topology, besides: Tensor | None = None) -> Tensor:
-    """[..., R] int64 cost of every rank under a quota [..., P]: copies, or ticks if ranks differ in speed.
+    """Return the [..., R] int64 cost of every rank under a quota [..., P]: copies, or ticks if ranks differ in speed.
 
-    besides: [..., R] copies that the ranks carry besides the quota.
+    Args:
+        quota: [..., P].
+        topology: the ranks and their speeds.
+        besides: [..., R] copies that the ranks carry in addition to the quota.
     """
     copies = quota.view(*quota.shape[:-1], topology.num_ranks, -1).sum(-1)
     copies = copies if besides is None else copies + besides
@@ -306,7 +315,9 @@ def rank_cost(quota: Tensor, topology: Topology, besides: Tensor | None = None) 
 
 
 def plan_errors(plan: Plan, loads: Tensor) -> list[str]:
-    """Which guarantees of a plan do not hold for loads [E] or [R, E] (leading L as the plan); empty if all do."""
+    """Return the guarantees of a plan that do not hold for loads [E] or [R, E] (leading L as the plan); empty if all
+    do.
+    """
     errors = []
     expert_loads = loads if loads.dim() == plan.slot_to_expert.dim() else loads.sum(-2)
     if plan.quota is None:

@@ -29,7 +29,7 @@ from isoload.traces import read_trace
 class DynamicPolicy(Seeded):
     """Each copy draws one of its expert's replicas at random, all equally likely (SGLang ``dynamic``).
 
-    Options: seed, and step (the batch's number), which together with layer and rank select the random stream.
+    Options: seed, and step (number of the batch), which select the random stream together with layer and rank.
     """
 
     name = "dynamic"
@@ -43,10 +43,11 @@ class DynamicPolicy(Seeded):
 class WaterfillSampledPolicy(Seeded, SharedPolicy):
     """Every token draws its shared expert's rank: the published Waterfill, for comparison.
 
-    Options: rule: "static" and "dynamic" are SGLang's two forms, "blog" is papers/001's formula for visited ranks and
-    the own one, "blog_all" for all ranks, "recorded" is "blog" by the rank loads of a recorded trace, scaled to the own
-    copies, so that nothing need be exchanged; recorded, the trace's file; routed as in ``shared_local``; seed and step
-    (the batch's number) select the random stream of "blog" and what is like it.
+    Options: rule: "static" and "dynamic" are SGLang's two forms; "blog" is papers/001's formula over visited ranks and
+    the token's own rank, "blog_all" over all ranks; "recorded" is "blog" with the rank loads of a recorded trace,
+    scaled
+    to the rank's own copies, so that nothing is exchanged. recorded: the trace's file. routed as in ``shared_local``.
+    seed and step (number of the batch) select the random stream of "blog", "blog_all" and "recorded".
     """
 
     name = "waterfill_sampled"
@@ -101,13 +102,13 @@ class WaterfillSampledPolicy(Seeded, SharedPolicy):
 
 @lru_cache(maxsize=4)
 def recorded_counts(path: str) -> np.ndarray[Any, Any]:
-    """[L, E] copies of a trace."""
+    """Return the [L, E] copies of a trace."""
     counts: np.ndarray[Any, Any] = read_trace(path).batch_counts().sum(0)
     return counts
 
 
 def rank_parts(host: Placement, layer: int, path: str) -> np.ndarray[Any, Any]:
-    """[R] float64 each rank's part of a layer's recorded copies, an expert's spread evenly over its slots."""
+    """Return each rank's fraction [R] float64 of a layer's recorded copies, spread evenly over an expert's slots."""
     slots, counts = host.arrays[0][layer], recorded_counts(path)[layer]
     resident = (slots >= 0) & (slots < host.num_routed)
     per_replica = counts / np.maximum(1, np.bincount(slots[resident], minlength=len(counts)))
@@ -122,7 +123,7 @@ BIG_M, STEP, SMALLEST_PIVOT = 1000.0, np.float32(0.999), np.float32(1e-12)
 
 
 class Parts(NamedTuple):
-    """What of a layer's loads can move: a replicated expert's part on each of its ranks.
+    """The part of a layer's loads that can move: a replicated expert's part on each of its ranks.
 
     slot, expert, rank  [n] of a part; expert counts the replicated ones, 0..N-1
     load    [N] copies of each replicated expert
@@ -147,18 +148,18 @@ class Program(NamedTuple):
 def plan_affine(
     loads: Tensor, slot_to_expert: Tensor, num_ranks: int, base: Tensor | None = None, iterations: int = 5
 ) -> LpSplit:
-    """The published solver's split, in place of :func:`isoload.ops.plan_lp`; on the CPU alone.
+    """Return the split of the published solver, with the interface of :func:`isoload.ops.plan_lp`; CPU only.
 
     Args:
         loads: [E] copies (leading L as slot_to_expert).
-        slot_to_expert: [P]; -1 = none, and so are ids from E on. An expert's slots on one rank are one, the lowest.
+        slot_to_expert: [P]; -1 and ids from E on = none. Of an expert's slots on one rank only the lowest counts.
         num_ranks: R.
-        base: [R] copies that each rank carries besides.
-        iterations: steps of affine scaling. More than about eight are worse: float32 breaks down.
+        base: [R] copies that each rank carries in addition.
+        iterations: steps of affine scaling. More than about eight give worse splits: float32 breaks down.
 
     Returns:
-        split in float64, its peak as primal, and 0 as dual, since it proves no bound; status 2 where the published test
-        does not accept the split, which is then the even one, else 0.
+        the split in float64, its peak as primal, and 0 as dual, because it proves no bound. Status 2 and an even split
+        if the published test rejects the split, else status 0.
     """
     if loads.device.type != "cpu":
         raise ValueError(f"loads must be on the CPU for affine scaling, got {loads.device}")
@@ -177,7 +178,7 @@ def plan_affine(
 
 
 def solve_layer(loads: Array, slots: Array, base: Array, steps: int) -> tuple[Array, float, int]:
-    """[P] split, its largest rank load and the status of one layer."""
+    """Return the [P] split, its largest rank load and the status of one layer."""
     split = np.zeros(len(slots))
     parts = movable_parts(loads, slots, base, split)
     accepted = True
@@ -189,7 +190,7 @@ def solve_layer(loads: Array, slots: Array, base: Array, steps: int) -> tuple[Ar
 
 
 def movable_parts(loads: Array, slots: Array, base: Array, split: Array) -> Parts:
-    """The parts; the load of experts with one rank is written to split [P]."""
+    """Return the parts, and write the load of experts with one rank to split [P]."""
     num_ranks, size = len(base), len(slots) // len(base)
     filled = np.flatnonzero((slots >= 0) & (slots < len(loads)))
     _, first = np.unique(slots[filled].astype(np.int64) * num_ranks + filled // size, return_index=True)
@@ -203,7 +204,9 @@ def movable_parts(loads: Array, slots: Array, base: Array, split: Array) -> Part
 
 
 def standard_form(parts: Parts) -> Program:
-    """The program over a part's share, a slack per rank, the peak, and the big-M column that makes x = 1 feasible."""
+    """Return the program over each part's share, a slack per rank, the peak, and the big-M column that makes x = 1
+    feasible.
+    """
     experts, ranks, n = len(parts.load), len(parts.solo), len(parts.slot)
     matrix = np.zeros((experts + ranks, n + ranks + 2), dtype=np.float32)
     matrix[parts.expert, np.arange(n)] = matrix[experts + parts.rank, np.arange(n)] = 1
@@ -218,10 +221,10 @@ def standard_form(parts: Parts) -> Program:
 
 
 def scale(program: Program, num_parts: int, steps: int) -> tuple[Array, bool]:
-    """[num_parts] shares of the parts, and whether they are accepted; else all are 0.5."""
+    """Return [num_parts] shares of the parts, and whether they are accepted; otherwise all are 0.5."""
     matrix, right, cost = program
     x, largest = np.ones_like(cost), np.float32(np.inf)
-    with np.errstate(all="ignore"):  # what breaks down is not accepted
+    with np.errstate(all="ignore"):  # a result that broke down is not accepted
         for _ in range(steps):
             scaled = matrix * x**2
             normal = scaled @ matrix.T + SMALLEST_PIVOT * np.eye(len(right), dtype=np.float32)
@@ -243,11 +246,11 @@ Method = Literal["interior", "affine"]
 
 @dataclass(frozen=True)
 class LpSampledPolicy(Seeded, LpPolicy):
-    """Each copy draws its replica with the real-valued split's probabilities: the published LPLB, but its solver.
+    """Each copy draws its replica with the real-valued split's probabilities: the published LPLB with another solver.
 
-    Options: as ``lp``; method: "interior", or "affine", which is the published solver (on the CPU, without precision or
-    tolerance; iterations=None takes five steps); seed and step (the batch's number), which together with layer and rank
-    select the random stream.
+    Options: as ``lp``; method: "interior", or "affine", the published solver (on the CPU, without precision or
+    tolerance; iterations=None takes five steps); seed and step (number of the batch), which select the random stream
+    together with layer and rank.
     """
 
     name = "lp_sampled"
@@ -272,7 +275,7 @@ class LpSampledPolicy(Seeded, LpPolicy):
         return sampled_plan(self, relaxed.split.to(torch.float32), demand, placed, telemetry(relaxed))
 
     def relax(self, demand: Demand, placed: PlacedLayers) -> ops.LpSplit:
-        """The real-valued split."""
+        """Return the real-valued split."""
         if self.method == "interior":
             return super().relax(demand, placed)
         loads, ranks = sum_sources(demand.loads, placed), placed.topology.num_ranks

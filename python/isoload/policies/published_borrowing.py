@@ -2,9 +2,9 @@
 
 ``llep_published`` is LLEP's planner (papers/003): rule "paper" is Algorithms 2 and 3 as printed, rule "code" the
 authors' code. It was written from the paper and from a description of the code, neither of which is in this
-repository. ``libra_published`` is Algorithms 1 and 2 of Libra (papers/004): where the listings leave a choice open,
-ties go to the lowest rank, then to the lowest home slot, and the balanced load B is the mean rounded up, because
-copies are whole. Both plan on the host, one layer at a time.
+repository. ``libra_published`` is Algorithms 1 and 2 of Libra (papers/004). Where the listings leave a choice open,
+the lowest rank and then the lowest home slot wins, and the balanced load B is the mean rounded up, because copies are
+whole. Both plan on the host, one layer at a time.
 """
 
 from dataclasses import dataclass
@@ -42,25 +42,26 @@ def read_batch(policy: str, *tensors: Tensor) -> list[Ints]:
 
 
 def write_batch(device: torch.device, *arrays: Ints) -> list[Tensor]:
-    """Return int32 tensors of the arrays on a device. The host does not wait."""
+    """Return int32 tensors of the arrays on a device, without waiting for it."""
     flat = put_on(device, np.concatenate([array.ravel() for array in arrays]).tolist()).to(torch.int32)
     parts = flat.split([array.size for array in arrays])
     return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
 
 
 MILLION = 1_000_000
-FULL = 2**62  # the load of a rank that cannot take a copy
+FULL = 2**62  # load of a rank that cannot take a copy
 
 
 @dataclass(frozen=True)
 class LibraPublishedPolicy(BorrowPolicy):
     """Libra's replication and sharding as printed, on the CPU; for CUDA loads the host waits once.
 
-    Copies whose expert has a slot on their own rank stay there. Kept faults: the replication ends at its first refusal,
-    and sharding may move more copies than a rank has too many.
+    Copies whose expert has a slot on their own rank stay there. Two faults of the listings are kept: replication ends
+    at
+    its first refusal, and sharding may move more copies than a rank's excess.
 
-    Options: alpha (part of the slots for the experts that the rank's own tokens choose most), tolerance (of the
-    balanced load, relative), slots (most that are filled per rank; None = all spare ones).
+    Options: alpha (fraction of the slots for the experts that the rank's own tokens choose most), tolerance (of the
+    balanced load, relative), slots (largest number filled per rank; None = all spare slots).
     """
 
     name = "libra_published"
@@ -78,10 +79,10 @@ class LibraPublishedPolicy(BorrowPolicy):
         check_range("tolerance", self.tolerance, 0, 1000)
 
     def fill(self, demand: Demand, placed: PlacedLayers) -> PlacedLayers:
-        """The slots by Algorithm 1, with the quota of the same loads by Algorithm 2: one wait serves both."""
+        """Fill the slots by Algorithm 1, and attach the quota of the same loads by Algorithm 2: one wait serves both."""
         layers = layers_of(demand, placed, placed.resident.slot_to_expert)
         slots = placed.spare_slots if self.slots is None else self.slots
-        # 0.3 of 10 are 3, although the float is a little less.
+        # In exact arithmetic 0.3 of 10 is 3; in floats the product may be slightly less.
         local = round(self.alpha * MILLION) * slots // MILLION
         plans = []
         for layer in layers:
@@ -113,7 +114,7 @@ class Layer(NamedTuple):
     loads  [R, E]  copies by source rank and routed expert
     slots  [P]     the expert of each slot
     home   [E]     home slots
-    base   [R]     copies that every rank carries besides
+    base   [R]     copies that every rank carries in addition
     alive  [R]     bool
     """
 
@@ -130,11 +131,11 @@ class Layer(NamedTuple):
 
     @property
     def target(self) -> int:
-        """B, the balanced load: the mean over the living ranks, rounded up."""
+        """B, the balanced load: the mean over the live ranks, rounded up."""
         return -(-int(self.loads.sum() + self.base.sum()) // int(self.alive.sum()))
 
     def first_slots(self) -> Ints:
-        """[R, E] the lowest slot of every expert on every rank, -1 = none."""
+        """Return the [R, E] lowest slot of every expert on every rank, -1 = none."""
         ranks, experts = self.loads.shape
         slots = np.full((ranks, experts + 1), -1)
         rows = self.slots.reshape(ranks, -1)
@@ -146,7 +147,7 @@ class Layer(NamedTuple):
 
 
 def layers_of(demand: Demand, placed: PlacedLayers, slots: Tensor) -> list[Layer]:
-    """The batch on the host, layer by layer."""
+    """Return the batch on the host, layer by layer."""
     tensors = [demand.loads, slots] if demand.at_home is None else [demand.loads, slots, demand.at_home]
     loads, slots_by_layer, *besides = read_batch(LibraPublishedPolicy.name, *tensors)
     ranks, routed = placed.topology.num_ranks, placed.host.num_routed
@@ -164,10 +165,10 @@ def layers_of(demand: Demand, placed: PlacedLayers, slots: Tensor) -> list[Layer
 
 
 def replicate(layer: Layer, slots: int, local: int) -> list[tuple[int, int]]:
-    """Algorithm 1: the (rank, expert) that are borrowed, in order.
+    """Run Algorithm 1: return the (rank, expert) pairs that are borrowed, in order.
 
     Args:
-        slots: N, the most experts that a rank borrows, into its last slots where these are empty.
+        slots: N, the largest number of experts that a rank borrows, into its last slots if these are empty.
         local: L, how many of them are the rank's own choice.
     """
     loads, target, ranks = layer.loads, layer.target, len(layer.loads)
@@ -200,7 +201,7 @@ def replicate(layer: Layer, slots: int, local: int) -> list[tuple[int, int]]:
         taker = int(np.where(able, load, FULL).argmin())
         copies = int(loads[taker, expert])
         if not hottest.any() or not able[taker] or load[taker] + copies > target:
-            break  # every later step would meet the same refusal
+            break  # every later step would be refused for the same reason
         duplicate(taker, expert)
         remote[expert] -= copies
         load[source] -= copies
@@ -209,12 +210,12 @@ def replicate(layer: Layer, slots: int, local: int) -> list[tuple[int, int]]:
 
 
 def shard(layer: Layer, tolerance: float = 0.0) -> Ints:
-    """Algorithm 2: the quota [P], with all local copies on their own rank."""
+    """Run Algorithm 2: return the quota [P], with all local copies on their own rank."""
     loads, target = layer.loads, layer.target
     first, owner, experts = layer.first_slots(), layer.home // layer.size, np.arange(len(layer.home))
     resident = first >= 0
     copies = np.where(resident, loads, 0)  # [R, E] computed on each rank
-    remote = np.zeros_like(copies)  # R of the listing: those of them that may move
+    remote = np.zeros_like(copies)  # R of the listing: copies that may move
     remote[owner, experts] = np.where(resident, 0, loads).sum(0)
     copies += remote
     load = layer.base + copies.sum(1)
@@ -244,7 +245,7 @@ def shard(layer: Layer, tolerance: float = 0.0) -> Ints:
 
 
 def counted(layer: Layer, filled: Ints, placed: PlacedLayers) -> Ints:
-    """[5] telemetry of filled slots, see :class:`isoload.ops.Spill`."""
+    """Return the [5] telemetry of filled slots, see :class:`isoload.ops.SlotFill`."""
     per_node = placed.topology.ranks_per_node or len(layer.loads)
     borrowed = np.flatnonzero((filled >= 0) & (layer.slots < 0))
     takers, givers = borrowed // layer.size, layer.home[filled[borrowed]] // layer.size
@@ -258,14 +259,14 @@ Rule = Literal["code", "paper"]
 
 @dataclass(frozen=True)
 class LlepPublishedPolicy(BorrowPolicy):
-    """The published planner's segments as a plan, for comparison, and only where the segments fit.
+    """The published planner's segments as a plan, for comparison; raises where the segments need too many slots.
 
-    It bounds neither imports nor loads. Two segments of one expert on one rank become one. Needs E / R experts per
-    rank in order, without replicas, shared experts or ranks that are not alive. Plans on the CPU; for CUDA loads the
+    The planner bounds neither imports nor loads. Two segments of one expert on one rank become one. It needs E / R
+    experts per rank in order, without replicas, shared experts or dead ranks. It plans on the CPU; for CUDA loads the
     host waits once.
 
     Options: as of ``llep``; capacity and threshold have the published defaults. rule: "code", the authors' code, or
-    "paper", the listings, where helpers are sorted again for every chunk and the capacity is rounded down once.
+    "paper", the listings, which sort helpers again for every chunk and round the capacity down once.
     """
 
     name = "llep_published"
@@ -305,10 +306,11 @@ class LlepPublishedPolicy(BorrowPolicy):
         return placed.fill(filled, quota, telemetry)
 
     def _fit(self, counts: list[int], slots: list[int], ranks: int, spare: int) -> list[list[int]]:
-        """One layer's segments as slots, quota and telemetry."""
+        """Return one layer's segments as slots, quota and telemetry."""
         size = len(slots) // ranks
         plain = imbalance(counts, ranks, self.measure == "expert") <= self.threshold
-        segments = [Segment(e, e * ranks // len(counts), 0, n) for e, n in enumerate(counts) if n]  # plain EP
+        # Plain expert parallelism.
+        segments = [Segment(e, e * ranks // len(counts), 0, n) for e, n in enumerate(counts) if n]
         if not plain:
             segments = llep_published(counts, ranks, self.capacity, self.min_chunk, self.rule)
         filled, quota = list(slots), [0] * len(slots)
@@ -339,7 +341,7 @@ class Segment(NamedTuple):
 
 
 def imbalance(counts: list[int], num_ranks: int, per_expert: bool = False) -> float:
-    """max / mean load of the ranks under plain EP, or of the experts; 1 without copies."""
+    """Return the max / mean load of the ranks under plain EP, or of the experts; 1 without copies."""
     per_rank = len(counts) // num_ranks
     ranks = [sum(counts[r * per_rank : (r + 1) * per_rank]) for r in range(num_ranks)]
     loads = counts if per_expert else ranks
@@ -353,29 +355,30 @@ def llep_published(
     min_chunk: int = 1024,
     rule: Rule = "code",
 ) -> list[Segment]:
-    """Every expert's copies in segments, in the order in which they are decided.
+    """Return every expert's copies in segments, in the order in which the planner decides them.
 
-    Its faults, kept: what no rank has room for is forced onto one helper above its capacity, also where that helper
-    has just got a segment of the same expert, and nothing goes back to the home rank. The code alone rounds the
-    capacity down twice.
+    Faults that are kept: copies that no rank can take below its capacity are forced onto one helper, even if that
+    helper
+    has just got a segment of the same expert, and no copy returns to the home rank. Only the code rounds the capacity
+    down twice.
 
     Args:
         counts: [E] copies; expert e lives on rank e // (E / R).
         num_ranks: R, divides E.
         capacity_factor: a rank's capacity, times the mean load.
-        min_chunk: a helper with less room than this and than the rest is passed over.
+        min_chunk: a helper is skipped if its free capacity is below this and below the rest.
         rule: "code" or "paper".
     """
     per_rank, total_load = len(counts) // num_ranks, sum(counts)
     capacity = max(1, int(capacity_factor * (total_load // num_ranks)))
     if rule == "paper":
         capacity = round(capacity_factor * MILLION) * total_load // (num_ranks * MILLION)
-    # copies that a rank has, or will have from its own experts that are still to be placed
+    # Copies that a rank has, or will have from those of its own experts that are not placed yet.
     load = [sum(counts[r * per_rank : (r + 1) * per_rank]) for r in range(num_ranks)]
     segments: list[Segment] = []
 
     def chunk(helper: int, left: int) -> int:
-        """What a helper takes of the rest; 0 = it is passed over."""
+        """Return how many copies a helper takes of the rest; 0 = the helper is skipped."""
         copies = min(left, capacity - load[helper])
         return 0 if copies <= 0 or (copies < min_chunk and left > copies) else copies
 
@@ -391,7 +394,7 @@ def llep_published(
             done = assign(expert, home, 0, min(total, room))
         helpers: list[int] = []
         while done < total:
-            # The listing sorts for every chunk, the code only once for an expert whose home rank took none of it.
+            # The listing sorts for every chunk, the code once per expert unless its home rank took a part.
             if rule == "paper" or room or not helpers:
                 helpers = sorted((r for r in range(num_ranks) if r != home), key=load.__getitem__)
                 asked = iter(helpers)

@@ -1,7 +1,7 @@
 """Policies that place shared experts: ``shared_local``, ``waterfill`` and ``joint``.
 
-Any policy splits the routed experts (option ``routed``). The policies differ in :meth:`SharedPolicy.add_shared`
-alone, so that a comparison of them compares the decision about shared experts.
+Any policy splits the routed experts (option ``routed``). The policies differ only in :meth:`SharedPolicy.add_shared`,
+so that comparing them compares the decision about shared experts.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from isoload.policies.plan import Plan, SharedPlan, rank_cost, shared_copies, wi
 
 @dataclass(frozen=True)
 class SharedPolicy(Policy, ABC):
-    """Base: the routed experts by the policy `routed`, as if alone; the shared ones by :meth:`add_shared`.
+    """Base: policy `routed` splits the routed experts as if alone; :meth:`add_shared` places the shared ones.
 
     Options: routed, any policy with a quota, by name or as a Policy.
     """
@@ -64,23 +64,23 @@ class SharedPolicy(Policy, ABC):
         return self.add_shared(self.split_routed(demand, placed), demand)
 
     def split_routed(self, demand: Demand, placed: PlacedLayers) -> Plan:
-        """The split of the routed experts, as if there were no others."""
+        """Return the split of the routed experts, as if there were no others."""
         return self.routed_policy.split(demand.routed, placed)
 
     def joined(self) -> dict[str, Any] | None:
-        """Options with which :func:`isoload.ops.plan_joint` makes the same plan at once; None where none do."""
+        """Options of :func:`isoload.ops.plan_joint` that make the same plan in one op; None if there are none."""
         return None
 
     @abstractmethod
     def add_shared(self, plan: Plan, demand: Demand) -> Plan:
-        """The whole plan, given that of the routed experts."""
+        """Return the whole plan, given the plan of the routed experts."""
 
     def share(self, loads: Tensor, plan: Plan, rank: int | None, order: Order) -> Tensor:
         return self.routed_policy.share(loads, plan, rank, order)
 
 
 def rank_copies(loads: Tensor, plan: Plan) -> Tensor:
-    """[..., R, R] int32 routed copies from source to rank: the share, summed over each rank's slots."""
+    """Return [..., R, R] int32 routed copies from source to rank: the share, summed over each rank's slots."""
     assert plan.quota is not None
     if type(plan.policy).share is Policy.share:
         return ops.share_by_rank(loads, plan.quota, plan.tables, plan.topology.ranks_per_node)
@@ -89,19 +89,19 @@ def rank_copies(loads: Tensor, plan: Plan) -> Tensor:
 
 
 def bound_with_shared(demand: Demand, placed: PlacedLayers) -> Tensor:
-    """A lower bound of the peak over every split of the routed experts and every place of the shared copies."""
+    """Return a lower bound of the peak over every split of the routed experts and every place of the shared copies."""
     bound = solve(demand.routed, placed, pour=total_shared(demand, placed), **EVEN).bound
     return live_bound(bound, demand, placed)
 
 
 def live_bound(bound: Tensor, demand: Demand, placed: PlacedLayers) -> Tensor:
-    """The bound, raised to the level of all copies over the ranks that are alive, where some are not."""
+    """Return the bound, raised to the mean of all copies over the live ranks if some ranks are not alive."""
     limits = placed.shared_limits
     if limits is None:
         return bound
     copies = demand.loads.sum((-2, -1), dtype=torch.int32) + total_shared(demand, placed)
     num_ranks = placed.topology.num_ranks
-    # as if all copies were shared ones and came from rank 0
+    # All copies count as shared ones from rank 0.
     everything = torch.nn.functional.pad(copies.unsqueeze(-1), (0, num_ranks - 1))
     nothing = torch.zeros_like(everything).unsqueeze(-1).expand(*everything.shape, num_ranks).contiguous()
     level = ops.plan_waterfill(nothing, everything, ticks=placed.ticks, limits=limits).peak
@@ -109,13 +109,13 @@ def live_bound(bound: Tensor, demand: Demand, placed: PlacedLayers) -> Tensor:
 
 
 def total_shared(demand: Demand, placed: PlacedLayers) -> Tensor:
-    """[...] int32 shared copies of all ranks."""
+    """Return the [...] int32 shared copies of all ranks."""
     assert demand.tokens is not None
     return shared_copies(widened(demand.tokens).sum(-1), placed.num_shared)
 
 
 def joint_plan(policy: SharedPolicy, demand: Demand, placed: PlacedLayers, how: dict[str, Any]) -> Plan:
-    """The whole plan and the demand's rank's send_counts, by one kernel. how: of the policy's joined()."""
+    """Return the whole plan and the send_counts of the demand's rank, from one kernel. how: the policy's joined()."""
     assert demand.gathered is not None and demand.tokens is not None and demand.rank is not None
     split = ops.plan_joint(
         demand.gathered,
@@ -133,7 +133,7 @@ def joint_plan(policy: SharedPolicy, demand: Demand, placed: PlacedLayers, how: 
 
 
 def add_exactly(plan: Plan, demand: Demand) -> tuple[ops.WaterfillSplit, SharedPlan]:
-    """The least peak over all places of the shared copies, given the routed split; and who sends what where."""
+    """Return the least peak over all places of the shared copies, given the routed split, and who sends what where."""
     assert demand.tokens is not None
     placed = plan.placed
     filled = ops.plan_waterfill(
@@ -149,7 +149,7 @@ def add_exactly(plan: Plan, demand: Demand) -> tuple[ops.WaterfillSplit, SharedP
 
 @dataclass(frozen=True)
 class SharedLocalPolicy(SharedPolicy):
-    """Shared experts are computed on the rank that has the token (SGLang #20089): what waterfill is compared with.
+    """Computes shared experts on the rank that has the token (SGLang #20089): the baseline of waterfill.
 
     Options: routed, the policy that splits the routed experts, any that has a quota.
     """
@@ -165,10 +165,10 @@ class SharedLocalPolicy(SharedPolicy):
 
 @dataclass(frozen=True)
 class WaterfillPolicy(SharedPolicy):
-    """Shared copies fill the ranks up to one level; home keeps what fits, ranks that the token visits come next.
+    """Shared copies fill the ranks up to one level; the token's own rank keeps what fits, then ranks that it visits.
 
-    The integer form of the blog's Waterfill (papers/001): the peak is the least there is for this routed split, and
-    no more copies leave home than must.
+    The integer form of the blog's Waterfill (papers/001). The peak is the least possible for this routed split, and as
+    few copies as possible leave their token's rank.
 
     Options: routed as in ``shared_local``.
     """
@@ -181,7 +181,7 @@ class WaterfillPolicy(SharedPolicy):
         return EVEN if plain else None
 
     def split_routed(self, demand: Demand, placed: PlacedLayers) -> Plan:
-        """Copies spread evenly need no second split for the bound beside the shared ones."""
+        """Return the routed split. Copies spread evenly need no second split for the bound with shared copies."""
         if self.joined() is None:
             return super().split_routed(demand, placed)
         return exact_plan(
@@ -202,8 +202,10 @@ class WaterfillPolicy(SharedPolicy):
 class JointPolicy(SharedPolicy):
     """The least peak over all splits of replicated experts and all places of shared copies, with its certificate.
 
-    Shared copies can go anywhere, so they bind only where all ranks do: an exact split that stops at the common
-    level, then an exact fill, is optimal. Stopping there leaves the routed copies nearer to where they were.
+    Shared copies can go anywhere, so they matter for the optimum only if all ranks are at the peak. An exact split
+    that
+    stops at the common level, followed by an exact fill, is therefore optimal. Stopping there keeps more routed copies
+    near their source.
 
     Options: tolerance, budget and objective as in ``exact``; a budget that ends the split early leaves
     ``peak > bound``.
