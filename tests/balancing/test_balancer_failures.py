@@ -68,7 +68,7 @@ def load_on_one(rank: int, ranks: int) -> tuple[str, bool]:
 
 
 def test_a_load_that_fails_on_one_rank_changes_none() -> None:
-    told = "ValueError: rank 1 failed in stage placement, so all ranks stop; its own error says why: "
+    told = "ValueError: rank 1 failed in stage placement, so all ranks stop; see the error of that rank: "
     assert run_ranks(load_on_one, 2, 2) == [(f"{told}OSError: no memory", True), ("OSError: no memory", True)]
 
 
@@ -179,7 +179,7 @@ def fail_before_the_gather(rank: int, captured: bool) -> list[str]:
 def test_whatever_is_raised_before_the_gather_stops_all_and_the_next_batch_is_whole(captured: bool) -> None:
     """Regression: only ValueError was told; the others waited, or took another batch's loads."""
     first, second = run_ranks(fail_before_the_gather, 2, captured)
-    told = "ValueError: rank 1 failed in stage count, so all ranks stop; its own error says why"
+    told = "ValueError: rank 1 failed in stage count, so all ranks stop; see the error of that rank"
     assert first == [told] * len(SENT)
     for got, (what, (_, own)) in zip(second, SENT.items(), strict=True):
         own = (
@@ -255,7 +255,7 @@ def give_columns(rank: int, min_tokens: int) -> list[str]:
 def test_wrong_shared_columns_are_refused_before_the_gather(min_tokens: int) -> None:
     """Regression: batches that are not planned took them, planned ones raised on one rank, after the gather."""
     others, own = run_ranks(give_columns, 2, min_tokens)
-    told = "rank 1 failed in stage count, so all ranks stop; its own error says why"
+    told = "rank 1 failed in stage count, so all ranks stop; see the error of that rank"
     assert others == ["" if min_tokens else told] * len(WRONG_COLUMNS)
     rules = ["must end in the shared experts [32]"] * 3 + [
         "must be [T, K + 1] with the shared experts in the last"

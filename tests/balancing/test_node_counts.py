@@ -179,7 +179,7 @@ def test_a_failed_batch_stops_its_node_at_once_and_all_ranks_at_the_exchange() -
 
     *first, third, fourth = run_ranks(on_rank, 4)
     failed = "a batch has failed since the last exchange: ValueError: topk_ids must be in -1..15"
-    stopped = "so all ranks stop; its own error says why"
+    stopped = "so all ranks stop; see the error of that rank"
     for said in first:
         assert len(said) == 1 and said[0].startswith(
             f"rank 3 failed in stage exchange, {stopped}: ValueError: {failed}"

@@ -310,5 +310,5 @@ def test_a_failed_batch_is_named_on_all_ranks_and_the_next_exchange_is_none_the_
     first, second = run_ranks(on_rank, 2)
     assert second.startswith(told)
     assert first.startswith(
-        f"rank 1 failed in stage exchange, so all ranks stop; its own error says why: ValueError: {told}"
+        f"rank 1 failed in stage exchange, so all ranks stop; see the error of that rank: ValueError: {told}"
     )

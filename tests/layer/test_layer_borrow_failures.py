@@ -15,7 +15,7 @@ from support.borrowed_layer import LLEP, Setup, make_setup
 from support.processes import die, rank_outcomes
 
 RANKS, FAILING = 3, 1
-STOPPED = "ValueError: rank 1 failed in stage construction, so all ranks stop; its own error says why"
+STOPPED = "ValueError: rank 1 failed in stage construction, so all ranks stop; see the error of that rank"
 # Where rank 1 fails -> the exchange in which the others wait for it first
 EXCHANGE = {
     "borrow": "borrow",

@@ -115,7 +115,7 @@ def test_a_failure_stops_all_nodes_in_dispatch(loads, capacity):
     *others, own = [o.value for o in outcomes]
     assert own == "rows of rank 3 are not to its liking"
     told = [
-        f"rank {rank} failed in stage count, so all ranks stop; its own error says why" for rank in (2, 3)
+        f"rank {rank} failed in stage count, so all ranks stop; see the error of that rank" for rank in (2, 3)
     ]
     assert others[:2] == [told[loads == "own"]] * 2 and others[2] == told[1]
 

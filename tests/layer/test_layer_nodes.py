@@ -134,7 +134,7 @@ def fail_once(rank: int, capacity: int | None) -> None:
 def test_a_rank_that_fails_is_every_ranks_failure(capacity: int | None) -> None:
     """Told with the row counts, since nothing is gathered under `none`."""
     found = [o.error.strip().splitlines()[-1] for o in rank_outcomes(fail_once, 4, capacity) if o.error]
-    told = "ValueError: rank 2 failed in stage count, so all ranks stop; its own error says why"
+    told = "ValueError: rank 2 failed in stage count, so all ranks stop; see the error of that rank"
     assert found == [told, told, "ZeroDivisionError: division by zero", told]
 
 

@@ -17,7 +17,7 @@ from support.processes import rank_outcomes, run_ranks
 from support.small_layer import EXPERTS, close, make_setup
 
 REFRESH = r"call refresh_replicas\(\) on all ranks"
-MOVES = "expert Parameters must lie in the layer's storage to move"
+MOVES = "expert Parameters must be in the layer's storage to move"
 
 
 class Scaled(nn.Module):

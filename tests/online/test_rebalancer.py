@@ -201,7 +201,7 @@ def no_memory(*_args):
 
 def test_a_thread_that_fails_on_one_rank_is_told_to_all():
     """Regression: the others went on, and waited in an exchange."""
-    told = "7: ValueError: rank 1 failed in stage placing, so all ranks stop; its own error says why: "
+    told = "7: ValueError: rank 1 failed in stage placing, so all ranks stop; see the error of that rank: "
     first, second = run_ranks(place_or_fail, 2, no_memory, group_timeout=5)
     assert first == ([f"{told}OSError: no memory"], True) and second == (["7: OSError: no memory"], True)
 

@@ -199,7 +199,7 @@ def test_a_layer_records_what_it_routes():
     recorder.step()
     assert recorder.counts().tolist() == [[[1, 2, 1, 0, 1]] * 3]
     assert run_ranks(wrong_device, 2) == [
-        "rank 1 failed in stage count, so all ranks stop; its own error says why",
+        "rank 1 failed in stage count, so all ranks stop; see the error of that rank",
         "counts must be [5] on meta, got [5] on cpu",
     ]
 

@@ -108,7 +108,7 @@ def fail_on_rank(rank: int, case: FuzzCase) -> None:
         try:
             balancer(Raising(error) if rank == victim else ids[rank], num_tokens=1000)  # type: ignore[arg-type]
         except BaseException as seen:
-            told = f"rank {victim} failed in stage count, so all ranks stop; its own error says why"
+            told = f"rank {victim} failed in stage count, so all ranks stop; see the error of that rank"
             assert seen is error if rank == victim else planned and str(seen) == told, seen
         else:
             assert rank != victim and not planned, f"rank {rank} heard nothing of rank {victim}"

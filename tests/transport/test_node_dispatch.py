@@ -208,7 +208,7 @@ def test_a_bad_argument_on_one_rank_is_raised_on_every_rank(capacity: int | None
             batch.slots[rank][1, 1] = 99
         send(CollectiveTransport(Topology(4, 2), None, capacity, dispatch="node"), batch)
 
-    told = "ValueError: rank 2 failed in stage dispatch, so all ranks stop; its own error says why"
+    told = "ValueError: rank 2 failed in stage dispatch, so all ranks stop; see the error of that rank"
     last = 4 * draw("bad slots", 4).slots_per_rank - 1
     mine = f"ValueError: slots of rank 2 must be in -1..{last}, got 99"
     found = [(o.error or "").strip().splitlines()[-1] for o in rank_outcomes(body, 4)]

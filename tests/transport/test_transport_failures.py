@@ -34,7 +34,7 @@ def test_an_error_before_the_gather_is_raised_on_every_rank(stage: str) -> None:
         assert transport.group.gather_loads(counts).shape == (3, 5)
         transport.group.gather_loads(counts, [error_code(stage) if rank == 1 else 0])
 
-    told = f"ValueError: rank 1 failed in stage {stage}, so all ranks stop; its own error says why"
+    told = f"ValueError: rank 1 failed in stage {stage}, so all ranks stop; see the error of that rank"
     assert errors_of(body, 3) == [told] * 3
 
 
@@ -45,7 +45,7 @@ def test_a_bad_argument_of_dispatch_is_raised_on_every_rank() -> None:
             batch.slots[rank][1, 1] = 99
         send(CollectiveTransport(Topology(3)), batch)
 
-    told = "ValueError: rank 2 failed in stage dispatch, so all ranks stop; its own error says why"
+    told = "ValueError: rank 2 failed in stage dispatch, so all ranks stop; see the error of that rank"
     last = 3 * draw("bad slots", 3).slots_per_rank - 1
     assert errors_of(body, 3) == [told, told, f"ValueError: slots of rank 2 must be in -1..{last}, got 99"]
 
@@ -110,7 +110,7 @@ def test_ranks_that_differ_in_other_facts_raise_alike() -> None:
 
     told = "ValueError: batch must be the same on all ranks, got 7 on rank 0 and 8 on rank 1"
     assert errors_of(body, 3, False) == [told] * 3
-    failed = "ValueError: rank 1 failed in stage count, so all ranks stop; its own error says why"
+    failed = "ValueError: rank 1 failed in stage count, so all ranks stop; see the error of that rank"
     assert errors_of(body, 3, True) == [failed, "OSError: disk full", failed]
 
 

@@ -63,11 +63,11 @@ REFUSED_WEIGHTS = {
     ),
     "gate_up": (
         {"gate_up": torch.zeros(2, 8, 5)},
-        r"gate_up must be \[2, 8, 6\] torch.float32 cpu beside down \[2, 6, 4\] .*, got \[2, 8, 5\]",
+        r"gate_up must be \[2, 8, 6\] torch.float32 cpu with down \[2, 6, 4\] .*, got \[2, 8, 5\]",
     ),
     "gate_up_bias": (
         {"gate_up_bias": torch.zeros(2, 4)},
-        r"gate_up_bias must be \[2, 8\] torch.float32 cpu beside down .*, got \[2, 4\]",
+        r"gate_up_bias must be \[2, 8\] torch.float32 cpu with down .*, got \[2, 4\]",
     ),
     "down_bias": ({"down_bias": torch.zeros(2, 4)}, r"down_bias must be \[2, 6\] .* got \[2, 4\]"),
     "mixed dtypes": (

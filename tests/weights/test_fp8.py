@@ -160,11 +160,11 @@ STACKS = random_experts(2, 6, 4, torch.Generator().manual_seed(9)).stacks()
 REFUSED = {
     "no scale": (
         {"down_scale": None},
-        r"down_scale must be torch.float32 \(fp8\) or torch.uint8 \(MXFP8\) beside down .* got None",
+        r"down_scale must be torch.float32 \(fp8\) or torch.uint8 \(MXFP8\) with down .* got None",
     ),
     "shape": (
         {"gate_up_scale": torch.ones(2, 2, 2, 1)},
-        r"gate_up_scale must be \[2, 2, 1, 1\] torch.float32 cpu beside down .* got \[2, 2, 2, 1\]",
+        r"gate_up_scale must be \[2, 2, 1, 1\] torch.float32 cpu with down .* got \[2, 2, 2, 1\]",
     ),
     "dtype": (
         {"down_scale": torch.ones(2, 1, 1).bfloat16()},
@@ -184,7 +184,7 @@ REFUSED = {
     ),
     "not fp8": (
         {"gate_up": torch.ones(2, 8, 6), "down": torch.ones(2, 6, 4)},
-        r"gate_up_scale must be None beside down \[2, 6, 4\] torch.float32 .* got \[2, 2, 1, 1\] torch.float32",
+        r"gate_up_scale must be None with down \[2, 6, 4\] torch.float32 .* got \[2, 2, 1, 1\] torch.float32",
     ),
     "a scale of matrices": (
         {"down_scale_2": torch.ones(2, 1)},

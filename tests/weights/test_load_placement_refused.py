@@ -92,7 +92,7 @@ def test_arguments_that_do_not_fit_are_refused():
     sum(y.sum() for y in layer(setup.rows)).backward()
     with pytest.raises(ValueError, match="expert Parameters must have no gradient .*, gate_up has one"):
         layer.load_placement(after, optimizer="none")
-    with pytest.raises(ValueError, match="weight_rows must be at least 5, as rank 0 holds, got 4"):
+    with pytest.raises(ValueError, match="weight_rows must be at least 5, which rank 0 needs, got 4"):
         local_layer(weight_rows=4)
 
 
@@ -164,7 +164,7 @@ def test_ranks_that_differ_raise_alike(how, fact):
 
 def test_a_rank_that_fails_its_checks_fails_all():
     errors = errors_of("gradient")
-    told = "ValueError: rank 1 failed in stage placement, so all ranks stop; its own error says why"
+    told = "ValueError: rank 1 failed in stage placement, so all ranks stop; see the error of that rank"
     assert errors[0] == errors[2] == told
     assert errors[1].startswith("ValueError: expert Parameters must have no gradient")
 

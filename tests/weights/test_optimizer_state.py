@@ -150,7 +150,7 @@ def test_a_placement_loaded_without_the_optimizer_is_refused_in_training() -> No
     saved = isoload.layer.full_optimizer_state(layer, optimizer)
     held = copy.deepcopy(layer.full_state_dict())
     for moved in (layer, copy.deepcopy(layer)):
-        with pytest.raises(ValueError, match="optimizer must be given where experts that had gradients move"):
+        with pytest.raises(ValueError, match="optimizer must be given if experts that had gradients move"):
             moved.load_placement(after)
         assert torch.equal(moved.placement.slot_to_expert, before.slot_to_expert)
         assert all(torch.equal(value, held[key]) for key, value in moved.full_state_dict().items())

@@ -144,7 +144,7 @@ MXFP8 = random_quantised("MXFP8", 2, 6, 4, 9).stacks()
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no scale": (
         {**MXFP4, "down_scale": None},
-        r"down_scale must be torch.uint8 \(MXFP4\) or torch.float8_e4m3fn \(NVFP4\) beside down .*, got None",
+        r"down_scale must be torch.uint8 \(MXFP4\) or torch.float8_e4m3fn \(NVFP4\) with down .*, got None",
     ),
     "e8m0 by torch's name": (
         {**MXFP8, "down_scale": MXFP8["down_scale"].view(torch.float8_e8m0fnu)},
@@ -164,7 +164,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a scale of the matrix too many": (
         {**MXFP4, "down_scale_2": torch.ones(2, 1)},
-        r"down_scale_2 must be None beside down .* got \[2, 1\] torch.float32 cpu",
+        r"down_scale_2 must be None with down .* got \[2, 1\] torch.float32 cpu",
     ),
     "blocks of 16 in MXFP4": (
         {**MXFP4, "gate_up_scale": torch.ones(2, 8, 2, dtype=torch.uint8)},
@@ -176,7 +176,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "as many bytes as values": (
         {**MXFP4, "gate_up": torch.ones(2, 8, 6, dtype=torch.uint8)},
-        r"gate_up must be \[2, 8, 3\] torch.uint8 cpu beside down \[2, 6, 2\] .* got \[2, 8, 6\]",
+        r"gate_up must be \[2, 8, 3\] torch.uint8 cpu with down \[2, 6, 2\] .* got \[2, 8, 6\]",
     ),
     "bias in bytes": (
         {**MXFP4, "down_bias": torch.ones(2, 6, dtype=torch.uint8)},

@@ -212,11 +212,11 @@ def test_refused():
         ([first], "experts must be a Shard for each of the 2 ranks of this process, got 1"),
         (
             [second, first],
-            r"experts of rank 0's shard must be those at home there by the placement, ascending, \[",
+            r"experts of rank 0's shard must be its home experts in the placement, ascending, \[",
         ),
         (
             [turned, second],
-            "experts of rank 0's shard must be those at home there by the placement, ascending",
+            "experts of rank 0's shard must be its home experts in the placement, ascending",
         ),
         ([short, second], rf"rank 0's shard must hold the {len(first.experts)} experts \["),
         ([scaled, second], "gate_up of rank 0's shard must be a Parameter or have no gradient"),

@@ -190,7 +190,7 @@ def part_of_rank(rank, ranks):
         safetensors.torch.save_model,
         lambda model, path: model.state_dict()[f"{own}home_experts"].contiguous(),
     ):
-        with pytest.raises(ValueError, match="experts of one rank alone, .* on all ranks call isoload.save"):
+        with pytest.raises(ValueError, match="experts of only one rank, .* on all ranks call isoload.save"):
             save(layer, "unused.safetensors")
     return state
 

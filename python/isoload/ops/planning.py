@@ -123,7 +123,8 @@ def plan_waterfill(
     few copies as possible move. As many of these as possible go to ranks to which their source sends routed copies
     anyway: at most as many as it sends, and at most 3/4 of them if it has a choice (about the number of distinct
     tokens).
-    All other moving copies stay in the node if possible. The op generalises Waterfill (papers/001) to integers and whole batches
+    All other moving copies stay in the node if possible. The op generalises Waterfill
+    (papers/001) to integers and whole batches
     without sampling.
 
     Args:

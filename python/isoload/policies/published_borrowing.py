@@ -79,7 +79,7 @@ class LibraPublishedPolicy(BorrowPolicy):
         check_range("tolerance", self.tolerance, 0, 1000)
 
     def fill(self, demand: Demand, placed: PlacedLayers) -> PlacedLayers:
-        """Fill the slots by Algorithm 1, and attach the quota of the same loads by Algorithm 2: one wait serves both."""
+        """Fill the slots by Algorithm 1, and attach the quota by Algorithm 2, with one wait for both."""
         layers = layers_of(demand, placed, placed.resident.slot_to_expert)
         slots = placed.spare_slots if self.slots is None else self.slots
         # In exact arithmetic 0.3 of 10 is 3; in floats the product may be slightly less.

@@ -1,4 +1,4 @@
-"""How loads, weights and rows travel between the ranks: a Group, a Dispatcher over it, and both as a Transport."""
+"""Communication between ranks: a Group for loads and weights, a Dispatcher for rows, and both as a Transport."""
 
 from isoload.transport.collective import CollectiveGroup, await_all
 from isoload.transport.dispatcher import Dispatcher, Received

@@ -34,7 +34,7 @@ STAGE = "symmetric memory"
 
 
 class Site(NamedTuple):
-    """Where one rank runs."""
+    """Host, process and GPU of one rank."""
 
     host: str
     boot_id: str
@@ -42,7 +42,7 @@ class Site(NamedTuple):
     gpu: str  # UUID
     device_index: int  # in its process
     pid: int
-    token: int  # random
+    token: int  # random number
 
     @classmethod
     def here(cls, device: torch.device) -> Site:
@@ -96,7 +96,7 @@ def path_of(pid: int) -> Path:
 
 
 def check_paths(sites: Sequence[Site], rank: int) -> None:
-    """Raise RuntimeError unless each peer's process id leads a rank to that peer."""
+    """Raise RuntimeError unless each peer's process id identifies that peer on this rank too."""
     for peer, site in enumerate(sites):
         if (read := path_of(site.pid).read_text()) != str(site.token):
             raise RuntimeError(
@@ -110,15 +110,16 @@ def make_symmetric(
 ) -> SymmetricMemory:
     """Make symmetric memory on all ranks, or raise on all ranks.
 
-    torch's rendezvous waits for file descriptors without a timeout and keeps Python's lock. It must not begin before
-    all ranks have found that the descriptors will arrive.
+    torch's rendezvous waits for file descriptors without a timeout and without releasing Python's lock. It must not
+    begin
+    before all ranks have checked that the descriptors will arrive.
 
     Args:
         group: the ranks that read each other's memory.
         processes: their process group.
         device: this rank's GPU.
         timeout: of the processes' exchanges.
-        limit: of a rank's wait for others in the trial.
+        limit: for which a rank waits for others in the trial.
     """
     rank, path = group.ranks[0], path_of(os.getpid())
     try:
@@ -129,17 +130,17 @@ def make_symmetric(
         sites: list[Site] = group.gather_objects(STAGE, site)
         with group.agreeing(STAGE):
             check_hosts(sites)
-            if len({other[:2] for other in sites}) == 1:  # else handles of the fabric travel, not descriptors
+            if len({other[:2] for other in sites}) == 1:  # otherwise fabric handles travel, not descriptors
                 check_paths(sites, rank)
     finally:
         path.unlink(missing_ok=True)
-    # Workers that see one GPU each all have the index 0, which torch takes for one GPU.
+    # Workers that see one GPU each all have index 0, which torch treats as one GPU.
     indices, gpus = {(other.host, other.device_index) for other in sites}, {other.gpu for other in sites}
     masked = len(indices) < len(gpus) and OVERLAP not in os.environ
     store = dist.distributed_c10d._get_process_group_store(processes)
     before = store.timeout  # type: ignore[attr-defined]
     with group.agreeing(STAGE):
-        store.set_timeout(limit)  # of ranks that wait for one that has failed
+        store.set_timeout(limit)  # for ranks that wait for a rank that has failed
         try:
             memory = SymmetricMemory(processes, device, timeout, masked)
         finally:
@@ -155,12 +156,14 @@ def make_symmetric(
     return memory
 
 
-# the name since torch 2.13, and the one before
+# Name since torch 2.13, and the earlier name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def device_of(process_group: dist.ProcessGroup) -> torch.device:
-    """Where a process group exchanges: on this process's GPU, if there is one and a backend for it."""
+    """Return the device of a process group's exchanges: this process's GPU if the group has a backend for it, else
+    the CPU.
+    """
     if torch.cuda.is_available() and "cuda:" in dist.get_backend_config(process_group):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
@@ -173,9 +176,9 @@ def timeout_of(process_group: dist.ProcessGroup) -> timedelta:
 
 
 HEADER = STAGE_BYTES + 8  # bytes of stage_header
-FRAME = 2048  # bytes in which processes on CPU meet: a header and a row of up to 500 counts
-FIRST_WAIT = timedelta(seconds=10)  # before a process warns that it waits for the others
-TRIAL_WAIT = timedelta(seconds=30)  # of a process for the others while they try symmetric memory
+FRAME = 2048  # bytes of the frame that processes on CPU exchange: a header and a row of up to 500 counts
+FIRST_WAIT = timedelta(seconds=10)  # after which a waiting process warns
+TRIAL_WAIT = timedelta(seconds=30)  # for which a process waits for others in the trial of symmetric memory
 
 
 def await_all(call: str, limit: timedelta | None = None) -> None:
@@ -184,11 +187,11 @@ def await_all(call: str, limit: timedelta | None = None) -> None:
     A process that waits longer than FIRST_WAIT warns and names the ranks that are missing.
 
     Args:
-        call: what the processes call, for messages.
+        call: name of the call, for messages.
         limit: how long to wait. None: the group's timeout.
 
     Raises:
-        RuntimeError: some processes have not made the call within the limit, naming their ranks.
+        RuntimeError: some processes have not made the call within the limit; names their ranks.
     """
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return
@@ -217,22 +220,22 @@ def await_all(call: str, limit: timedelta | None = None) -> None:
     calls[call] += 1
 
 
-# For each default group how often all its processes have made a call together.
+# For each default group: how often all its processes have made a call together.
 _calls: WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = WeakKeyDictionary()
 
 
 class CollectiveGroup(Group):
     """Owns this process's rank of a process group. All ranks of the group construct it together.
 
-    A peer that dies makes each call fail with a RuntimeError that names the stage: at once where the backend sees the
-    connection close, else after the process group's timeout.
+    If a peer dies, each call fails with a RuntimeError that names the stage: at once if the backend detects the closed
+    connection, else after the process group's timeout.
 
     Args:
         topology: R ranks, or the number R, as many as the process group has.
-        process_group: None = the default one.
+        process_group: None = the default group.
 
     Raises:
-        ValueError: on all ranks alike, if the topology does not fit the process group or differs between the ranks.
+        ValueError: on all ranks, if the topology does not fit the process group or differs between the ranks.
     """
 
     def __init__(self, topology: Topology | int, process_group: dist.ProcessGroup | None = None) -> None:
@@ -247,14 +250,15 @@ class CollectiveGroup(Group):
 
     @classmethod
     def own(cls, topology: Topology | int, like: dist.ProcessGroup | None = None) -> CollectiveGroup:
-        """A group over the processes of another, with a communicator that no other code's collectives share.
+        """Return a group over the processes of another, with a communicator that no other code uses.
 
-        All processes of the default group call it together, as :func:`torch.distributed.new_group` demands. Its timeout
-        is the other group's.
+        All processes of the default group call it together, as :func:`torch.distributed.new_group` requires. The
+        timeout is
+        that of the other group.
 
         Args:
             topology: R ranks, or the number R, as many as `like` has.
-            like: whose processes join; None = all.
+            like: group whose processes join; None = all processes.
         """
         ranks = None if like is None else dist.get_process_group_ranks(like)
         process_group = dist.group.WORLD if like is None else like
@@ -280,7 +284,7 @@ class CollectiveGroup(Group):
             assert self.process_group is not None
             near = self.topology.node_of(self.ranks[0])
             members = [dist.get_process_group_ranks(self.process_group)[rank] for rank in near]
-            # local: ranks outside of this group need not call it
+            # Local synchronisation: ranks outside of this group need not call it.
             process_group = dist.new_group(
                 members, timeout=timeout_of(self.process_group), use_local_synchronization=True
             )
@@ -320,7 +324,7 @@ class CollectiveGroup(Group):
             if begun:
                 with self.named(stage):
                     work.wait()
-                leaving.untyped_storage()  # held until here
+                leaving.untyped_storage()  # keeps the memory until here
             return [arrived]
 
         return wait
@@ -333,10 +337,11 @@ class CollectiveGroup(Group):
         node: dist.ProcessGroup | None = None,
         row: Tensor | None = None,
     ) -> Tensor | None:
-        """Raise on all ranks (of a node), on CPU, unless all are in this stage with rows as large: gloo would abort.
+        """Raise on all ranks (of a node), on CPU, unless all ranks are in this stage with rows of one size.
 
-        A row that fits into the frame travels with it. On a GPU a frame would be one more collective and a wait of the
-        host; there only the group's timeout helps.
+        Without this check gloo would abort. A row that fits into the frame travels with it. On a GPU a frame would be
+        one
+        more collective and a host wait, so there only the group's timeout applies.
 
         Args:
             stage: of the exchange that follows.
@@ -346,7 +351,7 @@ class CollectiveGroup(Group):
             row: [F] what this rank sends, where all ranks receive it.
 
         Returns:
-            [n, F] the rows of all ranks; None where the exchange is still to be made.
+            [n, F] the rows of all ranks; None if the rows are still to be exchanged.
         """
         if not values_readable(like) or like.device.type != "cpu":
             return None
@@ -374,7 +379,7 @@ class CollectiveGroup(Group):
         return gathered
 
     def peers(self, device: torch.device) -> Peers | str:
-        """Symmetric memory, where a trial shows that it works, else why not; the same on all ranks."""
+        """Return symmetric memory if a trial of it succeeds, else the reason as text; the same on all ranks."""
         if device.type != "cuda":
             return f"processes cannot read each other's memory on {device.type}"
         return self.memo(("symmetric memory",), lambda: self._try_symmetric(device))
@@ -385,21 +390,21 @@ class CollectiveGroup(Group):
         limit = min(TRIAL_WAIT, timeout / 2)
         try:
             if dist.get_world_size(self.process_group) < dist.get_world_size():
-                # torch counts a process's rendezvous over all groups. After one that only some processes make, the next
-                # one of the default group would hang (pytorch #196082).
+                # torch counts a process's rendezvous over all groups. If only some processes made one, the next
+                # rendezvous of the default group would hang (pytorch #196082).
                 with self.agreeing("construction"):
                     await_all("construction of a layer that borrows", limit)
             return make_symmetric(self, self.process_group, device, timeout, limit)
-        except Exception as error:  # on all ranks, each with its own
+        except Exception as error:  # on all ranks, each with its own error
             return "; ".join(dict.fromkeys(self.gather_objects("construction", str(error))))
 
     @contextmanager
     def named(self, stage: str) -> Iterator[None]:
-        """What fails inside says in which stage and on which rank."""
+        """Add the stage and the rank to the message of an exception that is raised inside."""
         try:
             yield
         except RuntimeError as error:
             raise RuntimeError(
-                f"stage {stage} failed on rank {self.ranks[0]}: {error} (most likely another rank failed first; its "
-                "own error says why)"
+                f"stage {stage} failed on rank {self.ranks[0]}: {error} (most likely another rank failed first: see "
+                "its error)"
             ) from error

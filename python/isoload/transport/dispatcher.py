@@ -1,9 +1,9 @@
-"""Dispatcher: sends tokens to the ranks that hold their slots, and the results back to the tokens.
+"""Dispatcher: sends tokens to the ranks of their slots, and returns the results to the tokens.
 
-A token travels once to every rank that holds one of its slots, and combine returns it by the same map. Dispatch and
-combine are each other's backward. Lists run over the ranks that the process owns. A node of the autograd graph
-depends on both functions on every rank, whether or not that rank needs a gradient: a rank without the node would
-not enter the collectives for which all other ranks wait.
+A token travels once to every rank that has one of its slots, and combine returns it by the same map. Dispatch and
+combine are each other's backward. Lists are indexed by the ranks that the process owns. A node of the autograd graph
+depends on both functions on every rank, whether or not that rank needs a gradient: a rank without the node would not
+enter the collectives for which all other ranks wait.
 """
 
 from __future__ import annotations
@@ -24,23 +24,24 @@ from isoload.transport.exchanges import Owned, SendCounts, Shared
 from isoload.transport.group import DTYPES, Call, Group
 
 Handle = TypeVar("Handle")
-# In the order of dispatch_facts
+# In the order of dispatch_facts.
 FACTS = ("hidden size of x", "dtype of x", "top-k of slots", "dtype of weights", "slots_per_rank")
 
 
 @dataclass(frozen=True, eq=False)
 class Received:
-    """What one rank got.
+    """Rows that one rank received.
 
     rows     [N, H]  in the dtype of x
     slots    [N, K]  int32 or int64, local slot 0..S-1 of the row's copies; -1 = absent (that copy went elsewhere)
     weights  [N, K]  gate weights, which the experts' side multiplies by; 0 where slots is -1
     handle           for combine; only the dispatcher that made it reads it
-    max_copies       most copies there are, where the host has such a number: experts need no more memory
-    ends             [S] if every row is of one copy (K = 1) and rows lie by slot: those of slot s before ends[s]
+    max_copies       upper bound of the number of copies, if the host has one: limits the experts' memory
+    ends             [S] if every row is of one copy (K = 1) and rows are sorted by slot: rows of slot s end at ends[s]
 
-    A row whose slots are all -1 is padding. N, K and the order of rows are the dispatcher's own; rows, slots and
-    weights may be parts of one buffer, not contiguous.
+    A row whose slots are all -1 is padding. N, K and the order of rows depend on the dispatcher; rows, slots and
+    weights
+    may be parts of one buffer, not contiguous.
     """
 
     rows: Tensor
@@ -52,22 +53,22 @@ class Received:
 
 
 class Dispatcher(Shared, ABC):
-    """Moves rows between the ranks of a group; lists run over the ranks that this process owns.
+    """Moves rows between the ranks of a group; lists are indexed by the ranks that this process owns.
 
     Every rank makes the same calls in the same order, T = 0 included. Where gradients are recorded, dispatch is
-    differentiable in x and weights and combine in y, and backward enters its exchanges on every rank whose combined
-    result takes part in the loss, whatever else requires a gradient.
+    differentiable in x and weights and combine in y. Backward enters its exchanges on every rank whose combined result
+    takes part in the loss, even if nothing else requires a gradient.
 
     max_tokens_per_rank  the fixed capacity: most tokens of a rank in a batch; None = any number
-    host_waits           whether the host waits once in a dispatch, for how many rows come
+    host_waits           whether the host waits once in a dispatch, for the number of received rows
     weights_at_source    whether combine multiplies by the gate weights, as DeepEP's low-latency mode does; Received
                          then has a row per copy and weights of 1
-    adds_by_rank         whether combine adds by ascending rank, else by the place of a rank's last copy among a
+    adds_by_rank         whether combine adds by ascending rank; otherwise by the place of a rank's last copy among a
                          token's choices, own contributions first
-    adds_in_nodes        whether combine adds inside nodes first, by ascending rank, rounds to the dtype of the rows,
-                         and then adds the nodes, the own contribution behind that of the rank's node
-    dtypes               that rows may have
-    hidden_multiple      what H must be a multiple of
+    adds_in_nodes        whether combine first adds inside nodes, by ascending rank, rounds to the dtype of the rows,
+                         and then adds the nodes, with the own contribution after the sum of the rank's node
+    dtypes               supported dtypes of rows
+    hidden_multiple      H must be a multiple of it
     """
 
     group: Group
@@ -83,68 +84,70 @@ class Dispatcher(Shared, ABC):
     def dispatch(
         self, x: Owned, slots: Owned, weights: Owned, slots_per_rank: int, call: Call | None = None
     ) -> list[Received]:
-        """Sends every token to each rank that holds one of its slots.
+        """Send every token to each rank that has one of its slots.
 
         Args:
             x: [T, H] float64, float32, bfloat16 or float16 each; T may differ and be 0.
-            slots: [T, K] int32 or int64 each, global: what :func:`isoload.route` returns; -1 = absent.
-            weights: [T, K] float32 each; beside float64 x also float64, which keeps their gradients exact.
-            slots_per_rank: S; slot p lives on rank p // S.
-            call: whose facts travel with the row counts; where the host does not wait for these, they are compared
+            slots: [T, K] int32 or int64 each, global: the result of :func:`isoload.route`; -1 = absent.
+            weights: [T, K] float32 each; with float64 x also float64, which keeps their gradients exact.
+            slots_per_rank: S; slot p is on rank p // S.
+            call: its facts travel with the row counts. If the host does not wait for row counts, the facts are
+                compared
                 where values are readable (on CPU; elsewhere under ISOLOAD_CHECK=1).
 
         Raises:
-            ValueError: naming the argument, the rule and the value. The other ranks raise, too, naming rank and stage;
-                where the host does not wait they do so on CPU, elsewhere only if the caller has told them by
-                ``gather_loads``.
-            RuntimeError: naming the stage, if a rank is gone.
+            ValueError: names the argument, the rule and the value. The other ranks raise too and name rank and stage;
+                if the host does not wait they do so on CPU, elsewhere only if ``gather_loads`` transmitted the
+                failure.
+            RuntimeError: names the stage, if a rank is gone.
         """
 
     @abstractmethod
     def combine(self, y: Owned, received: list[Received], own: Owned | None = None) -> Owned:
-        """Returns every row to its token and adds up.
+        """Return every row to its token and add up.
 
         Args:
             y: [N, H] each, in the dtype of the received rows: weighted and summed over the row's local copies.
-            received: what dispatch returned.
+            received: result of dispatch.
             own: [T, H] each, in the dtype of y: the rank's contribution to its own tokens, computed without dispatch,
-                0 for a token without one. It joins the sum at the rank's own place.
+                0 for a token without one. It joins the sum in the position of the rank itself.
 
         Returns:
-            [T, H] each: the plain sum, by ascending rank unless the dispatcher says otherwise, accumulated in
+            [T, H] each: the plain sum, by ascending rank unless the dispatcher declares another order, accumulated in
             max(float32, dtype) and rounded once; 0 for a token without copies.
 
         Raises:
-            ValueError: naming the argument, the rule and the value.
-            RuntimeError: naming the stage, if a rank is gone.
+            ValueError: names the argument, the rule and the value.
+            RuntimeError: names the stage, if a rank is gone.
         """
 
     @abstractmethod
     def carry_failure(self, call: Call) -> None:
-        """Takes part in the exchange in which the other ranks' dispatch waits for this one, where there is one.
-
-        They raise, and so does this rank what has failed in the call.
+        """Take part in the exchange of a dispatch, if there is one, so that the other ranks raise; then raise the
+        failure.
         """
 
     def start_dispatch(
         self, x: Owned, slots: Owned, weights: Owned, slots_per_rank: int, call: Call | None = None
     ) -> Callable[[], list[Received]]:
-        """:meth:`dispatch`, begun: what it returns waits for the rows, once; other work, and other exchanges, may come
-        before that. Forward only: raises ValueError if gradients are recorded. Where a dispatcher has nothing of its
-        own, the rows are there at once.
+        """Begin :meth:`dispatch` and return a function that waits for the rows; call it once.
+
+        Other work and other exchanges may come before that. Forward only: raises ValueError if gradients are
+        recorded. A
+        dispatcher without an implementation of its own has the rows at once.
         """
         refuse_gradients()
         received = self.dispatch(x, slots, weights, slots_per_rank, call)
         return lambda: received
 
     def check_dispatch(self, x: Owned, slots: Owned, weights: Owned, call: Call | None) -> Call:
-        """The call, for arguments of all owned ranks; else ValueError."""
+        """Return the call after checking the arguments of all owned ranks; else raise ValueError."""
         for name, tensors in (("x", x), ("slots", slots), ("weights", weights)):
             self.group.check_owned(name, tensors)
         return Call(self.group, device=x[0].device) if call is None else call
 
     def check_received(self, y: Owned, received: list[Received], kind: type[Handle]) -> list[Handle]:
-        """The handles of what this dispatcher's dispatch returned, beside y of its shape; else ValueError."""
+        """Return the handles of this dispatcher's dispatch after checking the shape of y; else raise ValueError."""
         self.group.check_owned("y", y)
         self.group.check_owned("received", received)
         handles = []
@@ -157,7 +160,7 @@ class Dispatcher(Shared, ABC):
         return handles
 
     def check_own(self, local: Owned | None, received: list[Received], num_tokens: Sequence[int]) -> None:
-        """Raises ValueError unless own contributions, if there are any, are of so many tokens of each owned rank."""
+        """Raise ValueError unless own contributions, if any, have one row per token of each owned rank."""
         if local is not None:
             self.group.check_owned("own", local)
             self._check_like("own", local, received, num_tokens, "the rank's tokens")
@@ -174,7 +177,7 @@ class Dispatcher(Shared, ABC):
 
 
 def refuse_gradients() -> None:
-    """Raises ValueError where gradients are recorded."""
+    """Raise ValueError if gradients are recorded."""
     if torch.is_grad_enabled():
         raise ValueError("start_dispatch must run under torch.no_grad(), got gradients recorded")
 
@@ -182,10 +185,10 @@ def refuse_gradients() -> None:
 def dispatch_facts(
     rank: int, x: Tensor, slots: Tensor, weights: Tensor, slots_per_rank: int, num_ranks: int
 ) -> tuple[int, ...]:
-    """FACTS of one rank's arguments.
+    """Return FACTS of one rank's arguments.
 
     Raises:
-        ValueError: naming the argument, the rule and the value. Where slots' values are not readable, one
+        ValueError: names the argument, the rule and the value. If the values of slots are not readable, a slot
             out of range is an absent copy.
     """
     if x.dim() != 2 or x.dtype not in DTYPES:
@@ -223,12 +226,12 @@ Columns = list[tuple[Tensor, ...]]
 
 @dataclass(frozen=True, eq=False)
 class RowMap(SendCounts):
-    """Which rows a rank sends (n of them, by destination, then token) and how many it gets.
+    """The rows that a rank sends (n of them, by destination, then token) and how many it receives.
 
     row_to_token   [n] int64     T where the row is padding
     row_to_rank    [n] int64     destination, R where the row is padding; where rows go to nodes, a node
-    token_to_rows  [T, D] int64  the token's rows by ascending destination, n where there is none
-    own            the destination that the rank itself belongs to
+    token_to_rows  [T, D] int64  the token's rows by ascending destination, n for none
+    own            the destination to which the rank itself belongs
     """
 
     row_to_token: Tensor
@@ -238,9 +241,9 @@ class RowMap(SendCounts):
 
 
 def with_own(map_: RowMap) -> Tensor:
-    """[T, D + 1] token_to_rows where row n + t is the own contribution of token t, at the rank's place.
+    """Return [T, D + 1] token_to_rows in which row n + t is the own contribution of token t, in the rank's position.
 
-    It comes behind the token's row from the rank itself, if there is one. n + T is no row.
+    It follows the token's row from the rank itself, if there is one. n + T is no row.
     """
     num_rows, (tokens, _) = len(map_.row_to_rank), map_.token_to_rows.shape
     nowhere = len(map_.sent)
@@ -253,22 +256,22 @@ def with_own(map_: RowMap) -> Tensor:
 
 
 def as_bytes(rows: Tensor) -> Tensor:
-    """[n, bytes] uint8: rows [n, F] in their own memory, where they are contiguous."""
-    if not rows.is_contiguous():  # not contiguous(), which fake tensors on a GPU cannot on torch's CPU build
+    """Return [n, bytes] uint8: a view of rows [n, F] if they are contiguous, else a copy."""
+    if not rows.is_contiguous():  # not contiguous(), which fails for fake CUDA tensors on torch's CPU build
         rows = rows.clone(memory_format=torch.contiguous_format)
-    # by way of one dimension: rows of one value may have stride 0 and still be contiguous
+    # Via one dimension: rows of one value may have stride 0 and still be contiguous.
     return rows.flatten().view(torch.uint8).view(len(rows), rows.shape[1] * rows.itemsize)
 
 
 def pack(*columns: Tensor) -> Tensor:
-    """[n, bytes] uint8: contiguous columns [n, F] side by side."""
+    """Return [n, bytes] uint8: contiguous columns [n, F], joined."""
     return torch.cat([as_bytes(column) for column in columns], dim=1)
 
 
 def unpack(buffer: Tensor, layout: Sequence[tuple[int, torch.dtype]]) -> list[Tensor]:
-    """The columns of a packed buffer, given their widths and dtypes."""
+    """Return the columns of a packed buffer, given their widths and dtypes."""
     parts = buffer.split([width * dtype.itemsize for width, dtype in layout], dim=1)
-    # clone, not contiguous(): a single row is contiguous already, at an offset that may suit no dtype
+    # clone, not contiguous(): a single row is contiguous already, at an offset that may not be aligned for its dtype.
     return [
         part.clone(memory_format=torch.contiguous_format).view(dtype)
         for part, (_, dtype) in zip(parts, layout, strict=True)
@@ -276,12 +279,12 @@ def unpack(buffer: Tensor, layout: Sequence[tuple[int, torch.dtype]]) -> list[Te
 
 
 def anchor() -> Tensor:
-    """A scalar that makes what is computed from it require a gradient, where gradients are recorded at all."""
+    """Return a scalar that requires a gradient if gradients are recorded, so that results computed from it do too."""
     return torch.zeros((), requires_grad=torch.is_grad_enabled())
 
 
 def unpack_payload(arrived: Sequence[Tensor], x: Tensor, weights: Tensor) -> Columns:
-    """Rows [N, H], slots [N, K] int32 and weights [N, K] of every owned rank: views of what arrived."""
+    """Return rows [N, H], slots [N, K] int32 and weights [N, K] of every owned rank: views of the received bytes."""
     layout = RowLayout.of(x, weights)
     rows, slots, gates = zip(*(layout.parts(buffer, x, weights) for buffer in arrived), strict=True)
     return [rows, slots, gates]
@@ -309,7 +312,7 @@ class Dispatch(torch.autograd.Function):
         maps, slots = ctx.maps, ctx.saved_tensors
         rows, weights = grads[: len(maps)], grads[2 * len(maps) :]
         layout = [(rows[0].shape[1], rows[0].dtype), (weights[0].shape[1], weights[0].dtype)]
-        # a copy's weight went to one rank: zeros from the others make the sum exact
+        # The weight of a copy went to one rank: zeros from other ranks keep the sum exact.
         payload = [
             pack(g.contiguous(), w.masked_fill(s < 0, 0).contiguous())
             for g, w, s in zip(rows, weights, slots, strict=True)
@@ -321,9 +324,9 @@ class Dispatch(torch.autograd.Function):
 
 
 class Combine(torch.autograd.Function):
-    """y [N, H] and, if given, own contributions [T, H] -> [T, H].
+    """y [N, H] and optionally own contributions [T, H] -> [T, H].
 
-    The link makes dispatch's backward run even where nothing else leads to it.
+    The link makes dispatch's backward run even if no other tensor depends on it.
     """
 
     @staticmethod

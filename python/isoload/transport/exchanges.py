@@ -1,7 +1,7 @@
 """Exchanges: moves tensors between the ranks that share a layer, and counts rows and bytes.
 
-Virtual ranks share the memory of a process; GPUs share symmetric memory. Where every rank reads the memory of every
-other rank, rows are read in place.
+Virtual ranks share the memory of a process; GPUs may share symmetric memory. If every rank can read the memory of
+every other rank, rows are read in place.
 """
 
 from __future__ import annotations
@@ -26,31 +26,33 @@ OVERLAP = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 
 
 class Peers:
-    """What the ranks of a group let each other read: of virtual ones, which share a process, any tensor. Lists of own
-    tensors run over the owned ranks."""
+    """Memory that all ranks of a group can read. Virtual ranks share a process, so they can read any tensor. Lists
+    of own
+    tensors are indexed by the owned ranks.
+    """
 
     def new(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Zeros that every rank can read, of one shape on all of them, made by all together."""
+        """Return zeros that every rank can read, of one shape on all ranks. All ranks call it together."""
         return torch.zeros(*shape, dtype=dtype, device=device)
 
     def reach(self, tensors: list[Tensor]) -> list[Tensor]:
-        """[R] every rank's tensor, given the own ones from :meth:`new`."""
+        """Return [R] every rank's tensor, given the own tensors from :meth:`new`."""
         return tensors
 
     def meet(self) -> None:
-        """A barrier of all ranks on the current stream; in one process there is nothing to wait for."""
+        """Wait for all ranks on the current stream; virtual ranks do not wait."""
 
 
 class SymmetricMemory(Peers):
     """Tensors on CUDA devices that the other ranks of a process group read in place. All make them in the same order.
 
-    What one call of :meth:`new` shares is freed with the tensor that it returned.
+    Memory that one call of :meth:`new` shares is freed with the tensor that it returned.
 
     Args:
-        group: whose processes read each other's memory. Several of them on one device need OVERLAP=1.
+        group: processes that read each other's memory. Several of them on one device need OVERLAP=1.
         device: this rank's GPU.
         timeout: of barriers. After it the barrier kills the CUDA context.
-        masked: whether torch takes GPUs for one, since they have one device index in their processes.
+        masked: whether GPUs have the same device index in their processes, so that torch treats them as one GPU.
     """
 
     def __init__(
@@ -58,7 +60,7 @@ class SymmetricMemory(Peers):
     ) -> None:
         self._group, self._device, self._masked = group, device, masked
         self._timeout_ms = int(timeout.total_seconds() * 1000)
-        # by address of the rank's own part: torch's handle, and views of all parts by shape and dtype
+        # Key: address of the rank's own part. Value: torch's handle, and views of all parts by shape and dtype.
         self._shared: dict[int, tuple[Any, dict[tuple[object, ...], list[Tensor]]]] = {}
         self.pad = self.new((2,), torch.int64, device)  # its handle has the signals of the barriers
         self._met: torch.cuda.Event | None = None
@@ -67,8 +69,8 @@ class SymmetricMemory(Peers):
         import torch.distributed._symmetric_memory as symmetric
         from torch._C._distributed_c10d import _SymmetricMemory
 
-        # Not from torch's pool: there the tensor's offset, and whether its block needs a rendezvous, depend on what
-        # this process has freed before, which can differ between ranks.
+        # Not from torch's pool: the tensor's offset there, and whether its block needs a rendezvous, depend on memory
+        # that this process freed earlier, which can differ between ranks.
         strides = torch.empty(shape, device="meta").stride()
         tensor = _SymmetricMemory.empty_strided_p2p(tuple(shape), strides, dtype, device)
         if self._masked:
@@ -85,7 +87,7 @@ class SymmetricMemory(Peers):
     def reach(self, tensors: list[Tensor]) -> list[Tensor]:
         (mine,) = tensors
         if mine.data_ptr() not in self._shared:
-            # not made here, as after .to() or a copy
+            # Not made by new(), as after .to() or a copy.
             raise ValueError(
                 "weights must stay in the memory they were made in, since other ranks read it, got a tensor elsewhere"
             )
@@ -113,7 +115,7 @@ PerRank = list[list[int]]  # for every owned rank [R], by destination or by sour
 
 
 class Shared:
-    """A part of a layer's transport, which joins processes: a copy of the layer is another layer on the same one."""
+    """Part of a layer's transport, which connects processes: copying a layer does not copy it."""
 
     def __deepcopy__(self: Own, memo: dict[int, Any]) -> Own:
         return self
@@ -121,13 +123,14 @@ class Shared:
 
 @dataclass
 class Traffic:
-    """What this process handed to the exchanges since the group was made.
+    """Rows and bytes that this process passed to the exchanges since the group was made.
 
-    rows        [R, R] int64  rows dispatched, source x destination; only the process's own sources are filled. DeepEP's
+    rows        [R, R] int64  rows dispatched, source x destination; only the process's own sources are filled.
+    DeepEP's
                               rows are not counted: DeepEP numbers them itself
-    bytes                     by stage; padding and what a rank sends to itself count, too, but not by what processes
-                              on CPU find out, before an exchange, that they are in one stage
-    host_syncs                times the host waited for values that an exchange brought
+    bytes                     by stage. Padding and bytes that a rank sends to itself are included; the frames that
+                              processes on CPU exchange to compare their stages are not
+    host_syncs                number of times the host waited for received values
     """
 
     rows: Tensor
@@ -136,34 +139,34 @@ class Traffic:
 
     @classmethod
     def of(cls, num_ranks: int, device: torch.device) -> Traffic:
-        """Nothing so far."""
-        with torch.inference_mode(False):  # else only inference could add to it
+        """Return empty counts."""
+        with torch.inference_mode(False):  # otherwise only inference mode could add to it
             return cls(torch.zeros(num_ranks, num_ranks, dtype=torch.int64, device=device))
 
     def move_to(self, device: torch.device) -> None:
-        """Counts on where the rows are."""
+        """Move the counts to the device of the rows."""
         with torch.inference_mode(False):
             self.rows = self.rows.to(device)
 
 
 def num_bytes(tensor: Tensor) -> int:
-    """Bytes of a tensor; unlike ``nbytes`` also while torch.compile traces symbolic sizes."""
+    """Return the bytes of a tensor; unlike ``nbytes`` also while torch.compile traces symbolic sizes."""
     return tensor.numel() * tensor.itemsize
 
 
 @dataclass(frozen=True, eq=False)
 class SendCounts:
-    """How many rows a rank sends to every destination and gets from every source, [R] each, padding included."""
+    """Numbers of rows that a rank sends to every destination and gets from every source, [R] each, padding included."""
 
     sent: list[int]
     got: list[int]
 
 
 class Exchanges(Shared, ABC):
-    """R ranks that exchange tensors; lists run over ``ranks``, those that this process owns.
+    """R ranks that exchange tensors; lists are indexed by ``ranks``, those that this process owns.
 
     Every rank makes the same calls in the same order. Each exchange has a stage, which names it in errors and in
-    ``traffic.bytes``. A subclass moves the bytes: ``_gather``, ``_swap`` and ``gather_objects``, if it can
+    ``traffic.bytes``. A subclass moves the bytes: ``_gather``, ``_swap`` and ``gather_objects``, and optionally
     ``_start_gather``.
 
     Args:
@@ -180,7 +183,7 @@ class Exchanges(Shared, ABC):
     def __reduce__(self) -> Any:
         raise TypeError(
             "a layer over processes cannot be pickled (torch.save): call isoload.save(model, optimizer, folder) on all "
-            "ranks, or save its state_dict() on every rank, and load that into a layer made anew"
+            "ranks, or save its state_dict() on every rank, and load that into a new layer"
         )
 
     @property
@@ -190,38 +193,40 @@ class Exchanges(Shared, ABC):
 
     @abstractmethod
     def _gather(self, stage: str, rows: Owned, in_node: bool = False) -> Tensor:
-        """[R, F] the row [F] of every rank; in_node: only of the ranks of the owned ones' nodes, 0 of the others."""
+        """Return [R, F], the row [F] of every rank. in_node: only of the ranks of the owned ranks' nodes, 0 for
+        others.
+        """
 
     @abstractmethod
     def _swap(
         self, stage: str, buffers: Owned, sent: PerRank, got: PerRank, begun: bool = False
     ) -> Callable[[], Owned]:
-        """What :meth:`send` returns, once it is waited for; begun: other exchanges may come before that."""
+        """Start a swap and return a function that waits for it. begun: other exchanges may come before the wait."""
 
     @abstractmethod
     def gather_objects(self, stage: str, value: object) -> list[Any]:
-        """The object of every process of the group. Slow: by pickle."""
+        """Return the object of every process of the group. Slow: uses pickle."""
 
     def _start_gather(self, stage: str, rows: Owned) -> Callable[[], Tensor]:
         gathered = self._gather(stage, rows)
         return lambda: gathered
 
     def join_node(self) -> object:
-        """Makes what gathers inside nodes need, once. All ranks call it together."""
+        """Prepare gathers inside nodes, once. All ranks call it together."""
         return None
 
     def gather(self, stage: str, rows: Owned) -> Tensor:
-        """[R, F]: the row [F] of every rank, the same on all ranks."""
+        """Return [R, F]: the row [F] of every rank, the same on all ranks."""
         self.traffic.bytes[stage] += sum(map(num_bytes, rows))
         return self._gather(stage, rows)
 
     def start_gather(self, stage: str, rows: Owned) -> Callable[[], Tensor]:
-        """:meth:`gather`, begun: what it returns waits for the rows; other exchanges may come before that."""
+        """Begin :meth:`gather` and return a function that waits for the rows; other exchanges may come before that."""
         self.traffic.bytes[stage] += sum(map(num_bytes, rows))
         return self._start_gather(stage, rows)
 
     def send(self, stage: str, buffers: Owned, counts: Sequence[SendCounts]) -> Owned:
-        """All-to-all of rows.
+        """Exchange rows between all ranks (all-to-all).
 
         Args:
             stage: see :class:`Exchanges`.
@@ -232,42 +237,42 @@ class Exchanges(Shared, ABC):
             [sum(got), F] each, by source.
 
         Raises:
-            RuntimeError: naming the stage, if a rank is gone.
+            RuntimeError: names the stage, if a rank is gone.
         """
         return self.swap(stage, buffers, [c.sent for c in counts], [c.got for c in counts])()
 
     def start_send(self, stage: str, buffers: Owned, counts: Sequence[SendCounts]) -> Callable[[], Owned]:
-        """:meth:`send`, begun: what it returns waits for the rows; other exchanges may come before that."""
+        """Begin :meth:`send` and return a function that waits for the rows; other exchanges may come before that."""
         return self.swap(stage, buffers, [c.sent for c in counts], [c.got for c in counts], True)
 
     def send_back(self, stage: str, buffers: Owned, counts: Sequence[SendCounts]) -> Owned:
-        """The other way: buffers [sum(got), F] -> [sum(sent), F]."""
+        """Exchange in the opposite direction: buffers [sum(got), F] -> [sum(sent), F]."""
         return self.swap(stage, buffers, [c.got for c in counts], [c.sent for c in counts])()
 
     def swap(
         self, stage: str, buffers: Owned, sent: PerRank, got: PerRank, begun: bool = False
     ) -> Callable[[], Owned]:
-        """Buffers [sum(sent), F] by destination -> [sum(got), F] by source, as :meth:`_swap`."""
+        """Exchange buffers [sum(sent), F] by destination -> [sum(got), F] by source, as :meth:`_swap`."""
         self.traffic.bytes[stage] += sum(map(num_bytes, buffers))
         return self._swap(stage, buffers, sent, got, begun)
 
     def peers(self, device: torch.device) -> Peers | str:
-        """The other ranks' memory on a device, else why kernels cannot read it. All ranks call it together."""
+        """Return the other ranks' memory on a device, or why kernels cannot read it. All ranks call it together."""
         return f"a {type(self).__name__} has no memory that all ranks read"
 
     def memo(self, key: tuple[Any, ...], make: Callable[[], T]) -> T:
-        """What make() returned when the key was new, the same object from then on: for all layers of the group."""
+        """Return make(), computed once per key and shared by all layers of the group."""
         if key not in self._memo:
             self._memo[key] = make()
         value: T = self._memo[key]
         return value
 
     def reset_traffic(self) -> None:
-        """Counts from zero. The rows stay where they were: a dispatch would move them, and the host wait for that."""
+        """Reset all counts to zero. The row counts stay on their device: moving them would make the host wait."""
         self.traffic = Traffic.of(self.topology.num_ranks, self.traffic.rows.device)
 
     def check_owned(self, name: str, entries: Sequence[object]) -> None:
-        """Raises ValueError unless a list has an entry per owned rank."""
+        """Raise ValueError unless a list has an entry per owned rank."""
         if len(entries) != len(self.ranks):
             raise ValueError(
                 f"{name} must have one entry per owned rank ({len(self.ranks)}), got {len(entries)}"

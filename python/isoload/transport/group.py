@@ -1,6 +1,6 @@
-"""Collective operations of an expert-parallel group: if one rank fails, every rank raises.
+"""Collective operations of an expert-parallel group, with error propagation: if one rank fails, every rank raises.
 
-A failure has a code for its stage, and ranks that differ in a fact are named in the error.
+A failure has a code for its stage. If ranks differ in a fact, the error names them.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from isoload.topology import Topology
 from isoload.transport.exchanges import Exchanges, Owned, PerRank
 from isoload.wording import not_one_of
 
-STAGE_BYTES = 40  # of a stage's name, where ranks tell each other
+STAGE_BYTES = 40  # length of a stage's name in messages between ranks
 STAGES = ("count", "plan", "route", "dispatch", "experts", "combine", "placement")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def error_code(stage: str) -> int:
-    """The number by which ``gather_loads`` tells all ranks that one failed in a stage."""
+    """Return the number by which ``gather_loads`` transmits to all ranks that one failed in a stage."""
     if stage not in STAGES:
         raise ValueError(not_one_of("stage", STAGES, stage))
     return STAGES.index(stage) + 1
 
 
 def raise_failure(codes: Sequence[int]) -> None:
-    """Raises for the first rank whose code [R] is not 0: the same error on every rank that sees the same codes."""
+    """Raise for the first rank whose code [R] is not 0: the same error on every rank that has the same codes."""
     for rank, code in enumerate(codes):
         if code:
             stage = STAGES[code - 1] if 1 <= code <= len(STAGES) else f"of code {code}"
@@ -42,9 +42,9 @@ def raise_failure(codes: Sequence[int]) -> None:
 
 @torch.library.custom_op("isoload::loads_of", mutates_args=())
 def loads_of(loads: Tensor, first: Tensor) -> Tensor:
-    """The loads [R, E] if no rank failed, as the first counts [R] of all ranks tell: minus a code; else raises.
+    """Return the loads [R, E] if no rank failed, else raise. In first [R], a failed rank has minus its code.
 
-    An op of its own, so that compiled code on CPU reads them when it runs and not when it is traced.
+    This is an op, so that compiled code on CPU reads the codes when it runs and not when it is traced.
     """
     raise_failure([max(-count, 0) for count in first.tolist()])
     return loads.clone()
@@ -56,11 +56,11 @@ def _(loads: Tensor, first: Tensor) -> Tensor:
 
 
 def rank_failed(rank: int, stage: str) -> str:
-    return f"rank {rank} failed in stage {stage}, so all ranks stop; its own error says why"
+    return f"rank {rank} failed in stage {stage}, so all ranks stop; see the error of that rank"
 
 
 def raise_unlike(name: str, values: Sequence[object], first: int = 0, reason: str = "") -> None:
-    """Raises ValueError if the values of the ranks from first on differ, naming the first rank that does."""
+    """Raise ValueError if the values of the ranks from first on differ, and name the first rank that does."""
     for rank, value in enumerate(values, first):
         if value != values[0]:
             raise ValueError(
@@ -70,20 +70,20 @@ def raise_unlike(name: str, values: Sequence[object], first: int = 0, reason: st
 
 
 def raise_disagreement(names: Sequence[str], facts: Sequence[Sequence[int]], first: int = 0) -> None:
-    """:func:`raise_unlike` for facts [n][F]; "dtype ..." is an index of DTYPES."""
+    """Run :func:`raise_unlike` for facts [n][F]; "dtype ..." is an index of DTYPES."""
     for name, values in zip(names, zip(*facts, strict=True), strict=True):
         if len(set(values)) > 1:
             raise_unlike(name, [DTYPES[v] for v in values] if name.startswith("dtype") else values, first)
 
 
 def stage_header(stage: str, row_bytes: int) -> Tensor:
-    """[STAGE_BYTES + 8] uint8: an exchange's stage and the bytes of its rows."""
+    """Return [STAGE_BYTES + 8] uint8: an exchange's stage and the bytes of its rows."""
     text = stage.encode()[:STAGE_BYTES].ljust(STAGE_BYTES, b"\0")
     return torch.frombuffer(bytearray(text + row_bytes.to_bytes(8, "little")), dtype=torch.uint8)
 
 
 def raise_other_stage(headers: Tensor, first: int = 0) -> None:
-    """Raises if stage_header [n, :] of the ranks from first on differ: other methods were called, or another order."""
+    """Raise if stage_header [n, :] of the ranks from first on differ: ranks made different calls or another order."""
     rows = [bytes(row) for row in headers.tolist()]
     stages = [row[:STAGE_BYTES].rstrip(b"\0").decode(errors="replace") for row in rows]
     sizes = [int.from_bytes(row[STAGE_BYTES:], "little") for row in rows]
@@ -93,12 +93,12 @@ def raise_other_stage(headers: Tensor, first: int = 0) -> None:
 
 
 def checksum(value: object) -> int:
-    """56 bits that are the same on every machine for equal lists of numbers and strings."""
+    """Return 56 bits that are the same on every machine for equal lists of numbers and strings."""
     return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:7], "big")
 
 
 def placement_facts(placement: Placement, layer: int) -> dict[str, int]:
-    """What all ranks must hold alike of one layer."""
+    """Return the facts of one layer's placement that all ranks must share."""
     slots, homes = placement.arrays
     weight = placement.weight_array
     tensors = {
@@ -110,7 +110,7 @@ def placement_facts(placement: Placement, layer: int) -> dict[str, int]:
 
 
 LENGTH = ("length of counts",)
-FACT_RANGE = 2**31 - 1  # facts travel as int32 beside the loads: larger ones by their remainder
+FACT_RANGE = 2**31 - 1  # facts travel as int32 with the loads: larger ones by their remainder
 
 
 class Group(Exchanges):
@@ -118,11 +118,11 @@ class Group(Exchanges):
 
     def __init__(self, topology: Topology | int, ranks: Sequence[int]) -> None:
         super().__init__(topology, ranks)
-        # [R] every rank's least first count since the host looked, minus the code of a failure; the second of captured
-        # gathers, at an address that graphs hold
+        # [R] smallest first count of every rank since the host last looked, minus the code of a failure; the second is
+        # of captured gathers, at an address that graphs contain.
         self._unread: Tensor | None = None
         self._replayed: Tensor | None = None
-        self._near: range | None = None  # ranks of the owned rank's node, once its ranks gather
+        self._near: range | None = None  # ranks of the owned rank's node, after join_node
         self._captures = False  # whether there are captured gathers
         self._agreed: set[tuple[Any, ...]] = set()
 
@@ -133,23 +133,26 @@ class Group(Exchanges):
         facts: Mapping[str, int] | None = None,
         in_node: bool = False,
     ) -> Tensor:
-        """Every rank's counts, or that it failed: minus its code in their place; beside them facts that must be equal.
+        """Gather every rank's counts and facts; a failed rank sends minus its error code.
 
         Args:
             counts: [E] int32 each, see :func:`isoload.count`.
             errors: :func:`error_code` of the stage that failed on each rank, 0 = none.
-            facts: integers that all ranks must give alike, by name, the same names on all ranks. Compared where values
-                are readable (on CPU; elsewhere under ISOLOAD_CHECK=1), else they stay here.
-            in_node: only the ranks of a node meet, after :meth:`join_node`; rows of other nodes are 0, and their
-                failures and facts not heard of. Their caller agrees on the length of counts.
+            facts: integers that must be equal on all ranks, by name, the same names on all ranks. Compared where
+                values
+                are readable (on CPU; elsewhere under ISOLOAD_CHECK=1), otherwise not sent.
+            in_node: gather among the ranks of a node only, after :meth:`join_node`. Rows of other nodes are 0, and
+                their
+                failures and facts are not received. The caller ensures equal lengths of counts.
 
         Returns:
             loads [R, E] int32, the same on all ranks.
 
         Raises:
-            ValueError: the same on all ranks, naming rank and stage, if any rank has an error, or the first fact that
-                differs. At once on CPU; errors on a GPU at the next :meth:`Call.swap_counts` or, where a dispatcher
-                makes none, at the next :meth:`check`. In a CUDA graph likewise, for every replay.
+            ValueError: the same on all ranks; names rank and stage if any rank has an error, or the first fact that
+                differs. At once on CPU. Errors on a GPU at the next :meth:`Call.swap_counts` or, for a dispatcher
+                without
+                it, at the next :meth:`check`; in a CUDA graph in the same way, for every replay.
         """
         if len(counts) != len(self.ranks) or (errors is not None and len(errors) != len(self.ranks)):
             self.check_owned("counts", counts)
@@ -189,10 +192,10 @@ class Group(Exchanges):
             if min(codes) < 0:  # a rank that failed has no facts to compare
                 _raise_gathered(codes, first.device)
         else:
-            # A copy: who writes to the loads, which are the caller's, hides no failure.
+            # A copy: writing to the loads, which belong to the caller, must not hide a failure.
             self._unread = first.clone() if self._unread is None else torch.minimum(self._unread, first)
         if self._replayed is None and may_be_kept(first):
-            with torch.inference_mode(False):  # else only inference could write it
+            with torch.inference_mode(False):  # otherwise only inference mode could write it
                 self._replayed = torch.zeros(first.shape, dtype=first.dtype, device=first.device)
         if self._unread is not None and (compared or first.device.type == "cpu"):
             self.check()
@@ -206,9 +209,9 @@ class Group(Exchanges):
         return loads
 
     def check(self) -> None:
-        """Raises the errors that :meth:`gather_loads` carried and the host has not looked at yet.
+        """Raise the errors that :meth:`gather_loads` received and the host has not read yet.
 
-        Then, on a GPU, what ops found wrong in this rank's values: :func:`isoload.ops.check_device`.
+        Then, on a GPU, raise for wrong values that ops found on this rank: :func:`isoload.ops.check_device`.
         """
         first, device = self.take_unread(), self.traffic.rows.device
         if first is not None and first.device.type == "cpu":
@@ -223,7 +226,7 @@ class Group(Exchanges):
             raise_broken(broken, device)
 
     def take_unread(self) -> Tensor | None:
-        """[R] the least first counts that the host has not read yet, which are forgotten here."""
+        """Return [R] the smallest first counts that the host has not read yet, and clear them."""
         first, self._unread = self._unread, None
         if self._captures:
             assert self._replayed is not None
@@ -235,7 +238,7 @@ class Group(Exchanges):
     def agree_new(
         self, stage: str, names: tuple[str, ...], facts: list[tuple[int, ...]], device: torch.device
     ) -> None:
-        """:meth:`Call.agree` if these facts are new; the same facts are not compared again."""
+        """Run :meth:`Call.agree` if these facts are new; the same facts are not compared again."""
         if (names, *facts) in self._agreed:
             return
         if capturing(device):
@@ -247,18 +250,18 @@ class Group(Exchanges):
         self.note_agreed(names, facts)
 
     def note_agreed(self, names: tuple[str, ...], facts: list[tuple[int, ...]]) -> None:
-        """These facts have been compared: :meth:`agree_new` need not do so again."""
+        """Record that these facts have been compared, so that :meth:`agree_new` skips them."""
         self._agreed.add((names, *facts))
 
     @contextmanager
     def agreeing(self, stage: str) -> Iterator[dict[str, Any]]:
-        """What fails inside fails on all ranks, and so do facts of any kind (put into the dict) that differ.
+        """Context in which a failure on one rank, or a fact (put into the dict) that differs, fails on all ranks.
 
-        For what happens seldom, as when something is made: by pickle, and the host waits.
+        For rare operations such as construction: it uses pickle, and the host waits.
 
         Raises:
-            ValueError: on all ranks alike, naming the first fact that differs, or the rank that failed, the stage and
-                the failure.
+            ValueError: on all ranks; names the first fact that differs, or the rank that failed, the stage and the
+                failure.
             BaseException: the failure, on the process that has it.
         """
         call = Call(self, stage)
@@ -277,27 +280,30 @@ class Group(Exchanges):
 
 
 def _raise_gathered(first: Sequence[int], device: torch.device) -> None:
-    """Raises for the first rank that failed, by the least first counts [R] of gathers on a device."""
+    """Raise for the first rank that failed, by the smallest first counts [R] of gathers on a device."""
     if min(first, default=0) < 0 and device.type == "cuda":
-        device_errors(device)  # ops noted the counts that stand for a code: forgotten
+        device_errors(device)  # clears the bits that ops set for counts that are error codes
     raise_failure([max(-count, 0) for count in first])
 
 
 class Call:
-    """One call of all ranks: what went wrong in this process, and what all of them must hold alike.
+    """One call of all ranks: the failure in this process, if any, and the facts that must be equal on all ranks.
 
-    As a context it keeps what fails inside, an interrupt too: the others must not wait for this rank. The next exchange
-    carries that, and raises: the failure here, on the other ranks an error that names the rank and the stage.
+    As a context it catches every exception inside, KeyboardInterrupt included, because the other ranks must not wait
+    for
+    this one. The next exchange transmits the failure and raises: the failure here, and on the other ranks an error
+    that
+    names the rank and the stage.
 
     Args:
-        group: joins the ranks.
-        stage: in which it fails, if it does.
-        device: that the group exchanges on.
-        facts: integers that all ranks must give alike, by name, the same names on all ranks; in every exchange.
-        failure: why this process cannot go on.
-        later: the exchange in which the others are where they did not hear of the failure in the gather of loads;
-            it raises. None: they are in none.
-        limit: [] int32, which counts are reduced to before the gather: a captured gather carries a failure by it.
+        group: the ranks.
+        stage: named in the error of a failure.
+        device: of the group's exchanges.
+        facts: integers that must be equal on all ranks, by name, the same names on all ranks; part of every exchange.
+        failure: an exception that has already occurred.
+        later: runs the next exchange of the other ranks, in which they raise if the gather of loads did not transmit
+            the failure. None: there is no such exchange.
+        limit: [] int32; counts are reduced to it before the gather, so that a captured gather transmits a failure.
     """
 
     __slots__ = ("device", "facts", "failure", "group", "in_gather", "later", "limit", "stage")
@@ -315,7 +321,7 @@ class Call:
         self.limit = limit
         self.group, self.stage, self.device, self.failure, self.later = group, stage, device, failure, later
         self.facts: dict[str, Any] = {} if facts is None else dict(facts)
-        self.in_gather: dict[str, int] = {}  # more facts, which travel with the loads alone
+        self.in_gather: dict[str, int] = {}  # further facts, which travel only with the loads
 
     def __enter__(self) -> Call:
         return self
@@ -326,25 +332,25 @@ class Call:
         return error is not None
 
     def at(self, stage: str) -> Call:
-        """This context, for a later stage: what failed before failed in its own."""
+        """Return this context for a later stage; an earlier failure keeps its stage."""
         if self.failure is None:
             self.stage = stage
         return self
 
     def raise_failure(self) -> None:
-        """Raises what has failed here, if anything has."""
+        """Raise the failure, if any."""
         if self.failure is not None:
             raise self.failure
 
     def stop(self) -> NoReturn:
-        """Raises the failure, once the other ranks hear of it in the exchange that they are in."""
+        """Raise the failure after the other ranks have received it in their current exchange."""
         assert self.failure is not None
         if self.later is not None:
             self.later(self)
         raise self.failure
 
     def gather_loads(self, counts: Owned, width: int, in_node: bool = False) -> Tensor:
-        """:meth:`Group.gather_loads` of counts [width] each, which are not read where this process has failed."""
+        """Run :meth:`Group.gather_loads` on counts [width] each, which are not read if this process has failed."""
         group, errors, failed = self.group, None, self.failure is not None
         if failed:
             nothing = torch.zeros(width, dtype=torch.int32, device=self.device)
@@ -354,7 +360,7 @@ class Call:
         try:
             loads = group.gather_loads(counts, errors, {**self.facts, **self.in_gather}, in_node)
         except ValueError as error:
-            if in_node:  # other nodes have not met this one yet
+            if in_node:  # other nodes have not received the failure
                 self.failure = error if self.failure is None else self.failure
                 self.stop()
             self.raise_failure()
@@ -366,22 +372,21 @@ class Call:
     def swap_counts(
         self, stage: str, counts: Owned, names: Sequence[str], facts: Sequence[Sequence[int]], kinds: int = 2
     ) -> tuple[list[PerRank], list[PerRank]]:
-        """Tells every rank what will come to it. The host waits, once, and raises what it finds then, also what the
-        gather of loads carried.
+        """Exchange row counts. The host waits once and raises all failures, also those from the gather of loads.
 
         Args:
             stage: see :class:`Group`.
-            counts: [kinds, R] int64 each: what goes to every destination. Not read, as facts are not, where this
-                process has failed.
+            counts: [kinds, R] int64 each: numbers for every destination. Like facts, not read if this process has
+                failed.
             names: [F] of the facts that travel along, at no further cost; F is the same on all ranks.
-            facts: [F] integers each, which all ranks must give alike.
-            kinds: of counts, as many on all ranks: rows and copies, and what a dispatcher has beside them.
+            facts: [F] integers each, which must be equal on all ranks.
+            kinds: number of kinds of counts, the same on all ranks: rows, copies and a dispatcher's own.
 
         Returns:
             For every owned rank: sent and got [kinds][R], the counts to every destination and from every source.
 
         Raises:
-            ValueError: on all ranks, naming the rank that failed and its stage, or the first fact that differs.
+            ValueError: on all ranks; names the rank that failed and its stage, or the first fact that differs.
         """
         group, code = self.group, 0
         if self.failure is not None:
@@ -399,7 +404,7 @@ class Call:
         table = [torch.cat([c.t(), a, *carried], dim=1) for c, a in zip(counts, arrived, strict=True)]
         group.traffic.host_syncs += 1
         joined = torch.stack(table) if len(table) > 1 else table[0].unsqueeze(0)
-        # per owned rank and peer: counts sent; counts got, error, facts; the gather's first count
+        # Per owned rank and peer: counts sent; counts got, error, facts; the gather's first count.
         host, kinds = joined.tolist(), len(counts[0])
         try:
             if carried:
@@ -416,15 +421,15 @@ class Call:
     def agree(
         self, stage: str, names: Sequence[str] = (), facts: Sequence[Sequence[int]] | None = None
     ) -> None:
-        """Compares facts between all ranks, on each call; the host waits for them.
+        """Compare facts between all ranks, on each call; the host waits.
 
         Args:
-            stage: in whose name the ranks agree.
+            stage: named in errors.
             names: [F] of more facts, which may differ between the ranks that a process owns.
-            facts: [F] integers of each of these; not read where this process has failed.
+            facts: [F] integers of each of these; not read if this process has failed.
 
         Raises:
-            ValueError: on all ranks alike, naming the first fact that differs, or the rank that failed and the stage.
+            ValueError: on all ranks; names the first fact that differs, or the rank that failed and the stage.
             BaseException: the failure, on the rank that has it.
         """
         code = 0 if self.failure is None else error_code(self.stage)
@@ -438,7 +443,7 @@ class Call:
     def _with_own(
         self, names: Sequence[str], facts: Sequence[Sequence[int]] | None
     ) -> tuple[Sequence[str], Sequence[Sequence[int]]]:
-        """Names and every owned rank's facts, followed by those that are alike; zeros where this process has failed."""
+        """Return names and every owned rank's facts, then the shared facts; zeros if this process has failed."""
         names, own = (*names, *self.facts), tuple(self.facts.values())
         if self.failure is not None:
             return names, [(0,) * len(names)] * len(self.group.ranks)

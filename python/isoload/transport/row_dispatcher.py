@@ -1,9 +1,9 @@
-"""RowDispatcher sends a token once to every rank that holds one of its slots, in one all-to-all.
+"""RowDispatcher sends a token once to every rank that has one of its slots, in one all-to-all.
 
-NodeDispatcher sends a token once to every node that holds one of its slots, in two hops. In the first hop a rank
-sends to its *leaders*, the rank with its own place on every node; in the second a leader sends what it received to
-the ranks of its node. Combine takes the same way back, so that one row per token leaves a node: the token's sum
-there. GRACE-MoE distributes tokens so (papers/002, implementation details); DeepEP's kernels between nodes use the
+NodeDispatcher sends a token once to every node that has one of its slots, in two hops. In the first hop a rank sends
+to its *leaders*, the ranks with its own position on every node. In the second a leader sends the received rows to the
+ranks of its node. Combine uses the same hops in reverse, so one row per token leaves a node: the token's sum there.
+GRACE-MoE distributes tokens in this way (papers/002, implementation details); DeepEP's kernels between nodes use the
 same leaders.
 """
 
@@ -40,9 +40,9 @@ Given = tuple[Owned, Owned, Owned]  # x, slots and weights of the owned ranks
 
 @dataclass(frozen=True, eq=False)
 class RowHandle:
-    """What combine needs of a hop of rows: the rank's row map, and the link by which gradients find their way back.
+    """State of a hop for combine: the rank's row map, and the link that connects the functions in autograd.
 
-    before: the hop that brought the rows to where this one began; None where tokens did.
+    before: the previous hop, which brought the rows to where this hop began; None for the first hop.
     """
 
     row_map: RowMap
@@ -54,17 +54,17 @@ class RowDispatcher(Dispatcher):
     """Rows arrive by source rank, then token. All ranks of the group construct it together.
 
     Args:
-        group: joins the ranks.
+        group: the ranks.
         max_tokens_per_rank: C. Every pair of ranks exchanges C rows, so shapes are fixed and the host never waits;
-            N = R * C, and the rows of source s start at s * C. None: exactly the rows there are, and the host waits
-            once per dispatch.
-        max_copies_per_rank: beside max_tokens_per_rank, most copies that a rank gets in a batch: the experts' buffers
-            then hold so many, not N*K. More are a ValueError on all ranks on CPU; on a GPU they are left out, and
-            :func:`isoload.ops.check_device` raises. Without max_tokens_per_rank the host reads the number with that of
-            the rows.
+            N = R * C, and the rows of source s start at s * C. None: exactly the existing rows are exchanged, and the
+            host waits once per dispatch.
+        max_copies_per_rank: with max_tokens_per_rank, the largest number of copies that a rank receives in a batch:
+            the experts' buffers then have this size and not N*K. More copies raise ValueError on all ranks on CPU; on
+            a GPU they are dropped, and :func:`isoload.ops.check_device` raises. Without max_tokens_per_rank the host
+            reads the number of copies together with that of the rows.
 
     Raises:
-        ValueError: on all ranks alike, if a capacity is below 1 or differs between the ranks.
+        ValueError: on all ranks, if a capacity is below 1 or differs between the ranks.
     """
 
     num_counts = 2  # rows and copies to every rank
@@ -108,7 +108,7 @@ class RowDispatcher(Dispatcher):
         return wait
 
     def combine(self, y: Owned, received: list[Received], own: Owned | None = None) -> Owned:
-        hops = [self.check_received(y, received, RowHandle)]  # the last one first
+        hops = [self.check_received(y, received, RowHandle)]  # the last hop first
         while before := [handle.before for handle in hops[-1] if handle.before is not None]:
             hops.append(before)
         self.check_own(own, received, [len(handle.row_map.token_to_rows) for handle in hops[-1]])
@@ -120,19 +120,20 @@ class RowDispatcher(Dispatcher):
         return y
 
     def carry_failure(self, call: Call) -> None:
-        # with max_tokens_per_rank there is such an exchange where the host may read values
+        # With max_tokens_per_rank this exchange exists only where the host may read values.
         self._exchange_counts(call, [], [], torch.empty(0, device=call.device))
 
     def _exchange_counts(
         self, call: Call, counts: Owned, facts: list[tuple[int, ...]], like: Tensor
     ) -> tuple[list[PerRank], list[PerRank]] | None:
-        """Once all ranks have given arguments that fit: every owned rank's counts sent and got; None: shapes are fixed.
+        """Check that the arguments of all ranks fit, and return every owned rank's counts sent and got; None: fixed
+        shapes.
 
         Args:
-            call: that may have failed.
-            counts: [num_counts, R] int64 each: rows and copies to every destination, first of all.
+            call: may have failed.
+            counts: [num_counts, R] int64 each, rows and copies to every destination first.
             facts: FACTS of every owned rank.
-            like: on whose device the ranks meet.
+            like: a tensor on the device of the exchange.
         """
         group = self.group
         if self.max_tokens_per_rank is None:
@@ -149,7 +150,9 @@ class RowDispatcher(Dispatcher):
     def _pack(
         self, tensors: Given, slots_per_rank: int, call: Call | None, forward_only: bool = False
     ) -> tuple[list[RowMap], Owned, Any]:
-        """Where every owned rank's tokens go, what it sends, and for :meth:`_receive` most copies that it gets."""
+        """Return where every owned rank's tokens go, the buffers to send, and for :meth:`_receive` the limit of
+        copies.
+        """
         group, num_ranks = self.group, self.group.topology.num_ranks
         call, facts, numbers = self._check_given(tensors, slots_per_rank, call, forward_only)
         x, slots, weights = tensors
@@ -171,14 +174,14 @@ class RowDispatcher(Dispatcher):
     def _receive(
         self, maps: Sequence[RowMap], link: Tensor, values: Sequence[Tensor], slots_per_rank: int, packed: Any
     ) -> list[Received]:
-        """values: rows [N, H] of every owned rank, then slots [N, K] of each, then weights. rest: as packed."""
+        """Return Received of every owned rank. values: rows [N, H] of each, then slots [N, K], then weights."""
         handles = [RowHandle(row_map, link) for row_map in maps]
         return received(values, handles, packed)
 
     def _check_given(
         self, tensors: Given, slots_per_rank: int, call: Call | None, forward_only: bool
     ) -> tuple[Call, list[tuple[int, ...]], list[RowNumbers]]:
-        """The call, FACTS and the rows to every rank, of arguments that fit; else the call has the failure."""
+        """Return the call, FACTS and the rows to every rank, for arguments that fit; else the call has the failure."""
         group, capacity, num_ranks = self.group, self.max_tokens_per_rank, self.group.topology.num_ranks
         x, slots, weights = tensors
         call = self.check_dispatch(x, slots, weights, call)
@@ -200,7 +203,7 @@ class RowDispatcher(Dispatcher):
         return call, facts, numbers
 
     def _check_copies(self, copies: Owned) -> None:
-        """Raises ValueError on all ranks alike if a rank gets more than max_copies_per_rank, of copies [R] to each."""
+        """Raise ValueError on all ranks if a rank gets more than max_copies_per_rank, from copies [R] to each rank."""
         limit = self.max_copies_per_rank
         if limit is None:
             return
@@ -220,13 +223,13 @@ def pack_hop(
     own_destination: Sequence[int],
     capacity: int | None,
 ) -> tuple[list[RowMap], Owned]:
-    """Where every owned rank's rows go, and what it sends.
+    """Return where every owned rank's rows go, and the buffers to send.
 
     Args:
         tokens: rows [T, H], slots [T, K], weights [T, K] and the numbers of the rows to every destination.
         slots_per_place: slots of a destination.
         sent, got: [R] rows each.
-        own_destination: the destination that a rank itself belongs to.
+        own_destination: the destination to which a rank itself belongs.
         capacity: see :func:`isoload.ops.pack_rows`.
     """
     maps, payload = [], []
@@ -242,7 +245,7 @@ def pack_hop(
 def received(
     values: Sequence[Tensor], handles: Sequence[RowHandle], max_copies: Sequence[int | None]
 ) -> list[Received]:
-    """Of every owned rank; values: the rows of each, then the slots, then the weights."""
+    """Return Received of every owned rank; values: the rows of each, then the slots, then the weights."""
     owned = len(handles)
     columns = (values[i * owned : (i + 1) * owned] for i in range(3))
     return [Received(*fields) for fields in zip(*columns, handles, max_copies, strict=True)]
@@ -256,7 +259,7 @@ class Hop(NamedTuple):
 
 
 class Hops(NamedTuple):
-    """What every owned rank sends to its leaders, what it fans out in its node, and most copies that it gets."""
+    """Row counts of every owned rank to its leaders and within its node, and the limit of copies that it gets."""
 
     across: Hop
     inside: Hop
@@ -266,16 +269,19 @@ class Hops(NamedTuple):
 class NodeDispatcher(RowDispatcher):
     """Rows arrive by leader, then source node, then token. All ranks of the group construct it together.
 
-    A token's sum in a node is rounded to the dtype of the rows before it leaves the node, as a rank's is in a
-    :class:`RowDispatcher`, and so is the gradient of x. ``traffic.rows`` has the rows of both hops, without those that
-    a rank hands to itself in the first: between ranks of two nodes, one for every token and other node that it goes to.
-    A dispatch that was started fans out once it is waited for.
+    A token's sum in a node is rounded to the dtype of the rows before it leaves the node, as a rank's sum is in a
+    :class:`RowDispatcher`, and so is the gradient of x. ``traffic.rows`` has the rows of both hops, without those
+    that a
+    rank sends to itself in the first hop: between ranks of two nodes, one row for every token and other node. The
+    second
+    hop of a started dispatch begins when the caller waits for the first.
 
     Args:
-        group: joins the ranks.
+        group: the ranks.
         max_tokens_per_rank: C. Every rank exchanges C rows with each of its leaders and, inside of the node, C for
-            every node with each rank: N = R * C, as a RowDispatcher's. None: as there; the host waits once.
-        max_copies_per_rank: as there.
+            every node with each rank: N = R * C, as for RowDispatcher. None: as for RowDispatcher; the host waits
+            once.
+        max_copies_per_rank: as for RowDispatcher.
     """
 
     adds_in_nodes = True
@@ -289,7 +295,7 @@ class NodeDispatcher(RowDispatcher):
     def _pack(
         self, tensors: Given, slots_per_rank: int, call: Call | None, forward_only: bool = False
     ) -> tuple[list[RowMap], Owned, Hops]:
-        """Where every owned rank's tokens go, what it sends to its leaders, and the sizes of both hops."""
+        """Return where every owned rank's tokens go, the buffers to its leaders, and the sizes of both hops."""
         group, topology = self.group, self.group.topology
         call, facts, numbers = self._check_given(tensors, slots_per_rank, call, forward_only)
         x, slots, weights = tensors
@@ -320,7 +326,9 @@ class NodeDispatcher(RowDispatcher):
         slots_per_rank: int,
         packed: Hops,
     ) -> list[Received]:
-        """The second hop: rows [N, H], slots [N, K] in the node and weights [N, K] of leaders to their node's ranks."""
+        """Run the second hop: rows [N, H], slots [N, K] in the node and weights [N, K] from leaders to their node's
+        ranks.
+        """
         group, topology, owned = self.group, self.group.topology, len(maps)
         rows, slots, weights = (values[i * owned : (i + 1) * owned] for i in range(3))
         per_node = topology.ranks_per_node
@@ -338,15 +346,15 @@ class NodeDispatcher(RowDispatcher):
         return received(parts, handles, packed.max_copies)
 
     def _leaders(self, of_ranks: Tensor, rank: int) -> Tensor:
-        """[num_nodes] the entries of a rank's leaders in a vector [R]."""
+        """Return the [num_nodes] entries of a rank's leaders in a vector [R]."""
         per_node = self.group.topology.ranks_per_node
         return of_ranks.view(-1, per_node).select(1, rank % per_node)
 
     def _count_hops(self, rank: int, counts: Tensor, to_nodes: RowNumbers) -> Tensor:
-        """[3 + L, R] what the other ranks must hear of, L ranks per node.
+        """Return [3 + L, R], the counts that the other ranks need, for L ranks per node.
 
-        Rows and copies to every rank; to a leader the rows that come to it; and, for each place in its node, how many
-        of these fan out to the rank there. So the host waits once for both hops.
+        Rows and copies to every rank; the rows to each leader; and, for each position in the leader's node, how many
+        of these continue to the rank there. So the host waits once for both hops.
         """
         per_node = self.group.topology.ranks_per_node
         to_leaders = torch.zeros_like(counts[0])
@@ -355,12 +363,12 @@ class NodeDispatcher(RowDispatcher):
         return torch.cat([counts, to_leaders.unsqueeze(0), fanned.repeat_interleave(per_node, dim=1)])
 
     def _hops(self, sent: list[PerRank], arriving: list[PerRank]) -> Hops:
-        """From what :meth:`_count_hops` made of every source, sent and got."""
+        """Return the sizes of both hops from the exchanged results of :meth:`_count_hops`."""
         topology = self.group.topology
         per_node = topology.ranks_per_node
         outward, back = PerRank(), PerRank()
         for rank, of_kind in zip(self.group.ranks, arriving, strict=True):
-            # that came to this rank as the leader of the sources in its place
+            # Rows that came to this rank as the leader of the sources in its position.
             fanned = [sum(to_place[rank % per_node :: per_node]) for to_place in of_kind[3:]]
             came = [sum(of_kind[0][place::per_node]) for place in range(per_node)]
             outward.append(self._in_node(rank, fanned))
@@ -369,7 +377,7 @@ class NodeDispatcher(RowDispatcher):
         return Hops(across, Hop(outward, back), [sum(kinds[1]) for kinds in arriving])
 
     def _fixed_hops(self) -> Hops:
-        """With max_tokens_per_rank."""
+        """Return the sizes of both hops with max_tokens_per_rank."""
         topology, capacity = self.group.topology, self.max_tokens_per_rank
         assert capacity is not None
         per_node = topology.ranks_per_node
@@ -382,7 +390,7 @@ class NodeDispatcher(RowDispatcher):
         return Hops(Hop(across, across), Hop(inside, inside), max_copies)
 
     def _in_node(self, rank: int, by_place: list[int]) -> list[int]:
-        """[R] numbers of the ranks of a rank's node, 0 of all others."""
+        """Return [R] numbers of the ranks of a rank's node, 0 for all other ranks."""
         near = self.group.topology.node_of(rank)
         last = self.group.topology.num_ranks - near.stop
         return [*([0] * near.start), *by_place, *([0] * last)]

@@ -1,8 +1,8 @@
 """Transport: a group and its dispatcher, as a layer takes them; the group of R virtual ranks of a process.
 
-:class:`GatheredTokens` brings the tokens of all ranks to every rank by one all-gather instead of a dispatch. Once a
-rank has the slots of all copies, it takes what a dispatch would have brought. combine is the RowDispatcher's with
-max_tokens_per_rank: the rows are at the same places as after its own dispatch.
+:class:`GatheredTokens` brings the tokens of all ranks to every rank by one all-gather, which replaces a dispatch. A
+rank that has the slots of all copies then selects the rows that a dispatch would have sent to it. combine is that of
+RowDispatcher with max_tokens_per_rank: the rows are in the same places as after its dispatch.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Dispatch = Literal["rank", "node"]
 
 @dataclass(frozen=True, eq=False)
 class Transport(Shared):
-    """What joins the ranks of a layer: loads and weights travel by the group, rows by the dispatcher."""
+    """Communication of a layer's ranks: loads and weights travel by the group, rows by the dispatcher."""
 
     group: Group
     dispatcher: Dispatcher
@@ -67,7 +67,7 @@ class LocalGroup(Group):
 def make_dispatcher(
     group: Group, max_tokens_per_rank: int | None, max_copies_per_rank: int | None, dispatch: Dispatch
 ) -> RowDispatcher:
-    """The dispatcher of a transport, for its arguments; all ranks of the group make it together."""
+    """Return the dispatcher of a transport from its arguments; all ranks of the group make it together."""
     with group.agreeing("construction") as facts:
         if dispatch not in get_args(Dispatch):
             raise ValueError(not_one_of("dispatch", get_args(Dispatch), dispatch))
@@ -102,14 +102,14 @@ class CollectiveTransport(Transport):
 
     Args:
         topology: R ranks, or the number R, as many as the process group has.
-        group: the process group; None = the default one.
+        group: the process group; None = the default group.
         max_tokens_per_rank, max_copies_per_rank: see :class:`RowDispatcher`.
-        dispatch: "rank": a token travels once to every rank that holds an expert of its. "node": once to every node,
-            where it fans out, and a node's sum comes back: :class:`NodeDispatcher`. On one node, and on nodes of one
-            rank, they are the same. All ranks give the same.
+        dispatch: "rank": a token travels once to every rank that has one of its experts. "node": a token travels once
+            to every node and from there to its ranks, and each node returns one sum: :class:`NodeDispatcher`. On one
+            node, and on nodes of one rank, both are the same. Must be the same on all ranks.
 
     Raises:
-        ValueError: on all ranks alike, naming the argument that is wrong or differs.
+        ValueError: on all ranks; names the argument that is wrong or differs.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ FACTS = ("hidden size of x", "dtype of x", "top-k", "dtype of weights")
 
 @dataclass(frozen=True, eq=False)
 class GatheredTokens:
-    """Of all ranks, C each; rows behind a rank's own tokens are zeros, and chose nothing.
+    """Tokens of all ranks, C each; rows after a rank's own tokens are zeros with no choices.
 
     rows     [R][C, H]
     ids      [R][C, K] int64  experts, -1 = none
@@ -143,12 +143,12 @@ class GatheredTokens:
     def received(
         self, ranks: Sequence[int], num_tokens: Sequence[int], slots: Sequence[Tensor], slots_per_rank: int
     ) -> list[Received]:
-        """What a dispatch would bring to ranks.
+        """Return what a dispatch would bring to ranks.
 
         Args:
-            ranks: whose part is taken: the owned ones.
+            ranks: the owned ranks.
             num_tokens: their T.
-            slots: [R][C, K] global slots of all ranks' copies, -1 = goes nowhere.
+            slots: [R][C, K] global slots of all ranks' copies, -1 = none.
             slots_per_rank: S.
         """
         num_ranks, capacity = len(self.rows), len(self.rows[0])
@@ -156,7 +156,7 @@ class GatheredTokens:
         sent = []
         for s, weights in zip(slots, self.weights, strict=True):
             numbers = number_rows(s, slots_per_rank, num_ranks)
-            no_values = weights.narrow(1, 0, 0)  # these are here already
+            no_values = weights.narrow(1, 0, 0)  # rows and weights are on this rank already
             sent.append(
                 pack_rows(no_values, s, weights, numbers, slots_per_rank, num_ranks * capacity, capacity)
             )
@@ -171,7 +171,7 @@ class GatheredTokens:
 
 
 def take_part(rows: Tensor, weights: Tensor, sent: PackedRows, rank: int) -> tuple[Tensor, Tensor, Tensor]:
-    """[C, H] rows, [C, K] local slots and [C, K] weights that one source, of rows [C, H], sends to a rank."""
+    """Return [C, H] rows, [C, K] local slots and [C, K] weights that one source, of rows [C, H], sends to a rank."""
     capacity, no_values = len(rows), weights.narrow(1, 0, 0)
     part = sent.payload.narrow(0, rank * capacity, capacity)
     _, local, gates = RowLayout.of(no_values, weights).parts(part, no_values, weights)
@@ -183,10 +183,10 @@ def take_part(rows: Tensor, weights: Tensor, sent: PackedRows, rank: int) -> tup
 def start_gather_tokens(
     group: Group, capacity: int, x: list[Tensor], ids: list[Tensor], weights: list[Tensor]
 ) -> Callable[[], GatheredTokens]:
-    """Begins to gather; what it returns waits for the tokens. All ranks call it together.
+    """Begin to gather tokens and return a function that waits for them. All ranks call it together.
 
     Args:
-        capacity: C, the most tokens of a rank.
+        capacity: C, the largest number of tokens of a rank.
         x: [T, H] of every owned rank, T at most C.
         ids, weights: [T, K] of every owned rank.
     """

@@ -1,1 +1,1 @@
-"""Where expert weights lie and how they move: layout, storage, migration, borrowing, and their gradients."""
+"""Expert weights: layout, storage, checkpoints, migration, borrowing, and their gradients."""

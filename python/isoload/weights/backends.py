@@ -1,7 +1,7 @@
 """Backends of borrowing: how weights reach spare slots and gradients return; the choice of a backend.
 
-Lists run over the ranks that the process owns. held: a rank's W weight stacks [rows, ...]; pools: its W spare
-stacks [spare_slots, ...]; totals: its W gradients [homes, ...], in the pools' dtype or in max(float32, dtype).
+Lists are indexed by the ranks that the process owns. sources: a rank's W weight stacks [rows, ...]; pools: its W
+spare stacks [spare_slots, ...]; totals: its W gradients [homes, ...], in the pools' dtype or in max(float32, dtype).
 Gradients are added as :func:`isoload.weights.layout.add_back` states: by ascending borrowing rank, then place,
 rounded once.
 
@@ -36,10 +36,10 @@ from isoload.wording import not_one_of
 
 @dataclass(eq=False)
 class BorrowPlan:
-    """What one batch and layer borrows, the same on every rank: from home rows to places in the spare pools.
+    """Experts that one batch and layer borrows, the same on every rank: from home rows to places in the spare pools.
 
-    slot_to_expert  [P] int32  of the plan: its last spare_slots of every rank hold what is borrowed
-    home            [E, 2] int32 rank and weight row of every expert's home
+    slot_to_expert  [P] int32  of the plan: its last spare_slots of every rank hold the borrowed experts
+    home            [E, 2] int32 rank and weight row of every expert's home slot
     home_rows       the same on the host
     """
 
@@ -52,11 +52,11 @@ class BorrowPlan:
 
     @property
     def on_host(self) -> bool:
-        """Whether the plan lies on the host."""
+        """Whether the plan is on the host."""
         return self.slot_to_expert.device.type == "cpu"
 
     def start_copy(self) -> None:
-        """Begins to copy a device's plan to the host; :attr:`moves` does not wait where dispatch has waited since."""
+        """Begin to copy a device's plan to the host; :attr:`moves` does not wait if dispatch has waited since."""
         if self.on_host or self._copy is not None:
             return
         spare = self.spare
@@ -73,7 +73,7 @@ class BorrowPlan:
 
     @cached_property
     def moves(self) -> list[Move]:
-        """By borrowing rank, then place of its pool. Waits for a plan on a device."""
+        """Moves by borrowing rank, then place of its pool. Waits for a plan on a device."""
         self.start_copy()
         spare = self.spare
         if self._copy is not None:
@@ -88,7 +88,7 @@ class BorrowPlan:
 
     @property
     def rows(self) -> int:
-        """The fewest weight rows that hold every rank's homes, the same on every rank."""
+        """The smallest number of weight rows that hold every rank's homes, the same on every rank."""
         return 1 + max(address.row for address in self.home_rows.values())
 
     @property
@@ -99,40 +99,44 @@ class BorrowPlan:
 
 
 class Backend(ABC):
-    """How weights are borrowed; one for all layers of a group. All ranks make the same calls in the same order.
+    """How weights are borrowed; one backend for all layers of a group. All ranks make the same calls in the same
+    order.
 
     why: the reason for the choice of this backend.
     """
 
     why = "the ranks read each other's memory"
     name: ClassVar[str]
-    reads_moves: ClassVar[bool] = True  # whether the host must have the plan's moves
-    reads_peers: ClassVar[bool] = False  # whether it reads other ranks' memory: of the same shape on all
+    reads_moves: ClassVar[bool] = True  # whether the host needs the plan's moves
+    # Whether it reads other ranks' memory, whose shape must be the same on all ranks.
+    reads_peers: ClassVar[bool] = False
 
     def __init__(self, group: Group, peers: Peers | None = None) -> None:
         self.group, self.peers = group, peers
 
     @abstractmethod
     def start(self, stage: str, plan: BorrowPlan, sources: Stacks, pools: Stacks) -> Wait:
-        """Begins to copy what the owned ranks borrow into their pools; the result waits for it.
+        """Begin to copy the experts that the owned ranks borrow into their pools, and return a function that waits
+        for it.
 
-        The field's names: DeepEP's ``lb_prefetch_weights``, MoonEP's ``prefetch_weights``.
+        DeepEP calls this ``lb_prefetch_weights``, MoonEP ``prefetch_weights``.
         """
 
     @abstractmethod
     def add_back(self, stage: str, plan: BorrowPlan, grads: Stacks, totals: Stacks) -> None:
-        """Adds the gradients of all places to the totals of their homes: the field's ``reduce_grad``."""
+        """Add the gradients of all places to the totals of their homes; others call this ``reduce_grad``."""
 
     def meet(self) -> None:  # noqa: B027  # only backends that read peers' memory have a reader to wait for
-        """Make what the current stream writes to home rows later wait for peers that still read them. All ranks call it
-        together."""
+        """Make later writes of the current stream to home rows wait for peers that still read them. All ranks call it
+        together.
+        """
 
     def new_stack(self, like: Tensor, rows: int) -> Tensor:
-        """[rows, ...] zeros that this backend can read on every rank."""
+        """Return [rows, ...] zeros that this backend can read on every rank."""
         return like.new_zeros(rows, *like.shape[1:])
 
     def new_spare(self, like: Tensor, rows: int) -> Tensor:
-        """[rows, ...] zeros that this backend can bring weights to."""
+        """Return [rows, ...] zeros to which this backend can copy weights."""
         return like.new_zeros(rows, *like.shape[1:])
 
 
@@ -144,10 +148,12 @@ NEEDS = {
 
 
 class DeepEPBorrow(Backend):
-    """Neither waits for the host. Gradients are added in float32 in any order: runs need not repeat to the bit.
+    """Borrowing through DeepEP's EPBuffer. The host does not wait, for weights or for gradients.
 
-    The pools, and what gradients need on the way, lie in the region that EPBuffer keeps for it (``borrow_bytes`` of
-    :class:`isoload.transport.deep_ep.DeepEPTransport`), taken in the same order on every rank.
+    Gradients are added in float32 in any order, so two runs may differ in the last bits. The pools and the gradients
+    on
+    their way are in the region that EPBuffer keeps for this purpose (``borrow_bytes`` of
+    :class:`isoload.transport.deep_ep.DeepEPTransport`), allocated in the same order on every rank.
     """
 
     name = "deep_ep"
@@ -158,7 +164,7 @@ class DeepEPBorrow(Backend):
         self.buffer = shared_buffer(group)
         self._taken = 0
         self._whole: dict[int, Tensor] = {}  # the pools with their padding, by address
-        self._sent: dict[tuple[object, ...], Tensor] = {}  # gradients where DeepEP reads them, by layout
+        self._sent: dict[tuple[object, ...], Tensor] = {}  # gradients in memory that DeepEP reads, by layout
 
     def start(self, stage: str, plan: BorrowPlan, sources: Stacks, pools: Stacks) -> Wait:
         padded_stacks = [padded(as_many(stack, plan.rows)) for stack in sources[0]]
@@ -171,14 +177,14 @@ class DeepEPBorrow(Backend):
         for w, (grad, total) in enumerate(zip(grads[0], totals[0], strict=True)):
             sent, size = self._region(w, grad), grad.shape[1:].numel()
             sent[:, :size] = grad.flatten(1)
-            # as many on every rank, as the mapping counts them
+            # The same number of rows on every rank, as the mapping counts them.
             sums = sent.new_zeros(plan.rows, sent.shape[1])
             sums[: len(total), :size] = total.flatten(1)
             self.buffer.lb_reduce_grads(sent, sums, mapping).current_stream_wait()
             total.copy_(sums[: len(total), :size].reshape(total.shape))
 
     def new_spare(self, like: Tensor, rows: int) -> Tensor:
-        """See :meth:`Backend.new_spare`; raises ValueError for what DeepEP cannot move."""
+        """See :meth:`Backend.new_spare`; raises ValueError for weights that DeepEP cannot move."""
         if like.dtype == torch.float64:
             raise ValueError(
                 f"experts must not be float64 for borrow='deep_ep', which adds gradients in float32, got {like.dtype}"
@@ -190,7 +196,7 @@ class DeepEPBorrow(Backend):
         return pool
 
     def _take(self, rows: int, size: int) -> Tensor:
-        """[rows, bytes] zeros in the buffer's region, size bytes and padding each."""
+        """Return [rows, bytes] zeros in the buffer's region, size bytes and padding each."""
         storage: Tensor = self.buffer.runtime.lb_storage
         size += -size % ALIGNMENT
         if self._taken + rows * size > len(storage):
@@ -203,7 +209,7 @@ class DeepEPBorrow(Backend):
         return taken.zero_()
 
     def _region(self, w: int, like: Tensor) -> Tensor:
-        """[spare_slots, F] float32 for the gradients of stack w, and padding, the same every time."""
+        """Return [spare_slots, F] float32 for the gradients of stack w, and padding; the same memory at every call."""
         key = w, like.shape
         if key not in self._sent:
             size = like.shape[1:].numel() * torch.float32.itemsize
@@ -212,20 +218,24 @@ class DeepEPBorrow(Backend):
 
 
 def padded(stack: Tensor) -> Tensor:
-    """The rows of a contiguous stack, copied behind one another with padding where their size is none of DeepEP's."""
+    """Return the rows of a contiguous stack, copied with padding if DeepEP does not support their size."""
     missing = -(stack.shape[1:].numel() * stack.itemsize) % ALIGNMENT
     return F.pad(as_bytes(stack), (0, missing)) if missing else stack
 
 
 def as_many(stack: Tensor, rows: int) -> Tensor:
-    """[rows, ...] contiguous, as many on every rank; a copy only where a rank has fewer homes than others."""
+    """Return [rows, ...], contiguous, with the same number of rows on every rank; a copy only if a rank has fewer
+    homes.
+    """
     if len(stack) >= rows:
         return stack.narrow(0, 0, rows).contiguous()
     return torch.cat([stack, stack.new_zeros(rows - len(stack), *stack.shape[1:])])
 
 
 def redundancy_mapping(plan: BorrowPlan) -> Tensor:
-    """[R, spare_slots] int32, contiguous: home rank * plan.rows + home row of every spare slot's expert; -1 = none."""
+    """Return [R, spare_slots] int32, contiguous: home rank * plan.rows + home row of every spare slot's expert; -1 =
+    none.
+    """
     experts = plan.spare
     home = plan.home[experts.clamp(min=0).long()]
     ids = home.select(-1, 0) * plan.rows + home.select(-1, 1)
@@ -233,7 +243,7 @@ def redundancy_mapping(plan: BorrowPlan) -> Tensor:
 
 
 def check_deep_ep(group: Group) -> None:
-    """Raises ValueError unless the group's transport has an EPBuffer that reaches all ranks over NVLink."""
+    """Raise ValueError unless the group's transport has an EPBuffer that reaches all ranks over NVLink."""
     buffer: Any = shared_buffer(group)
     if buffer is None:
         raise ValueError("borrow must not be deep_ep without a DeepEPTransport, got 'deep_ep'")
@@ -254,7 +264,7 @@ log = logging.getLogger("isoload")
 
 
 class AllToAll(Backend):
-    """One uneven all_to_all carries all weights; it needs memory for what a rank sends and borrows on the way."""
+    """One uneven all_to_all carries all weights; needs memory for the experts that a rank sends and borrows."""
 
     name = "all_to_all"
 
@@ -275,14 +285,16 @@ class Pull(Backend):
 
     def __init__(self, group: Group, peers: Peers | None = None) -> None:
         super().__init__(group, peers)
-        self._reads = False  # whether any rank has read weights since the ranks last met
+        self._reads = False  # whether any rank has read weights since the last barrier
         self._in_graphs = False  # whether replays of CUDA graphs read weights
         self._side: torch.cuda.Stream | None = None
-        self._shown: dict[tuple[object, ...], Stacks] = {}  # gradients where peers can read them, by layout
+        self._shown: dict[
+            tuple[object, ...], Stacks
+        ] = {}  # gradients in memory that peers can read, by layout
         self._tables: dict[tuple[int, ...], Tensor] = {}
 
     def start(self, stage: str, plan: BorrowPlan, sources: Stacks, pools: Stacks) -> Wait:
-        # The gather of this batch's loads came between the last write of peers' weights and this read.
+        # The gather of this batch's loads came after the last write of peers' weights and before this read.
         peers = reach_all(self.peers, sources)
         self._reads = True
         self._in_graphs |= capturing(pools[0][0].device)
@@ -330,7 +342,7 @@ class Pull(Backend):
             ops.borrow(plan.slot_to_expert, plan.home, table, stacks, plan.num_ranks, rank)
 
     def _show(self, grads: Stacks) -> Stacks:
-        """Gradients in memory that peers can read, the same every time."""
+        """Return gradients in memory that peers can read, the same memory at every call."""
         key = tuple((g.shape, g.dtype) for g in grads[0])
         if key not in self._shown:
             self._shown[key] = [[self.new_stack(g, len(g)) for g in rank_grads] for rank_grads in grads]
@@ -340,14 +352,16 @@ class Pull(Backend):
         return self._shown[key]
 
     def _table(self, peers: Stacks) -> Tensor:
-        """[R, W] addresses, made once: a copy to a device would make the host wait. The kernels never write there."""
+        """Return [R, W] addresses, made once, because a copy to a device would make the host wait. The kernels only
+        read it.
+        """
         key = tuple(stack.data_ptr() for stacks in peers for stack in stacks)
         if key not in self._tables:
             self._tables[key] = ops.addresses(peers)
         return self._tables[key]
 
     def _on_side_stream(self, copy: Callable[[], None], pools: Stacks) -> Wait:
-        """On a device the copies run on a stream of their own, after what has been enqueued so far."""
+        """Run the copies on a device's own stream, after the work that is enqueued so far."""
         if pools[0][0].device.type == "cpu":
             copy()
             return lambda: None
@@ -358,11 +372,11 @@ class Pull(Backend):
         with torch.cuda.stream(side):
             copy()
             done.record(side)
-        # not for the stream: the next layer's copies may be on it by then
+        # Waits for an event, not for the stream: the next layer's copies may be on it by then.
         return lambda: torch.cuda.current_stream(device).wait_event(done)
 
     def _count(self, stage: str, plan: BorrowPlan, pools: Stacks) -> None:
-        """Bytes of what the owned ranks read, where the plan lies on the host anyway."""
+        """Count the bytes that the owned ranks read, if the plan is on the host anyway."""
         if plan.on_host:
             borrowed = sum(move.target.rank in self.group.ranks for move in plan.moves)
             self.group.traffic.bytes[stage] += borrowed * sum(num_bytes(s[0]) for s in pools[0])
@@ -385,12 +399,12 @@ BACKENDS: dict[str, type[Backend]] = {b.name: b for b in (Pull, Copy, AllToAll, 
 
 
 def make_backend(group: Group, name: str | None, device: torch.device, own_memory: bool = True) -> Backend:
-    """The group's backend of a name; None: ``pull`` where ranks can read each other's memory, else ``all_to_all``.
+    """Return the group's backend of a name; None: ``pull`` if ranks can read each other's memory, else ``all_to_all``.
 
     Args:
         name: in BACKENDS, or None.
         device: of the weights.
-        own_memory: whether home rows lie in memory of new_stack; that of a Shard no other process can read.
+        own_memory: whether home rows are in memory of new_stack; other processes cannot read that of a Shard.
     """
     if name == "p2p":
         raise ValueError(
@@ -423,6 +437,6 @@ def make_backend(group: Group, name: str | None, device: torch.device, own_memor
 
 
 def reach_all(peers: Peers, stacks: Stacks) -> Stacks:
-    """[R][W] the stacks of every rank, given the owned ones."""
+    """Return [R][W], the stacks of every rank, given the owned ones."""
     by_stack = [peers.reach(list(rank_stacks)) for rank_stacks in zip(*stacks, strict=True)]
     return [list(of_rank) for of_rank in zip(*by_stack, strict=True)]

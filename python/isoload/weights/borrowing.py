@@ -1,12 +1,12 @@
-"""Borrowing: brings the weights of a plan's spare slots for one batch, and returns their gradients.
+"""Borrowing: copies the weights of a plan's spare slots for one batch, and returns their gradients.
 
-The pool that holds them is made once and shared by all layers of a group whose experts have the same shapes, so its
-memory does not depend on the routing. It has two buffers that layers take in turn. When backward starts, another
-layer may have filled the buffer again: then backward brings the weights once more, into the same memory.
+The pool of spare slots is made once and shared by all layers of a group whose experts have the same shapes, so its
+memory does not depend on the routing. It has two buffers that layers use alternately. When backward starts, another
+layer may have overwritten the buffer: then backward copies the weights once more, into the same memory.
 
-Autograd sees Parameters in and all rows out, replica and borrowed rows included. Gradients of replica rows and of
-borrowed rows return to the home rows, so an optimizer sees each expert once. One function does this, and every rank
-enters it in every backward: no exchange waits for a rank that has nothing to give.
+In autograd, Parameters are inputs and all rows, replica and borrowed rows included, are outputs. Gradients of replica
+rows and of borrowed rows return to the home rows, so an optimizer updates each expert once. One function does this,
+and every rank enters it in every backward, so no exchange waits for a rank that has no gradient to send.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ NUM_BUFFERS = 2
 
 
 class SparePool:
-    """NUM_BUFFERS times the spare stacks [spare_slots, ...] of every owned rank, and the batch that each serves."""
+    """Spare stacks [spare_slots, ...] of every owned rank, NUM_BUFFERS times, and the batch that uses each."""
 
     def __init__(self, like: Stacks, spare_slots: int, backend: Backend) -> None:
         try:
-            with torch.inference_mode(False):  # else only inference could write them
+            with torch.inference_mode(False):  # otherwise only inference mode could write them
                 self.buffers: list[Stacks] = [
                     [[backend.new_spare(s, spare_slots) for s in stacks] for stacks in like]
                     for _ in range(NUM_BUFFERS)
@@ -52,7 +52,7 @@ class SparePool:
         self._next = 0
 
     def take(self, in_use: int | None = None) -> int:
-        """The buffer whose turn it is, but for one that is in use."""
+        """Return the next buffer in turn, except one that is in use."""
         self._next = (self._next + 1) % NUM_BUFFERS
         if self._next == in_use:
             self._next = (self._next + 1) % NUM_BUFFERS
@@ -60,7 +60,7 @@ class SparePool:
 
 
 class Borrowing:
-    """How one layer borrows for the owned ranks."""
+    """Borrowing of one layer, for the owned ranks."""
 
     def __init__(
         self,
@@ -74,37 +74,38 @@ class Borrowing:
         self.spare_slots = spare_slots
         self._take_dtype(dtype)
         self._home: dict[torch.device, Tensor] = {}
-        assert self.pool  # made now
+        assert self.pool  # made by note_layouts
 
     @property
     def pool(self) -> SparePool:
-        """The group's one for experts like these, as they are now."""
+        """The group's pool for experts of these shapes, as they are now."""
         dtype, spare = self.dtype, self.spare_slots
         stacks = [rank.stored_rows() for rank in self.ranks]
         if dtype is not None:
             stacks = [
                 [stack[:0].to(dtype) for stack in rank_stacks] for rank_stacks in stacks
-            ]  # sizes and dtype alone are read
+            ]  # only sizes and dtype are read
         key = ("spare pool", self.backend.name, spare, *((s.shape[1:], s.dtype, s.device) for s in stacks[0]))
         return self.group.memo(key, lambda: SparePool(stacks, spare, self.backend))
 
     def _take_dtype(self, dtype: torch.dtype | None) -> None:
-        """Note the dtype in which weights travel from now on; None: their own.
+        """Set the dtype in which weights travel; None: their own.
 
-        Peers read the weights where their home rank keeps them, and so in their own dtype: experts are then computed
-        from a cast copy.
+        Peers read the weights in their home rank's memory and so in their own dtype; experts are then computed from a
+        cast
+        copy.
         """
         self.dtype = None if self.backend.reads_peers else dtype
 
     def note_layouts(self, layouts: Sequence[Layout], num_experts: int) -> None:
-        """Takes the layouts [R] of all ranks: where every expert's home row is."""
+        """Set the layouts [R] of all ranks, which give every expert's home row."""
         self._home_rows = home_addresses(layouts)
         self._home_table = [self._home_rows.get(expert, (-1, -1)) for expert in range(num_experts)]
-        for table in self._home.values():  # in place: captured graphs hold its address
+        for table in self._home.values():  # in place: captured graphs contain its address
             table.copy_(torch.tensor(self._home_table, dtype=torch.int32))
 
     def check(self, weights: RankWeights) -> None:
-        """Raises ValueError if other ranks would read home rows in memory that they cannot reach."""
+        """Raise ValueError if other ranks would read home rows in memory that they cannot reach."""
         apart = len(self.group.ranks) < self.group.topology.num_ranks
         if apart and self.backend.reads_peers and not weights.shows_storage():
             raise ValueError(
@@ -114,17 +115,17 @@ class Borrowing:
 
     @property
     def waits_for_plan(self) -> bool:
-        """Whether the host must have a plan from a device before weights can travel."""
+        """Whether the host needs a plan from a device before weights can travel."""
         return self.backend.reads_moves and self.ranks[0].row_of_slot.device.type != "cpu"
 
     def borrow(
         self, filled: PlacedLayers, in_use: Borrowed | None = None, dtype: torch.dtype | None = None
     ) -> Borrowed | None:
-        """Begins to bring the experts of filled spare slots; None where there are none, as far as the host can read.
+        """Begin to copy the experts of filled spare slots; return None if the host finds that there are none.
 
         Args:
             filled: the slots.
-            in_use: whose buffer stays as it is, since a layer still computes with it.
+            in_use: a batch whose buffer must not be overwritten, because a layer still computes with it.
             dtype: in which experts compute; None: the weights' own.
         """
         self._take_dtype(dtype)
@@ -159,7 +160,7 @@ class Borrowed:
         return self._pool.buffers[self._buffer]
 
     def begin(self, stage: str) -> None:
-        """Begins to bring the weights, unless the buffer still holds them: so it is on every rank, or on none."""
+        """Begin to copy the weights unless the buffer still holds them, which is the case on all ranks or on none."""
         if self._has_buffer():
             return
         self._pool.holds[self._buffer] = weakref.ref(self)
@@ -172,13 +173,15 @@ class Borrowed:
             self.plan.start_copy()
 
     def _sources(self) -> Stacks:
-        """The home rows in the dtype in which they travel."""
+        """Return the home rows in the dtype in which they travel."""
         if (dtype := self._dtype) is None:
             return self._homes
         return [[stack.detach().to(dtype) for stack in rank_stacks] for rank_stacks in self._homes]
 
     def proceed(self) -> None:
-        """To be called once the host has waited for something later than the plan: the plan's copy is there now."""
+        """Continue without a wait: call it after the host has waited for work later than the plan, whose copy has
+        then arrived.
+        """
         if self._start is None:
             return
         if self._borrowing.backend.reads_moves and not self.plan.has_arrived:
@@ -187,7 +190,7 @@ class Borrowed:
         self._finish = start()
 
     def wait(self) -> None:
-        """The weights are in the pools, for what is computed from here on."""
+        """Wait until the weights are in the pools, for later computations."""
         if not self._has_buffer():
             raise RuntimeError(
                 "borrowed weights must be used before others take their place, got the pool of others"
@@ -198,22 +201,23 @@ class Borrowed:
             finish()
 
     def _has_buffer(self) -> bool:
-        """Whether the buffer is this batch's."""
+        """Whether the buffer holds this batch's experts."""
         holder = self._pool.holds[self._buffer]
         return holder is not None and holder() is self
 
     def add_back(self, grads: Stacks, totals: Stacks) -> None:
-        """Adds the gradients [spare_slots, ...] of the pools to the homes' totals."""
+        """Add the gradients [spare_slots, ...] of the pools to the homes' totals."""
         self._borrowing.backend.add_back("borrowed gradients", self.plan, grads, totals)
 
 
 class JoinRows(torch.autograd.Function):
     """Parameters in, weight rows and borrowed stacks out; the gradients of their rows return to the home rows.
 
-    Inputs, for all owned ranks: received rows (see :func:`join_rows`), then every rank's Parameters; outputs: the same
+    Inputs, for all owned ranks: received rows (see :func:`join_rows`), then every rank's Parameters. Outputs: the same
     rows, then every rank's weight rows, then every rank's spare stacks if any are borrowed, of stacks that train. Rows
-    pass through so that every rank, also one that holds no weights, enters the exchange of the gradients. Weight rows
-    are whole storages or, where Parameters lie elsewhere, the Parameters and then the storages' replica rows.
+    pass through so that every rank, also one without weights, enters the exchange of the gradients. Weight rows are
+    whole
+    storages or, if Parameters have other memory, the Parameters followed by the storages' replica rows.
     """
 
     @staticmethod
@@ -234,7 +238,7 @@ class JoinRows(torch.autograd.Function):
         ctx.num_homes = [len(rank.layout.homes) for rank in ranks]
         ctx.noted, ctx.num_passed, ctx.divisor = noted, num_passed, ranks[0].gradient_divisor
         ctx.replicas, ctx.borrowed, ctx.own_dtype = replicas, borrowed, resident[0][0].dtype
-        # Saved to be found changed: after .to() or a copy, a step on a Parameter shows in no storage's version.
+        # Saved so that a change is detected: after .to() or a copy, no storage's version counts a step on a Parameter.
         ctx.save_for_backward(*noted.values(), *values[num_passed:])
         joined = [
             [in_dtype(s, dtype) for s in compress(rank_stacks, cycle(trained))] for rank_stacks in resident
@@ -251,7 +255,7 @@ class JoinRows(torch.autograd.Function):
         check_recomputed(ctx.noted, ctx.saved_tensors)
         rows, stacks = grads[: ctx.num_passed], grads[ctx.num_passed :]
         if ctx.borrowed is not None:
-            ctx.borrowed.wait()  # also where no copy was computed: others may wait for what this rank sends
+            ctx.borrowed.wait()  # also if no copy was computed: others may wait for this rank's gradients
         totals = iter(_totals(ctx, stacks) if stacks else ())
         for rank in ctx.ranks if stacks else ():
             rank.had_gradients = True
@@ -260,16 +264,16 @@ class JoinRows(torch.autograd.Function):
 
 
 def _totals(ctx: Any, stacks: Sequence[Tensor]) -> list[Tensor]:
-    """The gradients of every rank's home rows, replicas' and borrowed ones' included, of the stacks that train."""
+    """Return the gradients of every rank's home rows, including replicas and borrowed rows, of the stacks that train."""
     joined, borrowed = sum(ctx.widths), len(stacks) - sum(ctx.widths)
     grads = split(stacks, ctx.widths)
     spare = split(stacks[joined:], [borrowed // len(ctx.widths)] * len(ctx.widths))
     width, dtype = sum(ctx.trained), stacks[0].dtype
     # Incoming gradients are only read: a caller may pass the same tensors to backward again, as schedules do that
-    # compute the gradients of inputs and those of weights at different times. Sums get memory of their own.
+    # compute the gradients of inputs and of weights at different times. Sums get memory of their own.
     adds = bool(ctx.replicas) or ctx.borrowed is not None or ctx.divisor != 1
-    # Rows that have replicas and are also borrowed would be rounded twice: their sums stay exact in between. So do
-    # gradients of stacks that are computed in another dtype than their Parameters have.
+    # Rows that have replicas and are also borrowed would be rounded twice: their sums stay exact in between. The same
+    # holds for gradients of stacks that compute in another dtype than their Parameters'.
     twice = bool(ctx.replicas) and ctx.borrowed is not None
     wide = torch.promote_types(torch.promote_types(dtype, ctx.own_dtype), torch.float32)
     exact = wide if twice or dtype != ctx.own_dtype else dtype
@@ -287,7 +291,7 @@ def _totals(ctx: Any, stacks: Sequence[Tensor]) -> list[Tensor]:
 
 
 def in_dtype(stack: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Return a stack without gradients, in the dtype that experts compute in; None: its own."""
+    """Return a stack without gradients, in the dtype in which experts compute; None: its own."""
     return stack.detach() if dtype is None else stack.detach().to(dtype)
 
 
@@ -299,27 +303,29 @@ def home_gradient(stack: Tensor, count: int, dtype: torch.dtype, copy: bool) -> 
 
 
 def split(values: Sequence[Tensor], widths: Sequence[int]) -> list[list[Tensor]]:
-    """Parts of these widths, in order; others may follow."""
+    """Return parts of these widths, in order; more values may follow."""
     remaining = iter(values)
     return [list(islice(remaining, width)) for width in widths]
 
 
 def check_recomputed(noted: dict[str, Tensor], saved: Sequence[Tensor]) -> None:
-    """Raises if a checkpoint (use_reentrant=False) recomputed the layer with other choices than the first time.
+    """Raise if a checkpoint (use_reentrant=False) recomputed the layer with other choices than in the first forward.
 
-    The node keeps what the first forward noted; saved tensors are the recompute's. Without one they are the same
-    tensors, which costs no comparison. The reentrant checkpoint keeps no node of the first forward to compare with.
+    The node keeps the tensors that the first forward noted; saved tensors are the recompute's. Without a checkpoint
+    both
+    are the same tensors, and the comparison costs nothing. The reentrant checkpoint keeps no node of the first
+    forward.
     """
     for (name, first), again in zip(noted.items(), saved, strict=False):
         if not torch.equal(first, again):
             raise RuntimeError(
                 f"{name} must be the same when a checkpoint recomputes the layer, got others: "
-                "the gate must choose alike for the same rows"
+                "the gate must make the same choices for the same rows"
             )
 
 
 def trained_stacks(homes_of_ranks: Sequence[Sequence[Tensor]]) -> list[bool]:
-    """By stack, whether the home rows require gradients, on any of these ranks."""
+    """Return by stack whether the home rows require gradients, on any of these ranks."""
     trained: list[bool] = []
     for homes in homes_of_ranks:
         trained = trained or [False] * len(homes)
@@ -337,18 +343,21 @@ def join_rows(
     noted: dict[str, Tensor],
     dtype: torch.dtype | None = None,
 ) -> tuple[list[Tensor], list[list[ExpertWeights]]]:
-    """Received rows and, for every owned rank, stacks of all its rows and of what it borrowed, joined to autograd.
+    """Return received rows and, for every owned rank, stacks of all its rows and borrowed rows, connected in autograd.
 
-    Stacks whose Parameters require no gradient get none, replicas and borrowed rows included, and none travels.
+    Stacks whose Parameters require no gradient get none, and neither do their replicas and borrowed rows; such
+    gradients
+    do not travel.
 
     Args:
         rows: [N, H] of every owned rank.
-        replicas: the moves from home rows to all replica rows; if there are any, backward exchanges gradients, on every
+        replicas: the moves from home rows to all replica rows; if there are any, backward exchanges gradients, on
+            every
             rank.
-        borrowed: by any rank: then it does so, too.
-        noted: what a recompute must find again, see :func:`check_recomputed`.
-        dtype: of the resident stacks, in which they are computed; None: the Parameters' own. Gradients reach the
-            Parameters in the Parameters' dtype.
+        borrowed: the borrowed experts of any rank; if given, backward exchanges gradients too.
+        noted: tensors that a recompute must reproduce, see :func:`check_recomputed`.
+        dtype: of the resident stacks, in which they compute; None: the Parameters' own. Gradients reach the Parameters
+            in the Parameters' dtype.
     """
     homes: list[list[Tensor]] = []
     resident: list[list[Tensor]] = []
@@ -357,7 +366,9 @@ def join_rows(
         homes.append(rank_stacks)
         resident.append(stored if lie_in(rank_stacks, stored) else [*rank_stacks, *rank.replica_rows()])
     trained = trained_stacks(homes)
-    passes = bool(replicas) or borrowed is not None or not any(trained)  # else the node hangs on the weights
+    passes = (
+        bool(replicas) or borrowed is not None or not any(trained)
+    )  # otherwise the weights keep the node alive
     passed = list(rows) if passes else []
     inputs = [*passed, *(stack for rank_stacks in homes for stack in rank_stacks)]
     out: Iterator[Tensor] = iter(
@@ -387,7 +398,7 @@ def join_rows(
 
 
 class BringAgain(torch.autograd.Function):
-    """Every rank's rows; before anything behind them goes backward, the weights are brought again."""
+    """Passes every rank's rows through; its backward copies the weights again before earlier nodes run."""
 
     @staticmethod
     def forward(ctx: Any, borrowed: Borrowed, *rows: Tensor) -> tuple[Tensor, ...]:
@@ -398,7 +409,7 @@ class BringAgain(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        _ = ctx.saved_tensors  # a checkpoint recomputes now, which takes buffers of the pool, and not later
+        _ = ctx.saved_tensors  # a checkpoint recomputes now and takes buffers of the pool, not later
         ctx.borrowed.begin("borrow backward")
         ctx.borrowed.proceed()
         return None, *grads

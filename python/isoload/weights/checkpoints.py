@@ -4,12 +4,12 @@ Tensors come from safetensors files or from a mapping; errors name the file and 
 of a row, I intermediate width.
 
 DeepSeek-V3 has a matrix of e4m3 and its scales [ceil(out / 128), ceil(in / 128)] for each projection:
-``0.gate_proj.weight``, ``0.gate_proj.weight_scale_inv``, ``0.up_proj.weight`` and so on after a layer's prefix. The
-scale multiplies, although its name says otherwise.
+``0.gate_proj.weight``, ``0.gate_proj.weight_scale_inv``, ``0.up_proj.weight`` etc. after a layer's prefix. The
+scale multiplies, although its name suggests division.
 
-gpt-oss has MXFP4, read as bytes or as bfloat16, which holds every value: ``gate_up_proj_blocks`` [E, 2I, H / 32,
-16] uint8 holds two e2m1 values per byte, the lower four bits first; ``gate_up_proj_scales`` [E, 2I, H / 32] uint8 a
-power of two per 32 values, 127 for 1; ``gate_up_proj_bias`` [E, 2I] bfloat16; down_proj likewise.
+gpt-oss has MXFP4, read as bytes or as bfloat16, which represents every value: ``gate_up_proj_blocks`` [E, 2I, H / 32,
+16] uint8 holds two e2m1 values per byte, the lower four bits first; ``gate_up_proj_scales`` [E, 2I, H / 32] uint8 is a
+power of two per 32 values, 127 for 1; ``gate_up_proj_bias`` [E, 2I] bfloat16; down_proj has the same three.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from isoload.weights.experts import NAMES, Activation, ClampedGLU, ExpertWeights
 from isoload.weights.quantised import FORMATS, FP8, dequantise
 
 INDEX = "model.safetensors.index.json"
-# safetensors' names of the dtypes that are read; others stay names
+# safetensors' names of the supported dtypes; other dtypes keep their names.
 DTYPES = {"F8_E4M3": torch.float8_e4m3fn, "F32": torch.float32, "BF16": torch.bfloat16, "U8": torch.uint8}
 View = tuple[Any, list[int], torch.dtype | str]
 
@@ -42,22 +42,22 @@ class Tensors(ABC):
 
     @abstractmethod
     def keys(self) -> Iterable[str]:
-        """All names."""
+        """Return all names."""
 
     @abstractmethod
     def where(self, key: str) -> str:
-        """The place of a tensor, for messages."""
+        """Return the location of a tensor, for messages."""
 
     @abstractmethod
     def _find(self, key: str) -> View:
-        """What slices like the tensor, its shape and dtype; keys that are not there are refused before."""
+        """Return an object that slices like the tensor, its shape and dtype; missing keys are rejected earlier."""
 
     def shape(self, key: str) -> list[int]:
-        """Of a tensor that must be there."""
+        """Return the shape of a tensor that must exist."""
         return self._checked(key)[1]
 
     def read(self, key: str, shape: list[int], dtype: torch.dtype, row: int | None = None) -> Tensor:
-        """A tensor on the CPU, or one row of it."""
+        """Return a tensor on the CPU, or one row of it."""
         view, *kind = self._checked(key)
         if kind != [shape, dtype]:
             raise ValueError(f"{key} in {self.where(key)} must be {shape} {dtype}, got {kind[0]} {kind[1]}")
@@ -136,7 +136,7 @@ class FileTensors(Tensors):
     def _find(self, key: str) -> View:
         opened = self._open(self.files[key])
         if key not in opened.keys():  # noqa: SIM118, no mapping
-            raise ValueError(f"{self.where(key)} must have {key}, as {INDEX} says, got none")
+            raise ValueError(f"{self.where(key)} must have {key}, which {INDEX} lists, got none")
         view = opened.get_slice(key)
         name: str = view.get_dtype()
         return view, list(view.get_shape()), DTYPES.get(name, name)
@@ -151,7 +151,7 @@ PARTS = {
 
 
 class DeepSeekV3Layout:
-    """Reads a layer's stacks as they are, in fp8; prefix: of its experts."""
+    """Reads a layer's stacks unchanged, in fp8; prefix: of its experts."""
 
     activation: ClassVar[Activation] = SwiGLU()
     sample: ClassVar[str] = "down_scale"  # a small stack
@@ -172,7 +172,7 @@ class DeepSeekV3Layout:
         self.intermediate, self.hidden = shape
 
     def rows(self, name: str, experts: Sequence[int]) -> Tensor | None:
-        """The rows of a stack; None where experts in fp8 have no such stack."""
+        """Return the rows of a stack; None if fp8 experts have no such stack."""
         if name not in PARTS:
             return None
         dtype = torch.float32 if name.endswith("_scale") else FP8
@@ -205,7 +205,7 @@ class GptOssLayout:
 
     def __init__(self, tensors: Tensors, prefix: str, as_bytes: bool = False) -> None:
         self.tensors, self.prefix, self.as_bytes = tensors, prefix, as_bytes
-        self.sizes: dict[str, tuple[int, int]] = {}  # of a projection: out, in
+        self.sizes: dict[str, tuple[int, int]] = {}  # per projection: out, in
         for name in ("gate_up", "down"):
             key = f"{prefix}{name}_proj_blocks"
             shape = tensors.shape(key)
@@ -216,7 +216,7 @@ class GptOssLayout:
             self.num_experts, self.sizes[name] = shape[0], (shape[1], shape[2] * BLOCK)
 
     def rows(self, name: str, experts: Sequence[int]) -> Tensor | None:
-        """The rows of a stack; None where such experts have no such stack."""
+        """Return the rows of a stack; None if such experts have no such stack."""
         is_scale = name.endswith("_scale")
         if name.endswith("_scale_2") or (is_scale and not self.as_bytes):
             return None
@@ -234,7 +234,7 @@ class GptOssLayout:
         return stack
 
     def _read(self, projection: str, expert: int) -> tuple[Tensor, Tensor, Tensor]:
-        """One expert's bytes [out, in / 2], scales [out, in / 32] and values [out, in] of a projection."""
+        """Return one expert's bytes [out, in / 2], scales [out, in / 32] and values [out, in] of a projection."""
         (out, columns), key = self.sizes[projection], f"{self.prefix}{projection}_proj"
         shape = [self.num_experts, out, columns // BLOCK]
         packed = self.tensors.read(f"{key}_blocks", [*shape, BLOCK // 2], torch.uint8, expert).flatten(-2)
@@ -253,17 +253,19 @@ Layout = DeepSeekV3Layout | GptOssLayout
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A layer's experts where a model's publisher put them: what :class:`isoload.MoE` takes in place of all stacks.
+    """A layer's experts in a published checkpoint; :class:`isoload.MoE` accepts it in place of all stacks.
 
-    Each rank reads the experts that the placement gives it, homes and replicas, when the layer is made; what is wrong
-    with a file is raised there, on all ranks. DeepSeek-V3's stay in fp8; gpt-oss's MXFP4 becomes bfloat16, exactly, or
-    stays as it is, for inference only.
+    Each rank reads the experts that the placement gives it, homes and replicas, when the layer is made; errors in a
+    file
+    are raised there, on all ranks. DeepSeek-V3's experts stay in fp8. gpt-oss's MXFP4 becomes bfloat16, exactly, or
+    stays
+    MXFP4, for inference only.
 
     Args:
         source: a folder of safetensors files with their index, one such file, or a state_dict with the same names.
         prefix: of the layer's experts, "model.layers.3.mlp.experts." for example.
         device: for the weights.
-        as_bytes: whether gpt-oss's stay in MXFP4.
+        as_bytes: whether gpt-oss's experts stay in MXFP4.
     """
 
     source: str | PathLike[str] | Mapping[str, Tensor]
@@ -273,7 +275,7 @@ class Checkpoint:
 
     @cached_property
     def layout(self) -> Layout:
-        """How the checkpoint lays out experts. Raises ValueError where it is none that is known."""
+        """Layout of the experts in the checkpoint. Raises ValueError for an unknown layout."""
         tensors: Tensors
         if isinstance(self.source, Mapping):
             tensors = StateTensors(self.source)
@@ -296,25 +298,25 @@ class Checkpoint:
 
     @property
     def activation(self) -> Activation:
-        """Between the two projections of such experts."""
+        """Activation between the two projections of such experts."""
         return self.layout.activation
 
     @cached_property
     def checksum(self) -> str:
-        """Of a small stack of expert 0: another checkpoint of the same shapes has another."""
+        """Return a checksum of a small stack of expert 0, which differs between checkpoints of the same shapes."""
         sample = self.layout.rows(self.layout.sample, (0,))
         assert sample is not None
         return hashlib.sha256(sample.view(torch.uint8).numpy().tobytes()).hexdigest()[:14]
 
     def rows(self, name: str, experts: Sequence[int]) -> Tensor | None:
-        """The rows of a stack for these experts, see ExpertWeights; None where there is no such stack."""
+        """Return the rows of a stack for these experts, see ExpertWeights; None if there is no such stack."""
         stack = self.layout.rows(name, experts)
         return None if stack is None else stack.to(self.device)
 
     def trains(self, name: str) -> bool:
-        """Whether a stack's rows are to require gradients: quantised ones cannot."""
+        """Return whether a stack's rows require gradients; those of quantised stacks cannot."""
         return self.rows("down_scale", ()) is None
 
     def read(self, experts: Sequence[int]) -> ExpertWeights:
-        """All stacks of these experts, in this order."""
+        """Return all stacks of these experts, in this order."""
         return ExpertWeights(**{name: self.rows(name, experts) for name in NAMES})  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Checksums of the weights in every slot, and the slots that do not hold their expert in a map."""
+"""Checksums of the weights in every slot, and the slots that do not hold the expert that their map names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 
 from isoload.weights.layout import as_bytes
 
-CHUNK_BYTES = 1 << 25  # of all slots together; three times as much is alive at once
+CHUNK_BYTES = 1 << 25  # of all slots together; the peak is three times as much
 WORD = 8  # bytes
 # SplitMix64's step and mixer (Steele, Lea and Flood 2014, as in Vigna's splitmix64.c), as signed integers.
 STEP = 0x9E3779B97F4A7C15 - (1 << 64)
@@ -22,11 +22,11 @@ LAST_SHIFT = 31
 class WrongSlot(NamedTuple):
     """A slot whose weights are not those of its expert in the layer's map.
 
-    layer   its number
-    rank    on which it lies
+    layer   the layer's number
+    rank    rank of the slot
     slot    of 0..P-1
-    expert  the one that it should hold
-    holds   the one whose weights it has; None: no expert's
+    expert  the expert that it should hold
+    holds   the expert whose weights it has; None: of no expert
     """
 
     layer: int
@@ -37,12 +37,12 @@ class WrongSlot(NamedTuple):
 
 
 def slot_checksums(weights: Sequence[Tensor]) -> Tensor:
-    """[S] int64 of the bytes of every slot's weights, on their device; the host waits for nothing.
+    """Return [S] int64, a checksum of the bytes of every slot's weights, on their device without a host wait.
 
-    Whole numbers, so that equal bytes have equal sums on every device. Each word of 8 bytes is mixed with its position
-    and then added modulo 2^64: one word that changes always changes the sum; rows that change places do but for
-    chance, 1 in 2^64. Each byte is read once; about 100 MB are alive beside the weights at most, and of a tensor that
-    is not contiguous a copy of one slot's part.
+    Integer arithmetic, so equal bytes have equal sums on every device. Each word of 8 bytes is mixed with its position
+    and then added modulo 2^64. A change of one word always changes the sum; an exchange of rows does except by chance,
+    1 in 2^64. Each byte is read once. Temporary memory is at most about 100 MB, plus a copy of one slot's part for a
+    tensor that is not contiguous.
 
     Args:
         weights: of one layer, [S, ...] each, of any dtype: weights and scales. Their order matters.
@@ -68,14 +68,14 @@ def slot_checksums(weights: Sequence[Tensor]) -> Tensor:
 
 
 def _words(rows: Tensor) -> Iterator[Tensor]:
-    """Chunks [S, n] int64, copies, of byte rows [S, N]; zeros fill the last word."""
+    """Yield chunks [S, n] int64, copies, of byte rows [S, N]; zeros fill the last word."""
     width = max(CHUNK_BYTES // len(rows) // WORD, 1) * WORD
     for chunk in rows.split(width, dim=1):
         yield pad(chunk, (0, -chunk.shape[1] % WORD)).view(torch.int64)
 
 
 def _mixed(words: Tensor, first: int) -> Tensor:
-    """In place, by a bijection of each word that depends on its position [first, first + n)."""
+    """Mix in place, by a bijection of each word that depends on its position [first, first + n)."""
     words ^= torch.arange(first, first + words.shape[1], device=words.device) * STEP
     for shift, factor in ROUNDS:
         words ^= _shifted(words, shift)
@@ -85,12 +85,12 @@ def _mixed(words: Tensor, first: int) -> Tensor:
 
 
 def _shifted(words: Tensor, bits: int) -> Tensor:
-    """To the right, as of unsigned numbers: an arithmetic shift would make two words one."""
+    """Shift right as for unsigned numbers: an arithmetic shift would map two words to one."""
     return (words >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 
 def expert_checksums(sums: Tensor, slot_to_expert: Tensor, num_experts: int) -> Tensor:
-    """[L, E] int64, each expert's that of its lowest slot, from sums [L, P] of slots that hold experts [L, P]."""
+    """Return [L, E] int64, each expert's sum in its lowest slot, from sums [L, P] of slots that hold experts [L, P]."""
     checksums = sums.new_zeros(len(sums), num_experts)
     layers = torch.arange(len(sums))
     for slot in reversed(range(sums.shape[1])):
@@ -101,14 +101,14 @@ def expert_checksums(sums: Tensor, slot_to_expert: Tensor, num_experts: int) -> 
 def wrong_slots(
     sums: Tensor, slot_to_expert: Tensor, expected: Tensor, layers: Sequence[int], num_ranks: int
 ) -> list[WrongSlot]:
-    """Slots with another sum than their expert has, by layer and slot.
+    """Return the slots whose sum differs from their expert's, by layer and slot.
 
     Args:
-        sums: [L, P] int64 of every slot, as it is.
+        sums: [L, P] int64 of every slot.
         slot_to_expert: [L, P] expert that each should hold.
-        own: [L, E] :func:`expert_checksums`.
+        expected: [L, E] :func:`expert_checksums`.
         layers: their L numbers.
-        num_ranks: R; P/R consecutive slots lie on each.
+        num_ranks: R; each rank has P/R consecutive slots.
     """
     per_rank = sums.shape[1] // num_ranks
     wrong = []

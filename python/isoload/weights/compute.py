@@ -1,7 +1,8 @@
-"""The experts of one rank: grouped GEMMs over the copies that it received, and the dense shared experts.
+"""The experts of one rank: grouped GEMMs over the received copies, and the dense shared experts.
 
-A linear map of sorted copies is one grouped GEMM, or a loop over slots where there is none. Shapes: N received rows
-of width H, at most K copies per row, S slots, I intermediate width, C sorted copies (see isoload.ops.counting).
+A linear map of sorted copies is one grouped GEMM, or a loop over slots if grouped_mm does not support it. Shapes: N
+received rows of width H, at most K copies per row, S slots, I intermediate width, C sorted copies (see
+isoload.ops.counting).
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ Projection = Callable[[Tensor, Grouping], Tensor]  # x [C, in] -> [C, out]
 
 
 def projections(group: ExpertWeights, dtype: torch.dtype) -> tuple[Projection, Projection]:
-    """gate_up's and down's products with copies of a dtype, once the weights are there."""
+    """Return gate_up's and down's products with copies of a dtype, after waiting for the weights."""
     kernel = compute_path(group, dtype)
     linear = _LINEAR[kernel]
     if isinstance(group, BorrowedWeights):
@@ -56,7 +57,7 @@ def projections(group: ExpertWeights, dtype: torch.dtype) -> tuple[Projection, P
 
 
 def _grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None, grouping: Grouping) -> Tensor:
-    """[C, in] -> [C, out] by the slot of each copy; the tail is undefined, in both directions."""
+    """Map [C, in] -> [C, out] by the slot of each copy; rows after the last copy are undefined, in both directions."""
     # grouped_mm requires contiguous incoming gradients: weighted_sum and both activations make them so.
     y = grouped_mm(x, weight.transpose(1, 2), grouping.ends)
     if bias is None:
@@ -81,7 +82,7 @@ _LINEAR: dict[str, Linear] = {"grouped_mm": _grouped_linear, "loop": _loop_linea
 class _BorrowedLinear(torch.autograd.Function):
     """A linear map that does not save its weight: backward reads the memory where it was, see BorrowedWeights.
 
-    The weight may have another dtype than the copies, in whose dtype the products are.
+    The weight may have another dtype than the copies; products are in the copies' dtype.
     """
 
     @staticmethod
@@ -119,8 +120,10 @@ class _BorrowedLinear(torch.autograd.Function):
 
 
 class _AddBias(torch.autograd.Function):
-    """``y + bias[slot]``, where the kernel fits in y's own memory, which nothing else may hold; its own backward,
-    because indexing would add the tail's gradients, in y's dtype."""
+    """Return ``y + bias[slot]``, computed in y's own memory if the kernel applies, so nothing else may use y. It has
+    its own
+    backward, because indexing would add the gradients after the last copy too, and in y's dtype.
+    """
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, bias: Tensor, slot: Tensor, ends: Tensor) -> Tensor:
@@ -140,13 +143,17 @@ class _AddBias(torch.autograd.Function):
 
 
 def _sum_per_slot(grad: Tensor, ends: Tensor) -> Tensor:
-    """[S, F] each slot's rows of grad [C, F] added up: a grouped product with ones, fp32 inside, in a fixed order."""
+    """Return [S, F], each slot's rows of grad [C, F] added up: a grouped product with ones, fp32 inside, in a fixed
+    order.
+    """
     ones = grad.new_ones(len(grad), ROW_BYTES // grad.element_size())
     return grouped_mm(ones.t(), grad, ends)[:, 0]
 
 
 def grouped_mm(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
-    """a [C, in] by b [S, in, out] to [C, out], or a [in, C] by b [C, out] to [S, in, out]: groups end at ends [S]."""
+    """Multiply a [C, in] by b [S, in, out] to [C, out], or a [in, C] by b [C, out] to [S, in, out]; groups end at
+    ends [S].
+    """
     return F.grouped_mm(a, b, offs=ends)
 
 
@@ -158,40 +165,41 @@ def run_experts(
     activation: Activation,
     max_copies: Sequence[int] | None = None,
 ) -> Tensor:
-    """For each row the sum over its local copies of ``weight * expert(row)``.
+    """Return for each row the sum over its local copies of ``weight * expert(row)``.
 
-    Groups are computed one after another; local slots count through them. Gradients reach rows, gate weights
+    Groups are computed one after another; local slots are numbered through all groups. Gradients reach rows, gate
+    weights
     and every stack that requires them.
 
     Args:
-        rows: [N, H] in the first group's dtype; beside quantised groups in any dtype, without gradients.
+        rows: [N, H] in the first group's dtype; with quantised groups in any dtype, without gradients.
         slots: [N, K] int32 or int64 local slot, -1 = absent.
         weights: [N, K] float32 gate weights (float64 ones only with float64 rows).
         groups: stacks of weights: the resident rows, then the spare pool.
         activation: between the two projections.
-        max_copies: per group, most copies that are present: buffers hold so many. None: N*K. More copies are a
-            ValueError where values are readable, else absent, and the device's error word says so.
+        max_copies: per group, the largest number of present copies, which sizes the buffers. None: N*K. More copies
+            raise ValueError where values are readable; elsewhere they are dropped and set the device's error word.
 
     Returns:
-        [N, H] in rows' dtype, summed in max(fp32, dtype). Autocast changes nothing inside.
+        [N, H] in rows' dtype, summed in max(fp32, dtype). Autocast has no effect inside.
 
     Raises:
-        ValueError: for slot and copy numbers, too, where values are readable (CPU, or ISOLOAD_CHECK=1); elsewhere an
+        ValueError: also for slot and copy numbers where values are readable (CPU, or ISOLOAD_CHECK=1); elsewhere an
             out-of-range slot is absent.
     """
     _check_arguments(rows, slots, weights, groups, max_copies)
-    # autocast would cast what the loop multiplies, not what grouped_mm does
+    # Autocast would cast the operands of the loop, but not those of grouped_mm.
     if torch.is_autocast_enabled(rows.device.type):
         with torch.autocast(rows.device.type, enabled=False):
             return run_experts(rows, slots, weights, groups, activation, max_copies)
     parts = []
     first = 0
     for g, group in enumerate(groups):
-        # One place at least, so that no product has zero rows.
+        # At least one place, so that no product has zero rows.
         places = None if max_copies is None else min(max(max_copies[g], 1), slots.numel())
         grouping = group_copies(slots, first, group.num_slots, places)
         copies = gather_copies(rows, grouping)  # [C, H]
-        if group.num_slots:  # else all are absent, but rows keep their gradient's way
+        if group.num_slots:  # otherwise all copies are absent, but gradients of rows stay connected
             to_inner, to_hidden = projections(group, rows.dtype)
             inner = activate(activation, to_inner(copies, grouping), grouping)  # [C, 2I] -> [C, I]
             copies = to_hidden(inner, grouping)  # [C, H]
@@ -207,17 +215,17 @@ def run_sorted(
     groups: Sequence[ExpertWeights],
     activation: Activation,
 ) -> Tensor:
-    """For each row ``weight * expert(row)``, of rows that came by slot, one copy each: nothing is sorted or added up.
+    """Return for each row ``weight * expert(row)``, for rows of one copy each, sorted by slot: nothing is added up.
 
     Args:
-        rows: [N, H] in the groups' dtype, by slot; beside quantised groups in any dtype, without gradients.
+        rows: [N, H] in the groups' dtype, by slot; with quantised groups in any dtype, without gradients.
         weights: [N, 1] float32 gate weights.
-        ends: slot s's rows end before ends[s]; slots count through the groups.
-        groups: stacks of weights: the resident rows, then the spare pool. More ends than slots have no rows.
+        ends: slot s's rows end before ends[s]; slots are numbered through the groups.
+        groups: stacks of weights: the resident rows, then the spare pool. Further ends must have no rows.
         activation: between the two projections.
 
     Returns:
-        [N, H] in rows' dtype. Autocast changes nothing inside.
+        [N, H] in rows' dtype. Autocast has no effect inside.
     """
     slots = sum(group.num_slots for group in groups)
     bounds = [0, *ends[:slots]]
@@ -243,7 +251,7 @@ def run_sorted(
 
 
 def as_they_lie(bounds: Sequence[int], device: torch.device) -> Grouping:
-    """The grouping of rows that lie by slot already: slot s's from bounds[s] to bounds[s + 1], [S + 1]."""
+    """Return the grouping of rows that are sorted by slot: slot s has rows bounds[s] to bounds[s + 1], bounds [S + 1]."""
     place = torch.arange(bounds[-1] - bounds[0], device=device)
     counts = [end - start for start, end in pairwise(bounds)]
     slot = torch.arange(len(counts), device=device)
@@ -253,7 +261,7 @@ def as_they_lie(bounds: Sequence[int], device: torch.device) -> Grouping:
 
 
 def count_copies(slots: Tensor, groups: Sequence[ExpertWeights]) -> list[int]:
-    """The copies of every group, from local slots [N, K] that count through the groups."""
+    """Return the copies of every group, from local slots [N, K] that are numbered through the groups."""
     counts, first = [], 0
     for group in groups:
         end = first + group.num_slots
@@ -263,7 +271,7 @@ def count_copies(slots: Tensor, groups: Sequence[ExpertWeights]) -> list[int]:
 
 
 def activate(activation: Activation, gate_up: Tensor, grouping: Grouping) -> Tensor:
-    """[C, 2I] -> [C, I]; where the kernels fit, without touching the tail."""
+    """Map [C, 2I] -> [C, I]; if the kernels apply, without touching rows after the last copy."""
     known = isinstance(activation, SwiGLU | ClampedGLU)
     if not known or not kernels.fit(gate_up.detach()):  # autograd records the Function below
         return activation(gate_up)
@@ -273,7 +281,7 @@ def activate(activation: Activation, gate_up: Tensor, grouping: Grouping) -> Ten
 
 
 class _Activate(torch.autograd.Function):
-    """The Triton kernels; their twin is the activation itself, with torch's own backward."""
+    """The Triton kernels; the plain version is the activation itself, with torch's own backward."""
 
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor, ends: Tensor, clamp: tuple[float, float] | None) -> Tensor:
@@ -307,7 +315,7 @@ def _check_arguments(
     for g, group in enumerate(groups):
         same = (
             isinstance(group, BorrowedWeights) or group.down.dtype == dtype
-        )  # borrowed ones are cast where used
+        )  # borrowed weights are cast where they are used
         if group.down.shape[1] != hidden or not same:
             raise ValueError(
                 f"groups[{g}] must have the width and dtype of groups[0] ({hidden}, {dtype}), "

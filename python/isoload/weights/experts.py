@@ -1,4 +1,4 @@
-"""ExpertWeights: the stacked weights of some slots, the activations between them, and how they are multiplied.
+"""ExpertWeights: the stacked weights of some slots, the activation, and how they are multiplied.
 
 Shapes: S slots, H width of a row, I intermediate width.
 """
@@ -18,7 +18,7 @@ from isoload.weights.quantised import BYTES, FORMATS, FP8, Format, SizesAndDtype
 PARTS = ("", "_bias", "_scale", "_scale_2")
 NAMES = tuple(name + part for part in PARTS for name in ("gate_up", "down"))  # of all stacks
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-ROW_BYTES = 16  # grouped_mm refuses matrices whose rows do not start at multiples of this
+ROW_BYTES = 16  # grouped_mm requires that rows of matrices start at multiples of this
 
 
 @dataclass(frozen=True)
@@ -26,21 +26,22 @@ class SwiGLU:
     """``silu(gate) * up``; gate is the first half of the projection, up the second."""
 
     def __call__(self, gate_up: Tensor) -> Tensor:
-        """[..., 2I] -> [..., I]."""
+        """Map [..., 2I] -> [..., I]."""
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
 
 
 @dataclass(frozen=True)
 class ClampedGLU:
-    """gpt-oss: ``(up + 1) * gate * sigmoid(alpha * gate)``; gate is at even places (<= limit), up at odd (within
-    +-limit)."""
+    """gpt-oss: ``(up + 1) * gate * sigmoid(alpha * gate)``; gate is in even columns (<= limit), up in odd ones (within
+    +-limit).
+    """
 
     alpha: float = 1.702
     limit: float = 7.0
 
     def __call__(self, gate_up: Tensor) -> Tensor:
-        """[..., 2I] -> [..., I]."""
+        """Map [..., 2I] -> [..., I]."""
         gate = gate_up[..., ::2].clamp(max=self.limit)
         up = gate_up[..., 1::2].clamp(-self.limit, self.limit)
         return (up + 1) * gate * torch.sigmoid(self.alpha * gate)
@@ -53,22 +54,23 @@ Activation = SwiGLU | ClampedGLU
 class ExpertWeights:
     """The weights of S slots, stacked. A row is one output, as in nn.Linear, so checkpoints need no transposing.
 
-    Quantised weights (inference only) have scales beside them, which multiply their values. Rows and columns of a
-    matrix that share a scale, the last of a side cut short:
+    Quantised weights (inference only) have scales, which multiply their values. Rows and columns of a matrix that
+    share a
+    scale (the last block of a side may be smaller):
 
     - fp8: e4m3 and float32, 128 and 128;
     - MXFP8: e4m3 and e8m0, 1 and 32;
     - MXFP4: e2m1 and e8m0, 1 and 32;
     - NVFP4: e2m1 and e4m3, 1 and 16, and a float32 scale for a whole matrix.
 
-    e4m3 is float8_e4m3fn. uint8 holds e8m0, or two e2m1 that are neighbours in a row, the first in the lower half.
+    e4m3 is float8_e4m3fn. uint8 holds e8m0, or two neighbouring e2m1 values of a row, the first in the lower half.
 
-    Parameters among them say whether a layer trains what it makes of them; of other stacks it does, unless quantised.
+    A layer trains a stack that is a Parameter if it requires a gradient, and other stacks unless they are quantised.
 
     Args:
         gate_up: [S, 2I, H] float64, float32, bfloat16, float16 or e4m3, or [S, 2I, H / 2] of e2m1.
         down: [S, H, I] or [S, H, I / 2].
-        gate_up_bias: [S, 2I] or None; beside quantised weights in any of the other dtypes, rounded to the rows'.
+        gate_up_bias: [S, 2I] or None; with quantised weights in any of the other dtypes, rounded to the rows'.
         down_bias: [S, H] or None.
         gate_up_scale: in fp8 [S, 2, ceil(I / 128), ceil(H / 128)], the blocks of the first half of the rows (SwiGLU's
             gate), then those of the second. Else [S, 2I, ceil(H / 32)] or [S, 2I, ceil(H / 16)].
@@ -108,21 +110,21 @@ class ExpertWeights:
             if stack is None or not fits or stack.dtype not in dtypes or stack.device != device:
                 kinds = " or ".join(map(str, dtypes))
                 raise ValueError(
-                    f"{name} must be {'None' if sizes is None else f'{sizes} {kinds} {device}'} beside down "
+                    f"{name} must be {'None' if sizes is None else f'{sizes} {kinds} {device}'} with down "
                     f"{_kind(self.down)}, got {_kind(stack)}"
                 )
 
     def _check_format(self) -> None:
-        """Raises ValueError for dtypes of down and its scales that are no format."""
+        """Raise ValueError if the dtypes of down and its scales are not those of a supported format."""
         known = {scale: form for (weight, scale), form in FORMATS.items() if weight == self.down.dtype}
         if known and self.format is None:
             names = " or ".join(f"{scale} ({form.name})" for scale, form in known.items())
             raise ValueError(
-                f"down_scale must be {names} beside down {_kind(self.down)}, got {_kind(self.down_scale)}"
+                f"down_scale must be {names} with down {_kind(self.down)}, got {_kind(self.down_scale)}"
             )
 
     def _wanted(self) -> dict[str, SizesAndDtypes]:
-        """Sizes and dtypes of all stacks that such weights may have; those without biases must be there."""
+        """Return sizes and dtypes of all stacks that such weights may have; all stacks except biases are required."""
         slots, hidden, inner = *self.down.shape[:2], self.intermediate
         form, dtype = self.format, self.down.dtype
         biases = (dtype,) if form is None else DTYPES
@@ -137,7 +139,7 @@ class ExpertWeights:
 
     @property
     def format(self) -> Format | None:
-        """Of quantised weights."""
+        """Format of quantised weights, else None."""
         return None if self.down_scale is None else FORMATS.get((self.down.dtype, self.down_scale.dtype))
 
     @property
@@ -155,17 +157,17 @@ class ExpertWeights:
         return self.down.shape[0]
 
     def rows(self, name: str, experts: Sequence[int]) -> Tensor | None:
-        """A copy of a stack's rows, without gradients; None where there is no such stack."""
+        """Return a copy of a stack's rows, without gradients; None if there is no such stack."""
         stack: Tensor | None = getattr(self, name)
         return None if stack is None else stack.detach()[list(experts)]
 
     def trains(self, name: str) -> bool:
-        """Whether a stack's rows are to require gradients."""
+        """Return whether a stack's rows require gradients."""
         stack: Tensor | None = getattr(self, name)
         return stack.requires_grad if isinstance(stack, nn.Parameter) else not self.quantised
 
     def stacks(self) -> dict[str, Tensor]:
-        """Those that are there, by name."""
+        """Return the stacks that are not None, by name."""
         return {name: stack for name in NAMES if (stack := getattr(self, name)) is not None}
 
     @staticmethod
@@ -179,7 +181,7 @@ class ExpertWeights:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> ExpertWeights:
-        """Uniform in +-1/sqrt(fan in), like nn.Linear."""
+        """Return weights drawn uniformly from +-1/sqrt(fan in), like nn.Linear."""
 
         def uniform(fan_in: int, *sizes: int) -> Tensor:
             tensor = torch.empty(sizes, dtype=dtype, device=device)
@@ -194,24 +196,25 @@ class ExpertWeights:
 
 
 def _kind(stack: Tensor | None) -> str:
-    """A stack's shape, dtype and device, for messages."""
+    """Return a stack's shape, dtype and device, for messages."""
     return "None" if stack is None else f"{list(stack.shape)} {stack.dtype} {stack.device}"
 
 
 @dataclass(frozen=True)
 class BorrowedWeights(ExpertWeights):
-    """Stacks that arrive while others are computed, in memory that may hold other weights by the time of backward.
+    """Stacks that arrive while other weights are used, in memory that backward may find overwritten.
 
     Args:
-        wait: returns once the weights are there: called before they are used, in forward and in backward, which
-            reads the same memory. So nothing that is computed from them saves them.
+        wait: returns once the weights have arrived. It is called before they are used, in forward and in backward,
+            which
+            reads the same memory. So no computation saves them for backward.
     """
 
     wait: Callable[[], None] = field(kw_only=True)
 
 
 def describe(weights: ExpertWeights, first: int = 0) -> str:
-    """Shapes from a dimension on, dtypes and kind of device, for messages and comparisons."""
+    """Return shapes from a dimension on, dtypes and kind of device, for messages and comparisons."""
     dtype, stacks = weights.down.dtype, weights.stacks().items()
     kinds = {name: "" if stack.dtype == dtype else f" {stack.dtype}" for name, stack in stacks}
     shapes = ", ".join(f"{name} {list(stack.shape[first:])}{kinds[name]}" for name, stack in stacks)
@@ -219,7 +222,7 @@ def describe(weights: ExpertWeights, first: int = 0) -> str:
 
 
 def compute_path(weights: ExpertWeights, dtype: torch.dtype | None = None) -> Literal["grouped_mm", "loop"]:
-    """Which path :func:`run_experts` takes for these weights: by dtype and layout alone.
+    """Return the path that :func:`run_experts` takes for these weights, which depends on dtype and layout only.
 
     dtype: of the rows, in which quantised weights are multiplied; None: the weights'.
     """
@@ -229,4 +232,6 @@ def compute_path(weights: ExpertWeights, dtype: torch.dtype | None = None) -> Li
     dense = weights.quantised or all(
         s.is_contiguous() or s.transpose(1, 2).is_contiguous() for s in (weights.gate_up, weights.down)
     )
-    return "grouped_mm" if dtype != torch.float64 and aligned and dense else "loop"  # it has no float64
+    return (
+        "grouped_mm" if dtype != torch.float64 and aligned and dense else "loop"
+    )  # grouped_mm has no float64

@@ -1,12 +1,12 @@
-"""Layout: the expert in each weight row of each rank; Move: the contents of one row into another.
+"""Layout: the expert in each weight row of each rank; Move: a copy of one row into another.
 
-A layout is made on the host from a placement and is the same on every rank. Home rows come first, then replica
-rows, each by ascending slot at first; a new placement leaves rows where it can. Empty slots, and second slots of
+A layout is made on the host from a placement and is the same on every rank. Home rows come first, then replica rows,
+each by ascending slot initially; a new placement keeps rows in place where it can. Empty slots, and second slots of
 one expert on one rank, have no row.
 
-A list of moves, the same on every rank, describes a refresh of replicas, the way to a new placement, the experts
+A list of moves, the same on every rank, describes a refresh of replicas, the change to a new placement, the experts
 that a batch borrows, and the gradients that return to their rows. Stacks are a rank's tensors [rows, ...], one row
-per expert; lists of stacks run over the ranks that the process owns.
+per expert; lists of stacks are indexed by the ranks that the process owns.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Address(NamedTuple):
 
 
 class Move(NamedTuple):
-    """Copies the content of one row into another."""
+    """A copy of one row into another."""
 
     source: Address
     target: Address
@@ -47,8 +47,8 @@ class RankMoves(SendCounts):
 
     leaving    rows that other ranks read, by reading rank, then in order of the list
     arriving   rows that other ranks fill, by filling rank, then in order of the list
-    copied     rows that are read without leaving the rank
-    filled     rows that these fill
+    copied     rows that the rank itself reads
+    filled     rows that are filled from copied
     """
 
     leaving: list[int]
@@ -80,15 +80,16 @@ class RankMoves(SendCounts):
 
 
 def start_moves(group: Group, stage: str, moves: Sequence[Move], sources: Stacks, targets: Stacks) -> Wait:
-    """Reads the sources of all moves and begins the exchange; what it returns waits for the rows and writes them.
+    """Read the sources of all moves, begin the exchange, and return a function that waits for the rows and writes
+    them.
 
     All ranks call it together with the same moves. Sources and targets may be the same stacks: all reads come first.
 
     Args:
-        stage: that traffic and errors name.
-        moves: no row is the target of two of them.
-        sources: whose rows are read; widths and dtypes are the same on all ranks.
-        targets: whose rows are written, of the same widths and dtypes; contiguous.
+        stage: name in traffic and errors.
+        moves: no two of them have the same target row.
+        sources: stacks to read; widths and dtypes are the same on all ranks.
+        targets: stacks to write, of the same widths and dtypes; contiguous.
     """
     parts = parts_of(group, moves)
     buffers = [pack_rows(stacks, part.leaving) for stacks, part in zip(sources, parts, strict=True)]
@@ -102,7 +103,7 @@ def start_moves(group: Group, stage: str, moves: Sequence[Move], sources: Stacks
             put_rows(stacks, part.filled, copied)
         for buffer in (*buffers, *copies, *arrived):
             if buffer.is_cuda:
-                # Another stream may have made it: kept until the current one has done what it has now.
+                # Another stream may have allocated it: keep it until the current stream has finished its present work.
                 buffer.record_stream(torch.cuda.current_stream(buffer.device))
 
     return wait
@@ -110,19 +111,19 @@ def start_moves(group: Group, stage: str, moves: Sequence[Move], sources: Stacks
 
 @torch.no_grad()
 def move_rows(group: Group, stage: str, moves: Sequence[Move], sources: Stacks, targets: Stacks) -> None:
-    """:func:`start_moves`, carried out at once."""
+    """Run :func:`start_moves` and wait for it."""
     start_moves(group, stage, moves, sources, targets)()
 
 
 def add_back(group: Group, stage: str, moves: Sequence[Move], grads: Stacks, totals: Stacks) -> None:
-    """The gradient of the moves: adds the gradients of the targets to the totals of their sources.
+    """Return gradients along the moves: add the gradients of the targets to the totals of their sources.
 
-    A row's gradients are added by ascending rank that they come from, then in order of the list, in
-    max(float32, dtype), and rounded once: the same sum every time and on every backend.
+    A row's gradients are added by ascending rank of origin, then in order of the list, in max(float32, dtype), and
+    rounded once, so the sum is the same in every run and on every backend.
 
     Args:
-        stage: that traffic and errors name.
-        moves: that brought the rows.
+        stage: name in traffic and errors.
+        moves: that copied the rows.
         grads: [rows, ...] of the targets' stacks.
         totals: [rows, ...] of the sources' stacks, in the dtype of the gradients or a wider one.
     """
@@ -131,7 +132,7 @@ def add_back(group: Group, stage: str, moves: Sequence[Move], grads: Stacks, tot
     returned = group.send_back(stage, buffers, parts) if travels(moves) else buffers
     for rank, part, stacks, sums, buffer in zip(group.ranks, parts, grads, totals, returned, strict=True):
         rows = part.leaving
-        if part.copied:  # at the rank's own place in the order
+        if part.copied:  # at the rank's own position in the order
             first = sum(part.sent[:rank])
             rows = [*rows[:first], *part.copied, *rows[first:]]
             buffer = torch.cat([buffer[:first], pack_rows(stacks, part.filled), buffer[first:]])
@@ -139,23 +140,23 @@ def add_back(group: Group, stage: str, moves: Sequence[Move], grads: Stacks, tot
 
 
 def parts_of(group: Group, moves: Sequence[Move]) -> list[RankMoves]:
-    """The owned ranks' parts."""
+    """Return the owned ranks' parts."""
     return [RankMoves.from_moves(moves, rank, group.topology.num_ranks) for rank in group.ranks]
 
 
 def travels(moves: Sequence[Move]) -> bool:
-    """Whether any row leaves its rank: alike on all ranks, as the moves are."""
+    """Return whether any row leaves its rank; the same on all ranks, as the moves are."""
     return any(source.rank != target.rank for source, target in moves)
 
 
 def pack_rows(stacks: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
-    """[n, bytes] the picked rows of all stacks side by side."""
+    """Return [n, bytes], the selected rows of all stacks, concatenated."""
     index = put_on(stacks[0].device, rows)
     return torch.cat([as_bytes(stack.contiguous()).index_select(0, index) for stack in stacks], dim=1)
 
 
 def put_rows(stacks: Sequence[Tensor], rows: Sequence[int], buffer: Tensor) -> None:
-    """What :func:`pack_rows` packed, into other rows of contiguous stacks."""
+    """Write the result of :func:`pack_rows` into other rows of contiguous stacks."""
     index = put_on(buffer.device, rows)
     widths = [stack.shape[1:].numel() * stack.itemsize for stack in stacks]
     for stack, part in zip(stacks, buffer.split(widths, dim=1), strict=True):
@@ -163,19 +164,19 @@ def put_rows(stacks: Sequence[Tensor], rows: Sequence[int], buffer: Tensor) -> N
 
 
 def unpack_rows(like: Sequence[Tensor], buffer: Tensor) -> list[Tensor]:
-    """[n, ...] per stack, of the stacks' dtype."""
+    """Return [n, ...] per stack, of the stacks' dtype."""
     parts = unpack(buffer, [(stack.shape[1:].numel(), stack.dtype) for stack in like])
     return [part.view(-1, *stack.shape[1:]) for part, stack in zip(parts, like, strict=True)]
 
 
 def as_bytes(stack: Tensor) -> Tensor:
-    """[rows, bytes] uint8, a view of a contiguous stack: copies are the same for every dtype."""
-    # by way of one dimension: a contiguous stack of single elements may have stride 0
+    """Return [rows, bytes] uint8, a view of a contiguous stack: copies are the same for every dtype."""
+    # Via one dimension: a contiguous stack of single elements may have stride 0.
     return stack.view(-1).view(torch.uint8).view(len(stack), stack.shape[1:].numel() * stack.itemsize)
 
 
 def add_rows(totals: Sequence[Tensor], rows: Sequence[int], parts: Sequence[Tensor]) -> None:
-    """Adds parts [n, ...] to the rows of totals, in order, in max(float32, dtype); every row is rounded once."""
+    """Add parts [n, ...] to the rows of totals, in order, in max(float32, dtype); every row is rounded once."""
     for total, values in zip(totals, parts, strict=True):
         exact = torch.promote_types(total.dtype, torch.float32)
         for row in dict.fromkeys(rows):
@@ -189,7 +190,7 @@ def add_rows(totals: Sequence[Tensor], rows: Sequence[int], parts: Sequence[Tens
 class Layout:
     """The weight rows of one rank and layer.
 
-    homes, replicas  experts of the rank's home rows and, behind them, replica rows
+    homes, replicas  experts of the rank's home rows, followed by its replica rows
     row_of_slot      [S] weight row of every local slot, -1 = none
     """
 
@@ -204,11 +205,12 @@ class Layout:
 
 
 def layouts(placed: PlacedLayers, before: Sequence[Layout] | None = None) -> list[Layout]:
-    """[R] the rows of every rank for one layer; the same on every rank, from the host's placement alone.
+    """Return [R] the rows of every rank for one layer; the same on every rank, computed from the host's placement
+    alone.
 
     Args:
         placed: one layer.
-        before: the rows now; experts then keep their rows where they can.
+        before: the present rows; experts then keep their rows where they can.
     """
     host, num_ranks = placed.host, placed.topology.num_ranks
     assert placed.layer is not None
@@ -234,19 +236,19 @@ def layouts(placed: PlacedLayers, before: Sequence[Layout] | None = None) -> lis
 
 
 def shard_layouts(placed: PlacedLayers) -> list[Layout]:
-    """[R] the rows of every rank whose home rows ascend by expert, as in a Shard."""
+    """Return [R] the rows of every rank whose home rows ascend by expert, as in a Shard."""
     return layouts(placed, [Layout(tuple(sorted(layout.homes)), (), ()) for layout in layouts(placed)])
 
 
 def home_addresses(layouts: Sequence[Layout]) -> dict[int, Address]:
-    """The home row of every expert, from the layouts [R] of all ranks."""
+    """Return the home row of every expert, from the layouts [R] of all ranks."""
     return {
         e: Address(rank, row) for rank, layout in enumerate(layouts) for row, e in enumerate(layout.homes)
     }
 
 
 def replica_moves(layouts: Sequence[Layout]) -> list[Move]:
-    """From home rows to all their replica rows, by rank and row of the replica, which counts from the first replica."""
+    """Return moves from home rows to all replica rows, by rank and row; replica rows are numbered from 0."""
     home = home_addresses(layouts)
     return [
         Move(home[expert], Address(rank, i))
@@ -256,11 +258,11 @@ def replica_moves(layouts: Sequence[Layout]) -> list[Move]:
 
 
 def keep_rows(before: Sequence[int], homes: Sequence[int], replicas: Sequence[int]) -> list[int]:
-    """The experts of a rank row by row, homes first: one that lies in its part already keeps its row.
+    """Return the experts of a rank row by row, homes first; an expert that is in its part already keeps its row.
 
     Args:
         before: expert in each weight row, -1 = none.
-        homes, replicas: what the rank is to hold; those that cannot stay take the free rows in this order.
+        homes, replicas: experts that the rank must hold; those that cannot stay take the free rows in this order.
     """
     after: list[int] = []
     for experts in (homes, replicas):
@@ -271,7 +273,7 @@ def keep_rows(before: Sequence[int], homes: Sequence[int], replicas: Sequence[in
 
 
 def count_rows(placed: PlacedLayers, weight_rows: int | None) -> list[int]:
-    """[R] weight rows of every rank: as many as its slots hold experts, or weight_rows."""
+    """Return [R] weight rows of every rank: the number of experts in its slots, or weight_rows."""
     assert placed.layer is not None
     filled = placed.host.arrays[0][placed.layer].reshape(placed.topology.num_ranks, -1) >= 0
     counts: list[int] = filled.sum(1).tolist()
@@ -279,6 +281,6 @@ def count_rows(placed: PlacedLayers, weight_rows: int | None) -> list[int]:
         return counts
     if weight_rows < max(counts):
         raise ValueError(
-            f"weight_rows must be at least {max(counts)}, as rank {counts.index(max(counts))} holds, got {weight_rows}"
+            f"weight_rows must be at least {max(counts)}, which rank {counts.index(max(counts))} needs, got {weight_rows}"
         )
     return [weight_rows] * len(counts)

@@ -1,7 +1,7 @@
 """Quantised weights: bytes and their scales, in the formats of published checkpoints. For inference.
 
-They are dequantised to the rows' dtype and multiplied in it: this is no GEMM of the format's. Shapes: S slots, C sorted
-copies, H width of a row, I intermediate width.
+They are dequantised to the rows' dtype and multiplied in it; there is no GEMM in the quantised format. Shapes: S
+slots, C sorted copies, H width of a row, I intermediate width.
 
 Sources: fp8, DeepSeek-V3's report, section 3.3.2; MXFP8, MXFP4 and the numbers e4m3, e2m1 and e8m0, OCP Microscaling
 Formats (MX) v1.0; NVFP4, NVIDIA's "Introducing NVFP4"; the order of a byte's two e2m1, gpt-oss and ModelOpt.
@@ -20,20 +20,20 @@ from isoload.ops.results import Grouping
 
 FP8 = torch.float8_e4m3fn
 SizesAndDtypes = tuple[list[int], Sequence[torch.dtype]]
-BYTES = torch.uint8  # in weights two e2m1 values each, the lower four bits first; in scales e8m0, 127 for 1
+BYTES = torch.uint8  # weights: two e2m1 values each, the lower four bits first; scales: e8m0, 127 for 1
 
 
 class Format(NamedTuple):
-    """Which values of a matrix share a scale; known by the dtypes of weights and scales."""
+    """The values of a matrix that share a scale; identified by the dtypes of weights and scales."""
 
     name: str
     scale: torch.dtype
-    rows: int  # that share a scale; the last block of a side is cut short
+    rows: int  # rows that share a scale; the last block of a side may be smaller
     columns: int
-    has_second: bool = False  # a float32 scale for a whole matrix, beside those of its blocks
+    has_second: bool = False  # a float32 scale for a whole matrix, in addition to those of its blocks
 
     def blocks(self, out: int, columns: int) -> list[int]:
-        """[blocks of out, blocks of columns] of a matrix [out, columns]."""
+        """Return [blocks of out, blocks of columns] of a matrix [out, columns]."""
         return [-(-out // self.rows), -(-columns // self.columns)]
 
 
@@ -46,12 +46,12 @@ FORMATS = {
 
 
 def per_element(dtype: torch.dtype) -> int:
-    """Values in an element of a stack of weights."""
+    """Return the number of values in an element of a stack of weights."""
     return 2 if dtype == BYTES else 1
 
 
 def scales_of(form: Format, num_slots: int, hidden: int, intermediate: int) -> dict[str, SizesAndDtypes]:
-    """The stacks of scales beside the weights of so many slots. Gate and up have blocks of their own."""
+    """Return the stacks of scales for the weights of num_slots slots. Gate and up have separate blocks."""
     rows, columns = form.blocks(intermediate, hidden)
     gate_up = [2, rows, columns] if form.rows > 1 else [2 * rows, columns]
     scales: dict[str, SizesAndDtypes] = {
@@ -65,13 +65,13 @@ def scales_of(form: Format, num_slots: int, hidden: int, intermediate: int) -> d
 
 
 def dequantise(weight: Tensor, scale: Tensor, scale_2: Tensor | None = None, *, dtype: torch.dtype) -> Tensor:
-    """Every value times its block's scale, then times its matrix's: in float32, rounded to a dtype.
+    """Multiply every value by its block's scale, then by its matrix's, in float32, and round to a dtype.
 
-    Takes 8 bytes for each value on the way, beside the result.
+    Needs 8 bytes of temporary memory per value, in addition to the result.
 
     Args:
-        weight: [..., out, in] e4m3, or [..., out, in / 2] bytes. out counts through the matrices where scale has one
-            dimension more.
+        weight: [..., out, in] e4m3, or [..., out, in / 2] bytes. If scale has one dimension more, out is numbered
+            through its matrices.
         scale: [..., blocks of out, blocks of in] in a dtype of FORMATS.
         scale_2: [..., n] float32, for n equal parts of out.
         dtype: of the result.
@@ -91,16 +91,16 @@ def dequantise(weight: Tensor, scale: Tensor, scale_2: Tensor | None = None, *, 
 
 
 def _open_weights(weight: Tensor) -> Tensor:
-    """Their values in float32, exactly."""
+    """Return the values in float32, exactly."""
     if weight.dtype == FP8:
         return weight.float()
     halves = torch.stack([weight & 15, weight >> 4], dim=-1).flatten(-2)
-    # e4m3 of the same sign, exponent and mantissa is smaller by the difference of the biases, subnormals too
+    # e4m3 with the same sign, exponent and mantissa is smaller by the difference of the biases, subnormals too.
     return ((halves & 8) << 4 | (halves & 7) << 2).view(FP8).float().mul_(2.0**6)
 
 
 def check_no_gradients() -> None:
-    """Raises ValueError where gradients are recorded: quantised weights have none, nor rows that went through them."""
+    """Raise ValueError if gradients are recorded: quantised weights have none, nor do rows that passed through them."""
     if torch.is_grad_enabled():
         raise ValueError(
             "quantised experts must run under torch.no_grad() or torch.inference_mode(), got gradients recorded"
@@ -108,7 +108,7 @@ def check_no_gradients() -> None:
 
 
 def check_stay(stacks: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype]) -> None:
-    """Raises ValueError if stacks of quantised experts have been cast, as ``.to(dtype)`` does, or are to be trained.
+    """Raise ValueError if stacks of quantised experts have been cast, as by ``.to(dtype)``, or require gradients.
 
     dtypes: of the stacks that cannot be cast.
     """
@@ -127,14 +127,14 @@ def check_stay(stacks: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype]) 
 def quantised_linear(
     x: Tensor, stacks: Sequence[Tensor], bias: Tensor | None, grouping: Grouping, grouped: bool
 ) -> Tensor:
-    """Sorted copies by the dequantised matrices of their slots; the tail behind the last copy is undefined.
+    """Multiply sorted copies by the dequantised matrices of their slots; rows after the last copy are undefined.
 
     Args:
         x: [C, in].
         stacks: weight, scale and, if there is one, scale_2, [S, ...] each: see :func:`dequantise`.
         bias: [S, out], rounded to x's dtype.
         grouping: of the copies, see isoload.ops.counting.
-        grouped: whether grouped_mm takes matrices of x's dtype and this size; else plain products.
+        grouped: whether grouped_mm supports matrices of x's dtype and this size; else plain products.
 
     Returns:
         [C, out] in x's dtype.
@@ -149,7 +149,7 @@ def quantised_linear(
 def _one_by_one(
     x: Tensor, stacks: Sequence[Tensor], bias: Tensor | None, ends: Tensor, grouped: bool
 ) -> Tensor:
-    """One matrix is dequantised at a time, of slots with copies only. The host must have read ends."""
+    """Dequantise one matrix at a time, of slots with copies only. The host must have read ends."""
     parts, start = [], 0
     for slot, end in enumerate(ends.tolist()):
         if end > start:
@@ -160,14 +160,15 @@ def _one_by_one(
 
 
 def _at_once(x: Tensor, stacks: Sequence[Tensor], ends: Tensor) -> Tensor:
-    """A device's grouped GEMM, so that the host waits for nothing. Meanwhile the stack [S, out, in] is there in x's
-    dtype."""
+    """Run a device's grouped GEMM without a host wait. The stack [S, out, in] is temporarily allocated in x's
+    dtype.
+    """
     stack = torch.stack([dequantise(*slot, dtype=x.dtype) for slot in zip(*stacks, strict=True)])
     return F.grouped_mm(x, stack.transpose(1, 2), offs=ends)
 
 
 def _multiply(x: Tensor, matrix: Tensor, bias: Tensor | None, grouped: bool) -> Tensor:
-    """[n, in] by [out, in], by the kernel that a stack of such matrices would take."""
+    """Multiply [n, in] by [out, in], by the kernel that a stack of such matrices would use."""
     if not grouped:
         return F.linear(x, matrix, bias)
     ends = torch.tensor([len(x)], dtype=torch.int32, device=x.device)

@@ -16,18 +16,21 @@ Rows = Sequence[Sequence[int]]  # [R][rows of the rank] the expert in each weigh
 def plan_moves(current: Rows, wanted: Rows, rows_per_chunk: int) -> list[list[Move]]:
     """Return the moves that bring every row to its wanted content, in chunks. All reads of a chunk come first.
 
-    After every chunk each expert still has a row. A row is written once, and only if it changes, but for cycles of
-    rows longer than a chunk: each chunk that cuts one has one move more, which parks what it displaces.
+    After every chunk each expert still has a row. A row is written once, and only if it changes. The exception is a
+    cycle
+    of rows longer than a chunk: each chunk that cuts one has one more move, which parks the displaced expert.
 
-    The busiest rank of a chunk determines how long its exchange takes. A rank therefore sends at most
-    rows_per_chunk / R rows of a chunk (rounded up) and receives at most as many. Only a chunk that begins with a cycle
-    of rows may exceed that number, up to rows_per_chunk.
+    The busiest rank of a chunk determines how long its exchange takes. A rank therefore sends at most rows_per_chunk
+    / R
+    rows of a chunk (rounded up) and receives at most as many. Only a chunk that begins with a cycle of rows may exceed
+    that number, up to rows_per_chunk.
 
     Args:
-        current: what the rows hold; all copies of an expert are equal.
-        wanted: what they shall hold, -1 = anything; rows beyond a rank's list may hold anything, too. Every expert
-            of current is in wanted and the other way round; no rank's list has one twice.
-        rows_per_chunk: most moves of a chunk, over all ranks, at least 2.
+        current: present content of the rows; all copies of an expert are equal.
+        wanted: wanted content, -1 = anything; rows after the end of a rank's list may hold anything. current and
+            wanted
+            must contain the same experts; no rank's list has an expert twice.
+        rows_per_chunk: largest number of moves of a chunk, over all ranks, at least 2.
     """
     schedule = _Schedule(current, wanted)
     chunks = []
@@ -37,7 +40,7 @@ def plan_moves(current: Rows, wanted: Rows, rows_per_chunk: int) -> list[list[Mo
 
 
 def spread_moves(moves: Sequence[Move], rows_per_chunk: int, num_ranks: int) -> list[list[Move]]:
-    """Return moves of which none reads a row that another one writes in chunks, in which no rank is busy for long.
+    """Return moves of which none reads a row that another one writes, in chunks in which no rank is busy for long.
 
     A rank sends at most rows_per_chunk / R rows of a chunk (rounded up) and receives at most as many.
     """
@@ -81,7 +84,7 @@ class _Schedule:
             self.waiting.setdefault(expert, []).append(address)
         self.pending_of_rank = Counter(address.rank for address in self.pending)
         self.sent: Counter[int] = Counter()  # rows that each rank sends in all chunks so far
-        self.free: set[Address] = set()  # the pending rows that no row must read first
+        self.free: set[Address] = set()  # the pending rows that no other row must read first
         self._note_free(self.pending)
 
     def next_chunk(self, size: int) -> list[Move]:
@@ -110,9 +113,10 @@ class _Schedule:
         return chunk
 
     def _least_busy(self, limit: int) -> Address | None:
-        """Return the free row whose rank and source are least busy in this chunk; None = all are busy.
+        """Return the free row whose rank and source are least busy in this chunk; None if all are busy.
 
-        Of equally busy ones, first the row of the rank that lacks most rows and before the longest chain of rows.
+        Among equally busy ones, prefer the row of the rank that lacks most rows and the row before the longest chain
+        of rows.
         """
         best: tuple[int, int, Address] | None = None
         for target in self.free:
@@ -150,11 +154,13 @@ class _Schedule:
         return min(self.readable[expert], key=busy)
 
     def _next_of(self, address: Address) -> Address | None:
-        """Return the row that must read this one before it is overwritten; None = no row must.
+        """Return the row that must read this one before it is overwritten; None if no row must.
 
-        One on the same rank, which need not fetch its content from afar then, or any if this is the last copy. A rank
-        that holds an expert twice, as where one was parked, may lose either row. So no two rows have the same next row,
-        and where no pending row is free, they lie on cycles.
+        A row on the same rank, which then avoids a transfer, or any row if this is the last copy. A rank that holds
+        an expert
+        twice, as when one was parked, may lose either row. So no two rows have the same next row, and if no pending
+        row is
+        free, the pending rows form cycles.
         """
         expert = self.content.get(address)
         if expert is None or any(a.rank == address.rank and a != address for a in self.holders[expert]):
@@ -173,7 +179,7 @@ class _Schedule:
                 self.free.discard(address)
 
     def _cycles(self) -> list[list[Address]]:
-        """Return the cycles that the pending rows lie on: each row's content goes to the row after it."""
+        """Return the cycles of the pending rows: each row's content goes to the next row."""
         cycles, visited = [], set()
         for first in self.pending:
             if first in visited:
@@ -202,7 +208,7 @@ class _Schedule:
         return self._rotate(part)
 
     def _rotate(self, cycle: list[Address]) -> list[Move]:
-        """Fill every row from the one before it, and the first from the last."""
+        """Fill every row from the previous one, and the first from the last."""
         contents = [self.content[a] for a in cycle]
         moved = [contents[-1], *contents[:-1]]
         return [self._move(expert, address) for expert, address in zip(moved, cycle, strict=True)]

@@ -1,6 +1,6 @@
-"""Shard: home rows in a model's own memory (Parameters, DTensors, views); the move to a new placement.
+"""Shard: home rows in a model's own memory (Parameters, DTensors, views); the migration to a new placement.
 
-A migration first compares what ranks must agree on, then moves the rows of weights and of optimizer state.
+A migration first compares the facts that ranks must agree on, then moves the rows of weights and of optimizer state.
 """
 
 from __future__ import annotations
@@ -24,33 +24,33 @@ from isoload.weights.storage import RankWeights, new_stack, version_of
 
 @dataclass(frozen=True)
 class Shard:
-    """The experts at home on one rank, where they lie already: nothing is copied, gradients reach their Parameters.
+    """The home experts of one rank in the model's own memory: nothing is copied, gradients reach its Parameters.
 
-    A layer made of shards has memory of its own for replicas only. Home experts stay where they are:
-    ``load_placement`` moves replicas. Home rows and replicas are multiplied by a grouped GEMM each.
+    A layer made of shards allocates memory for replicas only. Home experts stay in place: ``load_placement`` moves
+    replicas. Home rows and replicas are multiplied by one grouped GEMM each.
 
     Args:
-        experts: those at home on the rank by the placement, ascending; row i of every stack belongs to experts[i].
-        weights: stacks of Parameters, DTensors of which the local part is meant, or tensors without gradients: the
-            layer registers them as its Parameters. Or a function that returns the stacks as differentiable views of
-            Parameters that are registered elsewhere, DTensors as they are; it is called several times in a batch.
+        experts: the rank's home experts in the placement, ascending; row i of every stack belongs to experts[i].
+        weights: stacks of Parameters, DTensors (their local part is used), or tensors without gradients: the layer
+            registers them as its Parameters. Or a function that returns the stacks as differentiable views of
+            Parameters that are registered elsewhere, DTensors unchanged; it is called several times in a batch.
     """
 
     experts: Sequence[int]
     weights: ExpertWeights | Callable[[], ExpertWeights]
 
     def owner_stacks(self) -> ExpertWeights:
-        """The stacks as the owner has them."""
+        """Return the stacks as the owner has them."""
         return self.weights if isinstance(self.weights, ExpertWeights) else self.weights()
 
     def read(self) -> ExpertWeights:
-        """The stacks [homes, ...] on this process."""
+        """Return the stacks [homes, ...] on this process."""
         weights = self.owner_stacks()
         return replace(weights, **{name: local_part(stack) for name, stack in weights.stacks().items()})
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """A DTensor's part on this process, which autograd follows; others as they are."""
+    """Return a DTensor's part on this process, connected in autograd; other tensors unchanged."""
     read: Callable[[], Tensor] | None = getattr(tensor, "to_local", None)
     return tensor if read is None else read()
 
@@ -84,7 +84,7 @@ class ShardWeights(RankWeights):
             stored = None if stack is None else new_stack(stack.detach(), num_rows - len(layout.homes))
             setattr(self, f"stored_{name}", stored)
         self.place_rows(num_rows, spare_slots, local.down.device)
-        self._refreshed = None  # no replica is there yet
+        self._refreshed = None  # no replica has been copied yet
 
     def homes(self) -> dict[str, Tensor]:
         if self._shard is not None:
@@ -92,7 +92,7 @@ class ShardWeights(RankWeights):
         return {name: local_part(p) for name, p in super().homes().items()}
 
     def versions(self) -> list[int]:
-        # An in-place step on a DTensor counts on the DTensor, not on its local part.
+        # An in-place step on a DTensor is counted on the DTensor, not on its local part.
         stacks = super().homes() if self._shard is None else self._shard.owner_stacks().stacks()
         return [version_of(stack) for stack in stacks.values()]
 
@@ -103,7 +103,7 @@ class ShardWeights(RankWeights):
         return False
 
     def check_move(self) -> None:
-        """Home rows stay: nothing of theirs can be in the way."""
+        """Accept every move, because home rows stay in place."""
 
     def check_load(self) -> None:
         if self._shard is not None:
@@ -114,10 +114,10 @@ class ShardWeights(RankWeights):
         super().check_load()
 
     def _show_homes(self) -> None:
-        """They lie where they are."""
+        """Do nothing, because home rows stay in the model's memory."""
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        if self._shard is None:  # else the owner of the Parameters saves them
+        if self._shard is None:  # otherwise the owner of the Parameters saves them
             super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -130,17 +130,17 @@ class ShardWeights(RankWeights):
 
 
 def as_parameter(stack: Tensor | None) -> nn.Parameter | None:
-    """The Parameter itself, or one on the memory of a tensor without gradients."""
+    """Return the Parameter itself, or a new one on the memory of a tensor without gradients."""
     if stack is None or isinstance(stack, nn.Parameter):
         return stack
     return nn.Parameter(stack, requires_grad=False)
 
 
 def check_shard(shard: Shard, homes: Sequence[int], rank: int) -> ExpertWeights:
-    """A rank's shard, read. Raises ValueError if it cannot hold these home experts."""
+    """Return a rank's shard. Raises ValueError if it cannot hold these home experts."""
     if list(shard.experts) != list(homes):
         raise ValueError(
-            f"experts of rank {rank}'s shard must be those at home there by the placement, ascending, {list(homes)}, "
+            f"experts of rank {rank}'s shard must be its home experts in the placement, ascending, {list(homes)}, "
             f"got {list(shard.experts)}"
         )
     weights = shard.weights
@@ -159,7 +159,7 @@ def check_shard(shard: Shard, homes: Sequence[int], rank: int) -> ExpertWeights:
 
 
 def check_homes_stay(before: Sequence[Layout], after: Sequence[Layout]) -> None:
-    """Raises ValueError if a placement moves experts whose home rows are not the layer's own."""
+    """Raise ValueError if a placement moves experts whose home rows are in a Shard."""
     for rank, (now, new) in enumerate(zip(before, after, strict=True)):
         if now.homes != new.homes:
             raise ValueError(
@@ -168,19 +168,19 @@ def check_homes_stay(before: Sequence[Layout], after: Sequence[Layout]) -> None:
             )
 
 
-# What every rank must give load_placement alike, in the order of move_facts
+# Facts that every rank must give load_placement identically, in the order of move_facts.
 FACTS = (
     "layer",
     "rows_per_chunk",
     "checksum of slot_to_expert",
     "checksum of home_slot",
-    "checksum of the rows held before",
+    "checksum of the earlier rows",
     "checksum of the optimizer's state names and dtypes",
 )
 
 
 def check_move(now: Placement, new: Placement, rows_per_chunk: int, ranks: Sequence[RankWeights]) -> None:
-    """Raises ValueError if a layer cannot go from one placement to another, or cannot be moved now."""
+    """Raise ValueError if a layer cannot change from one placement to another, or not now."""
     check_same_shape(now, new)
     if rows_per_chunk < 2:
         raise ValueError(f"rows_per_chunk must be at least 2, got {rows_per_chunk}")
@@ -189,12 +189,12 @@ def check_move(now: Placement, new: Placement, rows_per_chunk: int, ranks: Seque
 
 
 def check_no_state(before: Sequence[Layout], after: Sequence[Layout], ranks: Sequence[RankWeights]) -> None:
-    """Raises ValueError if an optimizer may keep state of home rows that get other experts."""
+    """Raise ValueError if an optimizer may keep state of home rows that get other experts."""
     moved = any(now.homes != new.homes for now, new in zip(before, after, strict=True))
     if moved and any(rank.had_gradients for rank in ranks):
         raise ValueError(
-            "optimizer must be given where experts that had gradients move, since it may keep state by row, or be "
-            "'none' where none keeps any, got None"
+            "optimizer must be given if experts that had gradients move, because it may keep state by row; pass 'none' "
+            "if no optimizer keeps state, got None"
         )
 
 
@@ -207,7 +207,7 @@ def move_facts(
     ranks: Sequence[RankWeights],
     optimizer: Optimizer | None,
 ) -> list[list[int]]:
-    """FACTS of every owned rank."""
+    """Return FACTS of every owned rank."""
     for rank, (layout, rows) in enumerate(zip(after, num_rows, strict=True)):
         if len(layout.experts) > rows:
             raise ValueError(
@@ -229,9 +229,9 @@ def move_weights(
     after: Sequence[Layout],
     rows_per_chunk: int,
 ) -> None:
-    """Moves the storages of a layer from one layout [R] to the next; the Parameters are to be settled after it.
+    """Move the storages of a layer from one layout [R] to the next; the caller updates the Parameters afterwards.
 
-    Where home rows stay, of a Shard, they are copied into the replica rows that get another expert.
+    Home rows of a Shard stay and are copied into the replica rows that get another expert.
     """
     if isinstance(ranks[0], ShardWeights):
         sources, targets = [r.home_rows() for r in ranks], [r.replica_rows() for r in ranks]
@@ -247,11 +247,11 @@ def move_weights(
 
 
 def replica_at(layouts: Sequence[Layout], place: Address) -> Sequence[int]:
-    """The expert in a replica row, none behind the last."""
+    """Return the expert in a replica row, none after the last."""
     return layouts[place.rank].replicas[place.row : place.row + 1]
 
 
-@torch.inference_mode(False)  # else only inference could step on it
+@torch.inference_mode(False)  # otherwise only inference mode could step on it
 def move_state(
     group: Group,
     ranks: Sequence[RankWeights],
@@ -260,9 +260,9 @@ def move_state(
     after: Sequence[Layout],
     rows_per_chunk: int,
 ) -> None:
-    """Moves the optimizer's state of home rows along, one kind of state after the other.
+    """Move the optimizer's state of home rows, one kind of state after the other.
 
-    A rank whose number of homes changes gets new tensors; others are written in place.
+    A rank whose number of homes changes gets new tensors; other ranks' tensors are written in place.
     """
     chunks = plan_moves([r.homes for r in before], [r.homes for r in after], rows_per_chunk)
     for name, key in sorted({field[:2] for rank in ranks for field in state_fields(optimizer, rank)}):
@@ -278,7 +278,7 @@ def move_state(
 
 
 def _resized(tensor: Tensor, count: int) -> Tensor:
-    """The tensor with at least so many rows, contiguous."""
+    """Return the tensor with at least count rows, contiguous."""
     missing = count - len(tensor)
     if missing <= 0:
         return tensor.contiguous()
@@ -286,7 +286,7 @@ def _resized(tensor: Tensor, count: int) -> Tensor:
 
 
 def state_fields(optimizer: Optimizer, rank: RankWeights) -> list[tuple[str, str, str]]:
-    """(stack, key, dtype) of all state with a row per expert that the optimizer keeps for a rank's Parameters."""
+    """Return (stack, key, dtype) of all state with a row per expert that the optimizer keeps for a rank's Parameters."""
     known = {id(p) for group in optimizer.param_groups for p in group["params"]}
     fields = []
     for name, parameter in rank.named_parameters(recurse=False):

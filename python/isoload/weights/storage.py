@@ -1,17 +1,17 @@
 """Storage: a rank's weight rows of a layer in one tensor per stack, Parameters first, then replicas.
 
-The storage is allocated once. Its first rows are the home rows, which the Parameter shows, then come the replica
-rows, which are kept equal to their homes, then unused rows. Replica gradients return to the home row, so an
-optimizer sees each expert once. Storages are no buffers: code that copies or averages buffers (EMA) would write
-home rows a second time, past the Parameters.
+The storage is allocated once. Its first rows are the home rows, which the Parameter views; replica rows follow, which
+are kept equal to their homes, then unused rows. Replica gradients return to the home row, so an optimizer updates each
+expert once. Storages are not buffers: code that copies or averages buffers (EMA) would write home rows a second time
+without the Parameters.
 
 A Parameter may get other memory: ``p.data = x``, flat buffers (ZeRO, FSDP), functional_call, parametrize. The layer
 then reads the home rows from the Parameter, and replica rows from the storage.
 
-A saved state holds which expert is in which row. A rank's state holds, with its stacks [homes, ...], the experts of
-their rows, so that it loads into any placement where the rank is home to some of these experts. The full state has
-stacks [E, ...] and loads into any placement. Over processes a rank's state is a part of the layer's, and every key
-of that part contains ``rank_1_of_4``.
+A saved state records which expert is in which row. A rank's state holds, with its stacks [homes, ...], the experts of
+their rows, so it loads into any placement in which the rank is home to some of these experts. The full state has
+stacks [E, ...] and loads into any placement. Over processes a rank's state is a part of the layer's, and every key of
+that part contains ``rank_1_of_4``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from isoload.weights.experts import DTYPES, NAMES, ExpertWeights
 from isoload.weights.layout import Layout, Move, move_rows
 from isoload.weights.quantised import check_stay
 
-HOMES = "home_experts"  # [homes] int64, beside the stacks of a rank
+HOMES = "home_experts"  # [homes] int64, saved with the stacks of a rank
 FULL = "experts."  # prefix of the stacks [E, ...] of a full state
 
 
@@ -42,7 +42,7 @@ WHOLE = (
 
 
 def part_name(rank: int, num_ranks: int) -> str:
-    """Return the piece of a key that marks one rank's part of a state."""
+    """Return the part of a key that marks one rank's part of a state."""
     return f"rank_{rank}_of_{num_ranks}."
 
 
@@ -52,7 +52,7 @@ def without_part(key: str) -> str:
 
 
 def check_whole(keys: Iterable[str]) -> None:
-    """Raise ValueError if a state holds one rank's experts alone."""
+    """Raise ValueError if a state holds only one rank's experts."""
     if parts := [key for key in keys if PART.search(key)]:
         raise ValueError(
             f"state_dict must hold the experts of all ranks, got {parts[0]}, which holds those of one rank: {WHOLE}"
@@ -62,14 +62,15 @@ def check_whole(keys: Iterable[str]) -> None:
 class PartIndex(Tensor):
     """The experts [homes] of the rows of one rank's part, int64.
 
-    The tensor pickles as a plain one, so that every rank can save its own part with torch.save. Writers that keep the
-    state of one process alone raise: safetensors' save_model, accelerate and torch.distributed.checkpoint.
+    The tensor pickles as a plain one, so every rank can save its own part with torch.save. Writers that keep the
+    state of
+    one process only raise: safetensors' save_model, accelerate and torch.distributed.checkpoint.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def untyped_storage(self) -> NoReturn:
-        raise ValueError(f"this state holds the experts of one rank alone, {self.plain().tolist()}: {WHOLE}")
+        raise ValueError(f"this state holds the experts of only one rank, {self.plain().tolist()}: {WHOLE}")
 
     def contiguous(self, *how: Any, **options: Any) -> NoReturn:  # type: ignore[override]
         self.untyped_storage()
@@ -94,14 +95,14 @@ def no_distributed_checkpoint(key: str) -> str:
 
 
 def check_kind(key: str, loaded: Tensor, stored: Tensor) -> None:
-    """Raises ValueError where loading would cast scales, or quantised weights, which have no meaning without them."""
+    """Raise ValueError if loading would cast scales, or quantised weights, which are meaningless without their dtype."""
     plain = loaded.dtype in DTYPES and stored.dtype in DTYPES and "_scale" not in key.rpartition(".")[2]
     if loaded.dtype != stored.dtype and not plain:
         raise ValueError(f"{key} must be {stored.dtype} as the layer's experts, got {loaded.dtype}")
 
 
 def rows_for(homes: Sequence[int], state: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """The state with the rows under the prefix in the order of these homes, and without their names."""
+    """Return the state with the rows under the prefix in the order of these homes, and without HOMES."""
     keys = [key for key in state if key.startswith(prefix)]
     rows = {key: value for key, value in state.items() if key != prefix + HOMES}
     if not keys:
@@ -144,9 +145,9 @@ class RankWeights(nn.Module):
     Args:
         layout: the experts of its rows.
         dense: the stacks of all E experts, or their checkpoint, from which the rank takes its own.
-        num_rows: weight rows of the storage; those that the layout does not use hold zeros.
-        spare_slots: the last local slots, for borrowed experts, whose rows count on from num_rows.
-        new_stack: (like, rows) -> [rows, ...] zeros: where the storages come from.
+        num_rows: weight rows of the storage; those that the layout does not use are 0.
+        spare_slots: the last local slots, for borrowed experts, whose rows are numbered from num_rows on.
+        new_stack: (like, rows) -> [rows, ...] zeros: allocates the storages.
     """
 
     reads_elsewhere = False  # whether home rows are computed from Parameters that are registered elsewhere
@@ -176,39 +177,41 @@ class RankWeights(nn.Module):
         self.place_rows(num_rows, spare_slots, self.stored_down.device)
 
     def place_rows(self, num_rows: int, spare_slots: int, device: torch.device) -> None:
-        """Notes which row every slot has; the end of construction."""
+        """Record the row of every slot; the end of construction."""
         self.num_rows, self.spare_slots = num_rows, spare_slots
         self.gradient_divisor = 1  # of the home rows' gradients
         self.had_gradients = False  # so an optimizer may keep state of the home rows
         self.row_of_slot = torch.tensor(self._rows(self.layout), dtype=torch.int64, device=device)
         self._made_parameters = dict(self.named_parameters(recurse=False))
         stored = self.stored() if self.stored_down_scale is not None else {}
-        # noted since a cast, by .to(dtype), changes the storages along with the Parameters
+        # Recorded because a cast, by .to(dtype), changes the storages together with the Parameters.
         self.fixed_dtypes = {name: s.dtype for name, s in stored.items() if not name.endswith("_bias")}
         self._refreshed: list[tuple[Tensor, int]] | None = None
         self.note_refreshed()
 
     def replaced(self) -> list[str]:
-        """The stacks that have another Parameter than this was made with, as fully_shard gives them one."""
+        """The stacks whose Parameter was replaced after construction, as fully_shard does."""
         now = self.named_parameters(recurse=False)
         return [
             name for name, p in now if p is not self._made_parameters[name] and isinstance(p, nn.Parameter)
         ]
 
     def homes(self) -> dict[str, Tensor]:
-        """The home rows [homes, ...] by stack: the Parameters."""
+        """Return the home rows [homes, ...] by stack: the Parameters."""
         homes: dict[str, Tensor] = {}
-        for name in NAMES:  # a loop: this runs several times in every batch, and a comprehension is a call
+        for (
+            name
+        ) in NAMES:  # a loop: this runs several times in every batch, and a comprehension is one call more
             if (parameter := getattr(self, name)) is not None:
                 homes[name] = parameter
         return homes
 
     def home_rows(self) -> list[Tensor]:
-        """The home rows of every stack, each [homes, ...]."""
+        """Return the home rows of every stack, each [homes, ...]."""
         return list(self.homes().values())
 
     def stored(self) -> dict[str, Tensor]:
-        """The storages [rows, ...] by stack."""
+        """Return the storages [rows, ...] by stack."""
         stored: dict[str, Tensor] = {}
         for name in NAMES:
             if (stack := getattr(self, STORED[name])) is not None:
@@ -216,52 +219,54 @@ class RankWeights(nn.Module):
         return stored
 
     def stored_rows(self) -> list[Tensor]:
-        """The storage of every stack, each [rows, ...]."""
+        """Return the storage of every stack, each [rows, ...]."""
         return list(self.stored().values())
 
     def replica_rows(self) -> list[Tensor]:
-        """The storages behind the home rows."""
+        """Return the parts of the storages after the home rows."""
         return [stack[len(self.layout.homes) :] for stack in self.stored_rows()]
 
     def shows_storage(self) -> bool:
-        """Whether the Parameters lie in the storages, as the host sees for free. Fakes have no memory: yes."""
+        """Whether the Parameters are in the storages, tested without a host wait. True for fake tensors, which have
+        no memory.
+        """
         return lie_in(self.home_rows(), self.stored_rows())
 
     def readable_homes(self) -> list[Tensor]:
-        """Contiguous stacks that begin with the home rows: the storages, or the Parameters that lie elsewhere."""
+        """Return contiguous stacks that begin with the home rows: the storages, or Parameters in other memory."""
         if self.shows_storage():
             return self.stored_rows()
         return [home.detach().contiguous() for home in self.home_rows()]
 
     def note_refreshed(self) -> None:
-        """Replicas are equal to the home rows as these are now."""
+        """Record that replicas are equal to the home rows as these are now."""
         self._refreshed = self.marks()
 
     def is_refreshed(self) -> bool:
-        """Whether the home rows are those of the last :meth:`note_refreshed`, as far as torch counts their versions.
+        """Return whether the home rows are unchanged since :meth:`note_refreshed`, as far as torch counts versions.
 
-        It counts none for fused optimizers' steps, nor for ``p.data.add_()``.
+        torch counts no version for steps of fused optimizers and for ``p.data.add_()``.
         """
         return self._refreshed is not None and self.is_marked(self._refreshed)
 
     def is_marked(self, marks: Sequence[tuple[Tensor, int]]) -> bool:
-        """Whether nothing is seen to have changed the home rows since they had these :meth:`marks`."""
+        """Return whether no change of the home rows since these :meth:`marks` is detected."""
         return all(
             isinstance(home, FakeTensor) or (home.data_ptr(), now) == (noted.data_ptr(), version)
             for (home, now), (noted, version) in zip(self.marks(), marks, strict=True)
         )
 
     def versions(self) -> list[int]:
-        """How often the home rows of every stack have changed."""
+        """Return how often the home rows of every stack have changed."""
         return list(map(version_of, self.home_rows()))
 
     def marks(self) -> list[tuple[Tensor, int]]:
-        """The home rows of every stack and how often they have changed."""
-        # The alias keeps the memory, so that no other tensor comes to lie at the same address.
+        """Return the home rows of every stack and how often they have changed."""
+        # The alias keeps the memory alive, so that no other tensor gets the same address.
         return [(home.detach(), now) for home, now in zip(self.home_rows(), self.versions(), strict=True)]
 
     def check(self, replicated: bool) -> None:
-        """Raises ValueError if the Parameters do not fit the layout or, replicated, changed since the refresh."""
+        """Raise ValueError if the Parameters do not fit the layout or, replicated, changed since the refresh."""
         homes, storages = self.homes(), self.stored()
         if homes.keys() != storages.keys():
             raise ValueError(f"experts must have the stacks {list(storages)}, got {list(homes)}")
@@ -281,10 +286,10 @@ class RankWeights(nn.Module):
             )
 
     def check_move(self) -> None:
-        """Raises ValueError if the home rows cannot be moved now."""
+        """Raise ValueError if the home rows cannot be moved now."""
         if not self.shows_storage():
             raise ValueError(
-                "expert Parameters must lie in the layer's storage to move, got memory of their own (p.data = x, a "
+                "expert Parameters must be in the layer's storage to move, got memory of their own (p.data = x, a "
                 "flat buffer, functional_call or parametrize)"
             )
         for name, home in self.homes().items():
@@ -294,21 +299,23 @@ class RankWeights(nn.Module):
                 )
 
     def check_load(self) -> None:
-        """Raises ValueError if the home rows cannot be written from a state."""
+        """Raise ValueError if the home rows cannot be written from a state."""
         for name in self.stored():
             if not isinstance(getattr(self, name), nn.Parameter):
                 raise ValueError(f"{name} must be a Parameter to be loaded, got a parametrized one")
 
     def by_name(self, stacks: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Stacks in the order of home_rows, by name again."""
+        """Return stacks in the order of home_rows, by name."""
         return dict(zip(self.stored(), stacks, strict=True))
 
     def weight_rows(self, slots: Tensor) -> Tensor:
-        """Local slots [N, K] as int64 weight rows; -1 stays."""
+        """Return local slots [N, K] as int64 weight rows; -1 stays -1."""
         return self.row_of_slot[slots]  # -1 reads the last entry
 
     def row_ends(self, ends: Sequence[int]) -> list[int] | None:
-        """Where the copies of every weight row end, given those of the local slots [S]; None if these lie otherwise."""
+        """Return where the copies of every weight row end, from the ends of the local slots [S]; None if their order
+        differs.
+        """
         placed = len(ends) - self.spare_slots
         ends_by_row: list[int] = []
         for slot, row in enumerate(self._rows(self.layout)[:placed]):
@@ -324,7 +331,7 @@ class RankWeights(nn.Module):
         return [*ends_by_row, *[last] * (self.num_rows - len(ends_by_row)), *ends[placed:]]
 
     def take_layout(self, layout: Layout) -> None:
-        """Takes the storages as they are now for the rows of another layout; no pointer changes."""
+        """Use the present storages for the rows of another layout; no pointer changes."""
         self.layout = layout
         self.row_of_slot.copy_(torch.tensor(self._rows(layout), device=self.row_of_slot.device))
         for home in self.home_rows():
@@ -333,17 +340,17 @@ class RankWeights(nn.Module):
         self.note_refreshed()
 
     def _rows(self, layout: Layout) -> list[int]:
-        """[S + 1] weight row of every local slot, -1 = none, and of no slot."""
+        """Return [S + 1] weight row of every local slot, -1 = none, and of no slot."""
         placed = len(layout.row_of_slot) - self.spare_slots
         return [*layout.row_of_slot[:placed], *range(self.num_rows, self.num_rows + self.spare_slots), -1]
 
     def _show_homes(self) -> None:
-        """Makes each Parameter the first rows of its storage."""
+        """Make each Parameter a view of the first rows of its storage."""
         for home, stored in zip(self.home_rows(), self.stored_rows(), strict=True):
             rows = stored.narrow(0, 0, len(self.layout.homes))
             if home.shape != rows.shape:
-                # A graph that is still around keeps the node that adds up gradients, and the node holds the old
-                # shape. Only data of another dtype makes torch drop the node.
+                # A graph that still exists keeps the node that accumulates gradients, and the node keeps the old shape.
+                # Only data of another dtype makes torch drop the node.
                 other = torch.float32 if home.dtype == torch.float64 else torch.float64
                 home.data = home.new_empty(0, dtype=other)
             home.data = rows
@@ -362,7 +369,7 @@ class RankWeights(nn.Module):
                 raise ValueError(
                     f"state must hold {prefix + stem} and {prefix + name} together, got one of them"
                 )
-        # assign=True would put Parameters with memory of their own in place of these: copy instead
+        # assign=True would replace these Parameters by Parameters with memory of their own: copy instead.
         metadata = {**metadata, "assign_to_params_buffers": False}
         super()._load_from_state_dict(state, prefix, metadata, *how)
 
@@ -373,7 +380,7 @@ class RankWeights(nn.Module):
             setattr(self, f"stored_{name}", fn(stored))
         self.row_of_slot = fn(self.row_of_slot)
         self._made_parameters = dict(self.named_parameters(recurse=False))
-        self._restore(*before)  # .to() and the like give the Parameters memory of their own
+        self._restore(*before)  # .to() and similar calls give the Parameters memory of their own
         return self
 
     def __getstate__(self) -> dict[str, Any]:
@@ -381,10 +388,12 @@ class RankWeights(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._restore(*state["_refreshed"])  # so do deepcopy and pickle
+        self._restore(*state["_refreshed"])  # as do deepcopy and pickle
 
     def _restore(self, shown: bool, refreshed: bool) -> None:
-        """Makes all Parameters and storages, new tensors with the values of others, what these were to each other."""
+        """Make Parameters views of storages again if they were before; both are new tensors with the values of the
+        old.
+        """
         if shown:
             self._show_homes()
         self._refreshed = None
@@ -393,7 +402,7 @@ class RankWeights(nn.Module):
 
 
 def lie_in(homes: Sequence[Tensor], stored: Sequence[Tensor]) -> bool:
-    """Whether the home rows of every stack are the first rows of its storage."""
+    """Return whether the home rows of every stack are the first rows of its storage."""
     return all(map(_shows, homes, stored))
 
 
@@ -405,12 +414,12 @@ def _shows(home: Tensor, stored: Tensor) -> bool:
 
 
 def version_of(tensor: Tensor) -> int:
-    """How often torch has seen a tensor change."""
+    """Return how many changes of a tensor torch has counted."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 def refresh_replicas(group: Group, ranks: Sequence[RankWeights], moves: Sequence[Move]) -> None:
-    """Copies home rows to their replicas, by their moves, as after an optimizer step. All ranks call it together."""
+    """Copy home rows to their replicas, for example after an optimizer step. All ranks call it together."""
     move_rows(group, "refresh", moves, [r.home_rows() for r in ranks], [r.replica_rows() for r in ranks])
     for rank in ranks:
         rank.note_refreshed()

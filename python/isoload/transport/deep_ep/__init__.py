@@ -1,4 +1,4 @@
-"""DeepEP as a dispatcher: its buffers take slots as experts, and keep what combine and backward need."""
+"""Dispatch and combine by DeepEP: its buffers take slots as experts."""
 
 from isoload.transport.deep_ep.transport import (
     DeepEPDispatcher,

@@ -1,7 +1,7 @@
 """DeepEPTransport: a group over torch.distributed, with DeepEP for the rows.
 
-DeepEP takes a route's slots as its experts. Which DeepEP is installed is read from its files: importing one starts
-its compiler and needs a GPU.
+DeepEP takes a route's slots as its experts. The installed DeepEP version is read from its files, because importing
+DeepEP starts its compiler and needs a GPU.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ from isoload.wording import not_one_of
 
 @dataclass(frozen=True, eq=False)
 class DeepEPHandle:
-    """What combine needs of a dispatch: DeepEP's handle, T, and the link by which gradients find their way back."""
+    """State of a dispatch for combine: DeepEP's handle, T, and the link that connects dispatch and combine in
+    autograd.
+    """
 
     own: WireHandle
     num_tokens: int
@@ -44,23 +46,26 @@ class DeepEPDispatcher(Dispatcher):
     """One rank per process over DeepEP; rows are bfloat16. All ranks of the group construct it together.
 
     ``received`` has the rows in DeepEP's order: by source rank, then token, for Buffer and for the other buffers made
-    with ``deterministic=True``, else as they came. Sums are added in float32 and rounded once per rank and once over
-    the ranks, by ascending rank in Buffer, else by the place of a rank's last copy among a token's choices.
+    with ``deterministic=True``, else in order of arrival. Sums are accumulated in float32 and rounded once per rank
+    and
+    once over the ranks: by ascending rank in Buffer, else by the place of a rank's last copy among a token's choices.
 
-    A rank that fails is told to the others before they dispatch: by an exchange on CPU and under ISOLOAD_CHECK=1,
-    elsewhere if the loads' gather carried it and `waits`; else they end by DeepEP's own timeouts.
+    If a rank fails, the other ranks raise before they dispatch where they can find out: by an exchange on CPU and
+    under
+    ISOLOAD_CHECK=1, elsewhere if the gather of loads transmitted the failure and `waits` is set. Otherwise they end by
+    DeepEP's own timeouts.
 
     Args:
-        group: joins the ranks.
+        group: the ranks.
         buffer: DeepEP's EPBuffer, ElasticBuffer or Buffer over the same processes, made for at least this shape.
         shape: of a batch.
-        waits: whether the host waits for how many rows come. False: N = R * C always (S * R * C in the low-latency
-            mode), for CUDA graphs.
-        expert_major: whether a row comes once for each of its copies on the rank, by slot, so that experts whose
-            weights lie in the order of slots need not sort; DeepEP adds the copies up. EPBuffer and ElasticBuffer.
+        waits: whether the host waits for the number of received rows. False: N = R * C always (S * R * C in the
+            low-latency mode), for CUDA graphs.
+        expert_major: whether a row comes once for each of its copies on the rank, sorted by slot, so that experts need
+            not sort; DeepEP adds the copies up. EPBuffer and ElasticBuffer.
 
     Raises:
-        ValueError: on all ranks: a limit of DeepEP passed, a buffer of another version, or facts that differ.
+        ValueError: on all ranks: a limit of DeepEP is exceeded, the buffer is of another version, or facts differ.
     """
 
     group: CollectiveGroup
@@ -94,7 +99,7 @@ class DeepEPDispatcher(Dispatcher):
             facts = [self._check(x[0], slots[0], weights[0], slots_per_rank)]
         self._meet(call, facts, x[0])
         rows = x[0]
-        # a tensor of our own: DeepEP keeps it until backward, and a route may be written again for the next batch
+        # A new tensor, because DeepEP keeps it until backward and a route may be overwritten for the next batch.
         topk_idx = slots[0].to(torch.int64, copy=True, memory_format=torch.contiguous_format)
         link, received, local, gates, handle = Dispatch.apply(
             self, topk_idx, self._anchor(), rows.contiguous(), weights[0].contiguous()
@@ -116,15 +121,15 @@ class DeepEPDispatcher(Dispatcher):
         self._meet(call, [], torch.empty(0, device=call.device))
 
     def _meet(self, call: Call, facts: list[tuple[int, ...]], like: Tensor) -> None:
-        """All ranks, before any dispatches: they agree on facts where values can be read."""
+        """Let all ranks agree on facts before any of them dispatches, where values can be read."""
         if values_readable(like):
             call.agree("dispatch", FACTS, facts)
         call.raise_failure()
         if self.host_waits and not values_readable(like):
-            self.group.check()  # what the loads' gather carried: DeepEP would wait for a rank that has failed
+            self.group.check()  # raises a failure from the loads' gather: DeepEP would wait for the failed rank
 
     def _check(self, x: Tensor, slots: Tensor, weights: Tensor, slots_per_rank: int) -> tuple[int, ...]:
-        """FACTS of this rank's arguments, or ValueError."""
+        """Return FACTS of this rank's arguments, or raise ValueError."""
         (rank,), shape = self.group.ranks, self.shape
         facts = dispatch_facts(rank, x, slots, weights, slots_per_rank, shape.num_ranks)
         if x.dtype not in self.dtypes:
@@ -152,7 +157,7 @@ class DeepEPDispatcher(Dispatcher):
         return facts
 
     def _anchor(self) -> Tensor:
-        """Joins the exchange to autograd on every rank, where it has a backward."""
+        """Return a tensor that joins the exchange to autograd on every rank, if the wire has a backward."""
         return anchor() if self.wire.differentiable else torch.zeros(())
 
     def _refuse_gradients(self, name: str, *tensors: Tensor) -> None:
@@ -176,7 +181,7 @@ class Dispatch(torch.autograd.Function):
         ctx.of, ctx.handle = dispatcher, sent.handle
         ctx.save_for_backward(sent.slots)
         ctx.mark_non_differentiable(sent.slots)
-        # EPBuffer sends all weights of a token to each of its ranks
+        # EPBuffer sends all weights of a token to each of its ranks.
         local = sent.weights.masked_fill(sent.slots < 0, 0)
         return x.new_zeros(()), sent.rows, sent.slots, local, sent.handle
 
@@ -184,7 +189,7 @@ class Dispatch(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, _link: Tensor, rows: Tensor, _slots: Any, weights: Tensor, _handle: Any) -> Any:
         (slots,) = ctx.saved_tensors
-        # Buffer adds the weights of all ranks up: zeros from the others make that sum exact
+        # Buffer adds up the weights of all ranks: zeros from other ranks keep that sum exact.
         to_weights = weights.masked_fill(slots < 0, 0).contiguous()
         with ctx.of.group.named("dispatch backward"):
             returned = ctx.of.wire.combine(rows.contiguous(), ctx.handle, to_weights)
@@ -192,7 +197,7 @@ class Dispatch(torch.autograd.Function):
 
 
 class Combine(torch.autograd.Function):
-    """y [N, H] and, if given, own contributions [T, H] -> [T, H]; the link makes dispatch's backward run."""
+    """y [N, H] and optionally own contributions [T, H] -> [T, H]; the link makes dispatch's backward run."""
 
     @staticmethod
     def forward(
@@ -213,12 +218,12 @@ class Combine(torch.autograd.Function):
 
 
 MODULES = ("deep_ep", "deep_ep_v25")
-BUFFERS = ("EPBuffer", "ElasticBuffer", "Buffer")  # the first that is there is used
+BUFFERS = ("EPBuffer", "ElasticBuffer", "Buffer")  # the first one that is installed is used
 
 
 @dataclass(frozen=True)
 class Package:
-    """An installed DeepEP: its module, its distribution and version, the buffers it has, whether it moves weights."""
+    """An installed DeepEP: its module, its distribution and version, its buffers, and whether it moves weights."""
 
     module: str
     distribution: str
@@ -231,20 +236,22 @@ class Package:
 
 
 def installed() -> list[Package]:
-    """The packages that are there, that with the preferred buffer first; one without buffers is not DeepSeek's."""
+    """Return the installed packages, the one with the preferred buffer first; a package without buffers is not
+    DeepSeek's.
+    """
     packages = list(_read(MODULES))
     return sorted(packages, key=lambda p: min(map(BUFFERS.index, p.buffers), default=len(BUFFERS)))
 
 
 def load_buffer(name: str | None = None) -> Any:
-    """The class of a buffer, imported.
+    """Import and return the class of a buffer.
 
     Args:
-        name: in BUFFERS; None = the preferred one of what is installed.
+        name: in BUFFERS; None = the preferred one of the installed packages.
 
     Raises:
         ValueError: if no installed package has it.
-        RuntimeError: if the package does not start here; its own error says why.
+        RuntimeError: if the package does not start here; includes the package's own error.
     """
     if name is not None and name not in BUFFERS:
         raise ValueError(not_one_of("kind", BUFFERS, name))
@@ -292,20 +299,20 @@ class DeepEPTransport(Transport):
 
     Args:
         topology: R ranks, or the number R, as many as the process group has.
-        group: the process group, of NCCL; None = the default one.
+        group: the process group, of NCCL; None = the default group.
         hidden: H.
         top_k: K, with the columns of shared experts.
         slots_per_rank: S; DeepEP's num_experts is R * S.
-        max_tokens_per_rank: most tokens of a rank in a batch.
+        max_tokens_per_rank: largest number of tokens of a rank in a batch.
         waits, expert_major: see :class:`DeepEPDispatcher`.
         kind: "EPBuffer", "ElasticBuffer" or "Buffer"; None = the first that is installed.
         low_latency: Buffer's low-latency mode, forward only.
-        deterministic: rows by source rank, then token, whatever the timing; costs a sort in every dispatch.
+        deterministic: rows by source rank, then token, independent of timing; costs a sort in every dispatch.
         borrow_bytes: memory of EPBuffer for borrowed experts (``borrow="deep_ep"``), rounded up to 2 MiB.
-        buffer: one that is there already, in place of kind, low_latency, deterministic and borrow_bytes.
+        buffer: an existing buffer; replaces kind, low_latency, deterministic and borrow_bytes.
 
     Raises:
-        ValueError: on all ranks: no such DeepEP, a limit of it passed, or facts that differ.
+        ValueError: on all ranks: no such DeepEP is installed, a limit of it is exceeded, or facts differ.
         RuntimeError: if the installed DeepEP does not start here.
     """
 
@@ -344,7 +351,7 @@ class DeepEPTransport(Transport):
 
 
 def shared_buffer(group: Group) -> Any:
-    """The buffer of the group's DeepEPTransport; None where it has none."""
+    """Return the buffer of the group's DeepEPTransport; None if there is none."""
     return group.memo(_BUFFER, lambda: None)
 
 
@@ -356,7 +363,7 @@ def make_buffer(
     deterministic: bool,
     borrow_bytes: int,
 ) -> Any:
-    """A buffer of a class of DeepEP, sized for a shape as its own hints say."""
+    """Return a new buffer of a class of DeepEP, sized for a shape by the class's own size hints."""
     if buffer_class.__name__ == "Buffer":
         ranks, row_bytes = shape.num_ranks, 2 * shape.hidden
         if low_latency:
@@ -367,7 +374,7 @@ def make_buffer(
         configs = buffer_class.get_dispatch_config(ranks), buffer_class.get_combine_config(ranks)
         nvlink = max(c.get_nvl_buffer_size_hint(row_bytes, ranks) for c in configs)
         rdma = 0
-        if ranks > NODE:  # a DeepEP built without NVSHMEM has no hint
+        if ranks > NODE:  # a DeepEP built without NVSHMEM has no such hint
             rdma = max(c.get_rdma_buffer_size_hint(row_bytes, ranks) for c in configs)
         return buffer_class(group, nvlink, rdma)
     options = {}

@@ -24,7 +24,9 @@ from isoload.checks import put_on
 
 @dataclass(frozen=True)
 class Shape:
-    """What a buffer is made for: R ranks, S slots per rank, K choices per token, H columns, C tokens per rank."""
+    """The shape for which a buffer is made: R ranks, S slots per rank, K choices per token, H columns, C tokens per
+    rank.
+    """
 
     num_ranks: int
     slots_per_rank: int
@@ -40,12 +42,12 @@ class Shape:
 
 @dataclass(frozen=True)
 class Limits:
-    """The largest of each; ranks and hidden sizes where only some are compiled in.
+    """Largest supported value of each size; for ranks and hidden, the supported values if only some are compiled in.
 
     between_nodes     slots_per_rank over more ranks than NODE
-    most_hidden       H: a warp's share of a row must fit into its shared memory
-    distinct          whether a token's slots must differ: the kernels trap where they do not
-    tokens_multiple   what R * C must divide by
+    most_hidden       H: a warp's part of a row must fit into its shared memory
+    distinct          whether a token's slots must differ: otherwise the kernels trap
+    tokens_multiple   R * C must be a multiple of it
     """
 
     slots_per_rank: int
@@ -59,7 +61,7 @@ class Limits:
     tokens_multiple: int = 1
 
     def check(self, kind: str, shape: Shape) -> None:
-        """Raises ValueError for the first limit that the shape passes of a buffer of this kind."""
+        """Raise ValueError for the first limit of a buffer of this kind that the shape exceeds."""
         for name in ("slots_per_rank", "top_k", "hidden", "max_tokens_per_rank"):
             if getattr(shape, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(shape, name)}")
@@ -92,9 +94,9 @@ class Limits:
             )
 
 
-NODE = 8  # ranks that Buffer joins by NVLink
+NODE = 8  # ranks that Buffer connects by NVLink
 HIDDEN_MULTIPLE = 256  # a warp of 16-byte vectors of bfloat16, in every combine
-_LEGACY_RANKS = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160)  # those with a tuned config
+_LEGACY_RANKS = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160)  # rank counts with a tuned config
 LIMITS = {
     "EPBuffer": Limits(slots_per_rank=512, num_slots=2048, top_k=32, distinct=True),
     "ElasticBuffer": Limits(slots_per_rank=256, num_slots=2048, top_k=32, distinct=True),
@@ -108,7 +110,7 @@ LIMITS = {
     ),
     "Buffer, low latency": Limits(
         slots_per_rank=1024,
-        num_slots=14 * 132,  # fewer than 15 for each multiprocessor, which an H100 has 132 of
+        num_slots=14 * 132,  # fewer than 15 for each of an H100's 132 multiprocessors
         top_k=11,
         hidden=(2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192),
         tokens_multiple=4,
@@ -118,7 +120,7 @@ LIMITS = {
 
 @dataclass(frozen=True, eq=False)
 class WireHandle:
-    """A buffer's own handle of a dispatch, where rows are real (None: all are), and where those of every slot end."""
+    """A buffer's own handle of a dispatch, which rows are real (None: all), and where the rows of every slot end."""
 
     own: Any
     real: Tensor | None = None
@@ -126,7 +128,9 @@ class WireHandle:
 
 
 class Sent(NamedTuple):
-    """rows [N, H], local slots [N, K] int64 (-1 = elsewhere, or padding), gate weights [N, K] float32, the handle."""
+    """rows [N, H], local slots [N, K] int64 (-1 = on another rank, or padding), gate weights [N, K] float32, the
+    handle.
+    """
 
     rows: Tensor
     slots: Tensor
@@ -139,13 +143,13 @@ class Wire(ABC):
 
     Args:
         buffer: DeepEP's.
-        shape: that it was made for.
-        waits: whether the host waits for how many rows come; else there are R * C of them, padding included.
-        expert_major: whether a row comes once per copy, by slot; else once, with all of its slots.
+        shape: for which the buffer was made.
+        waits: whether the host waits for the number of received rows; else N = R * C, padding included.
+        expert_major: whether a row comes once per copy, sorted by slot; else once, with all of its slots.
     """
 
     kind: ClassVar[str]
-    needs: ClassVar[dict[str, str]]  # the arguments of each method that are given here
+    needs: ClassVar[dict[str, str]]  # arguments of each of the buffer's methods that isoload passes
     adds_by_rank: ClassVar[bool] = True
     weights_at_source: ClassVar[bool] = False
     differentiable: ClassVar[bool] = True
@@ -171,21 +175,23 @@ class Wire(ABC):
 
     @abstractmethod
     def dispatch(self, x: Tensor, topk_idx: Tensor, weights: Tensor) -> Sent:
-        """x [T, H] bfloat16, topk_idx [T, K] int64, weights [T, K] float32: all contiguous, topk_idx for keeps."""
+        """Send x [T, H] bfloat16, topk_idx [T, K] int64, weights [T, K] float32; contiguous; topk_idx is kept."""
 
     def dispatch_again(self, x: Tensor, handle: WireHandle) -> Tensor:
-        """[N, H] rows of other x [T, H], in the order of the first dispatch."""
+        """Return [N, H] rows of another x [T, H], in the order of the first dispatch."""
         rows: Tensor = self.buffer.dispatch(x, handle=handle.own, **self.as_before())[0]
         return rows if handle.real is None else rows.masked_fill(~handle.real, 0)
 
     def as_before(self) -> dict[str, Any]:
-        """What a buffer must be given again, beside its handle."""
+        """Arguments that a buffer needs again in addition to its handle."""
         return {}
 
     def combine(
         self, y: Tensor, handle: WireHandle, weights: Tensor | None = None, own: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """y [N, H] -> sums [T, H], plus own [T, H]; weights [N, K] -> [T, K], each from the rank of its copy."""
+        """Return the sums [T, H] of y [N, H], plus own [T, H]; and weights [N, K] -> [T, K], each from the rank of
+        its copy.
+        """
         if self.expert_major and weights is not None:
             weights = weights.squeeze(1)
         sums, returned, _ = self.buffer.combine(y, handle=handle.own, topk_weights=weights, bias=own)
@@ -223,13 +229,13 @@ class ElasticWire(Wire):
             return Sent(rows, slots, gates.unsqueeze(1), WireHandle(handle, ends=ends))
         if self.waits:
             return Sent(rows, slots, gates, WireHandle(handle))
-        # behind the last row that came, memory is as it was
+        # Memory after the last received row is not written.
         count = handle.psum_num_recv_tokens_per_scaleup_rank[-1]
         real = (torch.arange(len(rows), device=rows.device) < count).unsqueeze(1)
         return Sent(rows.masked_fill(~real, 0), slots.masked_fill(~real, -1), gates, WireHandle(handle, real))
 
     def as_before(self) -> dict[str, Any]:
-        # num_experts though the handle has it: the count of SMs is derived from the argument
+        # num_experts must be given although the handle has it: the number of SMs is derived from the argument.
         return {"num_experts": self.shape.num_slots, "do_expand": self.expert_major}
 
 
@@ -271,9 +277,10 @@ class LegacyWire(Wire):
 
 
 class LowLatencyWire(Wire):
-    """Buffer of DeepEP 1 in its low-latency mode: a row per copy, in S times R * C places, and gate weights in combine.
+    """Buffer of DeepEP 1 in its low-latency mode: a row per copy, in S times R * C places, and gate weights in
+    combine.
 
-    Forward only. The memory of the rows is the buffer's, which serves two dispatches in turn.
+    Forward only. The rows are in the buffer's memory, which two dispatches use alternately.
     """
 
     kind = "Buffer, low latency"
@@ -292,7 +299,7 @@ class LowLatencyWire(Wire):
         slot = torch.arange(len(counts), device=rows.device).unsqueeze(1).expand(-1, per_slot)
         real = torch.arange(per_slot, device=rows.device) < counts.unsqueeze(1)
         slots = slot.masked_fill(~real, -1).reshape(-1, 1)
-        # Places without a copy hold what was there before: no one reads them, and zeroing costs more than the copies.
+        # Places without a copy contain old values. Nothing reads them, and zeroing them costs more than the copies.
         return Sent(
             rows.flatten(0, 1), slots, weights.new_ones(slots.shape), WireHandle((handle, topk_idx, weights))
         )
@@ -306,12 +313,12 @@ class LowLatencyWire(Wire):
         return (sums if own is None else (sums.float() + own.float()).to(sums.dtype)), None
 
 
-# by class of the buffer
+# By class of the buffer.
 WIRES: dict[str, type[Wire]] = {w.kind: w for w in (EPWire, ElasticWire, LegacyWire)}
 
 
 def wire_of(buffer: Any, shape: Shape, waits: bool, expert_major: bool = False) -> Wire:
-    """The wire that fits a buffer."""
+    """Return the wire for a buffer."""
     name = next((c.__name__ for c in type(buffer).__mro__ if c.__name__ in WIRES), None)
     if name is None:
         raise ValueError(f"buffer must be one of {', '.join(WIRES)} of DeepEP, got {type(buffer).__name__}")
