@@ -307,7 +307,7 @@ def test_an_engines_placement_takes_its_ranks_from_the_command(trace, tmp_path):
         base = [*command, "--placement", target]
         assert run(*base, "--ranks", 4).exit_code == 0
         assert error_of(*base) == (
-            f"{target}: --ranks must be given: SGLang's file does not say how many ranks there are"
+            f"{target}: --ranks must be given: SGLang's file does not state the number of ranks"
         )
     nodes = ["replay", trace, "--placement", target, "--ranks", 4, "--ranks-per-node", 2, "--json", "-"]
     assert json.loads(run(*nodes).stdout)["settings"]["ranks_per_node"] == 2

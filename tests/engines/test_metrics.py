@@ -72,7 +72,7 @@ def test_a_file_that_cannot_be_written_ends_the_metrics_alone(
     monkeypatch.setattr(metrics, "_child", refuse)
     metrics.begin("exact", "eplb")
     metrics.set("attached", 1)
-    assert not metrics.on and caplog.text.count("no metrics from here on") == 1
+    assert not metrics.on and caplog.text.count("metrics are disabled because") == 1
 
 
 def test_error_lines_are_counted_of_the_model_that_came_last(client: Any) -> None:

@@ -64,7 +64,7 @@ BAD = {
     "": "state must be on or off, got ''",
     "maybe": "state must be on or off, got 'maybe'",
     "shadow": "shadow was removed: restart with ISOLOAD_MODE=shadow",
-    "on:layers=0-7": "on:layers= was removed: use on or off, which are of all layers",
+    "on:layers=0-7": "on:layers= was removed: use on or off, which apply to all layers",
 }
 
 

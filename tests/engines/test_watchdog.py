@@ -153,7 +153,7 @@ def test_a_thread_that_has_ended_is_named_once(caplog: pytest.LogCaptureFixture)
     assert looked(watch, caplog) == [] and measured["rebalance_thread_dead"] == 0
     stay.set()
     watch.worker.join()
-    line = "isoload engine: EPLB's thread has ended: experts stay where they are"
+    line = "isoload engine: EPLB's thread has ended: experts are not moved any more"
     assert looked(watch, caplog) == [line] and looked(watch, caplog) == []
     assert measured["rebalance_thread_dead"] == 1
     watch.worker = killed()

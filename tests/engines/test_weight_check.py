@@ -167,7 +167,7 @@ def arrived(rank: int, before: Tensor, after: Tensor) -> int:
 
 IDS = torch.arange(EXPERTS).repeat(4)
 DETACHED = ". vLLM chooses replicas from now on; graphs that were captured keep isoload's choice"
-UNKNOWN = "what is no expert as loaded"
+UNKNOWN = "no known expert"
 
 
 def said(when: str, *slots: tuple[int, str]) -> str:

@@ -269,7 +269,7 @@ def test_refused():
         (layers, {"every": 9}, r"every must be at least delay \+ L / layers_per_step = 10, .* got 9"),
         (layers, {"placer": "eplb", "pinned": True}, "option must be one of "),
         (layers, {"split": "odd"}, "split must be exact or even, got 'odd'"),
-        (layers, {"placer": "eplb"}, "moves must be None for placer eplb, which places anew, got 8"),
+        (layers, {"placer": "eplb"}, "moves must be None for placer eplb, which places from scratch, got 8"),
         (layers, {"split": "odd", "placer": "eplb", "moves": None}, "split must be exact or even, got 'odd'"),
         ([], {}, "layers must be at least one, got none"),
         (layers[:1], {}, r"layers must be all 2 of their Placement, each once, got positions \[0\]"),
@@ -294,7 +294,7 @@ def test_refused():
     ]
     layer = isoload.MoE(lambda rows: None, shards, isoload.LocalTransport(topology), one)
     with pytest.raises(
-        ValueError, match="pinned must be True where a layer is made of Shards, whose homes stay"
+        ValueError, match="pinned must be True if a layer is made of Shards, whose homes stay"
     ):
         Rebalancer([layer], Recorder(1, EXPERTS))
 

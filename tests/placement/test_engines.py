@@ -130,7 +130,7 @@ def test_what_an_engines_file_cannot_hold(message, name, tmp_path):
 
 def test_vllm_ascend_refuses_an_expert_twice_on_a_rank(tmp_path):
     twice = isoload.Placement(torch.tensor([[0, 0, 1, 2]]), isoload.Topology(2), 3).with_moe_layers(7)
-    message = "^an expert must lie once on a rank for vllm-ascend, not so layer 0, rank 0$"
+    message = "^an expert must be once on a rank for vllm-ascend, which layer 0, rank 0 violates$"
     with pytest.raises(ValueError, match=message):
         isoload.write_placement(twice, tmp_path / "p", "vllm-ascend")
 
@@ -178,7 +178,7 @@ def test_refused_files(message, content, tmp_path):
 
 def test_ranks_must_be_said_where_the_file_does_not(tmp_path):
     isoload.write_placement(made(), tmp_path / "p.json", "sglang")
-    with pytest.raises(ValueError, match="p.json: topology must be given: SGLang's file does not say"):
+    with pytest.raises(ValueError, match="p.json: topology must be given: SGLang's file does not state"):
         isoload.read_placement(tmp_path / "p.json")
 
 
@@ -209,7 +209,7 @@ def test_convert(tmp_path):
     found = isoload.read_placement(q, TOPOLOGY)
     assert torch.equal(found.slot_to_expert, made().slot_to_expert)
     for how, message in (
-        ([p], f"{p}: --ranks must be given: SGLang's file does not say how many ranks there are"),
+        ([p], f"{p}: --ranks must be given: SGLang's file does not state the number of ranks"),
         ([tmp_path / "own", "--ranks", 8], f"ranks must be 4 with placement {tmp_path / 'own'}, got 8"),
     ):
         failed = run(*how, "-o", tmp_path / "r", "--format", "vllm")

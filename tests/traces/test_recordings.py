@@ -53,7 +53,7 @@ def test_a_missing_rank_is_refused_by_its_number(name: str, tmp_path: Path) -> N
     ):
         read_trace(fewer)
     with pytest.warns(
-        UserWarning, match="lacks the files of rank 1 of 3; its loads are those of the other ranks"
+        UserWarning, match="lacks the files of rank 1 of 3; its loads are those of the remaining ranks"
     ):
         trace = read_trace(fewer, allow_missing_ranks=True)
     np.testing.assert_array_equal(trace.batch_counts(), counts[[0, 2]].sum(0))
@@ -167,7 +167,7 @@ def test_a_torn_end(name: str, tmp_path: Path) -> None:
     paths = READERS[name].write(tmp_path, counts)
     paths[-1].write_bytes(paths[-1].read_bytes()[:-40])
     if name == "vllm":
-        with pytest.warns(UserWarning, match=r"line 5 is torn, .*; the 3 steps before it are read"):
+        with pytest.warns(UserWarning, match=r"line 5 is incomplete, .*; the 3 steps before it are read"):
             trace = read_trace(paths)
         np.testing.assert_array_equal(trace.batch_counts(), counts.sum(0)[:-1])
         assert trace.provenance["torn_lines_dropped"] == 1

@@ -83,7 +83,7 @@ PER_TOKEN_ERRORS = {
         topk_ids_of_layer=lambda slots: torch.where(slots == slots.max(), 12, slots)
     ),
     "recorder_0.pt: the recording lacks the files of rank 1 of 3: add them, or --allow-missing-ranks "
-    "(allow_missing_ranks=True) reads the others": edit(records=without_tokens),
+    "(allow_missing_ranks=True) reads the remaining ranks": edit(records=without_tokens),
 }
 
 

@@ -283,7 +283,7 @@ def test_refused_files(tmp_path: Path) -> None:
     }
     index.write_text(json.dumps({"weight_map": other}))
     with pytest.raises(
-        ValueError, match=r"safetensors must have .*1.up_proj.weight, as .*index.json says, got none"
+        ValueError, match=r"safetensors must have .*1.up_proj.weight, which .*index.json lists, got none"
     ):
         read()
     for text in ("{", "[]", '{"weight_map": 3}', "[" * 100_000):

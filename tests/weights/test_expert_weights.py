@@ -72,7 +72,7 @@ REFUSED_WEIGHTS = {
     "down_bias": ({"down_bias": torch.zeros(2, 4)}, r"down_bias must be \[2, 6\] .* got \[2, 4\]"),
     "mixed dtypes": (
         {"gate_up": torch.zeros(2, 8, 6).half()},
-        r"gate_up must be \[2, 8, 6\] torch.float32 cpu beside .*, got \[2, 8, 6\] torch.float16 cpu",
+        r"gate_up must be \[2, 8, 6\] torch.float32 cpu with .*, got \[2, 8, 6\] torch.float16 cpu",
     ),
 }
 

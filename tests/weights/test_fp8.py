@@ -172,15 +172,15 @@ REFUSED = {
     ),
     "another dtype": (
         {"gate_up_scale": torch.ones(2, 2, 1, 1).bfloat16()},
-        r"gate_up_scale must be \[2, 2, 1, 1\] torch.float32 cpu beside .* got \[2, 2, 1, 1\] torch.bfloat16",
+        r"gate_up_scale must be \[2, 2, 1, 1\] torch.float32 cpu with .* got \[2, 2, 1, 1\] torch.bfloat16",
     ),
     "one scale": (
         {"gate_up_scale": None},
-        r"gate_up_scale must be \[2, 2, 1, 1\] torch.float32 cpu beside .* got None",
+        r"gate_up_scale must be \[2, 2, 1, 1\] torch.float32 cpu with .* got None",
     ),
     "half fp8": (
         {"gate_up": torch.ones(2, 8, 6)},
-        r"gate_up must be \[2, 8, 6\] torch.float8_e4m3fn cpu beside .* got \[2, 8, 6\] torch.float32",
+        r"gate_up must be \[2, 8, 6\] torch.float8_e4m3fn cpu with .* got \[2, 8, 6\] torch.float32",
     ),
     "not fp8": (
         {"gate_up": torch.ones(2, 8, 6), "down": torch.ones(2, 6, 4)},
@@ -188,7 +188,7 @@ REFUSED = {
     ),
     "a scale of matrices": (
         {"down_scale_2": torch.ones(2, 1)},
-        r"down_scale_2 must be None beside .* got \[2, 1\] torch.float32 cpu",
+        r"down_scale_2 must be None with .* got \[2, 1\] torch.float32 cpu",
     ),
     "e5m2": (
         {"down": torch.ones(2, 6, 4).to(torch.float8_e5m2)},

@@ -148,7 +148,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "e8m0 by torch's name": (
         {**MXFP8, "down_scale": MXFP8["down_scale"].view(torch.float8_e8m0fnu)},
-        r"down_scale must be .* torch.uint8 \(MXFP8\) beside .* got \[2, 6, 1\] torch.float8_e8m0fnu",
+        r"down_scale must be .* torch.uint8 \(MXFP8\) with .* got \[2, 6, 1\] torch.float8_e8m0fnu",
     ),
     "scales of half a format": (
         {**NVFP4, "gate_up_scale": NVFP4["gate_up_scale"].view(torch.uint8)},
@@ -156,11 +156,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "no scale of the matrix": (
         {**NVFP4, "gate_up_scale_2": None},
-        r"gate_up_scale_2 must be \[2, 2\] torch.float32 cpu beside .* got None",
+        r"gate_up_scale_2 must be \[2, 2\] torch.float32 cpu with .* got None",
     ),
     "one scale for gate and up": (
         {**NVFP4, "gate_up_scale_2": torch.ones(2, 1)},
-        r"gate_up_scale_2 must be \[2, 2\] torch.float32 cpu beside .* got \[2, 1\]",
+        r"gate_up_scale_2 must be \[2, 2\] torch.float32 cpu with .* got \[2, 1\]",
     ),
     "a scale of the matrix too many": (
         {**MXFP4, "down_scale_2": torch.ones(2, 1)},
@@ -168,7 +168,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "blocks of 16 in MXFP4": (
         {**MXFP4, "gate_up_scale": torch.ones(2, 8, 2, dtype=torch.uint8)},
-        r"gate_up_scale must be \[2, 8, 1\] torch.uint8 cpu beside .* got \[2, 8, 2\]",
+        r"gate_up_scale must be \[2, 8, 1\] torch.uint8 cpu with .* got \[2, 8, 2\]",
     ),
     "an odd H": (
         {**MXFP4, "down": torch.ones(2, 5, 2, dtype=torch.uint8)},
@@ -180,7 +180,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "bias in bytes": (
         {**MXFP4, "down_bias": torch.ones(2, 6, dtype=torch.uint8)},
-        r"down_bias must be \[2, 6\] torch.float64 or .* beside .* got \[2, 6\] torch.uint8",
+        r"down_bias must be \[2, 6\] torch.float64 or .* with .* got \[2, 6\] torch.uint8",
     ),
 }
 

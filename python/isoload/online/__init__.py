@@ -1,4 +1,4 @@
-"""Placements while a model runs: what is recorded of its routing, and when experts move."""
+"""Tools for a running model: recording of its routing, rebalancing, metrics and checks."""
 
 from isoload.online.balance_log import BalanceLog
 from isoload.online.rebalancer import Rebalanced, Rebalancer

@@ -1,4 +1,4 @@
-"""Balance of a model's steps as plain numbers, for the loggers of training loops."""
+"""Imbalance and traffic of a model's steps as plain numbers, for the loggers of training loops."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ from torch import Tensor, nn
 from isoload.layer.moe import MoE
 from isoload.policies.plan import Plan
 
-MOST = 2**16  # layers and passes between two readings; of more only the last ones are kept
+MOST = 2**16  # limit of kept values (layers x passes) between two readings; older ones are dropped
 
 
 class BalanceLog:
     """Record the imbalance of every MoE layer in every forward pass of a model.
 
-    A hook behind the model's forward keeps tensors on their device, so that no step waits for the host. :meth:`read`
-    waits once::
+    A forward hook keeps tensors on their device, so that no step waits for the host. :meth:`read` waits once::
 
         balance = isoload.online.BalanceLog(model)
         for step, batch in enumerate(batches):
@@ -27,11 +26,11 @@ class BalanceLog:
             if step % 50 == 0:
                 writer.add_scalars("train", balance.read(), step)  # or wandb.log(balance.read())
 
-    Only layers whose plans are made from loads of all ranks have an imbalance: with loads="own", and with
-    policies that sample, no rank has it.
+    Only layers whose plans are made from the loads of all ranks have an imbalance. With loads="own", and with policies
+    that sample, no rank has all loads.
 
     Args:
-        model: with isoload's layers in it; its own forward must be called, since the hook is behind it.
+        model: contains isoload's layers; its own forward must be called, because the hook is on it.
         prefix: begins every key.
 
     Raises:
@@ -53,12 +52,13 @@ class BalanceLog:
         self._hook = model.register_forward_hook(self._record)
 
     def read(self) -> dict[str, float]:
-        """Return the figures since the last reading, and begin anew; the host waits for the device.
+        """Return the figures since the last reading and reset them; the host waits for the device.
 
-        Keys, after the prefix: ``imbalance_p50``, ``_p90``, ``_p99`` and ``_max`` of max/mean rank load over layers and
+        Keys, after the prefix: ``imbalance_p50``, ``_p90``, ``_p99`` and ``_max`` of max/mean rank load over layers
+        and
         passes; ``worst_layer``, the position of the layer with the highest mean; ``rows_between_ranks`` and
         ``rows_between_nodes``, tokens that this process sent in a pass to another rank, and to one of another node;
-        ``bytes_borrowed`` of expert weights and their gradients in a pass. Figures that are not known are left out.
+        ``bytes_borrowed`` of expert weights and their gradients in a pass. Unknown figures are omitted.
         """
         figures = self._imbalance()
         sent, passes = self._traffic(), max(self._passes, 1)
@@ -101,7 +101,7 @@ class BalanceLog:
         }
 
     def _traffic(self) -> dict[str, float]:
-        """What this process has sent since its groups were made."""
+        """Return the traffic of this process since its groups were made."""
         groups = {id(layer.balancer.group): layer.balancer.group for layer in self.layers}
         total = {"rows_between_ranks": 0.0, "rows_between_nodes": 0.0, "bytes_borrowed": 0.0}
         for group in groups.values():

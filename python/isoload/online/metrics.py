@@ -20,7 +20,7 @@ from isoload.balancing.planning import plan
 from isoload.policies.plan import Plan
 
 log = logging.getLogger("isoload")
-LABELS = ("model", "engine", "rank")  # of every metric, ahead of its own
+LABELS = ("model", "engine", "rank")  # of every metric, before its own labels
 QUANTILES = (0.5, 0.9, 1.0)  # of layers
 MULTIPROCESS = "PROMETHEUS_MULTIPROC_DIR"
 
@@ -28,8 +28,8 @@ MULTIPROCESS = "PROMETHEUS_MULTIPROC_DIR"
 class Metric(NamedTuple):
     """One metric, exported as isoload_<name>.
 
-    buckets: upper bounds of a histogram, seconds. counts: of several processes with the same labels, as pipeline stages
-    have, the value of which gauge is scraped.
+    buckets: upper bounds of a histogram, seconds. counts: the prometheus_client mode that combines a gauge of several
+    processes with the same labels, such as pipeline stages.
     """
 
     kind: Literal["gauge", "counter", "histogram"]
@@ -42,15 +42,15 @@ class Metric(NamedTuple):
 METRICS = {
     "attached": Metric(
         "gauge",
-        "1: isoload chooses replicas, or counts in shadow mode; 0: the engine chooses, as isoload has detached, is "
-        "switched off or refused to attach",
+        "1: isoload chooses replicas, or counts in shadow mode; 0: the engine chooses, because isoload has detached, "
+        "is switched off or refused to attach",
         counts="min",
     ),
     "info": Metric("gauge", "1", ("version", "engine_version", "policy", "placer")),
     "imbalance": Metric(
         "gauge",
-        "max/mean rank load, at least 1: quantile over layers of each one's mean since the last report. plan: isoload "
-        "as planned, or what it would plan; even: copies spread evenly over replicas; engine: as the engine chose",
+        "max/mean rank load, at least 1: quantile over layers of each layer's mean since the last report. plan: by "
+        "isoload's plans, also in shadow mode; even: copies spread evenly over replicas; engine: as the engine chose",
         ("phase", "plan", "quantile"),
     ),
     "balancedness": Metric(
@@ -67,15 +67,13 @@ METRICS = {
         "gauge", "seconds without progress of a rebalance that has stalled; 0: none has", counts="max"
     ),
     "rebalance_thread_dead": Metric(
-        "gauge", "1 where the engine's thread of rebalances has ended", counts="max"
+        "gauge", "1 if the engine's thread of rebalances has ended", counts="max"
     ),
     "batches_total": Metric(
         "counter",
         "layers times forward passes in which isoload chose replicas, those without tokens included",
     ),
-    "fallbacks_total": Metric(
-        "counter", "layers times forward passes in which the choice was left to the engine"
-    ),
+    "fallbacks_total": Metric("counter", "layers times forward passes in which the engine chose replicas"),
     "batches_not_certified_total": Metric(
         "counter", "batches whose plan is not proved optimal, of plans with the counts of all ranks"
     ),
@@ -98,10 +96,11 @@ _LOCK = threading.Lock()
 
 
 class Metrics:
-    """Metrics of one model on one rank; without ``on``, and without prometheus_client, calls do nothing.
+    """Metrics of one model on one rank; calls do nothing without ``on`` or without prometheus_client.
 
-    Called from several threads. prometheus_client is imported when an object that is on is made: it must not be before
-    the engine has set PROMETHEUS_MULTIPROC_DIR, where its processes write, which is so when a model is loaded.
+    Several threads call it. prometheus_client is imported when an enabled object is made. That must not happen before
+    the
+    engine has set PROMETHEUS_MULTIPROC_DIR, the folder of its processes' files; it is set when a model is loaded.
     """
 
     def __init__(self, engine: str = "", model: str = "", rank: str = "", on: bool = False) -> None:
@@ -127,10 +126,11 @@ class Metrics:
                 self.set("balancedness", 1 / value, phase, plan, str(quantile))
 
     def begin(self, policy: str, placer: str) -> None:
-        """Begin when the model is loaded: set versions, and counters to 0, without which the first event is no change.
+        """Initialise metrics when the model is loaded: versions, and counters at 0, so that the first event is a
+        change.
 
         Args:
-            policy, placer: "engine" where the engine's own stand.
+            policy, placer: "engine" if the engine's own are active.
         """
         self.set("info", 1, version_of("isoload"), version_of(self._labels[1].lower()), policy, placer)
         for name, metric in METRICS.items():
@@ -146,7 +146,7 @@ class Metrics:
                 )
 
     def _update(self, name: str, labels: tuple[str, ...], change: Callable[[Any], None]) -> None:
-        """Change a metric; a file that cannot be written ends the metrics, not the engine."""
+        """Change a metric; a file that cannot be written disables the metrics and does not stop the engine."""
         if not self.on:
             return
         try:
@@ -154,7 +154,7 @@ class Metrics:
         except OSError as error:
             self.on = False
             log.warning(
-                f"isoload {self._labels[1]}: no metrics from here on, as {name} cannot be written: {error}"
+                f"isoload {self._labels[1]}: metrics are disabled because {name} cannot be written: {error}"
             )
 
     def _child(self, name: str, labels: tuple[str, ...]) -> Any:
@@ -189,7 +189,7 @@ def set_refused(engine: str) -> None:
 
 
 def _metric(name: str) -> Any:
-    with _LOCK:  # prometheus_client refuses a second one of a name
+    with _LOCK:  # prometheus_client rejects a second metric of one name
         return _create(name)
 
 
@@ -209,9 +209,7 @@ def _client() -> Any:
     try:
         import prometheus_client
     except ImportError:
-        log.warning(
-            "isoload: prometheus_client is not installed, so that reports are lines of the log and no metrics"
-        )
+        log.warning("isoload: prometheus_client is not installed, so reports are log lines without metrics")
         return None
     return prometheus_client
 
@@ -223,8 +221,9 @@ COLUMNS = 5  # batches, sum of imbalance before, after, batches with peak == bou
 class LayerReport:
     """One layer since the last report. Imbalance is max/mean rank load.
 
-    batches    batches with at least one copy that were planned; where loads are not gathered the last of each layer
-               before an exchange: between two nobody has all ranks' counts
+    batches    planned batches with at least one copy. If loads are not gathered: the last batch of each layer before
+    an
+               exchange, because between exchanges no rank has all ranks' counts
     before     mean imbalance if every expert's copies were spread evenly over its replicas; None: not gathered
     after      mean imbalance of the plans; None: the policy samples, so that its plans have no peak
     certified  batches whose plan has peak == bound: no split over these replicas is better
@@ -240,21 +239,23 @@ class LayerReport:
 
 
 class Meter:
-    """Sums per layer, on the plans' device: written in place, so that captured graphs count too. The engine's name
-    begins every line; lines are so many seconds apart."""
+    """Sums per layer on the plans' device, written in place, so that captured graphs count too. Every log line
+    begins with
+    the engine's name; lines are at least the given number of seconds apart.
+    """
 
     def __init__(self, name: str, seconds: float) -> None:
         self.name, self.seconds = name, seconds
         self.metrics = Metrics()
         self._sums: dict[int, Tensor] = {}
-        self._sent: Tensor | None = None  # [2, L]: exchanges behind copies of a layer, sum of imbalance
+        self._sent: Tensor | None = None  # [2, L]: exchanges after copies of a layer, sum of imbalance
         self._calls, self._host_seconds = 0, 0.0
         self._since = time.monotonic()
 
     def add(self, layer: int, loads: Tensor, planned: Plan, host_seconds: float) -> None:
-        """Add one batch: [R, E] loads, their plan, and how long the host took for the call."""
+        """Add one batch: [R, E] loads, their plan, and the host's time for the call."""
         if layer not in self._sums:
-            with torch.inference_mode(False):  # else only inference could add to it
+            with torch.inference_mode(False):  # otherwise only inference mode could add to it
                 self._sums[layer] = torch.zeros(COLUMNS, dtype=torch.float64, device=loads.device)
         mean = loads.sum(dtype=torch.float64) / planned.topology.copies_per_cost
         even = plan(loads, planned.placed, None, "even").peak
@@ -274,14 +275,13 @@ class Meter:
         self._sent = row if self._sent is None else self._sent + row
 
     def read_sent(self) -> list[LayerReport]:
-        """Return what :meth:`read` does for layers whose loads are not gathered, numbered in the order of the
-        exchange."""
+        """Return :meth:`read` for layers whose loads are not gathered, in the order of the exchange."""
         sums = [] if self._sent is None else self._sent.T.tolist()
         self._sent = None
         return [LayerReport(i, int(n), None, total / n, 0) for i, (n, total) in enumerate(sums) if n]
 
     def read(self) -> list[LayerReport]:
-        """Return all layers since the last reading, and begin anew; the host waits for the device."""
+        """Return all layers since the last reading and reset them; the host waits for the device."""
         reports = []
         for layer in sorted(self._sums):
             batches, before, after, certified, peaks = self._sums[layer].tolist()
@@ -294,7 +294,7 @@ class Meter:
         return reports
 
     def report_if_due(self) -> bool:
-        """Log a line and set the metrics, if anything was planned; return whether the interval was over."""
+        """Log a line and set the metrics, if anything was planned; return whether the interval is over."""
         if time.monotonic() - self._since < self.seconds:
             return False
         self._since = time.monotonic()

@@ -1,4 +1,4 @@
-"""Rebalancer: new placements while a model runs, from what its layers record, a few moved experts at a time."""
+"""Rebalancer: new placements while a model runs, from its layers' records, with a few moved experts at a time."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from isoload.weights.shard import ShardWeights
 class Rebalanced:
     """One decision, the same on all ranks.
 
-    placement     the new one, or the one before where too little was to be gained
-    before, after mean imbalance over the recorded batches and layers, in the one before and in the new one
-    layers        positions whose slots change, in the order in which they are moved; empty where nothing is moved
+    placement     the new placement, or the present one if the gain was too small
+    before, after mean imbalance over the recorded batches and layers, in the present and in the new placement
+    layers        positions of layers whose slots change, in the order of the moves; empty if nothing moves
     """
 
     placement: Placement
@@ -36,29 +36,29 @@ class Rebalanced:
 
 
 class Rebalancer:
-    """Records, plans in a thread, and moves: :meth:`step` after each batch, by all ranks alike.
+    """Records, plans in a thread, and moves experts. All ranks call :meth:`step` after each batch.
 
-    Every ``every`` batches the loads of all ranks are gathered, once, and a thread places experts anew. ``delay``
-    batches later, on every rank in the same batch, the new placement is compared with the one before on what was
-    recorded; if it is worth it, ``layers_per_step`` layers take it after each batch. Moved experts travel by
-    ``MoE.load_placement``; a Balancer takes the new slots, and the engine behind it moves the weights.
+    Every ``every`` batches the loads of all ranks are gathered, once, and a thread computes a new placement. ``delay``
+    batches later, in the same batch on every rank, the new placement is compared with the present one on the recorded
+    batches. If the gain is large enough, ``layers_per_step`` layers adopt it after each batch. Moved experts travel by
+    ``MoE.load_placement``; a Balancer takes the new slots, and the engine that uses it moves the weights.
 
     Args:
         layers: all L of one Placement, each at its own position; MoE or Balancer.
         recorder: of their counts; set on the layers here.
         every: batches between two plans.
-        moves: most slots of a layer that get another expert. None: any number, as with placers that place anew, as
-            engines' own EPLB does: "scenario" alone starts from the placement before.
-        least_gain: the mean imbalance must fall by so much, or nothing is moved.
+        moves: largest number of slots of a layer that get another expert. None: no limit, which placers that place
+            from scratch require, as engines' own EPLB does. Only "scenario" starts from the present placement.
+        least_gain: smallest decrease of the mean imbalance for which experts move.
         layers_per_step: layers that move after one batch.
-        delay: batches that planning may take; where it takes longer, the host waits for it.
+        delay: batches during which the thread may plan; if it takes longer, the host waits for it.
         placer: a name in ``isoload.PLACERS`` that places by counts alone.
-        split: how the layers split replicas, and so what is compared: "exact", or "even" where an engine does.
-        optimizer: whose state moves along, see :meth:`isoload.MoE.load_placement`.
-        **options: the placer's; ``pinned=True`` where a layer is made of Shards.
+        split: how the layers split replicas, for the comparison: "exact", or "even" as engines do.
+        optimizer: its state moves with the experts, see :meth:`isoload.MoE.load_placement`.
+        **options: the placer's; ``pinned=True`` if a layer is made of Shards.
 
     Raises:
-        ValueError: on all ranks, naming the argument, the rule and the value, or the option in which ranks differ.
+        ValueError: on all ranks; names the argument, the rule and the value, or the option in which ranks differ.
     """
 
     def __init__(
@@ -88,7 +88,9 @@ class Rebalancer:
         with self.group.agreeing("construction") as facts:
             self._starts_before = make_placer(placer, options).takes_before
             if not self._starts_before and moves is not None:
-                raise ValueError(f"moves must be None for placer {placer}, which places anew, got {moves}")
+                raise ValueError(
+                    f"moves must be None for placer {placer}, which places from scratch, got {moves}"
+                )
             if self._starts_before:
                 self.options = {"split": split, **({} if moves is None else {"moves": moves}), **options}
             self._check()
@@ -105,13 +107,13 @@ class Rebalancer:
         self._waiting: deque[int] = deque()  # layers that have not moved yet
 
     def step(self) -> int:
-        """Ends a batch: after it, on all ranks; in training after refresh_replicas and zero_grad.
+        """End a batch. All ranks call it after the batch; in training after refresh_replicas and zero_grad.
 
         Returns:
-            layers that moved. One that could not is tried again after the next batch.
+            layers that moved. A layer that could not move is tried again after the next batch.
 
         Raises:
-            ValueError: as place and MoE.load_placement, on all ranks; where place failed on another, naming the rank
+            ValueError: as place and MoE.load_placement, on all ranks; if place failed on another rank, names that rank
                 and its error; after :meth:`close`.
         """
         if self._closed:
@@ -122,7 +124,7 @@ class Rebalancer:
         self.batches += 1
         if self._planned is not None and self.batches == self._due:
             planned, self._planned = self._planned, None
-            # Where a thread failed on one rank, no rank takes the plan.
+            # If a thread failed on one rank, no rank applies the plan.
             with self.group.agreeing("placing"):
                 rebalance = planned.result()
             self.last, self.placement = rebalance, rebalance.placement
@@ -145,7 +147,7 @@ class Rebalancer:
         return moved
 
     def close(self) -> None:
-        """Ends the thread, and stops recording."""
+        """End the thread, and stop recording."""
         self._closed = True
         self._thread.shutdown()
         for balancer in self.balancers:
@@ -164,7 +166,7 @@ class Rebalancer:
         return Rebalanced(new, float(before.mean()), float(after.mean()), tuple(order))
 
     def _place(self, counts: Ints, now: Placement) -> Placement:
-        """Place the experts of counts [batches, L, E] into the slots of the placement before."""
+        """Place the experts of counts [batches, L, E] into the slots of the present placement."""
         start = now if self._starts_before else None
         shape = now.slots_per_rank, self.placer, now.spare_slots, now.num_shared
         new = place(counts, now.topology, *shape, before=start, **self.options)
@@ -194,17 +196,17 @@ class Rebalancer:
         if self.every < self.delay + moving:
             raise ValueError(
                 f"every must be at least delay + L / layers_per_step = {self.delay + moving}, so that one plan is "
-                f"carried out before the next is begun, got {self.every}"
+                f"complete before the next begins, got {self.every}"
             )
         rank_weights = [w for layer in self.layers if isinstance(layer, MoE) for w in layer.weights]
         if any(isinstance(weights, ShardWeights) for weights in rank_weights) and not self.options.get(
             "pinned"
         ):
             raise ValueError(
-                "pinned must be True where a layer is made of Shards, whose homes stay, got False: a placement that "
+                "pinned must be True if a layer is made of Shards, whose homes stay, got False: a placement that "
                 "moves them cannot be loaded"
             )
-        try:  # once: a placer that needs more than counts, or other ranks or slots, would fail in the running model
+        try:  # tried once here: a placer that needs more than counts, or other sizes, would fail in the running model
             self._place(np.ones((1, first.num_layers, first.num_routed), dtype=np.int64), first)
         except ValueError as error:
             raise ValueError(f"placer {self.placer} cannot replace this placement: {error}") from None

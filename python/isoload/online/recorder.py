@@ -1,7 +1,7 @@
-"""Recorder: the loads of all layers, batch by batch, in memory of constant size: what ``place`` reads.
+"""Recorder: the loads of all layers, batch by batch, in memory of constant size, as input of ``place``.
 
-Forward only adds to a table on the layer's device, so it may be captured and makes no host wait. ``step`` ends a batch;
-where the memory is full, neighbouring batches are added up, and each of those to come spans as many steps as they do.
+Forward only adds to a table on the layer's device, so it can be captured and makes no host wait. ``step`` ends a
+batch. When the memory is full, neighbouring batches are added up, and each later batch spans as many steps as they do.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from isoload.wording import amount
 
 
 class Recorder:
-    """Set it as ``balancer.recorder``, or :meth:`watch` blocks that isoload does not run.
+    """Records loads: set it as ``balancer.recorder``, or :meth:`watch` blocks that isoload does not run.
 
     Args:
         num_layers: L.
         num_experts: E, the routed experts.
-        max_batches: most that are kept, an even number.
+        max_batches: largest number of batches that are kept, an even number.
         device: of the layers' topk_ids.
-        layer_ids: [L] the model's own layer numbers. Default: positions 0..L-1, of which nothing more is known.
-        identity: what layer_ids mean, where they are not the model's own numbers.
+        layer_ids: [L] the model's own layer numbers. Default: positions 0..L-1 without a statement about the model.
+        identity: meaning of layer_ids if they are not the model's own numbers.
 
     Raises:
-        ValueError: naming the argument, the rule and the value.
+        ValueError: names the argument, the rule and the value.
     """
 
     def __init__(
@@ -56,13 +56,13 @@ class Recorder:
         if len(set(self.layer_ids)) != num_layers:
             raise ValueError(f"layer_ids must be {num_layers} distinct numbers, got {list(self.layer_ids)}")
         self.num_experts, self.max_batches = num_experts, max_batches
-        with torch.inference_mode(False):  # else only inference could write them
+        with torch.inference_mode(False):  # otherwise only inference mode could write them
             shape = num_layers, num_experts
             self._batches = torch.zeros(max_batches, *shape, dtype=torch.int64, device=device)
             self._now = torch.zeros(*shape, dtype=torch.int64, device=device)
             self._layers = list(self._now.unbind())  # views made once
         self._sources: dict[int, weakref.ref[object]] = {}
-        self.top_k = 0  # K of the tokens seen last, 0 = none yet: what a replay draws by
+        self.top_k = 0  # K of the latest tokens, 0 = none yet: the K by which a replay draws
         self.clear()
 
     def __repr__(self) -> str:
@@ -76,23 +76,23 @@ class Recorder:
         return len(self._layers)
 
     def clear(self) -> None:
-        """Forgets all batches. Memory stays where it is, so captured graphs stay valid."""
+        """Clear all batches. The memory keeps its address, so captured graphs stay valid."""
         self._now.zero_()
         self.num_batches, self.steps_per_batch, self._steps = 0, 1, 0
 
     def add(self, layer: int, counts: Sequence[Tensor], source: object, top_k: int = 0) -> None:
-        """Adds the copies of a batch, or of a part of one, in the layer of a position.
+        """Add the copies of a batch, or of a part of one, in the layer at a position.
 
         Args:
             counts: [E] integers or longer, shared experts after the routed ones, of every owned rank.
-            source: who counts them: one object per layer, so that two layers of one number do not add up unseen.
-            top_k: K, the routed experts of a token; 0 = not known.
+            source: the object that counts: one per layer, so that two layers of one number are detected.
+            top_k: K, the routed experts of a token; 0 = unknown.
         """
         if not 0 <= layer < len(self._layers):
             raise ValueError(f"layer must be in 0..{len(self._layers) - 1}, got {layer}")
         if not torch.compiler.is_compiling():
             self._check_source(layer, source)
-        self.top_k = top_k  # never read here: compiled code would be compiled anew once it is known
+        self.top_k = top_k  # not read here: compiled code would be recompiled once it is known
         for row in counts:
             if len(row) < self.num_experts or row.device != self._now.device:
                 raise ValueError(
@@ -110,8 +110,9 @@ class Recorder:
             )
 
     def watch(self, block: nn.Module, layer: int) -> RemovableHandle:
-        """Records a Hugging Face block that runs as it is, until the handle's ``remove()``; one that isoload runs takes
-        ``balancer.recorder``. transformers calls its experts with (hidden_states, top_k_index, top_k_weights).
+        """Record a Hugging Face block that isoload does not run, until the handle's ``remove()``; for a block that
+        isoload runs
+        set ``balancer.recorder``. transformers calls its experts with (hidden_states, top_k_index, top_k_weights).
         """
         experts = getattr(block, "experts", None)
         if not isinstance(experts, nn.Module) or not is_fused(experts):
@@ -128,7 +129,7 @@ class Recorder:
         return experts.register_forward_pre_hook(record, with_kwargs=True)
 
     def step(self) -> None:
-        """Ends a batch: to be called once all layers have run, on every rank alike. No host wait."""
+        """End a batch. Call it after all layers have run, on every rank. No host wait."""
         self._steps += 1
         if self._steps < self.steps_per_batch:
             return
@@ -136,20 +137,21 @@ class Recorder:
             half = self.max_batches // 2
             self._batches[:half].copy_(self._batches[0::2] + self._batches[1::2])
             self.num_batches, self.steps_per_batch = half, 2 * self.steps_per_batch
-            return  # the batch under way is half of one now
+            return  # the current batch is half of a longer one now
         self._batches[self.num_batches].copy_(self._now)
         self._now.zero_()
         self.num_batches, self._steps = self.num_batches + 1, 0
 
     def skip(self) -> None:
-        """Ends a batch that is not kept, in place of :meth:`step`."""
+        """End a batch without keeping it; call it in place of :meth:`step`."""
         self._now.zero_()
 
     def counts(self, group: Group | None = None) -> Tensor:
-        """[batches, L, E] int64 copies on the host, summed over all ranks of a group, which call it together.
+        """Return [batches, L, E] int64 copies on the host, summed over all ranks of a group, which call it together.
 
-        Without a group what this process recorded, which is all of it where ranks hold the same tokens or the process
-        owns every rank. If ranks recorded different numbers of batches, all of them raise ValueError.
+        Without a group: the records of this process, which are complete if ranks hold the same tokens or the process
+        owns
+        every rank. If ranks recorded different numbers of batches, all of them raise ValueError.
         """
         recorded = self._batches[: self.num_batches]
         if group is None or len(group.ranks) == group.topology.num_ranks:
@@ -162,7 +164,7 @@ class Recorder:
         return torch.stack(sums).cpu() if sums else recorded.cpu()
 
     def trace(self, group: Group | None = None, name: str = "recorded") -> Trace:
-        """The complete batches as a trace, see :meth:`counts`; batches without copies are left out.
+        """Return the complete batches as a trace, see :meth:`counts`; batches without copies are dropped.
 
         Raises:
             ValueError: nothing was recorded.
@@ -182,7 +184,7 @@ class Recorder:
         return Trace(name, self.num_experts, self.top_k, counts=counts.numpy(), **more)
 
     def save(self, path: str | Path, group: Group | None = None) -> None:
-        """Writes the trace as .npz; every process of the group calls it, the first one writes."""
+        """Write the trace as .npz; every process of the group calls it, the first one writes."""
         trace = self.trace(group)
         if group is None or group.ranks[0] == 0:
             write_trace(trace, path)

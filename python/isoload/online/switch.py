@@ -1,7 +1,7 @@
 """Switch between isoload's and the engine's choice of replicas in a running engine; watchdog of rebalances.
 
 ISOLOAD_SWITCH names a file that the first rank reads. A flag on the device selects the choice, so that captured
-graphs read it too: both choices are made. Between two passes all ranks take the first rank's value.
+graphs read it too: both choices are computed. Between two passes all ranks adopt the first rank's value.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from isoload.online.metrics import Metrics
 log = logging.getLogger("isoload")
 AGREE_EVERY = 16  # forward passes between two broadcasts of the first rank's state
 READ_EVERY = 1.0  # seconds between two readings of the file
-LONGEST = 1000  # bytes of the file
+LONGEST = 1000  # limit of the file, in bytes
 REMOVED = {
     "shadow": "shadow was removed: restart with ISOLOAD_MODE=shadow",
-    "on:layers=": "on:layers= was removed: use on or off, which are of all layers",
+    "on:layers=": "on:layers= was removed: use on or off, which apply to all layers",
 }
 
 
@@ -43,8 +43,8 @@ class Switch:
     def __init__(self, path: str, device: torch.device, group: dist.ProcessGroup | None, engine: str) -> None:
         self.path, self.group, self.engine = Path(path), group, engine
         self.rank = 0 if group is None else dist.get_rank(group)
-        self.on = True  # the flag, for the host
-        with torch.inference_mode(False):  # else only inference could write it
+        self.on = True  # the flag, on the host
+        with torch.inference_mode(False):  # otherwise only inference mode could write it
             self.flag = torch.ones((), dtype=torch.bool, device=device)
         self._fault, self._next, self._passes = "", 0.0, 0
 
@@ -53,7 +53,7 @@ class Switch:
         return "on" if self.on else "off"
 
     def choose(self, ours: Tensor, theirs: Tensor) -> Tensor:
-        """[T, K] one of two choices of slots, of ours' dtype: no host wait, in a captured graph too."""
+        """Return [T, K], one of two choices of slots, in ours' dtype: no host wait, in a captured graph too."""
         return torch.where(self.flag, ours, theirs.to(ours.dtype))
 
     def step_ended(self) -> bool:
@@ -74,11 +74,11 @@ class Switch:
         return True
 
     def leave(self) -> None:
-        """Leave the choice to the engine, in captured graphs too; the file is read no more."""
+        """Leave the choice to the engine, in captured graphs too; the file is not read any more."""
         self.flag.zero_()
 
     def _read(self) -> bool:
-        """Return the file's state, or the current one where the file has none."""
+        """Return the file's state, or the current one if the file has none."""
         if time.monotonic() < self._next:
             return self.on
         self._next = time.monotonic() + READ_EVERY
@@ -86,7 +86,7 @@ class Switch:
         try:
             with open_regular(self.path) as file:  # a pipe would block the engine in its pass
                 text = file.read(LONGEST).decode(errors="backslashreplace").strip()
-            if text:  # else it is being written
+            if text:  # otherwise the file is being written
                 on = parse(text)
         except FileNotFoundError:
             pass
@@ -109,12 +109,12 @@ def parse(text: str) -> bool:
 
 
 class Rebalance(NamedTuple):
-    """A rebalance under way.
+    """A rebalance in progress.
 
     began    times are those of time.monotonic()
     since    when it began or last made progress
-    entered  since when the engine's code is at it and has not returned; None: between two passes
-    left     when last a pass ended and it was not over; None: none has
+    entered  when the engine's present call began; None: between two passes
+    left     when a pass last ended without completing it; None: no pass has
     passes   how many began, since
     """
 
@@ -131,11 +131,11 @@ class Rebalance(NamedTuple):
 
 
 class Watchdog:
-    """Thread that looks once in so many seconds whether a rebalance stalls; 0: never. The engine's thread may never
+    """Thread that checks at intervals whether a rebalance has stalled; 0 seconds: never. The engine's thread may never
     return, so the watchdog has its own.
 
-    The engine's hooks call :meth:`enter`, :meth:`leave` and :meth:`progressed` in the thread that runs passes, and keep
-    ``worker``, the engine's thread of rebalances, if it has one.
+    The engine's hooks call :meth:`enter`, :meth:`leave` and :meth:`progressed` in the thread that runs passes, and set
+    ``worker`` to the engine's thread of rebalances, if there is one.
     """
 
     def __init__(self, engine: str, seconds: float) -> None:
@@ -143,11 +143,12 @@ class Watchdog:
         self.worker: threading.Thread | None = None
         self.metrics = Metrics()
         self._rebalance: Rebalance | None = None  # replaced, never changed: another thread reads it
-        self._named: tuple[float | None, threading.Thread | None] = None, None  # stall and thread, once each
+        # Stall and thread that were logged, once each.
+        self._named: tuple[float | None, threading.Thread | None] = None, None
         self._thread: threading.Thread | None = None
 
     def enter(self) -> None:
-        """Note that the engine begins or continues a rebalance."""
+        """Record that the engine begins or continues a rebalance."""
         if self._thread is None and self.seconds:
             args = weakref.ref(self), self.seconds
             self._thread = threading.Thread(target=_watch, args=args, name="isoload-watchdog", daemon=True)
@@ -157,8 +158,10 @@ class Watchdog:
         self._rebalance = rebalance._replace(entered=now, passes=rebalance.passes + 1)
 
     def leave(self, pending: bool) -> None:
-        """Note that the engine's call has returned; pending: a rebalance is not over. One that has moved experts is
-        counted."""
+        """Record that the engine's call has returned; pending: the rebalance is incomplete. A complete one that has
+        moved
+        experts is counted.
+        """
         if (rebalance := self._rebalance) is None:
             return
         now = time.monotonic()
@@ -168,7 +171,7 @@ class Watchdog:
             self.metrics.observe("rebalance_seconds", now - rebalance.began)
 
     def progressed(self) -> None:
-        """Note that experts have arrived in a layer or more, and that the engine routes to them."""
+        """Record that experts have arrived in at least one layer, and that the engine routes to them."""
         if (rebalance := self._rebalance) is not None:
             now = time.monotonic()
             self._rebalance = Rebalance(rebalance.began, now, None if rebalance.entered is None else now)
@@ -186,7 +189,7 @@ class Watchdog:
             )
         if dead and thread is not worker:
             thread = worker
-            log.error(f"isoload {self.engine}: EPLB's thread has ended: experts stay where they are")
+            log.error(f"isoload {self.engine}: EPLB's thread has ended: experts are not moved any more")
         self._named = stall, thread
         stalled = age if age >= self.seconds else 0.0
         self.metrics.set("rebalance_stalled_seconds", stalled)
@@ -194,7 +197,7 @@ class Watchdog:
 
 
 def _watch(reference: weakref.ref[Watchdog], seconds: float) -> None:
-    """Look until the watchdog is dropped."""
+    """Check until the watchdog is deleted."""
     while True:
         time.sleep(seconds)
         if (watchdog := reference()) is None:

@@ -14,18 +14,18 @@ from isoload.online.metrics import Metrics
 from isoload.weights.checksums import WrongSlot, expert_checksums, slot_checksums, wrong_slots
 
 log = logging.getLogger("isoload")
-NAMED = 8  # wrong slots in one line
+NAMED = 8  # limit of wrong slots named in one line
 
 
 @dataclass
 class WeightCheck:
-    """Check of one model's weights over the ranks of a group, which call it together and log the same.
+    """Check of one model's weights over the ranks of a group, which call it together and log the same lines.
 
-    engine   its name, for lines
+    engine   its name, for log lines
     weights  by layer the weights and scales of this rank's slots, [P/R, ...] each
     group    the expert-parallel ranks
-    strict   a wrong slot ends the process; else detach() is called
-    detach   what isoload does about a wrong slot; returns a sentence about it
+    strict   a wrong slot ends the process; otherwise detach() is called
+    detach   reaction to a wrong slot; returns a sentence about it
     expected by layer [E]: every expert's checksum, as loaded
     """
 
@@ -35,17 +35,17 @@ class WeightCheck:
     strict: bool
     detach: Callable[[], str]
     expected: dict[int, Tensor] = field(default_factory=dict)
-    wrong: dict[int, int] = field(default_factory=dict)  # slots of each layer, when last it was checked
+    wrong: dict[int, int] = field(default_factory=dict)  # slots of each layer in its last check
     metrics: Metrics = field(default_factory=Metrics)
 
     def loaded(self, slot_to_expert: Tensor, num_experts: int) -> None:
-        """Take every expert's checksum from its lowest slot; replicas must have the same.
+        """Store every expert's checksum from its lowest slot; replicas must have the same.
 
         Args:
             slot_to_expert: [L, P] on the host, as the model was loaded.
 
         Raises:
-            SystemExit: strict, and they have not.
+            SystemExit: strict, and a replica differs.
         """
         if not (layers := sorted(self.weights)):
             return
@@ -57,7 +57,7 @@ class WeightCheck:
         """Check some layers, or all, after a rebalance.
 
         Args:
-            slot_to_expert: [L, P] on the host, as the engine routes now.
+            slot_to_expert: [L, P] on the host, the engine's present map.
 
         Raises:
             SystemExit: strict, and a slot has other weights.
@@ -86,17 +86,17 @@ class WeightCheck:
             return
         line = f"isoload {self.engine}: weights are not those of their experts {when}: {named(wrong)}"
         if self.strict:
-            # An engine may log an Exception and go on, and may exit without a line.
+            # An engine may log an Exception and continue, and may exit without a line.
             log.critical(f"{line}. ISOLOAD_STRICT=1 ends the process")
             raise SystemExit(line)
         log.error(f"{line}. {self.detach()}")
 
 
 def named(wrong: Sequence[WrongSlot]) -> str:
-    """Return the first wrong slots in words, and how many more there are."""
+    """Return the first wrong slots in words, and the number of the remaining ones."""
     texts = [
         f"layer {entry.layer}, rank {entry.rank}, slot {entry.slot} should hold expert {entry.expert} and holds "
-        f"{'what is no expert as loaded' if entry.holds is None else f'expert {entry.holds}'}"
+        f"{'no known expert' if entry.holds is None else f'expert {entry.holds}'}"
         for entry in wrong[:NAMED]
     ]
     num_more = len(wrong) - NAMED

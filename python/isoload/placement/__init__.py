@@ -1,1 +1,1 @@
-"""The records that all ranks agree about: placement, its layers on a device, plan."""
+"""Placement: which expert's weights are in which slot; its layers on a device; placement files."""

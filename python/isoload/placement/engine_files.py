@@ -1,8 +1,8 @@
 """Placement files of SGLang, vLLM and vllm-ascend, and the options that start an engine from one.
 
-Facts come from the engines' sources, 2026-08 to 2026-11. A file holds a rectangle of slots of logical experts and
-the layers. Only the engine knows the ranks, so reading needs a topology, and the largest expert is taken for the
-last. Shared experts and the weights of replicas belong to the engine and are left out.
+Facts come from the engines' sources, 2026-08 to 2026-11. A file contains layers and a rectangle of slots of logical
+experts. It does not contain the number of ranks, so reading needs a topology, and the largest expert counts as the
+last. Shared experts and the weights of replicas belong to the engine and are not written.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ ASSIGNMENTS = "initial_global_assignments"
 
 
 class UnknownRanks(ValueError):
-    """A file that does not say how many ranks there are, read without a topology."""
+    """A file without a number of ranks, read without a topology."""
 
 
 def engine_slots(placement: Placement) -> Rows:
-    """[L, P] routed experts of all slots but the shared ones."""
+    """Return [L, P] routed experts of all slots except the shared ones."""
     if placement.spare_slots:
         raise ValueError(
             f"placement must have no spare slots for an engine's file, got {placement.spare_slots}"
@@ -57,9 +57,9 @@ def made(
     key: str,
     kind: str,
 ) -> Placement:
-    """The placement of an engine's file, which numbers its layers in one way."""
+    """Return the placement of an engine's file, which numbers its layers in one way."""
     if topology is None:
-        raise UnknownRanks(f"topology must be given: {kind} does not say how many ranks there are")
+        raise UnknownRanks(f"topology must be given: {kind} does not state the number of ranks")
     if rows.shape[1] % topology.num_ranks:
         raise ValueError(
             f"{key} must have a multiple of {topology.num_ranks} (ranks) slots, got {rows.shape[1]}"
@@ -100,7 +100,7 @@ def by_moe_layers(placement: Placement, numbering: Numbering) -> Placement:
 
 
 def sglang_write(placement: Placement) -> Any:
-    """A row for every layer of the model up to the last: the dense ones hold expert i mod E in slot i."""
+    """Return a row for every layer of the model up to the last; dense layers hold expert i mod E in slot i."""
     slots = engine_slots(placement)
     if max(placement.layer_ids) >= MAX_LAYERS:
         raise ValueError(
@@ -108,18 +108,18 @@ def sglang_write(placement: Placement) -> Any:
         )
     rows = np.tile(np.arange(slots.shape[1]) % placement.num_routed, (max(placement.layer_ids) + 1, 1))
     rows[list(placement.layer_ids)] = slots
-    return {SGLANG: rows.tolist()}  # SGLang passes on what else is there as arguments, and fails
+    return {SGLANG: rows.tolist()}  # SGLang passes other keys on as arguments, and fails
 
 
 def sglang_read(content: Any, topology: Topology | None) -> Placement:
-    """All rows, those of dense layers included: the file does not say which they are."""
+    """Read all rows, including those of dense layers: the file does not state which they are."""
     check_keys(content, {SGLANG})
     rows = integer_rows(SGLANG, content[SGLANG])
     return made(rows, tuple(range(len(rows))), "hidden", topology, SGLANG, "SGLang's file")
 
 
 def vllm_write(placement: Placement) -> Any:
-    """The record of vLLM's pull request 41141; layers by their place among the MoE layers."""
+    """Return the record of vLLM's pull request 41141; layers by their position among the MoE layers."""
     slots = engine_slots(placement)
     return {
         "record_type": VLLM,
@@ -146,7 +146,7 @@ def vllm_read(content: Any, topology: Topology | None) -> Placement:
 
 
 def assignments(content: dict[str, Any]) -> tuple[Rows, tuple[int, ...]]:
-    """Rows and layer numbers of {layer: slots}, whose number of slots must be num_slots."""
+    """Return rows and layer numbers of {layer: slots}, whose number of slots must be num_slots."""
     by_layer = content[ASSIGNMENTS]
     if not isinstance(by_layer, dict) or not by_layer:
         raise ValueError(f"{ASSIGNMENTS} must be an object of layers, got {shown(by_layer)}")
@@ -161,7 +161,7 @@ def assignments(content: dict[str, Any]) -> tuple[Rows, tuple[int, ...]]:
 
 
 def vllm_list_write(placement: Placement) -> Any:
-    """The lists of vLLM's pull request 49572; layers by their place among the MoE layers."""
+    """Return the lists of vLLM's pull request 49572; layers by their position among the MoE layers."""
     return engine_slots(placement).tolist()
 
 
@@ -171,7 +171,7 @@ def vllm_list_read(content: Any, topology: Topology | None) -> Placement:
 
 
 def ascend_write(placement: Placement) -> Any:
-    """vllm-ascend's expert_map_path; layers by their place among the MoE layers."""
+    """Return vllm-ascend's expert_map_path; layers by their position among the MoE layers."""
     slots = engine_slots(placement)
     rows = slots.reshape(placement.num_layers, placement.topology.num_ranks, -1)
     for layer, ranks in enumerate(rows):
@@ -179,7 +179,7 @@ def ascend_write(placement: Placement) -> Any:
             if len(set(row)) < len(row):
                 name = placement.layer_ids[layer]
                 raise ValueError(
-                    f"an expert must lie once on a rank for vllm-ascend, not so layer {name}, rank {rank}"
+                    f"an expert must be once on a rank for vllm-ascend, which layer {name}, rank {rank} violates"
                 )
     return {
         "moe_layer_count": len(rows),
@@ -224,7 +224,7 @@ def ascend_read(content: Any, topology: Topology | None) -> Placement:
 
 
 REDUNDANT = "--eplb-config '{\"num_redundant_experts\": {}}'"
-"""vLLM's option; {} stands for the number of redundant experts of a layer."""
+"""vLLM's option; {} is the number of redundant experts of a layer."""
 ENGINES = {
     "isoload": "vLLM",
     "vllm": "vLLM",
@@ -237,10 +237,10 @@ ENGINES = {
 
 
 def launch_line(placement: Placement, format: str, path: str, ranks: int | None = None) -> str:
-    """Return the line that starts an engine from a file; empty where no engine can start from the placement.
+    """Return the command that starts an engine from a file; empty if no engine can start from the placement.
 
     Args:
-        placement: what the file holds.
+        placement: content of the file.
         format: of the file, one of ``isoload.placement.files.FORMATS``.
         path: the file.
         ranks: of the expert-parallel group; None = the file does not state them, and the line has no number of ranks.

@@ -96,14 +96,16 @@ def _check_version(content: dict[str, Any]) -> None:
         by = f"isoload {shown(writer)[1:-1]} or newer" if isinstance(writer, str) else "a newer isoload"
         raise ValueError(
             f"version {version} is read by {by}, this isoload {__version__} reads versions 1 and {VERSION}: install "
-            "the newer one, or make the file anew with this one"
+            "the newer one, or write the file again with this one"
         )
     if type(version) is not int or version < 1:
         raise ValueError(f"version must be 1 or {VERSION}, got {shown(version)}")
 
 
 def _identity(content: dict[str, Any]) -> Identity:
-    """Files of version 1 do not state it; layers 0..L-1 may have been positions or the model's own numbers."""
+    """Return the identity; files of version 1 do not state it, and their layers 0..L-1 may be positions or model
+    numbers.
+    """
     if content["version"] == VERSION:
         return identity_from_json(content["identity"])
     ids = content["layer_ids"]
@@ -144,7 +146,7 @@ ROW = re.compile(r" +(\d{1,9}): *(\[[-\d, ]*\]) *")
 
 
 def write(placement: Placement) -> Any:
-    """Layers by the model's own numbers; no updates while serving."""
+    """Return the content: layers by the model's own numbers; no updates while serving."""
     slots = engine_slots(placement)
     rows = dict(zip(placement.layer_ids, slots.tolist(), strict=True))
     return {"num_slots": slots.shape[1], ASSIGNMENTS: rows, "layer_updates_per_iter": 0}
@@ -161,7 +163,7 @@ def looks_like(text: str) -> bool:
 
 
 def from_text(text: str) -> dict[str, Any]:
-    """The content of a file."""
+    """Return the content of a file."""
     fields: dict[str, Any] = {}
     rows: dict[str, Any] | None = None  # while inside of the assignments
     for number, line in enumerate(text.splitlines(), 1):
@@ -206,11 +208,11 @@ def read(content: Any, topology: Topology | None) -> Placement:
 class Format:
     """How placements are written in one format, and read from it."""
 
-    matches: Callable[[Any], bool]  # whether content, of the type that the format has, is of this format
-    read: Callable[[Any, Topology | None], Placement]  # of content and the caller's topology
-    write: Callable[[Placement], Any]  # ValueError where the format cannot hold it
+    matches: Callable[[Any], bool]  # whether content, of the format's type, is of this format
+    read: Callable[[Any, Topology | None], Placement]  # from content and the caller's topology
+    write: Callable[[Placement], Any]  # ValueError if the format cannot hold it
     dumps: Callable[[Any], str] = to_json_text
-    suffix: str = ""  # of the file's name, where the reader goes by it
+    suffix: str = ""  # of the file's name, if the reader depends on it
     holds: type = dict
     numbering: Numbering | None = None  # of the engine's layers; None: the file states it
 
@@ -251,9 +253,9 @@ FORMATS = {
 
 
 def check_format(format: str, path: str | Path, name: str = "path") -> None:
-    """Refuses an unknown format, and a name by which the format's reader would take the file for another kind.
+    """Reject an unknown format, and a file name that the format's reader would take for another kind.
 
-    SGLang takes a .pt for a torch file, and any name but .json for the JSON itself.
+    SGLang reads a .pt as a torch file, and any other name except .json as JSON text itself.
     """
     if format not in FORMATS:
         raise ValueError(not_one_of("format", FORMATS, format))
@@ -263,30 +265,31 @@ def check_format(format: str, path: str | Path, name: str = "path") -> None:
 
 
 def write_placement(placement: Placement, path: str | Path, format: str = "isoload") -> None:
-    """Writes a placement. The file appears whole or not at all.
+    """Write a placement. The file appears whole or not at all.
 
     Args:
-        placement: of all MoE layers. An engine's file needs to know which layers of the model they are:
-            :meth:`Placement.with_moe_layers` states it.
+        placement: of all MoE layers. An engine's file requires the numbers of these layers in the model:
+            :meth:`Placement.with_moe_layers` states them.
         path: the file.
         format: one of ``isoload.placement.files.FORMATS``.
 
     Raises:
-        ValueError: an unknown format; a placement that the format cannot hold, or a name that its reader does not open.
-        OSError: naming the file.
+        ValueError: an unknown format; a placement that the format cannot hold, or a name that its reader does not
+            open.
+        OSError: names the file.
     """
     check_format(format, path)
     form = FORMATS[format]
     if form.numbering is not None:
         engine_files.engine_slots(
             placement
-        )  # whether any engine's file can hold it, before what its layers are
+        )  # checks whether any engine's file can hold it, before the layers' numbers
         placement = engine_files.by_moe_layers(placement, form.numbering)
     write_text(form.dumps(form.write(placement)), str(path))
 
 
 def read_placement(path: str | Path, topology: Topology | int | None = None) -> Placement:
-    """Reads a placement by what the file holds, not by its name.
+    """Read a placement; the content of the file decides the format, not its name.
 
     Args:
         path: the file; nothing in it is executed.
@@ -295,7 +298,7 @@ def read_placement(path: str | Path, topology: Topology | int | None = None) -> 
             that hold experts must be alive.
 
     Raises:
-        ValueError: naming the file, the key and the layer.
+        ValueError: names the file, the key and the layer.
         OSError: a file that cannot be opened.
     """
     path, topology = Path(path), None if topology is None else as_topology(topology)
@@ -310,13 +313,13 @@ def read_placement(path: str | Path, topology: Topology | int | None = None) -> 
 
 
 def format_of(path: str | Path) -> str:
-    """Return the name of a placement file's format, by what the file holds."""
+    """Return the name of a placement file's format, by its content."""
     form = recognise(read_text(Path(path)))[1]
     return next(name for name, kind in FORMATS.items() if kind is form)
 
 
 def recognise(text: str) -> tuple[Any, Format]:
-    """The content of a placement file, and its format."""
+    """Return the content of a placement file, and its format."""
     content = from_text(text) if looks_like(text) else parse_json(text)
     for form in FORMATS.values():
         if isinstance(content, form.holds) and form.matches(content):

@@ -1,4 +1,4 @@
-"""Layers of a placement on one device, as policies read them; of a batch with its spare slots filled."""
+"""Layers of a placement on one device, as policies read them, optionally with the spare slots of a batch filled."""
 
 from __future__ import annotations
 
@@ -28,18 +28,19 @@ class PlacedLayers:
 
     slot_to_expert  [P] int32  the expert in each slot, -1 = none; spare slots may be filled for one batch
     home_slot       [E] int32
-    tables                     of slot_to_expert's routed experts; shared ones lie on every rank, in slots
-                               ``first_shared`` and on
+    tables                     of slot_to_expert's routed experts; shared experts are on every rank, from slot
+                               ``first_shared`` on
     host, layer                the placement, and the position of the layer in it; None = all
     topology, spare_slots, num_shared   the placement's
     ticks           [R] int32  the topology's, on the device
-    alive           [R] bool   likewise; None = all
-    shape_per_source           of loads per source rank, [..., R, E]; summed over sources they are as home_slot
+    alive           [R] bool   the topology's, on the device; None = all
+    shape_per_source           of loads per source rank, [..., R, E]; summed over sources they have home_slot's shape
     replicated                 whether some routed expert has more than one slot in the placement
     shared_home     [R] int64  see :func:`isoload.placement.placed_layers.shared_home`; None without shared experts
-    shared_limits   [R] int32  most shared copies of a rank; None = any number
-    memos                      what policies derive once per placement, and how: see :meth:`memo`
-    unfilled                   the same layers with empty spare slots; None: these are, see :attr:`resident`
+    shared_limits   [R] int32  largest number of shared copies of a rank; None = no limit
+    memos                      tensors that policies derive once per placement, and their functions: see :meth:`memo`
+    unfilled                   the same layers with empty spare slots; None if they are empty here, see
+    :attr:`resident`
     quota           [P] int32  copies per slot by the split that made the fill; None without one
     telemetry                  of the fill, see :class:`isoload.ops.SlotFill`
     """
@@ -67,7 +68,7 @@ class PlacedLayers:
     def of(
         cls, host: Placement, layer: int | None, slots: Tensor, home: Tensor, tables: ReplicaTables
     ) -> PlacedLayers:
-        """The layers with what follows from the placement."""
+        """Return the layers with all fields that follow from the placement."""
         topology, device, (*batch, experts) = host.topology, home.device, home.shape
         ranks, live = topology.num_ranks, topology.live_ranks
         limits = [2**31 - 1 if rank in live else 0 for rank in range(ranks)]
@@ -97,14 +98,16 @@ class PlacedLayers:
         return f"PlacedLayers({which} of {self.host!r}, on {self.home_slot.device})"
 
     def memo(self, key: Any, derive: OfLayer) -> Tensor:
-        """What a function makes of each layer of the placement, [L, ...] or of the one layer, on the device, kept.
+        """Return derive's result for each layer of the placement, [L, ...] or for the one layer, on the device,
+        cached.
 
-        :func:`refreshing` rewrites it in place. The last MEMOS are kept, so that a key which changes with every batch
-        costs time, not memory.
+        :func:`refreshing` rewrites it in place. The last MEMOS results are kept, so a key that changes with every
+        batch costs
+        time, not memory.
         """
         if key in self.memos:
             return self.memos[key][0]
-        with torch.inference_mode(False):  # else only inference could write it
+        with torch.inference_mode(False):  # otherwise only inference mode could write it
             value = self.stacked(derive)
         if may_be_kept(value):
             while len(self.memos) >= MEMOS:
@@ -113,13 +116,13 @@ class PlacedLayers:
         return value
 
     def stacked(self, derive: OfLayer) -> Tensor:
-        """:meth:`memo`, not kept."""
+        """Return :meth:`memo` without caching."""
         layers = range(self.host.num_layers) if self.layer is None else [self.layer]
         table = torch.tensor(np.stack([derive(self.host, i) for i in layers]), device=self.home_slot.device)
         return table if self.layer is None else table.select(0, 0)
 
     def __getitem__(self, layer: int) -> PlacedLayers:
-        """One layer of a batch of layers."""
+        """Return one layer of a batch of layers."""
         resident = self.host.layer(layer, self.slot_to_expert.device)
         if self.unfilled is None:
             return resident
@@ -128,16 +131,16 @@ class PlacedLayers:
 
     @property
     def resident(self) -> PlacedLayers:
-        """These layers with empty spare slots."""
+        """Return these layers with empty spare slots."""
         return self.unfilled or self
 
     @property
     def first_shared(self) -> int:
-        """Place of the first shared expert among a rank's slots."""
+        """Position of the first shared expert among a rank's slots."""
         return self.host.slots_per_rank - self.spare_slots - self.num_shared
 
     def home_rank(self, rank: int) -> int:
-        """The rank that computes a source's shared experts unless a policy moves them."""
+        """Return the rank that computes a source's shared experts unless a policy moves them."""
         return shared_home(self.topology.live_ranks, self.topology.num_ranks)[rank]
 
     def fill(
@@ -147,32 +150,33 @@ class PlacedLayers:
         telemetry: Tensor | None = None,
         tables: ReplicaTables | None = None,
     ) -> PlacedLayers:
-        """These layers with other experts in their spare slots; with the tables of those, where they are there."""
+        """Return these layers with other experts in their spare slots; tables: of these slots, if already made."""
         if tables is None:
             tables = ops.replica_tables(slot_to_expert, self.topology.num_ranks, self.host.num_routed)
         fields = {"slot_to_expert": slot_to_expert, "tables": tables, "quota": quota, "telemetry": telemetry}
         return replace(self, unfilled=self, **fields)  # type: ignore[arg-type]
 
     def moved_to(self, placed: PlacedLayers) -> PlacedLayers:
-        """The slots of this batch in layers of another placement, in whose memory they are."""
+        """Return the slots of this batch in layers of another placement, whose memory contains them."""
         if self.unfilled is None:
             return placed
         return placed.fill(self.slot_to_expert, self.quota, self.telemetry, self.tables)
 
 
 def own_layers(placed: PlacedLayers) -> PlacedLayers:
-    """Layers with memory of their own, which :func:`refreshing` may write."""
-    with torch.inference_mode(False):  # else only inference could
+    """Return layers with memory of their own, which :func:`refreshing` may write."""
+    with torch.inference_mode(False):  # otherwise only inference mode could
         tables = replace(placed.tables, data=placed.tables.data.clone())
         slots, home = placed.slot_to_expert.clone(), placed.home_slot.clone()
         return replace(placed, slot_to_expert=slots, home_slot=home, tables=tables, memos={})
 
 
 def refreshing(mine: PlacedLayers, placed: PlacedLayers) -> Callable[[], PlacedLayers]:
-    """Own layers with another placement's content, in the same memory, what policies keep included.
+    """Prepare to write another placement into own layers, in the same memory, cached tensors included.
 
-    What may fail happens here; the layers are those of before until the result is called, which only copies. Plans
-    made before that are void.
+    Every step that can fail runs here; the layers do not change until the result is called, which only copies. Plans
+    made
+    before that become invalid.
     """
     written = [
         (mine.slot_to_expert, placed.slot_to_expert),
@@ -191,10 +195,10 @@ def refreshing(mine: PlacedLayers, placed: PlacedLayers) -> Callable[[], PlacedL
 
 
 def pick_layer(tensor: Tensor | None, layer: int) -> Tensor | None:
-    """One layer of a tensor that may be missing."""
+    """Return one layer of a tensor that may be None."""
     return None if tensor is None else tensor.select(0, layer)
 
 
 def shared_home(live_ranks: list[int], num_ranks: int) -> list[int]:
-    """[R] the rank that computes a source's shared copies unless a policy moves them: itself if it holds experts."""
+    """Return [R] the rank that computes a source's shared copies unless a policy moves them: itself if it is alive."""
     return [r if r in live_ranks else live_ranks[r % len(live_ranks)] for r in range(num_ranks)]

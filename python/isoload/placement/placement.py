@@ -1,4 +1,4 @@
-"""Placement: which expert's weights lie in which slot (the slow clock)."""
+"""Placement: which expert's weights are in which slot. It changes rarely, a Plan with every batch."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ FloatArray = np.ndarray[Any, np.dtype[np.float64]]
 
 @dataclass(frozen=True, eq=False)
 class Placement(Identified):
-    """Where the experts of every layer lie. Slot p is on rank ``p // S``; P = R*S.
+    """The slots of all experts of every layer. Slot p is on rank ``p // S``; P = R*S.
 
-    A host record with its own memory, checked when made; :meth:`layers` derives what the fast clock needs
-    on a device, once.
+    A host record with its own memory, validated at construction; :meth:`layers` derives the tensors for batches on a
+    device, once.
 
     Args:
         slot_to_expert: [L, P] integers, expert in each slot; -1 = empty (a spare slot) or absent (an address
@@ -36,17 +36,17 @@ class Placement(Identified):
         topology: R ranks, or the number R; R divides P.
         num_experts: E, shared experts included (they follow the routed ones).
         home_slot: [L, E] slot that owns the expert's weights. Default: its lowest slot.
-        spare_slots: the last so many slots of every rank are empty, for experts borrowed for one batch.
-        num_shared: how many of the E experts are shared ones; they lie in the last slots before the spare ones of
-            every rank that is alive, in order.
+        spare_slots: number of empty slots at the end of every rank, for experts borrowed for one batch.
+        num_shared: how many of the E experts are shared. They are in the last slots before the spare ones of every
+            live rank, in order.
         layer_ids: [L] numbers of the layers, distinct. Default: 0..L-1.
-        replica_weight: [L, P] float32, wished part of each replica, not negative; None = equal.
+        replica_weight: [L, P] float32, intended fraction of each replica, not negative; None = equal.
         provenance: how it was made: JSON values.
-        identity: what layer_ids mean. Default: the model's own numbers where layer_ids are given, else positions of
-            which nothing more is known.
+        identity: meaning of layer_ids. Default: the model's own numbers if layer_ids are given, else positions without
+            a statement about the model.
 
     Raises:
-        ValueError: naming the argument, the rule and the value.
+        ValueError: names the argument, the rule and the value.
     """
 
     slot_to_expert: Tensor
@@ -70,7 +70,7 @@ class Placement(Identified):
             raise ValueError(f"slot_to_expert must be [L, P] with L >= 1, got shape {list(slots.shape)}")
         if self.num_experts < 1:
             raise ValueError(f"num_experts must be at least 1, got {self.num_experts}")
-        if 0 < slots.shape[1] < self.num_experts:  # before memory is taken for them
+        if 0 < slots.shape[1] < self.num_experts:  # before memory is allocated for them
             raise ValueError(
                 f"num_experts must be at most the {slots.shape[1]} slots of a layer, got {self.num_experts}"
             )
@@ -97,7 +97,7 @@ class Placement(Identified):
 
     @property
     def num_routed(self) -> int:
-        """Experts that the router chooses from: E less the shared ones."""
+        """Experts that the router chooses from: E minus the shared ones."""
         return self.num_experts - self.num_shared
 
     @property
@@ -109,7 +109,7 @@ class Placement(Identified):
         return self.num_slots // self.topology.num_ranks
 
     def home_experts(self, layer: int, rank: int) -> list[int]:
-        """Experts at home on a rank, ascending, for a layer by position: the rows of the rank's Shard."""
+        """Return a rank's home experts, ascending, for a layer by position: the rows of the rank's Shard."""
         owner = self.arrays[1][layer] // self.slots_per_rank
         experts: list[int] = (owner == rank).nonzero()[0].tolist()
         return experts
@@ -126,19 +126,19 @@ class Placement(Identified):
         return {}
 
     def layers(self, device: torch.device | str) -> PlacedLayers:
-        """All layers on a device; derived on the first call, then cached."""
+        """Return all layers on a device; derived on the first call, then cached."""
         key = (torch.device(device), None)
         if key in self._by_device:
             return self._by_device[key]
-        # From lists, because FakeTensorMode, which proves that planning never syncs, refuses other ways.
+        # From lists, because FakeTensorMode, which proves that planning never syncs, rejects other ways.
         slots, home = (torch.tensor(rows.tolist(), dtype=torch.int32, device=device) for rows in self.arrays)
-        # ids of shared experts follow those of the routed ones, so their slots count as empty here
+        # Ids of shared experts follow those of the routed ones, so their slots count as empty here.
         tables = ops.replica_tables(slots, self.topology.num_ranks, self.num_routed)
         whole = PlacedLayers.of(self, None, slots, home, tables)
         return self._remember(key, whole)
 
     def layer(self, index: int, device: torch.device | str) -> PlacedLayers:
-        """One layer on a device, by position (not by the model's layer number)."""
+        """Return one layer on a device, by position (not by the model's layer number)."""
         key = (torch.device(device), index)
         if key in self._by_device:
             return self._by_device[key]
@@ -168,7 +168,7 @@ class Placement(Identified):
         """Return the placement of a trace's layers, in the trace's order and numbering.
 
         Args:
-            trace: what is placed.
+            trace: its layers are selected.
             name: of the placement, for messages.
 
         Raises:
@@ -250,7 +250,7 @@ class Placement(Identified):
         return self.with_rows(rows, moe_layers, model)
 
     def with_extra_layers(self, layer_ids: Sequence[int]) -> Placement:
-        """Return the placement with more layers, in which experts lie in order and fill every resident slot.
+        """Return the placement with more layers, in which experts are in order and fill every resident slot.
 
         Args:
             layer_ids: the model's own numbers of layers that were not recorded, such as draft (MTP) layers.
@@ -341,7 +341,7 @@ def position(placement: Placement, layer: int, layer_id: int | None) -> int:
 
 
 def lowest_slots(slot_to_expert: Tensor, num_experts: int) -> Tensor:
-    """[L, E] int32 lowest slot of every expert, -1 for an expert without one."""
+    """Return the [L, E] int32 lowest slot of every expert, -1 for an expert without one."""
     slots = slot_to_expert.numpy()
     home = np.full((slots.shape[0], num_experts), -1, dtype=np.int32)
     for p in reversed(range(slots.shape[1])):
@@ -351,7 +351,7 @@ def lowest_slots(slot_to_expert: Tensor, num_experts: int) -> Tensor:
 
 
 def _int32(name: str, value: Any) -> Tensor:
-    """A private copy on the host, so that no caller can change what has been checked."""
+    """Return a private copy on the host, so that no caller can change validated values."""
     tensor = torch.as_tensor(value, device="cpu")
     if tensor.dtype not in (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64):
         raise ValueError(f"{name} must be integers, got {tensor.dtype}")
@@ -362,7 +362,7 @@ def _int32(name: str, value: Any) -> Tensor:
 
 
 def check_same_shape(now: Placement, new: Placement) -> None:
-    """Raises ValueError if a placement cannot take another's place in memory."""
+    """Raise ValueError if a placement cannot replace another in its memory."""
     for name in ("topology", "num_layers", "num_experts", "num_shared", "slots_per_rank", "spare_slots"):
         if getattr(new, name) != getattr(now, name):
             raise ValueError(
@@ -371,7 +371,7 @@ def check_same_shape(now: Placement, new: Placement) -> None:
 
 
 def placement_errors(placement: Placement) -> list[str]:
-    """What is wrong with a placement, one sentence each; empty if nothing is."""
+    """Return the errors of a placement, one sentence each; empty if there are none."""
     slots, home = placement.arrays
     layers, num_slots = slots.shape
     experts, ranks = placement.num_experts, placement.topology.num_ranks
@@ -434,7 +434,7 @@ def _shape_errors(placement: Placement) -> list[str]:
 
 
 def _shared_errors(placement: Placement, per_rank: IntArray) -> list[str]:
-    """Shared experts lie in the last resident slots of every live rank, and nowhere else."""
+    """Yield errors unless shared experts are in the last resident slots of every live rank, and nowhere else."""
     num, live = placement.num_shared, placement.topology.live_ranks
     last = per_rank.shape[2] - placement.spare_slots
     wanted = np.arange(placement.num_routed, placement.num_experts)
@@ -449,10 +449,10 @@ def _shared_errors(placement: Placement, per_rank: IntArray) -> list[str]:
 
 
 def _merged_homes(per_rank: IntArray, home: IntArray) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """[n, 2] (layer, expert) whose home has a lower slot of the same expert on its rank."""
+    """Return [n, 2] (layer, expert) whose home slot has a lower slot of the same expert on its rank."""
     layers, _, size = per_rank.shape
     experts = np.arange(home.shape[1])
     rank, place = np.divmod(home, size)
-    row = per_rank[np.arange(layers)[:, None], rank]  # [L, E, S] slots of the home's rank
+    row = per_rank[np.arange(layers)[:, None], rank]  # [L, E, S] slots of the rank of each home slot
     first = (row == experts[None, :, None]).argmax(-1)
     return np.argwhere(first < place)

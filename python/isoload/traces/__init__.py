@@ -1,4 +1,4 @@
-"""Traces, and the files that they are read from and written to."""
+"""Traces of recorded routing, and the files from which they are read and to which they are written."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Which layers of which model the rows of a record or a placement are about.
+"""The layers and the model to which the rows of a record or a placement belong.
 
 Engines number layers differently: SGLang and TensorRT-LLM by the model's own numbers, vLLM and vllm-ascend by
 position among the MoE layers. An :class:`Identity` states which of these the ``layer_ids`` of a record are. Joins
-and conversions use it, so that nothing is matched by position in silence.
+and conversions use it, so that rows are never matched by position without a statement that allows it.
 
 The MoE layers of a model come from its config.json, by the keys of Hugging Face's configs: DeepSeek, GLM and Kimi
 (first_k_dense_replace), Qwen (decoder_sparse_step, mlp_only_layers), Llama 4 (interleave_moe_layer_step), ERNIE
@@ -34,15 +34,15 @@ Record = TypeVar("Record", bound="Identified")
 
 @dataclass(frozen=True)
 class Identity:
-    """What ``layer_ids`` [L] mean.
+    """Meaning of ``layer_ids`` [L].
 
     Args:
-        numbering: "model": the model's own layer numbers, MoE layers alone. "moe": positions among the MoE layers.
+        numbering: "model": the model's own layer numbers, MoE layers only. "moe": positions among the MoE layers.
             "hidden": the model's own numbers with rows for dense layers too, as in SGLang's placement files. "order":
-            not known; such rows join only rows of the same kind.
-        moe_layers: the model's own numbers of all its MoE layers, ascending; () = not known. Needed between "moe" and
-            the other numberings.
-        model: name of the model, "" = not known.
+            unknown; such rows can be joined only with rows of the same kind.
+        moe_layers: the model's own numbers of all its MoE layers, ascending; () = unknown. Needed to convert between
+            "moe" and the other numberings.
+        model: name of the model, "" = unknown.
 
     Raises:
         ValueError: an unknown numbering; moe_layers that are not ascending layer numbers.
@@ -146,7 +146,7 @@ class Identity:
                 f"{what} does not state which layers of the model its {len(rows)} rows are: {HOW}"
             )
         if not self.moe_layers:
-            # Layers 0 .. n-1 of the model with no gap: no dense layer lies before any of them.
+            # Layers 0 .. n-1 of the model without a gap: no dense layer precedes any of them.
             if current == "model" and sorted(rows) == list(range(len(rows))):
                 return rows
             which = (
@@ -184,7 +184,7 @@ def identity_from_json(content: Any) -> Identity:
 
 
 class Identified:
-    """Base of recorded traces and placements: layers, and what their numbers mean."""
+    """Base of recorded traces and placements: layers, and the meaning of their numbers."""
 
     layer_ids: tuple[int, ...]
     identity: Identity
@@ -220,7 +220,7 @@ def joined(first: Identity, second: Identity, what: str, other_what: str) -> Ide
     }
     if len(names) > 1:
         raise ValueError(
-            f"{what} is of the model {first.model}, but {other_what} of {second.model}: where they are the same, "
+            f"{what} is of the model {first.model}, but {other_what} of {second.model}: if they are the same, "
             "pass --model"
         )
     if first.moe_layers and second.moe_layers and first.moe_layers != second.moe_layers:
@@ -239,14 +239,14 @@ def matching_rows(
     others: Sequence[int],
     other_what: str,
 ) -> list[int]:
-    """Return for each layer [L] of one the row of ``others`` that is about the same layer of the model.
+    """Return for each layer [L] of one record the row of ``others`` that is about the same layer of the model.
 
     Args:
-        one, layer_ids, what: of the record whose layers are wanted; its name is for messages.
-        other, others, other_what: of the record that has the rows.
+        wanted, layer_ids, what: of the record whose layers are wanted; what is its name for messages.
+        source, others, other_what: of the record that has the rows.
 
     Raises:
-        ValueError: different models, a layer that the other lacks, or numberings that cannot be compared.
+        ValueError: different models, a layer that the other record lacks, or numberings that cannot be compared.
     """
     agreed = joined(wanted, source, what, other_what)
     mine, theirs = (
@@ -280,10 +280,10 @@ def spans(numbers: Sequence[int]) -> str:
     return ", ".join(texts if len(texts) <= 8 else [*texts[:7], f"... {texts[-1]}"])
 
 
-KINDS = ("mlp_layer_types", "moe_layer_freq", "hybrid_override_pattern")  # an entry per layer
+KINDS = ("mlp_layer_types", "moe_layer_freq", "hybrid_override_pattern")  # one entry per layer
 LISTS = ("moe_layers", "moe_layers_enum")  # the numbers of the MoE layers
 SPARSE = (1, "sparse", "moe", "hash_moe", "E")
-# Every step-th layer has experts. The last of each step layers has them, but for Jamba, which names an offset, and for
+# Every step-th layer has experts: the last of each step layers, except for Jamba, which names an offset, and for
 # DeepSeek's moe_layer_freq, which counts from layer 0.
 STEPS = ("decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_interval")
 FIRSTS = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
@@ -320,7 +320,7 @@ def moe_layers_of(config: dict[str, Any]) -> tuple[int, ...]:
 
 
 def _step(config: dict[str, Any]) -> tuple[int, int]:
-    """Layers ``n`` with ``(n - offset) % step == 0`` have experts."""
+    """Return (step, offset): layers ``n`` with ``(n - offset) % step == 0`` have experts."""
     if config.get("expert_layer_period") is not None:
         return max(_number(config, "expert_layer_period", 1), 1), _number(config, "expert_layer_offset", 0)
     for key in STEPS:

@@ -1,6 +1,6 @@
-"""The project's own trace files: an .npz of the arrays, one of which, ``about``, is everything else as JSON.
+"""The project's own trace files: an .npz of the arrays and of ``about``, a JSON object with all other fields.
 
-Files of before have that in a .json of the same stem, which is read where the .npz says nothing.
+Older files have the JSON in a .json of the same stem, which is read if the .npz has no ``about``.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _JSON_FIELDS = {"name": (str, "a string"), "num_experts": (int, "an integer"), "
 
 
 def read_npz(path: Path, limit: int) -> dict[str, Any]:
-    """The fields of the Trace in an .npz, and in the .json beside one of before, not checked against each other.
+    """Return the fields of the Trace in an .npz, and in the .json of an older file, not checked against each other.
 
-    limit: most bytes of the arrays, and of the .json.
+    limit: largest size of the arrays, and of the .json, in bytes.
     """
     arrays, others = read_arrays(path, (*ARRAYS, ABOUT), limit)
     if "counts" not in arrays and "topk_ids" not in arrays:
@@ -49,7 +49,7 @@ def read_npz(path: Path, limit: int) -> dict[str, Any]:
 
 
 def _labels(path: Path, cluster: npt.NDArray[Any]) -> tuple[str, ...]:
-    """cluster [batches] as text."""
+    """Return cluster [batches] as text."""
     if cluster.dtype.kind == "U" and cluster.size and cluster.itemsize:
         codes = np.ascontiguousarray(cluster).view(f"{cluster.dtype.byteorder}u4")
         if (wrong := codes[(codes > 0x10FFFF) | (codes >> 11 == 0xD800 >> 11)]).size:
@@ -58,13 +58,13 @@ def _labels(path: Path, cluster: npt.NDArray[Any]) -> tuple[str, ...]:
 
 
 def _num_experts(path: Path, arrays: dict[str, Ints]) -> tuple[int, str]:
-    """E derived from the arrays alone, and from what."""
+    """Return E derived from the arrays alone, and the name of its source."""
     counts, ids = arrays.get("counts"), arrays.get("topk_ids")
     if counts is not None:
         return (counts.shape[-1] if counts.ndim else 0), "counts"
     assert ids is not None
     if ids.dtype.kind not in "iu" or not ids.size:
-        return 1, "largest id"  # Trace refuses them
+        return 1, "largest id"  # Trace rejects them
     largest = int(ids.max())
     if largest >= MAX_EXPERTS:
         raise ValueError(f"{path}: topk_ids must be below {MAX_EXPERTS}, got {largest}")
@@ -72,8 +72,9 @@ def _num_experts(path: Path, arrays: dict[str, Ints]) -> tuple[int, str]:
 
 
 def _about(path: Path, arrays: dict[str, npt.NDArray[Any]], limit: int) -> dict[str, Any]:
-    """The fields that a trace's JSON gives: that among the arrays, which it leaves, else in the .json beside, else
-    none."""
+    """Return the fields in a trace's JSON, which is removed from the arrays, else in the .json of the same stem, else
+    none.
+    """
     if (note := arrays.pop(ABOUT, None)) is not None:
         if note.dtype.kind != "S" or note.ndim or note.nbytes > MAX_NOTES:
             got = f"{note.dtype} {list(note.shape)}"
@@ -91,10 +92,10 @@ def _about(path: Path, arrays: dict[str, npt.NDArray[Any]], limit: int) -> dict[
 
 
 def _parse_about(path: str, text: bytes) -> dict[str, Any]:
-    """The fields in a JSON object; path: for messages."""
+    """Return the fields in a JSON object; path: for messages."""
     try:
         known = parse_json(text.decode())
-        json.dumps(known, ensure_ascii=False).encode()  # \ud800 is JSON, but no text that could be printed
+        json.dumps(known, ensure_ascii=False).encode()  # \ud800 is valid JSON, but cannot be printed
     except RecursionError:
         raise ValueError(f"{path}: is nested too deep") from None
     except UnicodeError as error:
@@ -122,8 +123,9 @@ def _parse_about(path: str, text: bytes) -> dict[str, Any]:
 
 
 def _identity(known: dict[str, Any], layer_ids: list[int]) -> Identity:
-    """Older files have no identity: of vLLM's records alone they state how layers are numbered, and layers 0..L-1 may
-    have been positions or the model's own numbers.
+    """Return the identity. Older files have none: those of vLLM's records state how layers are numbered; for other
+    files
+    layers 0..L-1 may be positions or the model's own numbers.
     """
     if "identity" in known:
         return identity_from_json(known.pop("identity"))
@@ -133,10 +135,11 @@ def _identity(known: dict[str, Any], layer_ids: list[int]) -> Identity:
 
 
 def write_trace(trace: Trace, path: str | Path, **more: Ints) -> None:
-    """Writes ``path`` (.npz), which holds all that :func:`read_trace` reads back; more: arrays that it does not read.
+    """Write ``path`` (.npz), from which :func:`read_trace` reads the whole trace; more: arrays that it does not read.
 
-    Each array has the narrowest integers that hold it. The file is written aside and renamed when complete: a crash
-    leaves no half-written one.
+    Each array has the narrowest integers that hold it. The file is written under another name and renamed when
+    complete:
+    a crash leaves no partial file.
 
     Raises:
         ValueError: another suffix than .npz; provenance that JSON cannot hold.
@@ -153,7 +156,7 @@ def write_trace(trace: Trace, path: str | Path, **more: Ints) -> None:
     arrays: dict[str, Any] = {key: _narrow(a) for key in DIMS if (a := getattr(trace, key)) is not None}
     if trace.cluster is not None:
         arrays["cluster"] = np.array(trace.cluster)
-    known["arrays"] = list(arrays)  # zipfile does not see that damage to its index hides some
+    known["arrays"] = list(arrays)  # zipfile does not detect that damage to its index hides arrays
     try:
         text = json.dumps(known, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
@@ -169,7 +172,7 @@ def write_trace(trace: Trace, path: str | Path, **more: Ints) -> None:
 
 
 def _narrow(array: Ints) -> Ints:
-    """Nothing in a trace is below -1."""
+    """Return the array in the narrowest dtype that holds its values, which are at least -1."""
     signed = (np.int8, np.int16, np.int32, np.int64)
     dtypes = signed if array.min() < 0 else (np.uint8, np.uint16, np.uint32, np.uint64)
     return array.astype(next(dtype for dtype in dtypes if array.max() <= np.iinfo(dtype).max))

@@ -1,7 +1,7 @@
 """Trace: recorded routing over many batches, and the checks of its fields.
 
 A trace file is a zip archive that may come from anywhere, so its members and their sizes are checked before memory
-is taken. Where a record of loads lacks K, the experts per token, it is looked up by the model's name.
+is allocated. If a record of loads lacks K, the experts per token, K is looked up by the model's name.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from isoload.files import MAX_ARRAYS, MAX_EXPERTS, open_regular
 from isoload.traces.identity import Identified, Identity
 from isoload.wording import amount, nearest, shown
 
-MAX_BYTES_NAME = "ISOLOAD_MAX_TRACE_BYTES"  # of the environment: another limit
+MAX_BYTES_NAME = "ISOLOAD_MAX_TRACE_BYTES"  # environment variable with another limit
 
 
 def max_bytes(argument: int | None) -> int:
-    """The limit: given, or the environment's, or MAX_ARRAYS."""
+    """Return the limit: the argument, else the environment's, else MAX_ARRAYS."""
     name, value = (
         ("max_bytes", argument) if argument is not None else (MAX_BYTES_NAME, os.environ.get(MAX_BYTES_NAME))
     )
@@ -38,7 +38,7 @@ def max_bytes(argument: int | None) -> int:
 
 
 def check_bytes(what: str | Path, size: int, limit: int) -> None:
-    """Refuses what is larger than the limit, before memory is taken for it."""
+    """Reject sizes above the limit, before memory is allocated."""
     if size > limit:
         raise ValueError(
             f"{what}: unfolds to {size / 2**20:.0f} MiB, above the limit of {limit / 2**20:g} MiB: "
@@ -47,7 +47,7 @@ def check_bytes(what: str | Path, size: int, limit: int) -> None:
 
 
 def read_members(path: Path) -> list[zipfile.ZipInfo]:
-    """What a zip archive holds, nothing of it unfolded."""
+    """Return the members of a zip archive without reading them."""
     with open_regular(path) as file:
         magic = file.read(2)
         if magic != b"PK":
@@ -56,12 +56,12 @@ def read_members(path: Path) -> list[zipfile.ZipInfo]:
             with zipfile.ZipFile(file) as archive:
                 return archive.infolist()
         except (zipfile.BadZipFile, NotImplementedError, OSError, ValueError):
-            # damage may read as a version yet to come, or as a place before the file's start
+            # Damage may look like a future version, or like an offset before the start of the file.
             raise ValueError(f"{path}: is truncated or damaged") from None
 
 
 def is_npz(path: Path, members: Sequence[zipfile.ZipInfo]) -> bool:
-    """npz and torch files are both zip archives; their members distinguish them."""
+    """Return whether an archive is an npz or a torch file: both are zip archives with different members."""
     names = [member.filename for member in members]
     if any(name.endswith("data.pkl") for name in names):
         return False
@@ -73,7 +73,7 @@ def is_npz(path: Path, members: Sequence[zipfile.ZipInfo]) -> bool:
 def read_arrays(
     path: Path, names: Collection[str], limit: int
 ) -> tuple[dict[str, npt.NDArray[Any]], list[str]]:
-    """Return the named arrays of an npz that are in it, and the names of its other arrays, which are not unfolded.
+    """Return the named arrays that are in an npz, and the names of its other arrays, which are not read.
 
     Args:
         path: of the npz.
@@ -81,7 +81,7 @@ def read_arrays(
         limit: most bytes that the named arrays may take in memory.
 
     Raises:
-        ValueError: another file, a damaged one or one above the limit; naming the file.
+        ValueError: another file, a damaged one or one above the limit; names the file.
         OSError: a file that cannot be opened.
     """
     members = read_members(path)
@@ -94,10 +94,10 @@ def read_arrays(
             arrays = {key: archive[key] for key in archive.files if key in names}
             others = [key for key in archive.files if key not in arrays]
     except Exception as error:
-        # damaged bytes surface from zipfile, zlib, tokenize or NumPy, as a dozen types
+        # Damaged bytes raise from zipfile, zlib, tokenize or NumPy, in a dozen types.
         raise ValueError(f"{path}: cannot be read as an npz of plain arrays ({str(error)[:200]})") from None
     for key, array in arrays.items():
-        if not isinstance(array, np.ndarray):  # NumPy hands over the bytes of a member without a header
+        if not isinstance(array, np.ndarray):  # NumPy returns the bytes of a member without a header
             raise ValueError(
                 f"{path}: {key}.npy must be an array in NumPy's format, got {len(array)} other bytes"
             )
@@ -120,14 +120,15 @@ MODELS = {
 
 
 def model_top_k(model: str, num_experts: int) -> int:
-    """K of a model with so many routed experts; 0: not known."""
+    """Return K of a model with num_experts routed experts; 0: unknown."""
     name = re.sub(r"[\s_]+", "-", model.lower())
     return next((sizes.get(num_experts, 0) for part, sizes in MODELS.items() if part in name), 0)
 
 
 def with_top_k(trace: Trace, model: str | None = None) -> Trace:
-    """The trace with its own K; without one with the given (a number, or the name of a model), else with that of the
-    model that the record names; K stays 0 where neither is known.
+    """Return the trace with its own K; if it has none, with the given one (a number, or the name of a model), else
+    with that
+    of the model that the record names. K stays 0 if neither is known.
     """
     if model is None:
         return replace(
@@ -148,7 +149,7 @@ def with_top_k(trace: Trace, model: str | None = None) -> Trace:
 
 Ints = npt.NDArray[np.integer[Any]]
 
-MAX_SUM = 2**53  # copies and tokens of a whole trace: exact in a float64, and no product of them wraps
+MAX_SUM = 2**53  # copies and tokens of a whole trace: exact in a float64, and no product of them overflows
 
 DIMS = {
     "counts": "[batches, L, E]",
@@ -160,10 +161,10 @@ DIMS = {
 
 @dataclass(frozen=True, eq=False)
 class Trace(Identified):
-    """Loads, per-token choices or both, of L layers and E logical experts. A host record, checked when made.
+    """Loads, per-token choices or both, of L layers and E logical experts. A host record, validated at construction.
 
-    ``counts`` and ``topk_ids`` may describe different tokens (a long run, and the choices of a part of it).
-    Where ``tokens_per_batch`` adds up to the number of tokens they describe the same ones and must be consistent.
+    ``counts`` and ``topk_ids`` may describe different tokens (a long run, and the choices of a part of it). If
+    ``tokens_per_batch`` adds up to the number of tokens, both describe the same tokens and must be consistent.
 
     Args:
         name: its name in tables.
@@ -171,17 +172,17 @@ class Trace(Identified):
         top_k: K, experts per token; 0 = unknown. Default: the width of topk_ids.
         counts: [batches, L, E] int64 copies.
         topk_ids: [tokens, L, K] int32 logical experts, none twice; -1 = absent. In the order of the run.
-        tokens_per_batch: [batches] int64: tokens behind each batch of counts, so that the sum over E of
-            counts[b, l] is at most tokens_per_batch[b] * top_k; without counts, consecutive cuts of topk_ids.
+        tokens_per_batch: [batches] int64 tokens of each batch of counts; the sum over E of counts[b, l] is at most
+            tokens_per_batch[b] * top_k. Without counts: consecutive cuts of topk_ids.
         seq_id: [tokens] int64, equal for tokens of one sequence (or forward pass): they have one source rank.
         cluster: [batches] label; batches of one label are near-copies or of one domain.
         layer_ids: [L] numbers of the layers, distinct. Default: 0..L-1.
-        provenance: model, source, licence and what else is known: JSON values.
-        identity: what layer_ids mean. Default: the model's own numbers where layer_ids are given, else positions of
-            which nothing more is known.
+        provenance: model, source, licence and other facts: JSON values.
+        identity: meaning of layer_ids. Default: the model's own numbers if layer_ids are given, else positions without
+            a statement about the model.
 
     Raises:
-        ValueError: naming the field, the rule and the value.
+        ValueError: names the field, the rule and the value.
     """
 
     name: str
@@ -223,14 +224,14 @@ class Trace(Identified):
 
     @property
     def num_batches(self) -> int:
-        """Batches of :meth:`batch_counts`; tokens without known batches are one batch."""
+        """Number of batches of :meth:`batch_counts`; tokens without known batches are one batch."""
         batches = self.tokens_per_batch if self.counts is None else self.counts
         return 1 if batches is None else len(batches)
 
     def batch_counts(self) -> Ints:
-        """[batches, L, E] int64 copies: ``counts`` where recorded, else counted from ``topk_ids``.
+        """Return [batches, L, E] int64 copies: ``counts`` if recorded, else counted from ``topk_ids``.
 
-        Refused where they would take more memory than a trace may, see :func:`read_trace`.
+        Raises ValueError if they would need more memory than a trace may, see :func:`read_trace`.
         """
         if self.counts is not None:
             return self.counts
@@ -253,7 +254,7 @@ class Trace(Identified):
         return f"Trace({', '.join(parts)})"
 
     def select_layers(self, layers: Sequence[int]) -> Trace:
-        """The trace of some layers, by position (not by the model's layer number)."""
+        """Return the trace of some layers, by position (not by the model's layer number)."""
         picked = list(layers)
         if not picked or not all(0 <= layer < self.num_layers for layer in picked):
             raise ValueError(f"layers must be some of 0..{self.num_layers - 1}, got {picked}")
@@ -266,7 +267,7 @@ class Trace(Identified):
 
 
 def count_batches(topk_ids: Ints, tokens_per_batch: Ints | Sequence[int], num_experts: int) -> Ints:
-    """[batches, L, E] int64 copies of ids [tokens, L, K] cut into consecutive batches; -1 is not counted."""
+    """Return [batches, L, E] int64 copies of ids [tokens, L, K] cut into consecutive batches; -1 is not counted."""
     layers = topk_ids.shape[1]
     # One bincount for all layers: key = layer * E + expert.
     first_key = np.arange(layers)[:, None] * num_experts
@@ -279,25 +280,25 @@ def count_batches(topk_ids: Ints, tokens_per_batch: Ints | Sequence[int], num_ex
 
 
 def counts_of_slots(slot_map: Ints, copies: Ints, num_experts: int) -> Ints:
-    """[L, E] int64 copies of experts, from those of the slots that hold them: both [L, P]."""
+    """Return [L, E] int64 copies of experts, from copies of the slots that hold them; both arguments [L, P]."""
     counts = np.zeros((len(slot_map), num_experts), dtype=np.int64)
     np.add.at(counts, (np.arange(len(slot_map))[:, None], slot_map), copies)
     return counts
 
 
 def check_covered(key: str, slot_map: Ints, num_experts: int) -> None:
-    """Refuses slots [L, P] that lack an expert in some layer; key: for messages."""
+    """Raise ValueError if slots [L, P] lack an expert in some layer; key: for messages."""
     for layer, row in enumerate(slot_map):
         if (missing := np.setdiff1d(np.arange(num_experts), row)).size:
             raise ValueError(f"{key} must hold every expert, layer {layer} lacks {missing[0]}")
 
 
 def trace_errors(trace: Trace) -> list[str]:
-    """What is wrong with a trace, one sentence each; empty if nothing is."""
+    """Return the errors of a trace, one sentence each; empty if there are none."""
     if trace.counts is None and trace.topk_ids is None:
         return ["counts or topk_ids must be given, got neither"]
     for step in (_array_errors, _shape_errors, _range_errors, _sum_errors):
-        if errors := list(step(trace)):  # each step may rely on the ones before it
+        if errors := list(step(trace)):  # each step may rely on the steps before it
             return errors
     return []
 
@@ -369,7 +370,7 @@ def _sum_errors(trace: Trace) -> Iterator[str]:
     counts, ids, tokens = trace.counts, trace.topk_ids, trace.tokens_per_batch
     if tokens is None:
         return
-    tokens = tokens.astype(np.int64)  # files hold narrow integers, where tokens * top_k would wrap
+    tokens = tokens.astype(np.int64)  # files hold narrow integers, in which tokens * top_k would overflow
     same_tokens = ids is not None and int(tokens.sum()) == len(ids)
     if counts is None and ids is not None and not same_tokens:
         yield f"tokens_per_batch must sum to the {len(ids)} tokens of topk_ids, got {tokens.sum()}"

@@ -51,9 +51,9 @@ def same_layers(first: Trace, other: Trace) -> Trace:
 
 
 def join_batches(traces: Sequence[Trace], name: str) -> Trace:
-    """Return one trace with the batches of all, one after the other; each recording is a cluster of its own.
+    """Return one trace with the batches of all, one recording after the other; each recording is a cluster of its own.
 
-    Per-token choices are kept where every trace has them.
+    Per-token choices are kept if every trace has them.
 
     Raises:
         ValueError: different models, layers, experts or top_k.
@@ -95,7 +95,7 @@ def _tokens_per_batch(trace: Trace) -> Ints | None:
 
 
 def _sequences(parts: Sequence[Trace]) -> Ints | None:
-    """[tokens] distinct sequences in distinct traces; None where some trace does not know its own."""
+    """Return [tokens] sequence numbers, distinct in distinct traces; None if some trace has none."""
     joined_ids, start = [], 0
     for part in parts:
         if part.seq_id is None:
@@ -149,9 +149,9 @@ def join_stages(traces: Sequence[Trace], name: str) -> Trace:
 
 
 Paths = str | Path | Sequence[str | Path]
-SUFFIXES = (".pt", ".npz", ".jsonl")  # what is read of a folder, but for TensorRT-LLM's
+SUFFIXES = (".pt", ".npz", ".jsonl")  # files of a folder that are read, in addition to TensorRT-LLM's
 MOST_LAYERS = 512  # of a trace that does not state its layers
-READ_AS = "read as"  # key of a trace's provenance: how its files were taken, in words
+READ_AS = "read as"  # key of a trace's provenance: how its files were read, in words
 
 
 def read_trace(
@@ -162,26 +162,26 @@ def read_trace(
     allow_missing_ranks: bool = False,
     max_bytes: int | None = None,
 ) -> Trace:
-    """Read a trace by what its files hold, not by their names; several recordings become batches of one trace.
+    """Read a trace; the contents of files decide their kind, not their names. Recordings become batches of one trace.
 
     Args:
         path: a file, a folder, a pattern such as ``dump/*.pt``, or a list of these. A file is one of
 
             * an .npz of arrays named as the fields of :class:`Trace`, and ``about``: name, top_k, num_experts,
-              layer_ids, identity and provenance as JSON; where it is missing a .json of the same stem may hold them;
+              layer_ids, identity and provenance as JSON; if it is missing, a .json of the same stem may hold them;
             * an .npz that a rank wrote in shadow mode (``ISOLOAD_RECORD``);
             * an SGLang recorder dump (:mod:`isoload.traces.sglang`), one file for each rank;
             * TensorRT-LLM's expert statistics (:mod:`isoload.traces.statistics`), one for each rank;
             * vLLM's load statistics, lines of JSON (:mod:`isoload.traces.statistics`);
             * a .pt of one tensor [L, E], the loads that vllm-ascend's offline script reads.
-        stages: files whose layers are numbered from 0 are stages of one pipeline, in the order given.
+        stages: files whose layers are numbered from 0 are stages of one pipeline, in the given order.
         same_layers: files whose layers are numbered from 0 are recordings of the same layers.
         allow_missing_ranks: a recording that lacks the file of a rank is read with a warning.
-        max_bytes: most that a recording's arrays may take, unfolded: a small archive may hold gigabytes of zeros.
+        max_bytes: largest size of a recording's arrays in memory: a small archive may hold gigabytes of zeros.
             Default: the environment's ISOLOAD_MAX_TRACE_BYTES, else 2^30 (1 GiB).
 
     Raises:
-        ValueError: naming the file, what is wrong with it, and the option that helps.
+        ValueError: names the file, the error in it, and the option that helps.
         OSError: a file that cannot be opened.
         ImportError: TensorRT-LLM's statistics without safetensors.
     """
@@ -200,7 +200,7 @@ def read_trace(
 def check_layers(
     trace: Trace, advice: str = "a file of a model with so many layers states layer_ids"
 ) -> None:
-    """Refuse a trace of arrays with more layers than any model has, as one whose axes are in another order looks.
+    """Reject a trace of arrays with more layers than any model has: probably its axes are in another order.
 
     Args:
         trace: of one recording.
@@ -236,7 +236,7 @@ def read_recordings(
     allow_missing_ranks: bool = False,
     max_bytes: int | None = None,
 ) -> list[Trace]:
-    """Read each recording as a trace of its own, in the order given; arguments and errors as :func:`read_trace`."""
+    """Read each recording as a trace of its own, in the given order; arguments and errors as :func:`read_trace`."""
     limit = byte_limit(max_bytes)
     paths = [path] if isinstance(path, str | Path) else list(path)
     if not paths:
@@ -253,7 +253,7 @@ def read_recordings(
 
 
 def _expand(paths: Sequence[str | Path]) -> tuple[list[Path], dict[Path, list[Path]]]:
-    """Files, and TensorRT-LLM's folders with the rank files that were named one by one (none: all of them)."""
+    """Return files, and TensorRT-LLM's folders with the rank files that were named one by one (none: all of them)."""
     files: list[Path] = []
     folders: dict[Path, list[Path]] = {}
     for name in paths:
@@ -287,7 +287,7 @@ def _expand(paths: Sequence[str | Path]) -> tuple[list[Path], dict[Path, list[Pa
 
 
 def _check_twice(files: Sequence[Path]) -> None:
-    """Refuse a file that is given twice, under another name too."""
+    """Reject a file that is given twice, under another name too."""
     paths_by_digest: dict[bytes, Path] = {}
     for path in files:
         content = blake2b()
@@ -303,7 +303,7 @@ def _check_twice(files: Sequence[Path]) -> None:
 
 
 def _read_files(files: Sequence[Path], limit: int, allow_missing: bool) -> Iterator[tuple[Path, Trace]]:
-    """Each recording's trace, with the first of its files."""
+    """Yield each recording's trace, with the first of its files."""
     dumps: dict[Path, dict[str, Any]] = {}
     shadows: dict[Path, Trace] = {}
     members = {path: read_members(path) for path in files if not looks_like_json(path)}
@@ -337,7 +337,7 @@ def _read_files(files: Sequence[Path], limit: int, allow_missing: bool) -> Itera
 def _read_ranks(
     dumps: dict[Path, dict[str, Any]], shadows: dict[Path, Trace], allow_missing: bool
 ) -> Iterator[tuple[Path, Trace]]:
-    """Recordings of one file for each rank; SGLang's stat mode has one file for all."""
+    """Yield recordings of one file for each rank; SGLang's stat mode has one file for all ranks."""
     described: list[RankFile] = []
     for path, dump in dumps.items():
         if sglang.mode_of(path, dump) == "stat":
@@ -372,7 +372,7 @@ def _shown(paths: Sequence[Path]) -> str:
 
 
 def _united(traces: list[Trace], stages: bool, same_layers: bool) -> list[Trace]:
-    """Traces of pipeline stages as one, where layer numbers or the caller say that they are stages."""
+    """Return traces of pipeline stages as one, if layer numbers or the caller state that they are stages."""
     vague = [trace for trace in traces if trace.identity.numbering == "moe" and "source" in trace.provenance]
     if stages and same_layers:
         raise ValueError("stages and same_layers exclude each other, got both")

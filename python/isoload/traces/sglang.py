@@ -10,12 +10,12 @@ per_pass   a file per rank: ``records`` with ``global_physical_count`` [L, P], a
 per_token  the same, and in each record ``topk_ids_of_layer`` [L, tokens, 8]: slots, -1 = padding
 =========  ==========================================================================================
 
-The files leave three things open. They are read so:
+The files leave three questions open, answered as follows:
 
-* The map is the last one. If experts moved while recording, earlier records are wrong and nothing shows it.
-* A record is one rank's view: of its own tokens, or of its own slots. A forward pass is the sum over ranks,
-  as SGLang sums them itself (per_token: their tokens one after the other). But ranks that agree in every
-  record share a view, since tensor-parallel attention routes the same tokens on each: they count once.
+* The map is the last one. If experts moved while recording, earlier records are wrong, and the files do not show it.
+* A record is one rank's view: of its own tokens, or of its own slots. A forward pass is the sum over ranks, as in
+  SGLang's own sum (per_token: their tokens one after the other). But ranks that agree in every record share a view,
+  because tensor-parallel attention routes the same tokens on each: they count once.
 * Ranks start and stop one after the other, so the first and last passes may lack some: these are dropped.
 
 L counts dense layers too. They are empty and dropped; the other layers keep their numbers. Stages of a pipeline have
@@ -42,7 +42,7 @@ _MAP = "last_physical_to_logical_map"
 _TENSORS = ("logical_count", _MAP, "global_physical_count", "topk_ids_of_layer")
 _DTYPES = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 _Dumps = dict[Path, dict[str, Any]]
-STAGE = 2**20  # ranks of stage s count from s * STAGE on while a recording is read
+STAGE = 2**20  # ranks of stage s are numbered from s * STAGE on while a recording is read
 
 
 def read_dumps(
@@ -77,7 +77,7 @@ def read_dumps(
 
 
 def load_torch(path: Path) -> Any:
-    """Return what torch.save wrote: a tensor, or an SGLang recorder dump; anything else is refused."""
+    """Return the object that torch.save wrote: a tensor, or an SGLang recorder dump; other objects are rejected."""
     try:
         with open_regular(path) as file:
             value = torch.load(file, map_location="cpu", weights_only=True)
@@ -90,7 +90,7 @@ def load_torch(path: Path) -> Any:
 
 
 def rank_file(path: Path, dump: dict[str, Any]) -> RankFile:
-    """Describe a dump with records: whose passes it holds, and in which layers tokens were routed."""
+    """Describe a dump with records: ranks, passes, and the layers in which tokens were routed."""
     mode, (layers, slots) = mode_of(path, dump), _slot_map(path, dump, (None, None)).shape
     passes: dict[int, set[int]] = {}
     routed: set[int] = set()
@@ -128,7 +128,7 @@ def read_ascend(path: Path, loads: torch.Tensor, limit: int) -> dict[str, Any]:
 
 
 def num_bytes(dump: dict[str, Any]) -> int:
-    """Return the bytes of the tensors that are read, as they unfold: a broadcast one takes no room in the file."""
+    """Return the bytes in memory of the tensors that are read: a broadcast tensor takes no space in the file."""
     records = dump.get("records")
     holders = [dump, *(records if isinstance(records, list) else [])]
     tensors = (holder.get(name) for holder in holders if isinstance(holder, dict) for name in _TENSORS)
@@ -145,7 +145,7 @@ def mode_of(path: Path, dump: dict[str, Any]) -> str:
         raise ValueError(f"{path}: is no SGLang recorder dump, its keys are {keys}")
     if not records:
         raise ValueError(f"{path}: has no records")
-    # A per_token record carries global_physical_count as well.
+    # A per_token record contains global_physical_count as well.
     for mode, key in (("per_token", "topk_ids_of_layer"), ("per_pass", "global_physical_count")):
         if all(isinstance(record, dict) and key in record for record in records):
             return mode
@@ -180,7 +180,7 @@ def _read_records(
         check_covered(f"{path}: {_MAP}", maps[path], num_experts)
         for raw in dump["records"]:
             record = read_record(path, raw, mode, maps[path], num_experts)
-            # Ranks of another stage are ranks of their own.
+            # Ranks of another stage have numbers of their own.
             record = record._replace(rank=record.rank + STAGE * stage_of.get(path, 0))
             if (key := record[:3]) in records:
                 raise ValueError(f"{path}: forward pass {key[0]} of rank {key[1]} is recorded twice")
@@ -204,7 +204,7 @@ def _read_records(
 
 
 def _slot_maps(dumps: _Dumps) -> dict[Path, Ints]:
-    """[L, P] logical expert in each slot, as each file ends."""
+    """Return [L, P] logical expert in each slot, at the end of each file."""
     maps: dict[Path, Ints] = {}
     shape: tuple[int | None, ...] = (None, None)
     for path, dump in dumps.items():
@@ -224,10 +224,10 @@ def _slot_map(path: Path, dump: dict[str, Any], shape: Sequence[int | None]) -> 
 
 
 def _check_slots(dumps: _Dumps, allow_missing: bool) -> None:
-    """Refuse per_pass files of some ranks alone, where each rank counted the slots that lie on it (DeepEP).
+    """Reject per_pass files of only some ranks, if each rank counted the slots on it (DeepEP).
 
-    Such a rank's counts are all in its own P/R slots, so that slots which nobody counted in any layer or pass show
-    that files are missing, though a file does not state how many ranks there are.
+    Such a rank's counts are all in its own P/R slots. So slots that no rank counted in any layer or pass indicate that
+    files are missing, although a file does not state the number of ranks.
     """
     counted: dict[int, Ints] = {}  # [P] bool by rank
     for dump in dumps.values():
@@ -261,7 +261,7 @@ class Record(NamedTuple):
 
 
 def integers(path: Path, name: str, value: Any, shape: Sequence[int | None]) -> Ints:
-    """A tensor of a file as int64; None in shape = any size."""
+    """Return a tensor of a file as int64; None in shape = any size."""
     if not isinstance(value, torch.Tensor) or value.dtype not in _DTYPES:
         got = getattr(value, "dtype", type(value).__name__)
         raise ValueError(f"{path}: {name} must be an integer tensor, got {got}")
@@ -277,7 +277,7 @@ def integers(path: Path, name: str, value: Any, shape: Sequence[int | None]) -> 
 
 
 def read_record(path: Path, raw: dict[str, Any], mode: str, slot_map: Ints, num_experts: int) -> Record:
-    """A record of a file, whose slots hold the experts of slot_map [L, P]."""
+    """Return a record of a file, whose slots hold the experts of slot_map [L, P]."""
     key = _key(path, raw)
     if mode == "per_pass":
         return Record(*key, _logical_counts(path, raw, slot_map, num_experts))
@@ -286,7 +286,7 @@ def read_record(path: Path, raw: dict[str, Any], mode: str, slot_map: Ints, num_
 
 
 def _key(path: Path, raw: dict[str, Any]) -> tuple[int, int, str]:
-    """Forward pass, rank and gatherer of a record."""
+    """Return forward pass, rank and gatherer of a record."""
     for name in ("forward_pass_id", "rank"):
         if type(raw.get(name)) is not int:
             raise ValueError(f"{path}: {name} of a record must be an integer, got {shown(raw.get(name))}")
@@ -299,32 +299,32 @@ def _key(path: Path, raw: dict[str, Any]) -> tuple[int, int, str]:
 
 
 def _sequence_lengths(known: Any, tokens: int) -> tuple[int, ...]:
-    """Tokens of each request of a prefill; a decode step (None) or a padded batch counts as one sequence."""
+    """Return tokens of each request of a prefill; a decode step (None) or a padded batch counts as one sequence."""
     valid = isinstance(known, list) and all(type(length) is int and length >= 0 for length in known)
     return tuple(known) if valid and sum(known) == tokens else (tokens,)
 
 
 def _slots_of(path: Path, raw: dict[str, Any], mode: str, shape: Sequence[int]) -> Ints:
-    """A record's copies of the slots [L, P] (per_pass), or its chosen slots [L, tokens, 8] (per_token)."""
+    """Return a record's copies of the slots [L, P] (per_pass), or its chosen slots [L, tokens, 8] (per_token)."""
     layers, num_slots = shape
     key = "topk_ids_of_layer" if mode == "per_token" else "global_physical_count"
     name = f"{key} of forward pass {raw['forward_pass_id']}"
     view = integers(path, name, raw[key], (layers, None, None) if mode == "per_token" else shape)
     if mode == "per_pass" and view.min() < 0:
         raise ValueError(f"{path}: {name} must not be negative, got {view.min()}")
-    # A fused shared expert would show as a slot past the last one.
+    # A fused shared expert would appear as a slot after the last one.
     if mode == "per_token" and view.size and (view.min() < -1 or view.max() >= num_slots):
         raise ValueError(f"{path}: {name} must be in -1..{num_slots - 1}, got {view.min()}..{view.max()}")
     return view
 
 
 def _logical_counts(path: Path, raw: dict[str, Any], slot_map: Ints, num_experts: int) -> Ints:
-    """[L, E] copies, summed over an expert's slots."""
+    """Return [L, E] copies, summed over an expert's slots."""
     return counts_of_slots(slot_map, _slots_of(path, raw, "per_pass", slot_map.shape), num_experts)
 
 
 def _logical_ids(path: Path, raw: dict[str, Any], slot_map: Ints) -> Ints:
-    """[tokens, L, 8] experts, -1 = padding."""
+    """Return [L, tokens, 8] experts, -1 = padding."""
     slots = _slots_of(path, raw, "per_token", slot_map.shape)
     layer = np.arange(len(slot_map))[:, None, None]
     ids: Ints = np.where(slots >= 0, slot_map[layer, slots], -1).transpose(1, 0, 2).astype(np.int32)
@@ -332,7 +332,7 @@ def _logical_ids(path: Path, raw: dict[str, Any], slot_map: Ints) -> Ints:
 
 
 def whole_passes(path: Path, records: Sequence[Record]) -> list[Record]:
-    """Without the first and last passes that some rank did not record; a gap in between is an error."""
+    """Return records without the first and last passes that some rank did not record; a gap in between is an error."""
     ranks = {record.rank for record in records}
     ranks_by_pass: dict[int, set[int]] = {}
     for record in records:
@@ -348,7 +348,7 @@ def whole_passes(path: Path, records: Sequence[Record]) -> list[Record]:
 
 
 def distinct_ranks(records: Sequence[Record]) -> list[Record]:
-    """One rank per view: the lowest of those that agree in every record. Records come ordered by key."""
+    """Return one rank per view: the lowest of those that agree in every record. Records must be ordered by key."""
     views = {record.rank: blake2b() for record in records}
     for record in records:
         views[record.rank].update(f"{record.forward_pass} {record.gatherer} {record.view.shape}".encode())
@@ -360,7 +360,7 @@ def distinct_ranks(records: Sequence[Record]) -> list[Record]:
 
 
 def sum_passes(records: Sequence[Record]) -> dict[str, Any]:
-    """``counts`` of the forward passes in order; passes without a routed token are dropped."""
+    """Return ``counts`` of the forward passes in order; passes without a routed token are dropped."""
     passes: dict[int, Ints] = {}
     for record in records:
         passes[record.forward_pass] = passes.get(record.forward_pass, np.int64(0)) + record.view
@@ -369,7 +369,7 @@ def sum_passes(records: Sequence[Record]) -> dict[str, Any]:
 
 
 def join_tokens(records: Sequence[Record]) -> dict[str, Any]:
-    """``topk_ids`` in the order of passes, then ranks; padding and unused columns of the 8 are dropped."""
+    """Return ``topk_ids`` in the order of passes, then ranks; padding and unused columns of the 8 are dropped."""
     width = max(record.view.shape[2] for record in records)
     views = [
         np.pad(r.view, ((0, 0), (0, 0), (0, width - r.view.shape[2])), constant_values=-1) for r in records

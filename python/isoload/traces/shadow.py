@@ -17,19 +17,19 @@ from isoload.traces.identity import Identity
 from isoload.traces.record import Ints, Trace
 from isoload.wording import amount, shown
 
-ALLOW = "--allow-missing-ranks (allow_missing_ranks=True) reads the others"
+ALLOW = "--allow-missing-ranks (allow_missing_ranks=True) reads the remaining ranks"
 
 
 class RankFile(NamedTuple):
-    """What a file of one rank, seldom of several, holds.
+    """Content of a file of one rank, rarely of several.
 
     path      the file
     passes    {rank: numbers of its forward passes}, at least one
     layers    layers in which its ranks routed a token
     kind      files of different kinds are of different recordings
-    one_run   whether kind names a run of the engine, whose files belong together though they share no pass
-    shape     sizes of the engine: recordings of one shape have as many ranks
-    ranks     ranks of the group where the file states their number, else 0
+    one_run   whether kind names a run of the engine, whose files belong together even if they share no pass
+    shape     sizes of the engine: recordings of one shape have the same number of ranks
+    ranks     ranks of the group if the file states their number, else 0
     """
 
     path: Path
@@ -67,11 +67,10 @@ class Recording(NamedTuple):
 
 
 def recordings_of(files: Sequence[RankFile]) -> list[Recording]:
-    """Unite the files of each recording, whatever their order.
+    """Unite the files of each recording, in any order.
 
-    Files of one recording share forward passes, or name their run. A rank that has a pass in two files is of two
-    pipeline stages, where these have layers of their own, or of two recordings, which the files' folders then tell
-    apart.
+    Files of one recording share forward passes, or name their run. If a rank has a pass in two files, they are of two
+    pipeline stages (if the layers differ) or of two recordings, which the files' folders then distinguish.
 
     Raises:
         ValueError: two recordings with the same passes in one folder.
@@ -92,7 +91,7 @@ def recordings_of(files: Sequence[RankFile]) -> list[Recording]:
 
 
 def _split(group: Sequence[RankFile]) -> list[Recording]:
-    """One recording, or one for each folder."""
+    """Return one recording, or one for each folder."""
     whole = _with_stages(group)
     if _repeated(whole) is None:
         return [whole]
@@ -121,13 +120,13 @@ def _with_stages(group: Sequence[RankFile]) -> Recording:
         stages = [*apart, (layers, members)]
     stages.sort(key=lambda stage: min(stage[0], default=0))
     routed = [members for layers, members in stages if layers]
-    stage_of = {file.path: 0 for file in group}  # where a rank has no tokens, too
+    stage_of = {file.path: 0 for file in group}  # also where a rank has no tokens
     stage_of |= {file.path: i for i, members in enumerate(routed) for file in members}
     return Recording(tuple(group), stage_of)
 
 
 def _repeated(recording: Recording) -> tuple[Path, Path, int, int] | None:
-    """Two files that hold the same pass of the same rank and stage, that rank and that pass."""
+    """Return two files that hold the same pass of the same rank and stage, that rank and that pass."""
     paths: dict[tuple[int, int, int], Path] = {}
     for file in recording.files:
         for rank, passes in file.passes.items():
@@ -140,15 +139,15 @@ def _repeated(recording: Recording) -> tuple[Path, Path, int, int] | None:
 
 
 def check_ranks(recording: Recording, known: Sequence[Recording], allow_missing: bool) -> None:
-    """Refuse a recording that lacks a rank's file, or warn.
+    """Reject a recording that lacks a rank's file, or warn.
 
     Args:
         recording: to check.
         known: recordings of the same engine, of which some may have more ranks.
-        allow_missing: whether to warn in place of raising.
+        allow_missing: whether to warn and not raise.
 
     Raises:
-        ValueError: naming the ranks that are missing.
+        ValueError: names the missing ranks.
     """
     first, present = recording.files[0], {rank for file in recording.files for rank in file.passes}
     alike = [f for other in known for f in other.files if (f.kind, f.shape) == (first.kind, first.shape)]
@@ -157,7 +156,7 @@ def check_ranks(recording: Recording, known: Sequence[Recording], allow_missing:
 
 
 def note_missing(path: Path, missing: Sequence[int], number: int, allow_missing: bool, why: str = "") -> None:
-    """Refuse missing ranks, or warn; path: of a file or folder of the recording."""
+    """Reject missing ranks, or warn; path: of a file or folder of the recording."""
     if not missing:
         return
     ranks = "rank " if len(missing) == 1 else "ranks "
@@ -166,7 +165,7 @@ def note_missing(path: Path, missing: Sequence[int], number: int, allow_missing:
     )
     if not allow_missing:
         raise ValueError(f"{text}: add them, or {ALLOW}")
-    warnings.warn(f"{text}; its loads are those of the other ranks", stacklevel=2)
+    warnings.warn(f"{text}; its loads are those of the remaining ranks", stacklevel=2)
 
 
 RECORDED_BY = "isoload in shadow mode"
@@ -176,12 +175,12 @@ PHASES = ("prefill", "decode")
 
 
 def is_shadow(trace: Trace) -> bool:
-    """Whether a rank wrote the trace in shadow mode."""
+    """Return whether a rank wrote the trace in shadow mode."""
     return trace.provenance.get("recorded by") == RECORDED_BY and "rank" in trace.provenance
 
 
 def check_about(path: Path, trace: Trace) -> None:
-    """Refuse a file whose provenance does not describe its counts, by name."""
+    """Reject a file whose provenance does not describe its counts; names the field."""
     about, batches = trace.provenance, trace.num_batches
     for key, kind in ABOUT.items():
         if type(about.get(key)) is not kind:
@@ -244,7 +243,7 @@ def sum_ranks(recording: Recording, traces: dict[Path, Trace]) -> Trace:
         ):
             sums[number] = sums.get(number, np.int64(0)) + counts
             writers[number] = writers.get(number, 0) + 1
-            # A pass is of prefill if it is so on any rank.
+            # A pass is of prefill if it is prefill on any rank.
             phases[number] = "prefill" if "prefill" in (phase, phases.get(number)) else "decode"
     whole = sorted(number for number in sums if writers[number] == len(sources))
     if not whole:

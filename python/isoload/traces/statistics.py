@@ -36,7 +36,7 @@ LOAD, MAP, REDUNDANT = "expert_load", "p2l_map", "num_redundant_experts"
 
 
 def looks_like_json(path: Path) -> bool:
-    """Whether a file begins as one of lines of JSON objects."""
+    """Return whether a file begins like lines of JSON objects."""
     if not path.is_file():
         return False
     with open_regular(path) as file:
@@ -44,7 +44,7 @@ def looks_like_json(path: Path) -> bool:
 
 
 class Run(NamedTuple):
-    """What one run of the engine wrote: a restarted one appends to the same file."""
+    """Records of one run of the engine: a restarted engine appends to the same file."""
 
     header: dict[str, Any] | None
     steps: dict[int, Ints]  # copies [L, E]
@@ -53,8 +53,9 @@ class Run(NamedTuple):
 def read_vllm(path: Path, limit: int) -> dict[str, Any]:
     """Return the fields of the Trace in a file of at most limit bytes, not checked against each other.
 
-    A header in the middle begins another run of the same model, whose steps are batches like those before. A last line
-    that a killed process did not end is left out with a warning; any other damaged line is an error.
+    A header in the middle begins another run of the same model, whose steps are further batches. An incomplete last
+    line,
+    from a killed process, is skipped with a warning; any other damaged line is an error.
     """
     runs = [Run(None, {})]
     size, torn = 0, 0
@@ -86,7 +87,7 @@ def read_vllm(path: Path, limit: int) -> dict[str, Any]:
         raise ValueError(f"{path}: holds no {STATS} with copies")
     if torn:
         warnings.warn(
-            f"{path}: line {torn} is torn, as by a process that was killed; the {len(steps)} steps before it are read",
+            f"{path}: line {torn} is incomplete, as after a killed process; the {len(steps)} steps before it are read",
             stacklevel=2,
         )
     return {
@@ -105,7 +106,7 @@ def read_vllm(path: Path, limit: int) -> dict[str, Any]:
 
 
 def _begin_run(runs: list[Run], header: dict[str, Any]) -> None:
-    """Starts a run with a header, which must agree with the one before."""
+    """Start a run with a header, which must agree with the previous one."""
     _redundant(header)
     last = runs[-1]
     if last.header is None and last.steps:
@@ -129,7 +130,7 @@ def _first_counts(runs: Sequence[Run]) -> Ints | None:
 
 
 def _is_torn(line: bytes) -> bool:
-    """Whether a line is the beginning of a record: the file's last, without its newline and without a closing brace."""
+    """Return whether a line is the beginning of a record: the file's last, without newline and closing brace."""
     return len(line) < MAX_LINE and not line.endswith(b"\n") and not line.rstrip().endswith(b"}")
 
 
@@ -150,7 +151,7 @@ def _record(line: bytes) -> dict[str, Any]:
 
 
 def _redundant(header: dict[str, Any] | None) -> int | None:
-    """Slots beyond one for each expert, as the run's header has them."""
+    """Return the number of slots beyond one for each expert, from the run's header."""
     if header is None:
         return None
     number = header.get(REDUNDANT)
@@ -160,7 +161,7 @@ def _redundant(header: dict[str, Any] | None) -> int | None:
 
 
 def _step(record: dict[str, Any], redundant: int | None, first: Ints | None) -> tuple[int, Ints]:
-    """The step's number and its copies [L, E]."""
+    """Return the step's number and its copies [L, E]."""
     step = record.get("step")
     if type(step) is not int:
         raise ValueError(f"step must be an integer, got {shown(step)}")
@@ -192,7 +193,7 @@ FILE, KEY = re.compile(r"rank(\d{1,6})\.safetensors"), re.compile(r"(\d{1,9})_(\
 
 
 class Stage(NamedTuple):
-    """What the ranks of one pipeline stage recorded."""
+    """Records of the ranks of one pipeline stage."""
 
     path: Path  # of its first rank
     iterations: list[int]
@@ -214,10 +215,10 @@ def read_tensorrt_llm(
         folder: with meta_info.json.
         limit: most bytes of the ranks' files.
         wanted: files of ranks that were named one by one; None: all of the folder.
-        allow_missing: whether to warn in place of raising where the file of a rank is missing.
+        allow_missing: whether to warn and not raise if the file of a rank is missing.
 
     Raises:
-        ValueError: naming the file, or the rank that is missing.
+        ValueError: names the file, or the missing rank.
         ImportError: safetensors is missing (pip install "isoload[plan]").
     """
     experts, top_k = _read_meta(folder / META_FILE)
@@ -225,7 +226,7 @@ def read_tensorrt_llm(
     names = None if wanted is None else {path.name for path in wanted}
     named = {rank: path for rank, path in files.items() if names is None or path.name in names}
     if not named:
-        raise ValueError(f"{folder}: must hold rank0.safetensors and so on, got none")
+        raise ValueError(f"{folder}: must hold a file rank0.safetensors per rank, got none")
     number = 1 + max(files)
     note_missing(folder, sorted(set(range(number)) - set(named)), number, allow_missing)
     for path in named.values():
@@ -233,7 +234,7 @@ def read_tensorrt_llm(
     check_bytes(folder, sum(path.stat().st_size for path in named.values()), limit)
     stages = _read_stages(named, experts)
     layers = np.array([layer for stage in stages for layer in stage.layers])
-    order = layers.argsort()  # a stage may have layers before and after those of another
+    order = layers.argsort()  # the layers of stages may alternate
     counts = np.concatenate([stage.counts() for stage in stages], axis=1)[:, order]
     filled = counts.any((1, 2))
     if not filled.any():
@@ -258,7 +259,7 @@ def read_tensorrt_llm(
 
 
 def _read_stages(named: dict[int, Path], experts: int) -> list[Stage]:
-    """The stages, each with layers of its own; all must have the same iterations."""
+    """Return the stages, each with layers of its own; all must have the same iterations."""
     stages: dict[tuple[int, ...], Stage] = {}
     for rank in sorted(named):
         iterations, layers, view = _read_rank(named[rank], experts)
@@ -284,7 +285,7 @@ def _read_stages(named: dict[int, Path], experts: int) -> list[Stage]:
 
 
 def _read_meta(path: Path) -> tuple[int, int]:
-    """num_experts and num_experts_per_token."""
+    """Return num_experts and num_experts_per_token."""
     text = read_text(path)
     try:
         content = parse_json(text)
@@ -304,7 +305,7 @@ def _integer(content: dict[str, Any], key: str, limit: int) -> int:
 
 
 def _read_rank(path: Path, experts: int) -> tuple[list[int], list[int], Ints]:
-    """The iterations and layers of a rank's file, ascending, and its copies [iterations, L, E]."""
+    """Return the iterations and layers of a rank's file, ascending, and its copies [iterations, L, E]."""
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError as error:

@@ -264,7 +264,7 @@ class JoinRows(torch.autograd.Function):
 
 
 def _totals(ctx: Any, stacks: Sequence[Tensor]) -> list[Tensor]:
-    """Return the gradients of every rank's home rows, including replicas and borrowed rows, of the stacks that train."""
+    """Return the gradients of every rank's home rows, with replicas and borrowed rows, of the stacks that train."""
     joined, borrowed = sum(ctx.widths), len(stacks) - sum(ctx.widths)
     grads = split(stacks, ctx.widths)
     spare = split(stacks[joined:], [borrowed // len(ctx.widths)] * len(ctx.widths))

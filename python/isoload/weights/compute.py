@@ -251,7 +251,7 @@ def run_sorted(
 
 
 def as_they_lie(bounds: Sequence[int], device: torch.device) -> Grouping:
-    """Return the grouping of rows that are sorted by slot: slot s has rows bounds[s] to bounds[s + 1], bounds [S + 1]."""
+    """Return the grouping of rows that are sorted by slot: slot s has rows bounds[s] to bounds[s + 1] of [S + 1]."""
     place = torch.arange(bounds[-1] - bounds[0], device=device)
     counts = [end - start for start, end in pairwise(bounds)]
     slot = torch.arange(len(counts), device=device)

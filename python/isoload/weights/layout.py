@@ -281,6 +281,7 @@ def count_rows(placed: PlacedLayers, weight_rows: int | None) -> list[int]:
         return counts
     if weight_rows < max(counts):
         raise ValueError(
-            f"weight_rows must be at least {max(counts)}, which rank {counts.index(max(counts))} needs, got {weight_rows}"
+            f"weight_rows must be at least {max(counts)}, which rank {counts.index(max(counts))} needs, "
+            f"got {weight_rows}"
         )
     return [weight_rows] * len(counts)

@@ -286,7 +286,7 @@ def _resized(tensor: Tensor, count: int) -> Tensor:
 
 
 def state_fields(optimizer: Optimizer, rank: RankWeights) -> list[tuple[str, str, str]]:
-    """Return (stack, key, dtype) of all state with a row per expert that the optimizer keeps for a rank's Parameters."""
+    """Return (stack, key, dtype) of all state with a row per expert that the optimizer keeps for a rank."""
     known = {id(p) for group in optimizer.param_groups for p in group["params"]}
     fields = []
     for name, parameter in rank.named_parameters(recurse=False):

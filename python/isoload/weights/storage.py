@@ -95,7 +95,7 @@ def no_distributed_checkpoint(key: str) -> str:
 
 
 def check_kind(key: str, loaded: Tensor, stored: Tensor) -> None:
-    """Raise ValueError if loading would cast scales, or quantised weights, which are meaningless without their dtype."""
+    """Raise ValueError if loading would cast scales, or quantised weights, which are meaningless in another dtype."""
     plain = loaded.dtype in DTYPES and stored.dtype in DTYPES and "_scale" not in key.rpartition(".")[2]
     if loaded.dtype != stored.dtype and not plain:
         raise ValueError(f"{key} must be {stored.dtype} as the layer's experts, got {loaded.dtype}")
