@@ -255,7 +255,7 @@ def test_what_is_not_counted_is_said(caplog: pytest.LogCaptureFixture) -> None:
     record = make(settings(ISOLOAD_REPORT_SECONDS="3600"))
     record.step_ended()
     record.close()
-    assert "has seen no copy in 1 passes of a model: they are not counted" in caplog.text
+    assert "has counted no copy in 1 passes of a model: they are not recorded" in caplog.text
 
 
 def test_a_folder_that_is_gone_is_said_and_the_engine_goes_on(
@@ -267,7 +267,7 @@ def test_a_folder_that_is_gone_is_said_and_the_engine_goes_on(
     folder.rmdir()
     run(record, range(1, 3))
     record.close()
-    assert "what shadow mode counted is lost" in caplog.text and "there" in caplog.text
+    assert "the counts of shadow mode are lost" in caplog.text and "there" in caplog.text
 
 
 @pytest.mark.parametrize("padded", [False, True])

@@ -224,7 +224,7 @@ def test_options_attach_by_themselves(monkeypatch: pytest.MonkeyPatch, engine: N
     assert len(wrong) == 1 and wrong[0].endswith(" (needed by lp)")
     assert [(of.name, of.serves) for of in plain] == [("dispatch", ("dynamic",)), ("Balancer", ("shared",))]
     wrong, live = attach([good, moved, shared], dynamic=True)
-    assert live == ["shared"] and "a known batch comes out wrong behind dynamic" in wrong[1]
+    assert live == ["shared"] and "a known batch gives wrong slots with dynamic" in wrong[1]
     assert [of.name for of in plain] == ["Balancer"]
     assert attach([good, moved, shared], other=True)[1] == [] and not plain
     assert attach([good, shared, seam("route", "call", "()")])[1] == [] and not plain

@@ -154,7 +154,7 @@ def test_shadow_mode_is_of_exact_and_writes_where_a_folder_is(tmp_path: Path) ->
     shadow = {"ISOLOAD_MODE": "shadow", "ISOLOAD_RECORD": str(tmp_path)}
     settings = Settings.read(shadow | {"ISOLOAD_RECORD_EVERY": "8"})
     assert (settings.mode, settings.record, settings.record_every) == ("shadow", str(tmp_path), 8)
-    with pytest.raises(ValueError, match="ISOLOAD_RECORD must be a folder that is there, got '/gone'"):
+    with pytest.raises(ValueError, match="ISOLOAD_RECORD must be an existing folder, got '/gone'"):
         Settings.read(shadow | {"ISOLOAD_RECORD": "/gone"})
     with pytest.raises(
         ValueError, match="ISOLOAD_POLICY must be exact where ISOLOAD_MODE is shadow, got 'lp'"

@@ -101,7 +101,7 @@ HELD = {
     "same, micro-batches": (runner(), MICRO, "same"),
     "groups of the same": (runner(), {"data_parallel_size": 2}, "tensor-parallel ranks hold the same tokens"),
     "context parallel": (runner(), {"prefill_context_parallel_size": 2}, "prefill context parallelism is on"),
-    "elastic": (runner(), {"enable_elastic_ep": True}, "ranks come and go"),
+    "elastic": (runner(), {"enable_elastic_ep": True}, "ranks join and leave"),
     "monolithic": (runner(monolithic=True), {}, "their kernel routes by itself"),
     "another class": (SimpleNamespace(), {}, "SimpleNamespace routes by itself"),
 }  # fmt: skip
@@ -418,7 +418,7 @@ def test_a_map_of_other_sizes_is_refused(engine: None) -> None:
     MODELS.add(state_of(placed()), parallel(eplb_config=SimpleNamespace(num_redundant_experts=2)), draft=True)
 
 
-KEPT = "vLLM's own choice of replicas stays on every layer. Start vLLM without what the lines above name"
+KEPT = "vLLM's own choice of replicas stays on every layer. Start vLLM without the options that the lines above name"
 UNUSED = [
     (
         {},

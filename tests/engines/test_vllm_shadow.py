@@ -196,7 +196,10 @@ def test_layers_that_are_not_counted_are_said(engine: Path, caplog: pytest.LogCa
         MODELS.by_state.clear()
         add(runner(), *[runner(naive=True)] * 2, data_parallel_size=2, tensor_parallel_size=1)
     assert "in shadow 1 layers of model are not counted: their kernel routes by itself" in caplog.text
-    assert "model is not counted: its layers must hold tokens alike" in caplog.text and record() is None
+    assert (
+        "model is not counted: all of its layers must hold tokens in the same way" in caplog.text
+        and record() is None
+    )
 
 
 def test_models_are_called_as_they_are_served() -> None:

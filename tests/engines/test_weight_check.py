@@ -254,7 +254,7 @@ def kept(rank: int) -> list[tuple[str, str]]:
 
 
 def test_it_is_said_where_nothing_is_compared() -> None:
-    line = "isoload vLLM: no weights are compared, since isoload chooses no replicas"
+    line = "isoload vLLM: no weights are compared, because isoload chooses no replicas"
     assert run_ranks(kept, RANKS) == [[("WARNING", line)]] * RANKS
 
 

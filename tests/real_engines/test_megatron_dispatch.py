@@ -166,7 +166,7 @@ def test_what_is_refused() -> None:
             "experts must be a SequentialMLP, got a Identity",
         ]
     )
-    assert "at home on rank 0, got" in first[7]
+    assert "as home experts of rank 0, got" in first[7]
     assert "placement must be of num_moe_experts=8 and no shared experts, got 4 and 0" in first[8]
     assert "policy" in first[9] and "policy" in second[9]
 
@@ -210,4 +210,4 @@ def lose_a_loan(rank: int) -> str:
 
 def test_copies_without_weights_raise() -> None:
     for said in run_ranks(lose_a_loan, 2):
-        assert "copies must come to experts of this rank" in said
+        assert "copies must be for experts of this rank" in said

@@ -138,7 +138,7 @@ def other_result(loader: pytest.MonkeyPatch) -> tuple[str, set[str]]:
         return tables[:2]
 
     loader.setattr(eplb_algorithms, "rebalance_experts", rebalance_experts)
-    return "a known batch fails behind --eplb-algorithm isoload", {"--eplb-algorithm isoload"}
+    return "a known batch fails with --eplb-algorithm isoload", {"--eplb-algorithm isoload"}
 
 
 MOVES = [renamed, for_two, for_all, other_arguments, other_result]

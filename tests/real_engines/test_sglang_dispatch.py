@@ -173,4 +173,4 @@ def test_a_rank_that_is_gone_gets_no_copy(config: Path) -> None:
                 assert bool(on_last.any()) == (case != "gone")
         assert not found["gone"][2][(ranks - 1) * per_rank :].any(), "SGLang's map: expert 0 where nothing is"
         assert (found["gone"][0] == 0).any(), "which is asked for"
-        assert found["kept"] and found["way"] == "loads own: nothing is exchanged, as ranks may go"
+        assert found["kept"] and found["way"] == "loads own: nothing is exchanged, because ranks may leave"

@@ -200,7 +200,7 @@ def first_pass(folder: Path) -> int:
 def test_shadow_mode_says_what_it_would_give(shadow: EngineRun) -> None:
     (line,) = shadow.lines("isoload: in shadow behind")
     assert (
-        "--ep-dispatch-algorithm dynamic, which chooses as ever: 1 of 1 passes is recorded, in 3 layers"
+        "--ep-dispatch-algorithm dynamic, which chooses as without isoload: 1 of 1 passes is recorded, in 3 layers"
         in line
     )
     said = [

@@ -287,5 +287,7 @@ def test_phases_that_ranks_do_not_agree_about_are_refused(monkeypatch: pytest.Mo
         prefill_graphs()
     monkeypatch.delenv("SGLANG_SCHEDULER_SKIP_ALL_GATHER")
     monkeypatch.setitem(sys.modules, "sglang.srt.model_executor.runner_utils.prefill_graph", None)
-    with pytest.raises(ValueError, match="with this SGLang, which does not say which graphs are of prefill"):
+    with pytest.raises(
+        ValueError, match="with this SGLang, which does not state which graphs are of prefill"
+    ):
         prefill_graphs()

@@ -138,7 +138,7 @@ def other_result(loader: pytest.MonkeyPatch) -> str:
         return torch.zeros(1, num_replicas + 1, dtype=torch.int64)
 
     loader.setattr(DefaultEplbPolicy, "rebalance_experts", rebalance_experts)
-    return "a known batch comes out wrong behind rebalance_experts"
+    return "a known batch gives wrong slots with rebalance_experts"
 
 
 MOVES = [renamed, other_arguments, other_field, other_result]

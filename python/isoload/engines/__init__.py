@@ -1,1 +1,1 @@
-"""isoload inside of other programs: huggingface, and a folder per serving engine; beside them what engines share."""
+"""Plug-ins of isoload for SGLang, vLLM, Megatron-Core and transformers, and the code that they share."""

@@ -1,8 +1,8 @@
-"""transformers: its expert parallelism with isoload in place of the exchange of tokens.
+"""transformers: its expert parallelism, with isoload as the exchange of tokens.
 
 ``register()`` adds an implementation to transformers' ``EPImplementationInterface``; a model loaded with
 ``DistributedConfig(..., ep_implementation="isoload")`` then runs its experts through one isoload layer per experts
-module. The weights stay the DTensors that transformers sharded, gradients reach them, and nothing is copied but the
+module. The weights stay the DTensors that transformers sharded, gradients reach them, and nothing is copied except the
 experts that a batch borrows.
 """
 
@@ -30,7 +30,7 @@ from isoload.weights.shard import Shard
 
 @dataclass(eq=False)
 class Settings:
-    """What all layers of one registered name share; see :func:`register`."""
+    """Settings that all layers of one registered name share; see :func:`register`."""
 
     policy: Policy
     spare_slots: int
@@ -38,7 +38,9 @@ class Settings:
     transports: dict[Any, CollectiveTransport] = field(default_factory=dict)
 
     def transport(self, group: Any, num_ranks: int) -> CollectiveTransport:
-        """One per process group, so that all layers share a pool for borrowed experts."""
+        """Return the transport of a process group, one per group, so that all layers share a pool for borrowed
+        experts.
+        """
         if group not in self.transports:
             self.transports[group] = CollectiveTransport(Topology(num_ranks, self.ranks_per_node), group)
         return self.transports[group]
@@ -55,18 +57,18 @@ def register(
     ranks_per_node: int = 0,
     **options: Any,
 ) -> None:
-    """Adds an ``ep_implementation`` to transformers. To be called on every rank before a model is loaded.
+    """Add an ``ep_implementation`` to transformers. Call it on every rank before a model is loaded.
 
     Args:
         name: for ``DistributedConfig(ep_implementation=name)``.
-        policy: one that borrows ("llep", "spill_cost"), a name or a Policy: transformers leaves each rank its own
+        policy: one that borrows ("llep", "spill_cost"), a name or a Policy: transformers gives each rank its own
             experts and no replicas.
         spare_slots: experts that a rank can borrow at a time.
         ranks_per_node: of the expert-parallel group; 0 = all ranks on one node.
         **options: the policy's, e.g. min_chunk.
 
     Raises:
-        ValueError: naming the argument, the rule and the value.
+        ValueError: names the argument, the rule and the value.
         ImportError: transformers has no expert parallelism that can be extended (5.23 has).
     """
     from transformers.distributed.expert_parallel import EPImplementationInterface
@@ -81,13 +83,13 @@ def register(
 
 
 def layers(model: nn.Module) -> list[MoE]:
-    """The isoload layers of a model in the order of its modules; those that have not run yet are missing."""
+    """Return the isoload layers of a model in the order of its modules; layers that have not run yet are missing."""
     experts = [_IN_USE[module] for module in model.modules() if module in _IN_USE]
     return [balanced.layer for balanced in experts if balanced.layer is not None]
 
 
 class BalancedExperts:
-    """An experts module's tokens, balanced: what transformers calls in place of its own exchange.
+    """Replacement of transformers' own exchange for one experts module.
 
     Ranks of a tensor-parallel group hold the same rows; each takes a part of them.
 
@@ -102,16 +104,16 @@ class BalancedExperts:
         check_fused(experts)
         self.settings, self.ep_mesh, self.tp_mesh = settings, ep_mesh, tp_mesh
         self.layer: MoE | None = None
-        # During the call transformers puts local parts in place of the DTensors, whose changes nothing counts.
+        # During the call transformers replaces the DTensors by local parts, whose changes torch does not count.
         self._parameters: dict[str, Tensor] = {}
         experts.register_forward_pre_hook(self._note_parameters)
         self._experts = weakref.ref(experts)
         _IN_USE[experts] = self
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """[T, H], [T, K] and [T, K] -> [T, H]: every token's experts, weighted and summed."""
+        """Return [T, H], every token's experts weighted and summed, from [T, H], [T, K] and [T, K]."""
         if self.layer is None:
-            self.layer = self._make_layer()  # only now are the weights loaded
+            self.layer = self._make_layer()  # the weights are loaded only now
         parts = [self._own_rows(x) for x in (hidden_states, top_k_index, top_k_weights)]
         return self._all_rows(self.layer.compute(*parts), len(hidden_states))  # type: ignore[arg-type]
 
@@ -133,7 +135,7 @@ class BalancedExperts:
         return MoE(no_gate, shard, transport, placement, policy=policy, activation=activation)
 
     def _own_rows(self, rows: Tensor) -> Tensor:
-        """This rank's part of rows that a tensor-parallel group holds; backward gathers the parts."""
+        """Return this rank's part of rows that a tensor-parallel group holds; backward gathers the parts."""
         if self.tp_mesh.size() == 1:
             return rows
         from torch.distributed.tensor import DTensor, Replicate
@@ -143,7 +145,7 @@ class BalancedExperts:
         return whole.redistribute(self.tp_mesh, [Split(0)]).to_local()
 
     def _all_rows(self, rows: Tensor, num_tokens: int) -> Tensor:
-        """The rows of the whole tensor-parallel group."""
+        """Return the rows of the whole tensor-parallel group."""
         if self.tp_mesh.size() == 1:
             return rows
         from torch.distributed.tensor import DTensor
@@ -170,8 +172,9 @@ class BalancedTraining:
         class BalancedTrainer(BalancedTraining, Trainer): ...
 
     A checkpoint holds the weights of all experts as save_pretrained writes them, and a folder ``isoload`` that
-    :func:`isoload.save` wrote, from which training resumes on any number of processes. DistributedDataParallel leaves
-    the experts alone, replicas are refreshed after every step, and gradients are clipped by their norm over all ranks.
+    :func:`isoload.save` wrote, from which training resumes on any number of processes. DistributedDataParallel does
+    not
+    touch the experts, replicas are refreshed after every step, and gradients are clipped by their norm over all ranks.
     """
 
     model: Any
@@ -186,7 +189,7 @@ class BalancedTraining:
     def __init__(self, *args: Any, **how: Any) -> None:
         super().__init__(*args, **how)
         ignore_in_ddp(self.model)
-        self._refreshed: Any = None  # the optimizer whose steps are followed by a refresh
+        self._refreshed: Any = None  # the optimizer after whose steps replicas are refreshed
 
     def create_optimizer(self, *args: Any, **how: Any) -> Any:
         optimizer = super().create_optimizer(*args, **how)  # type: ignore[misc]

@@ -1,5 +1,7 @@
-"""The Balancers of an engine's model, by layer: made when the engine has placed its experts, refreshed in place when it
-moves them."""
+"""The Balancers of an engine's model, by layer: made when the engine has placed its experts, refreshed in place when
+it
+moves them.
+"""
 
 from __future__ import annotations
 
@@ -29,27 +31,29 @@ from isoload.transport import CollectiveGroup, Group, LocalGroup
 from isoload.transport.group import checksum
 
 log = logging.getLogger("isoload")
-EXCHANGE_EVERY = 16  # forward passes; as rarely as this costs no balance in recorded decoding
-JOINED_BY_ALL = ("gathered", "node")  # loads of which ranks without tokens must join each pass, too
+EXCHANGE_EVERY = 16  # forward passes; exchanging this rarely costs no balance in recorded decoding
+JOINED_BY_ALL = ("gathered", "node")  # loads with which ranks without tokens must join each pass
 _TARGETS = f"targets renewed every {EXCHANGE_EVERY} passes"
 EXCHANGED = {
     "same": "same tokens on all ranks, no collective",
     "gathered": "loads gathered: one gather per layer",
     "node": f"loads node: one gather per layer within each node, {_TARGETS}",
     "own": f"loads own: no collective in a pass, {_TARGETS}",
-    "alone": "loads own: nothing is exchanged, as ranks may go",
+    "alone": "loads own: nothing is exchanged, because ranks may leave",
 }
 
 
 class LoneRank(LocalGroup):
-    """One of R ranks that waits for no other, where ranks may go: it plans by its own counts alone."""
+    """One of R ranks that waits for no other, where ranks may leave: it plans by its own counts alone."""
 
     def __init__(self, topology: Topology, rank: int) -> None:
         super().__init__(topology)
         self.ranks = (rank,)
 
     def _gather(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise RuntimeError("nothing may be exchanged where ranks may go, as they would be waited for")
+        raise RuntimeError(
+            "nothing may be exchanged where ranks may leave, because the other ranks would wait for them"
+        )
 
     _swap = _gather
 
@@ -61,14 +65,14 @@ class EngineLayer:
         self.balancer, self.meter = balancer, meter
         self.switch: Switch | None = None
         self.metrics = Metrics()
-        self.ran = False  # whether the engine has called it: a model's dense layers have one, too
+        self.ran = False  # whether the engine has called it: the model's dense layers have one, too
 
     @property
     def policy_name(self) -> str:
         return self.balancer.policy.name
 
     def slots(self, topk_ids: Tensor, num_valid: Tensor | None) -> Tensor:
-        """[T, K] as :class:`Balancer`, measured where reports are wanted."""
+        """Return slots [T, K] as :class:`Balancer`, measured if reports are on."""
         self.ran = True
         measured = (self.meter is not None or self.metrics.on) and not torch.compiler.is_compiling()
         start = time.perf_counter() if measured else 0.0
@@ -87,8 +91,10 @@ AnyLayer = TypeVar("AnyLayer", bound=EngineLayer)
 
 
 class EngineLayers(ABC, Generic[AnyLayer]):
-    """All layers of one model in this process, as both engines have them. A subclass has the engine's name and ranks,
-    makes the layers from the engine's records, and logs what is attached."""
+    """All layers of one model in this process. A subclass for an engine has the engine's name and ranks, makes the
+    layers
+    from the engine's records, and logs what is attached.
+    """
 
     engine: ClassVar[str]  # begins every report
 
@@ -104,14 +110,14 @@ class EngineLayers(ABC, Generic[AnyLayer]):
         """Return the rank of this process in the engine's group."""
 
     def own_rank(self) -> int:
-        """Return the rank of this process in the running group, which others may have joined."""
+        """Return the rank of this process in the running group, in which other ranks may have joined."""
         return self.engine_rank()
 
     def start(self, settings: Settings) -> None:
         """Begin in a process whose hooks are attached and which has no model yet."""
         self.settings = settings
         self.by_id: dict[int, AnyLayer] = {}
-        self.detached = False  # whether the engine chooses replicas after all
+        self.detached = False  # whether the engine chooses replicas despite the hooks
         self.tables = torch.empty(0, 0)  # [L, P] expert in each slot, as the Balancers have it
         seconds = settings.report_seconds
         self.meter = Meter(self.engine, seconds) if seconds else None
@@ -122,13 +128,13 @@ class EngineLayers(ABC, Generic[AnyLayer]):
         self.switch: Switch | None = None
         self.record: EngineRecord | None = None  # in shadow mode
         self.metrics = Metrics()
-        self.num_left = 0  # layers that are the engine's own
+        self.num_left = 0  # layers whose replicas the engine chooses
         self.slot_bytes: dict[int, int] = {}  # by layer the weights and scales of one expert
         self._groups: dict[int, CollectiveGroup] = {}
         self._placements: dict[int, Placement] = {}  # by shared experts
 
     def place(self, tables: Tensor, num_experts: int, topology: Topology, device: torch.device) -> None:
-        """Take where the routed experts are, before Balancers are made.
+        """Set the locations of the routed experts, before Balancers are made.
 
         Args:
             tables: [L, P] on the host, the routed expert in each slot.
@@ -138,7 +144,7 @@ class EngineLayers(ABC, Generic[AnyLayer]):
         self._num_experts, self._topology = num_experts, topology
         if self.settings.switch is not None:
             group: dist.ProcessGroup | None = None
-            if topology.num_ranks > 1:  # the same ranks on their hosts
+            if topology.num_ranks > 1:  # the same ranks, grouped by host
                 ranks = dist.get_process_group_ranks(self.engine_group())
                 group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
             self.switch = Switch(self.settings.switch, device, group, self.engine)
@@ -146,10 +152,11 @@ class EngineLayers(ABC, Generic[AnyLayer]):
     def balancer(
         self, index: int, policy: Policy, group: Group | None, loads: str, num_shared: int = 0
     ) -> Balancer:
-        """Return one layer's Balancer; without a group, and loads, where all ranks hold the same tokens.
+        """Return one layer's Balancer. Without a group and loads, all ranks hold the same tokens.
 
         Its persistent memory is on the device where the engine routes before a graph is captured; also in layers that
-        the model does not run, because one exchange takes all layers.
+        the
+        model does not run, because one exchange includes all layers.
         """
         if num_shared not in self._placements:
             self._placements[num_shared] = self._placement_of(self.tables, num_shared)
@@ -171,12 +178,12 @@ class EngineLayers(ABC, Generic[AnyLayer]):
     def measure(
         self, model: str, placer: str, weights: Mapping[int, Sequence[Tensor]], num_left: int = 0
     ) -> None:
-        """Begin the metrics of a loaded model, where reports are asked for.
+        """Begin the metrics of a loaded model, if reports are on.
 
         Args:
             placer: of rebalances.
             weights: as :meth:`check_loaded`.
-            num_left: layers that isoload leaves to the engine.
+            num_left: layers whose replicas the engine chooses.
         """
         if not self.settings.report_seconds:
             return
@@ -208,7 +215,7 @@ class EngineLayers(ABC, Generic[AnyLayer]):
         """Load new locations [L, P] into the Balancers, which keep their memory: captured graphs stay valid.
 
         Returns:
-            False where there are no Balancers of this shape: they have to be made.
+            False if there are no Balancers of this shape: they must be made.
         """
         if self.tables.shape != tables.shape:
             return False
@@ -216,7 +223,7 @@ class EngineLayers(ABC, Generic[AnyLayer]):
             return True
         self.check_device()
         changed = [layer.balancer for i, layer in self.by_id.items() if (self.tables[i] != tables[i]).any()]
-        with ExitStack() as all_ranks:  # what fails on one of them changes none
+        with ExitStack() as all_ranks:  # a failure on one of them changes none
             for group in self._groups.values():
                 facts = all_ranks.enter_context(group.agreeing("placement"))
                 facts["checksum of physical_to_logical_map"] = checksum(tables.tolist())
@@ -236,13 +243,15 @@ class EngineLayers(ABC, Generic[AnyLayer]):
         return True
 
     def check_loaded(self, weights: Mapping[int, Sequence[Tensor]]) -> None:
-        """Compare the weights of a loaded model now and in :meth:`check_moved`; all ranks call both together.
+        """Record checksums of a loaded model's weights, for :meth:`check_moved`; all ranks call both together.
 
         Args:
             weights: by layer the weights and scales of this rank's slots, [P/R, ...] each.
         """
         if not self.by_id:
-            log.warning(f"isoload {self.engine}: no weights are compared, since isoload chooses no replicas")
+            log.warning(
+                f"isoload {self.engine}: no weights are compared, because isoload chooses no replicas"
+            )
             return
         how = self.engine_group(), self.settings.strict, self.detach
         self.weights = WeightCheck(self.engine, weights, *how, metrics=self.metrics)
@@ -256,7 +265,7 @@ class EngineLayers(ABC, Generic[AnyLayer]):
     def detach(self) -> str:
         """Leave the choice of replicas to the engine from the next batch on, on all ranks; return a sentence about it.
 
-        Layers stay and follow rebalances all the same: captured graphs read and write their memory.
+        Layers stay and follow rebalances, because captured graphs read and write their memory.
         """
         self.detached, self.weights = True, None
         self.set_attached()
@@ -267,11 +276,13 @@ class EngineLayers(ABC, Generic[AnyLayer]):
         return text
 
     def step_ended(self) -> None:
-        """Count a forward pass, on all ranks, outside of any graph; every EXCHANGE_EVERY of them one exchange renews
-        the targets of all layers that are planned without the counts of all ranks.
+        """Count a forward pass, on all ranks, outside of any graph. Every EXCHANGE_EVERY passes one exchange renews
+        the targets
+        of all layers that are planned without the counts of all ranks.
 
-        All ranks must have run the same number of passes, those without tokens too. They have where every pass holds
-        an all-to-all over the same ranks, for which none can be early.
+        All ranks must have run the same number of passes, those without tokens too. This holds where every pass
+        contains an
+        all-to-all over the same ranks, which no rank can pass early.
         """
         self.passes += 1
         if self.record is not None:
@@ -287,7 +298,7 @@ class EngineLayers(ABC, Generic[AnyLayer]):
             return
         balancers = [layer.balancer for _, layer in sorted(self.by_id.items())]
         renewed = [b for b in balancers if b.loads != "gathered" and not isinstance(b.group, LoneRank)]
-        # All of them, since a rebalance may change which have freedom, and the meter wants the same layers.
+        # All of them, because a rebalance may change which have freedom, and the meter needs the same layers.
         if any(balancer.has_freedom for balancer in renewed):
             exchanged = renewed[0].exchange(*renewed[1:])
             if (meter := self.own_meter()) is not None:
@@ -325,7 +336,7 @@ class EngineLayers(ABC, Generic[AnyLayer]):
             log.warning(line)
 
     def check_device(self) -> None:
-        """Raise ValueError for what ops found wrong in values on a GPU; called where the host waits anyway."""
+        """Raise ValueError for wrong values that ops found on a GPU; called where the host waits anyway."""
         if self.device.type == "cuda":
             check_device(self.device)
 

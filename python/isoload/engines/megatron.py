@@ -1,8 +1,8 @@
 """Megatron-Core: a token dispatcher that follows a plan, with experts borrowed for one batch.
 
-Home experts stay Megatron's own modules and Parameters: its optimizers, checkpoints and data parallelism see
-nothing new. A replica, resident in the placement or borrowed by the policy, is a copy of the home's weights that
-every forward brings anew; backward returns its gradient to the home Parameter.
+Home experts stay Megatron's own modules and Parameters, so its optimizers, checkpoints and data parallelism need no
+change. A replica, resident in the placement or borrowed by the policy, is a copy of the home's weights that every
+forward transfers again; backward returns its gradient to the home Parameter.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from isoload.weights.layout import Address, Move, add_back, move_rows
 
 @dataclass(frozen=True)
 class Loans:
-    """What one batch borrows.
+    """The loans of one batch.
 
-    moves   of all ranks: a rank's rows are the experts that it lends, ascending, and what it borrows, by slot
+    moves   of all ranks: a rank's rows are the experts that it lends, ascending, then those that it borrows, by slot
     lent    the experts that this rank lends
     places  this rank's row of every local slot that is borrowed
     """
@@ -49,7 +49,7 @@ class Loans:
 
 
 def loans(placement: Placement, slots: Sequence[int], rank: int) -> Loans:
-    """What every slot needs that is not its expert's home.
+    """Return the loans for all slots that are not home slots.
 
     placement: its first layer has the home slots. slots: [P] expert of every slot that has copies; -1 = none.
     """
@@ -104,13 +104,13 @@ class Lend(torch.autograd.Function):
         return None, None, None, None, rows, *of_experts
 
 
-# Options of what the dispatcher does not do, with the value that leaves it out.
+# Megatron options that the dispatcher does not support, with their neutral value.
 REFUSED: dict[str, Any] = {
     "moe_expert_capacity_factor": None,
     "moe_router_padding_for_quantization": False,
     "moe_shared_expert_overlap": False,
     "moe_apply_probs_on_input": False,
-    "gradient_accumulation_fusion": False,  # it would drop what returns from borrowed copies
+    "gradient_accumulation_fusion": False,  # it would drop the gradients of borrowed copies
     "moe_latent_size": None,
     "fp8": None,
     "fp4": None,
@@ -119,9 +119,9 @@ REFUSED: dict[str, Any] = {
 
 
 class BalancedTokenDispatcher(MoETokenDispatcher):  # type: ignore[misc]  # Megatron has no types
-    """What :func:`isoload.engines.megatron.balance` puts into a layer.
+    """The token dispatcher that :func:`isoload.engines.megatron.balance` installs in a layer.
 
-    The plan is read on the host, once per forward, because borrowed weights travel by its list; rows add a second wait.
+    The host reads the plan once per forward, because borrowed weights travel by its list; rows add a second wait.
     ``balancer.last_plan`` is the last batch's.
     """
 
@@ -143,7 +143,7 @@ class BalancedTokenDispatcher(MoETokenDispatcher):  # type: ignore[misc]  # Mega
     def dispatch_preprocess(
         self, tokens: Tensor, routing_map: Tensor, probs: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """[S, B, H] tokens, [T, E] choices and probabilities -> [T, H], [T, K] float32; keeps the choices."""
+        """[S, B, H] tokens, [T, E] choices and probabilities -> [T, H], [T, K] float32; stores the choices."""
         self._shape = tokens.shape
         self._ids = routing_map.new_full((len(routing_map), 1), -1, dtype=torch.int64)
         self._call = Call(self.group, device=tokens.device, later=self.dispatcher.carry_failure)
@@ -153,7 +153,7 @@ class BalancedTokenDispatcher(MoETokenDispatcher):  # type: ignore[misc]  # Mega
         return tokens.reshape(-1, tokens.shape[-1]), weights.masked_fill(self._ids < 0, 0)
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Balances the batch, brings the weights it borrows, and sends the rows: [N, H], [N, K]."""
+        """Balance the batch, transfer the weights it borrows, and send the rows: [N, H], [N, K]."""
         balancer = self.balancer
         slots = balancer.route(balancer.balance([self._ids], None, self._call))
         per_rank = balancer.placement.slots_per_rank
@@ -172,22 +172,24 @@ class BalancedTokenDispatcher(MoETokenDispatcher):  # type: ignore[misc]  # Mega
         )
         if home_copies + borrowed_copies != (num_copies := int((received.slots >= 0).sum())):
             raise RuntimeError(
-                f"all {num_copies} copies must come to experts of this rank, {home_copies + borrowed_copies} did"
+                f"all {num_copies} copies must be for experts of this rank, {home_copies + borrowed_copies} are"
             )
         groups = [(0, num_own, home_copies), (num_own, lent_to, borrowed_copies)]
-        # One place at least, as run_experts has it: no product of zero rows.
+        # At least one place, as in run_experts: no product of zero rows.
         places = [min(max(number, 1), local.numel()) for *_, number in groups]
         homes, borrowed_groups = (
             group_copies(local, first, size, number)
             for (first, size, _), number in zip(groups, places, strict=True)
         )
-        # For combine: what dispatch brought, the borrowed experts' stacks [n, ...] in the order of an expert's
-        # Parameters, and where the copies of the own and of the borrowed experts are.
+        # For combine: the result of dispatch, the borrowed experts' stacks [n, ...] in the order of an expert's
+        # Parameters, and the places of the copies of own and of borrowed experts.
         self._received, self._borrowed, self._homes, self._away = received, borrowed, homes, borrowed_groups
         return rows, received.weights
 
     def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[C, H] copies of the own experts, [experts] how many each has, and [C] ones: weights come with the sum."""
+        """Return [C, H] copies of the own experts, [experts] their counts, and [C] ones: weights are applied in the
+        sum.
+        """
         ends = self._homes.ends.long()
         copies = gather_copies(hidden_states, self._homes)[: int(ends[-1])]
         return copies, ends.diff(prepend=ends.new_zeros(1)).cpu(), copies.new_ones(len(copies))
@@ -215,7 +217,7 @@ class BalancedTokenDispatcher(MoETokenDispatcher):  # type: ignore[misc]  # Mega
         return list(self.experts[self.row_of_expert[expert]].parameters())
 
     def _slots(self) -> list[int]:
-        """[P] the expert in every slot that may have copies; -1 = none."""
+        """Return [P] the expert in every slot that may have copies; -1 = none."""
         plan = self.balancer.last_plan
         if plan is None:
             return self.balancer.placement.arrays[0][0].tolist()  # type: ignore[no-any-return]
@@ -225,7 +227,7 @@ class BalancedTokenDispatcher(MoETokenDispatcher):  # type: ignore[misc]  # Mega
         return slots.tolist()  # type: ignore[no-any-return]
 
     def _local(self, slots: Tensor, loan: Loans) -> Tensor:
-        """Local slots [N, K] as experts: the own ones, then the borrowed ones; -1 stays."""
+        """Return local slots [N, K] as experts: the own ones, then the borrowed ones; -1 stays -1."""
         placement = self.balancer.placement
         size = placement.slots_per_rank
         table = [-1] * size
@@ -237,7 +239,7 @@ class BalancedTokenDispatcher(MoETokenDispatcher):  # type: ignore[misc]  # Mega
         return torch.where(slots < 0, -1, at[slots.clamp(min=0)])
 
     def _run_borrowed(self, copies: Tensor, ends: Sequence[int]) -> Tensor:
-        """[C, H] copies by borrowed expert -> their results: an own expert's module with the borrowed weights."""
+        """Return the results of [C, H] copies by borrowed expert: an own expert's module with the borrowed weights."""
         module, first, results = self.experts[0], 0, []
         names = [name for name, _ in module.named_parameters()]
         for i, end in enumerate(ends):
@@ -249,7 +251,7 @@ class BalancedTokenDispatcher(MoETokenDispatcher):  # type: ignore[misc]  # Mega
 
 
 def chosen_experts(routing_map: Tensor, top_k: int) -> Tensor:
-    """[T, K] int64 the experts of a map [T, E] bool, ascending; -1 behind those of a token with fewer than K."""
+    """Return [T, K] int64 the experts of a map [T, E] bool, ascending; -1 after those of a token with fewer than K."""
     experts = routing_map.shape[1]
     ids = torch.arange(experts, device=routing_map.device)
     ordered = torch.where(routing_map, ids, experts).sort(1).values
@@ -260,7 +262,7 @@ def chosen_experts(routing_map: Tensor, top_k: int) -> Tensor:
 
 
 def check_layer(layer: MoELayer) -> None:
-    """Raises ValueError for a layer whose tokens cannot be dispatched here."""
+    """Raise ValueError for a layer whose tokens this dispatcher does not support."""
     if not isinstance(layer.experts, SequentialMLP):
         raise ValueError(f"experts must be a SequentialMLP, got a {type(layer.experts).__name__}")
     for name, value in REFUSED.items():
@@ -275,7 +277,7 @@ def check_layer(layer: MoELayer) -> None:
 
 
 def check_placement(placement: Placement, layer: MoELayer, rank: int) -> None:
-    """Raises ValueError for a placement that is not of this layer's experts."""
+    """Raise ValueError for a placement that does not have this layer's experts."""
     if placement.num_experts != layer.config.num_moe_experts or placement.num_shared:
         raise ValueError(
             f"placement must be of num_moe_experts={layer.config.num_moe_experts} and no shared experts, "
@@ -284,13 +286,14 @@ def check_placement(placement: Placement, layer: MoELayer, rank: int) -> None:
     home = placement.home_experts(0, rank)
     if home != list(layer.local_expert_indices):
         raise ValueError(
-            f"placement must have Megatron's experts {list(layer.local_expert_indices)} at home on rank {rank}, "
+            f"placement must have Megatron's experts {list(layer.local_expert_indices)} as home experts of rank "
+            f"{rank}, "
             f"got {home}"
         )
 
 
 def padded(copies: Tensor, grouping: Grouping) -> Tensor:
-    """[C, H]: copies, and zeros in the places of a grouping that has more of them."""
+    """Return [C, H]: copies, and zeros in the places of a grouping that has more places than copies."""
     return torch.cat([copies, copies.new_zeros(len(grouping.copy) - len(copies), copies.shape[1])])
 
 
@@ -303,20 +306,20 @@ def balance(
     ranks_per_node: int = 0,
     **options: Any,
 ) -> list[BalancedTokenDispatcher]:
-    """Puts a balanced dispatcher into every MoELayer of a model, in the order of its modules. On all ranks.
+    """Install a balanced dispatcher in every MoELayer of a model, in the order of its modules. All ranks call it.
 
     Args:
         model: with experts of SequentialMLP, the local spec; each rank has those that Megatron gave it.
         policy: a name in isoload.POLICIES or a Policy; options go with the name.
         placement: its first layer, for every MoELayer; each expert's home slot is on the rank that has it. None: the
             experts without replicas, and spare_slots.
-        spare_slots: experts that a rank can borrow at a time, where there is no placement. None: 2 if the policy
+        spare_slots: experts that a rank can borrow at a time, if there is no placement. None: 2 if the policy
             borrows, else 0.
         ranks_per_node: of the expert-parallel group; 0 = all on one node.
 
     Raises:
         ValueError: a layer without SequentialMLP, an option of Megatron's that is not supported, or a placement that
-            does not fit: naming the argument, the rule and the value.
+            does not fit; names the argument, the rule and the value.
     """
     transports: dict[Any, CollectiveTransport] = {}
     dispatchers = []

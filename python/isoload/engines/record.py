@@ -1,5 +1,7 @@
-"""EngineRecord: shadow mode. The engine chooses; what it chose is counted on the device, and off the hot path written
-to files and logged, together with what isoload's plan of the same copies would have given."""
+"""EngineRecord: shadow mode. The engine chooses replicas. Its choice is counted on the device; a background thread
+writes
+the counts to files and logs them with the loads that isoload's plan of the same copies would have had.
+"""
 
 from __future__ import annotations
 
@@ -26,15 +28,17 @@ from isoload.traces.identity import Identity, Numbering
 log = logging.getLogger("isoload")
 Bools = NDArray[np.bool_]
 NUMBERING: dict[str, Numbering] = {"SGLang": "hidden", "vLLM": "moe"}  # of the rows of the engine's tables
-KEPT = 64  # passes in memory: as many as a file has at most
+KEPT = 64  # passes in memory; a file has at most as many
 OWN = "this rank's copies alone: isoload report joins all ranks"
 
 
 class EngineRecord:
     """Record of one model's layers on one rank.
 
-    Nothing is exchanged between ranks. Of so many passes one is kept, by its number, so that the files of all ranks
-    have the same ones. All ranks must run the same number of passes, as where every pass holds an all-to-all.
+    Nothing is exchanged between ranks. One of record_every passes is kept, selected by its number, so that the files
+    of
+    all ranks have the same ones. All ranks must run the same number of passes, as where every pass contains an
+    all-to-all.
 
     Args:
         settings: mode shadow.
@@ -42,10 +46,11 @@ class EngineRecord:
         rank: this process's of the topology's.
         tables: [L, P] on the host, the routed expert in each slot.
         num_experts: E, routed.
-        tokens: "own", or "same" where all ranks hold the same: then the first rank alone writes.
+        tokens: "own", or "same" if all ranks hold the same: then only the first rank writes.
         device: where the engine routes.
-        decode_tokens: most tokens that this process routes in a pass of decode, where the engine does not set
-            :attr:`phase` before a pass ends: a pass of more has prefill.
+        decode_tokens: largest number of tokens that this process routes in a pass of decode, if the engine does not
+            set
+            :attr:`phase` before a pass ends: a pass with more tokens counts as prefill.
     """
 
     def __init__(
@@ -66,17 +71,16 @@ class EngineRecord:
         self.tokens, self.started, self.decode_tokens = tokens, int(time.time()), decode_tokens
         self.recorder = Recorder(tables.shape[0], tables.shape[1], KEPT, device)
         self.metrics = Metrics()
-        self.phase = "decode"  # of the pass under way
+        self.phase = "decode"  # of the current pass
         self.passes = 0  # forward passes so far
-        self._ended = False  # whether the pass under way is counted already
+        self._ended = False  # whether the current pass is counted already
         self._recorded: list[tuple[int, str]] = []  # number and phase of the recorder's batches
         self._since = time.monotonic()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="isoload-record")
         atexit.register(self.close)
 
     def add(self, layer: int, slots: Tensor, num_valid: Tensor | None = None) -> None:
-        """Count slots [T, K] of a layer's batch, in a captured graph too; -1 and rows from num_valid on are left
-        out."""
+        """Count slots [T, K] of a layer's batch, in a captured graph too; -1 and rows from num_valid on are skipped."""
         ids = slots if slots.dtype in (torch.int32, torch.int64) else slots.to(torch.int32)
         copies = count(without_padding(ids, num_valid), self.tables.shape[1])
         self.recorder.add(layer, [copies], self, slots.shape[1])
@@ -87,12 +91,12 @@ class EngineRecord:
         return f"1 of {self.settings.record_every} passes is recorded, in {number} layers"
 
     def begin(self) -> None:
-        """Begin a pass; before the first, drop what captures of graphs and warm-ups have counted."""
+        """Begin a pass; before the first pass, drop the counts of graph captures and warm-ups."""
         if not self.passes:
             self.recorder.skip()
 
     def clear(self) -> None:
-        """Drop what warm-ups and captures of graphs have counted."""
+        """Drop the counts of warm-ups and graph captures."""
         self.recorder.clear()
         self._recorded = []
 
@@ -105,7 +109,7 @@ class EngineRecord:
             self.flush()
 
     def moved(self, tables: Tensor) -> None:
-        """Take the experts [L, P] in each slot after the engine has moved them."""
+        """Set the experts [L, P] in each slot after the engine has moved them."""
         self._end()
         if torch.equal(tables, self.tables):
             return
@@ -113,13 +117,13 @@ class EngineRecord:
         self.tables = tables.clone()
 
     def flush(self) -> None:
-        """Hand the recorded passes to the thread; the host waits for the device."""
+        """Pass the recorded passes to the thread; the host waits for the device."""
         self._since = time.monotonic()
         if rank_loads := self._take():
             self._thread.submit(self._publish, rank_loads)
 
     def close(self) -> None:
-        """Write what is recorded, at the process's end; an engine that is killed loses it."""
+        """Write the recorded passes at the end of the process; an engine that is killed loses them."""
         atexit.unregister(self.close)
         self._thread.shutdown()
         if rank_loads := self._take():
@@ -138,7 +142,7 @@ class EngineRecord:
     def _take(self) -> RankLoads | None:
         if not self._recorded:
             return None
-        copies = self.recorder.counts().numpy().copy()  # the thread's own, on a CPU too
+        copies = self.recorder.counts().numpy().copy()  # the thread needs its own copy, on a CPU too
         recorded = self._recorded
         self.clear()
         passes, phases = zip(*recorded, strict=True)
@@ -158,13 +162,13 @@ class EngineRecord:
             if self.settings.report_seconds and self.rank == 0:
                 self._report(rank_loads)
         except Exception:
-            log.exception(f"isoload {self.engine}: what shadow mode counted is lost")
+            log.exception(f"isoload {self.engine}: the counts of shadow mode are lost")
 
     def _report(self, rank_loads: RankLoads) -> None:
         if not rank_loads.slot_copies.any():
             passes = f"{len(rank_loads.passes)} passes of {self.model or 'the model'}"
             log.warning(
-                f"isoload {self.engine}: shadow mode has seen no copy in {passes}: they are not counted"
+                f"isoload {self.engine}: shadow mode has counted no copy in {passes}: they are not recorded"
             )
             return
         before, after, routed = before_and_after(rank_loads)
@@ -176,8 +180,7 @@ class EngineRecord:
                 self._measure(phase, before[batches], after[batches], routed[batches])
 
     def _measure(self, phase: str, before: Floats, after: Floats, routed: Bools) -> None:
-        """Set a phase's metrics from [B, L]; passes in which a layer had no copy are left out of the layer's
-        figures."""
+        """Set a phase's metrics from [B, L]; a layer's figures skip passes in which it had no copy."""
         some = routed.any(0)
         for plan, imbalance in (("engine", before), ("isoload", after)):
             means = np.nanmean(np.where(routed, imbalance, np.nan)[:, some], axis=0)
@@ -196,8 +199,7 @@ class EngineRecord:
 
 
 def before_and_after(rank_loads: RankLoads) -> tuple[Floats, Floats, Bools]:
-    """Return [B, L] imbalance as routed and as planned, of layers that have copies, and [B, L] whether a pass has
-    some."""
+    """Return [B, L] imbalance as routed and as planned, and [B, L] whether a pass has copies in a layer."""
     layers = np.flatnonzero(rank_loads.slot_copies.any((0, 2)))
     copies, table = rank_loads.slot_copies[:, layers], torch.from_numpy(rank_loads.slot_to_expert[layers])
     placement = Placement(table, rank_loads.topology, rank_loads.num_experts)

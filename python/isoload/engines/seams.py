@@ -1,8 +1,9 @@
-"""Seams: the functions of an engine that a plug-in replaces, wraps, calls or reads; it attaches where they are as
+"""Seams: the functions of an engine that a plug-in replaces, wraps, calls or reads. The plug-in attaches if they are
+as
 expected.
 
-An engine's seams stand in one JSON file, each with its signature, of the version that they were read from. They are
-compared with the engine that runs, whatever its version is called.
+An engine's seams are listed in one JSON file, each with its signature in the version from which it was read. They are
+compared with the running engine, independent of its version number.
 """
 
 from __future__ import annotations
@@ -22,16 +23,17 @@ from isoload.online.metrics import set_refused
 
 log = logging.getLogger("isoload")
 Kind = Literal["replace", "around", "call", "fields"]
-SHADOW = "ISOLOAD_MODE=shadow"  # among the options that seams serve: it attaches alone, the others without it
+# Among the options that seams serve: shadow mode attaches alone, other options only without it.
+SHADOW = "ISOLOAD_MODE=shadow"
 
 
 @dataclass(frozen=True)
 class Seam:
-    """One place where a plug-in touches an engine.
+    """One function or record of an engine that a plug-in uses.
 
     target      dotted path
     kind        "replace" and "around": hooked; "call": called by the plug-in; "fields": a record that it reads
-    signatures  those that the plug-in can work with; of a record the fields that it needs
+    signatures  those that the plug-in supports; of a record the fields that it needs
     read_from   the engine's version in which it was read
     why         what the plug-in does there
     serves      the options of the engine that need it; empty: all of them
@@ -47,7 +49,7 @@ class Seam:
     older: str = ""
 
     def located(self) -> Seam:
-        """Return the seam with the path that the engine has: the older one where it has that alone."""
+        """Return the seam with the engine's path: the older path if the engine has only that one."""
         moved = self.older and not is_there(self.target) and is_there(self.older)
         return replace(self, target=self.older) if moved else self
 
@@ -57,7 +59,7 @@ class Seam:
         return self.target.rsplit(".", 1)[-1]
 
     def fault(self) -> str | None:
-        """Return what is not as expected, in one line; None: nothing."""
+        """Return the difference from the expected function or record, in one line; None if there is none."""
         try:
             member = pkgutil.resolve_name(self.target)
         except Exception as error:
@@ -83,9 +85,9 @@ def read_seams(engine: str) -> list[Seam]:
 
 
 def missing_package(seams: Sequence[Seam]) -> str | None:
-    """Return the one reason why an engine cannot be imported: a package it needs is not installed; else None.
+    """Return why an engine cannot be imported if a package it needs is not installed; else None.
 
-    Each seam would report it as a function that is missing, since its module cannot be imported.
+    Without this check each seam would be reported as a missing function, because its module cannot be imported.
     """
     for target in (seam.target for seam in seams):
         parts = target.split(".")
@@ -102,8 +104,10 @@ def missing_package(seams: Sequence[Seam]) -> str | None:
 
 
 def is_there(target: str) -> bool:
-    """Return whether the engine has the target; what fails in another way as it is imported is there, and its fault has
-    the reason."""
+    """Return whether the engine has the target. A target whose import fails in another way counts as present; its
+    fault has
+    the reason.
+    """
     try:
         pkgutil.resolve_name(target)
     except (ImportError, AttributeError):
@@ -121,8 +125,10 @@ def bare_signature(function: Any) -> inspect.Signature:
 
 
 def shortened(signature: inspect.Signature, kind: Kind) -> Iterator[inspect.Signature]:
-    """Without its last parameters, as long as these have defaults: what a newer version has added, hooks around pass on
-    and calls leave out. What replaces a function would drop it."""
+    """Yield the signature without its last parameters, as long as these have defaults. A newer version may have
+    added them:
+    wrappers pass them on and calls omit them. A replacement would drop them.
+    """
     parameters = list(signature.parameters.values())
     while kind != "replace" and parameters and parameters[-1].default is not inspect.Parameter.empty:
         parameters.pop()
@@ -139,13 +145,13 @@ def field_names(record: type) -> set[str]:
 
 @dataclass(frozen=True)
 class PlugIn:
-    """What isoload puts into one engine: of each of its options that some seam serves all hooks, or none.
+    """isoload's plug-in for one engine: for each engine option that a seam serves, it attaches all hooks or none.
 
     engine  its name in messages; in lower case that of its seams
     switch  the variable that turns the plug-in on
-    start   puts settings in force
-    checks  whether a known batch comes out right, by the option, or else the hook, that it passes
-    hook    puts the hooks of these seams in place; each serves only the options that are attached
+    start   applies settings
+    checks  tests of a known batch, by the option or hook that needs them
+    hook    installs the hooks of these seams; each serves only the options that are attached
     seams   of an engine without a JSON file here
     """
 
@@ -157,12 +163,11 @@ class PlugIn:
     seams: Sequence[Seam] = ()
 
     def attach_or_leave(self) -> None:
-        """Attach, from an entry point. Engines log an Exception of a plug-in and go on, so a refusal leaves the
+        """Attach, from an entry point. Engines log an Exception of a plug-in and continue, so a refusal ends the
         process.
 
         Raises:
-            SystemExit: a variable has a value that it must not have; or, with ISOLOAD_STRICT=1, the engine is not as
-                expected.
+            SystemExit: a variable has an invalid value; or, with ISOLOAD_STRICT=1, the engine is not as expected.
         """
         try:
             if not is_on(self.switch, os.environ):
@@ -186,14 +191,16 @@ class PlugIn:
             log.error(f"{reason}. {result}")
 
     def attach(self, settings: Settings) -> list[str]:
-        """Hook what can be, see :meth:`attach_options`, and return what is not as expected, a line each."""
+        """Install the hooks that can be, see :meth:`attach_options`, and return the differences, a line each."""
         return self.attach_options(settings)[0]
 
     def attach_options(self, settings: Settings) -> tuple[list[str], list[str]]:
-        """Hook every option whose seams and known batch are as expected; without options everything or nothing.
+        """Hook every option whose seams and known batch are as expected; without options all hooks or none.
 
         Returns:
-            What is not as expected, a line each, which names the options that stay without; and those attached.
+            Differences from the expected engine, a line each, which name the options that are not attached; and the
+                attached
+            options.
         """
         all_seams = [seam.located() for seam in self.seams or read_seams(self.engine.lower())]
         seams = of_mode(all_seams, settings.mode)
@@ -243,8 +250,8 @@ def options_of(seams: Sequence[Seam]) -> list[str]:
 
 
 def wrong_check(name: str, check: Callable[[], bool]) -> str | None:
-    """Return what a check of a known batch finds wrong, in one line; None: nothing."""
+    """Return the error that a check of a known batch finds, in one line; None if there is none."""
     try:
-        return None if check() else f"a known batch comes out wrong behind {name}"
+        return None if check() else f"a known batch gives wrong slots with {name}"
     except Exception as error:
-        return f"a known batch fails behind {name} ({type(error).__name__}: {error})"
+        return f"a known batch fails with {name} ({type(error).__name__}: {error})"

@@ -45,12 +45,12 @@ class Settings:
     placer          as written
     report_seconds  0 = no reports
     check_weights   whether slots are compared with their experts
-    stalled_seconds of a rebalance without progress; 0 = nothing watches
+    stalled_seconds of a rebalance without progress; 0 = no watchdog
     mode            one of MODES
     record          None = no files
     record_every    passes
     switch          None = none
-    placement       file that vLLM starts from; None = none
+    placement       file from which vLLM starts; None = none
     """
 
     strict: bool
@@ -68,7 +68,7 @@ class Settings:
 
     @classmethod
     def read(cls, environ: Mapping[str, str] | None = None) -> Settings:
-        """From the environment."""
+        """Read the settings from the environment."""
         environ = os.environ if environ is None else environ
         policy, loads = (_text(variable, environ) or None for variable in (POLICY, LOADS))
         placer = _text(PLACER, environ)
@@ -81,7 +81,7 @@ class Settings:
         _check_mode(mode, record, report, policy, switch)
         if mode == "shadow" and is_on(CHECK, environ):
             raise ValueError(
-                f"{CHECK.name} must be 0 where {MODE.name} is shadow, which checks no weights, got '1'"
+                f"{CHECK.name} must be 0 if {MODE.name} is shadow, which checks no weights, got '1'"
             )
         every = _text(RECORD_EVERY, environ)
         if not (every.isdecimal() and 0 < len(every) < 10 and int(every)):
@@ -93,7 +93,7 @@ class Settings:
 
     @property
     def places_shared(self) -> bool:
-        """Whether the policy asked for is one of shared experts."""
+        """Whether the policy is one of shared experts."""
         return any(isinstance(policy, SharedPolicy) for policy in _policies(self.policy).values())
 
     @property
@@ -102,11 +102,14 @@ class Settings:
         return len(set(_policies(self.policy).values())) > 1
 
     def policies_for(self, shared: bool) -> dict[str, Policy]:
-        """By phase the policy of layers with or without shared experts that the plan may move; some policies need
-        them."""
+        """Return by phase the policy of layers with or without shared experts that the plan may move; some policies
+        need
+        them.
+        """
         if not shared and self.places_shared:
             raise ValueError(
-                f"{POLICY.name} must be a policy of routed experts where the engine keeps shared experts at home "
+                f"{POLICY.name} must be a policy of routed experts if the engine computes shared experts on their "
+                f"token's rank "
                 f"(SGLang: without --enable-waterfill), got {self.policy!r}"
             )
         policies = _policies(self.policy)
@@ -116,7 +119,7 @@ class Settings:
         """Return a line for each variable that is set to another value than its default and has no effect.
 
         Args:
-            reasons: by variable without effect why, and what gives it one: "WHY. Pass THIS".
+            reasons: by variable without effect the reason, and what would give it one: "REASON. Pass THIS".
         """
         lines = []
         for variable, reason in reasons.items():
@@ -127,7 +130,7 @@ class Settings:
         return lines
 
     def loads_for(self, default: str) -> str:
-        """Whose counts plan the batches of ranks that hold tokens of their own; default: the plug-in's."""
+        """Return whose counts plan the batches of ranks that hold tokens of their own; default: the plug-in's."""
         loads = self.loads or default
         _check_loads(loads, self.policy)
         return loads
@@ -141,7 +144,7 @@ def _check_mode(mode: str, record: str, seconds: float, policy: str | None, swit
     if record and mode != "shadow":
         raise ValueError(f"{RECORD.name} must come with {MODE.name}=shadow, got {mode!r}")
     if record and not os.path.isdir(record):
-        raise ValueError(f"{RECORD.name} must be a folder that is there, got {record!r}")
+        raise ValueError(f"{RECORD.name} must be an existing folder, got {record!r}")
     if mode == "shadow" and not record and not seconds:
         raise ValueError(f"{MODE.name}=shadow must come with {RECORD.name} or {REPORT.name}, got neither")
     if (mode == "shadow" or switch) and policy not in (None, "exact"):
@@ -164,10 +167,12 @@ def _check_loads(loads: str, policy: str | None) -> None:
 
 
 def _policies(text: str | None) -> dict[str, Policy]:
-    """By phase, from one for both or ``prefill=name,decode=name``, each with its options behind it; of None none."""
+    """Return policies by phase, from one for both or ``prefill=name,decode=name``, each with its options; none for
+    None.
+    """
     if text is None:
         return {}
-    if "=" not in text.partition(":")[0]:  # else of an option
+    if "=" not in text.partition(":")[0]:  # otherwise an option's
         return dict.fromkeys(PHASES, _usable(text))
     pairs = [part.strip().partition("=") for part in text.split(",")]
     if sorted(phase for phase, *_ in pairs) != sorted(PHASES):
@@ -176,7 +181,7 @@ def _policies(text: str | None) -> dict[str, Policy]:
 
 
 def _usable(text: str) -> Policy:
-    """The policy of that name, unless no engine can run it."""
+    """Return the policy of that name; raise ValueError if no engine can run it."""
     try:
         name, options = parse_policy(text)
     except ValueError as error:
@@ -194,7 +199,7 @@ def _usable(text: str) -> Policy:
 
 
 def _check_placer(text: str) -> None:
-    """Refuse a placer that cannot fill an engine's slots, before the engine loads a model."""
+    """Reject a placer that cannot fill an engine's slots, before the engine loads a model."""
     try:
         placer = make_placer(*parse_placer(text))
     except ValueError as error:
@@ -211,7 +216,7 @@ def _check_placer(text: str) -> None:
 
 
 def is_on(variable: Variable, environ: Mapping[str, str]) -> bool:
-    """Whether a variable of 0 or 1 is 1."""
+    """Return whether a variable of 0 or 1 is 1."""
     text = _text(variable, environ)
     if text not in ("0", "1"):
         raise ValueError(f"{variable.name} must be 0 or 1, got {text!r}")

@@ -1,6 +1,7 @@
-"""Engines' tables of replicas: from their physical-to-logical map to a Placement, and from a Placement to theirs; the
-Placement that ISOLOAD_PLACER makes when an engine rebalances; and a batch whose best split is known, for a plug-in's
-check of its own hooks before any is in place."""
+"""Engines' tables of replicas, converted to a Placement and back; the Placement that ISOLOAD_PLACER makes when an
+engine
+rebalances; and a batch whose optimal split is known, on which a plug-in tests its hooks before it installs them.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ class ReplicaLists(NamedTuple):
     """A placement as EPLB's callers take it: three tables.
 
     physical_to_logical  [L, P] int64  expert in each slot
-    logical_to_physical  [L, E, X] int64  slots of every expert, ascending, -1 behind the last; X = most replicas
+    logical_to_physical  [L, E, X] int64  slots of every expert, ascending, then -1; X = most replicas
     num_replicas         [L, E] int64
     """
 
@@ -30,7 +31,7 @@ class ReplicaLists(NamedTuple):
 
 
 def engine_topology(num_ranks: int, num_nodes: int) -> Topology:
-    """Return a topology of R ranks on so many nodes; on one node where these do not divide the ranks."""
+    """Return a topology of R ranks on num_nodes nodes, or on one node if these do not divide the ranks."""
     return Topology(num_ranks, num_ranks // num_nodes if num_ranks % num_nodes == 0 else num_ranks)
 
 
@@ -42,7 +43,7 @@ def placement_of(
     Args:
         physical_to_logical: [L, P] routed expert in each slot.
         num_experts: routed experts.
-        topology: R ranks; P/R consecutive slots lie on each.
+        topology: R ranks with P/R consecutive slots each.
         num_shared: 1: every rank has one more slot, its last, that holds the shared expert.
     """
     slots = physical_to_logical.cpu().to(torch.int32)
@@ -70,7 +71,7 @@ def replica_lists(placement: Placement) -> ReplicaLists:
 
 
 def keep_slots(slots: Tensor, before: Tensor, num_ranks: int) -> Tensor:
-    """Return [L, P] the same experts on every rank, with those that were on it in their slots of before [L, P]."""
+    """Return [L, P] the same experts on every rank; those that were on it before [L, P] keep their slots."""
     size = slots.shape[1] // num_ranks
     new, old = slots.reshape(-1, size), before.reshape(-1, size)
     result, left = torch.full_like(new, -1), torch.ones_like(new, dtype=torch.bool)
@@ -79,21 +80,24 @@ def keep_slots(slots: Tensor, before: Tensor, num_ranks: int) -> Tensor:
         rows = stays.any(dim=1).nonzero().flatten()
         result[rows, slot] = old[rows, slot]
         left[rows, stays[rows].int().argmax(dim=1)] = False  # one of several slots of an expert
-    result[result < 0] = new[left]  # as many in every row
+    result[result < 0] = new[left]  # the same number in every row
     return result.view_as(slots)
 
 
 def arrivals(before: Tensor, after: Tensor, rank: int, num_ranks: int) -> dict[int, int]:
-    """Return by layer how many experts came to a rank from others: distinct experts of its slots of after that none of
-    its slots of before had. Both [L, P] expert in each slot, -1: none."""
+    """Return by layer the number of experts that came to a rank: distinct experts of its slots in after that are in
+    none of
+    its slots in before. Both [L, P] expert in each slot, -1: none.
+    """
     size = before.shape[1] // num_ranks
     old, new = (table[:, rank * size : (rank + 1) * size].tolist() for table in (before, after))
     return {i: len(set(b) - set(a) - {-1}) for i, (a, b) in enumerate(zip(old, new, strict=True)) if a != b}
 
 
 def running(before: Tensor | None, num_slots: int) -> Tensor | None:
-    """The map [L, P] of where an engine's experts lie; None: nowhere yet, or some slots are empty or P are others, as
-    when ranks come or go."""
+    """Return the map [L, P] of an engine's present placement; None if there is none yet, or some slots are empty or P
+    differs, as when ranks join or leave.
+    """
     if before is None or before.shape[1] != num_slots or (before < 0).any():
         return None
     return before
@@ -102,7 +106,8 @@ def running(before: Tensor | None, num_slots: int) -> Tensor | None:
 def lay_out(
     counts: Tensor, topology: Topology, slots_per_rank: int, placer: str, before: Tensor | None
 ) -> ReplicaLists:
-    """Lay experts out by a placer of the registry; one that can starts from where the experts lie, so that fewer move.
+    """Place experts by a placer of the registry, from the present placement if the placer supports it, so that fewer
+    move.
 
     Args:
         counts: [L, E] or [batches, L, E] copies per routed expert.
@@ -117,7 +122,7 @@ def lay_out(
 
 
 def check_placer(option: str, placer: str, tables: Tensor, num_experts: int, topology: Topology) -> None:
-    """Make a layout as an engine's rebalance will, so that no rebalance fails while tokens are served."""
+    """Make a placement as an engine's rebalance will, so that no rebalance fails while tokens are served."""
     layers, num_slots = tables.shape
     before, size = running(tables, num_slots), num_slots // topology.num_ranks
     try:
@@ -127,13 +132,13 @@ def check_placer(option: str, placer: str, tables: Tensor, num_experts: int, top
 
 
 class EngineSizes(NamedTuple):
-    """Sizes that an engine's options and its model's configuration give.
+    """Sizes that follow from an engine's options and its model's configuration.
 
     num_layers: layers of the model as the engine numbers them.
     num_experts: routed experts of a layer.
     num_redundant: redundant experts of a layer.
     num_ranks: ranks of the expert-parallel group.
-    option: how the number of redundant experts is passed; {} stands for the number.
+    option: how the number of redundant experts is passed; {} is replaced by the number.
     from_file: whether the user passes the map as a file.
     """
 

@@ -1,11 +1,12 @@
-"""isoload inside of SGLang: behind its own options, attached by its plug-in loader. docs/sglang.md describes it.
+"""Plug-in for SGLang: it implements SGLang's own options and is attached by SGLang's plug-in loader. See
+docs/sglang.md.
 
 layers     the Balancers of all layers, made once and refreshed in place
 dispatch   hooks of --ep-dispatch-algorithm dynamic and lp, and of --enable-waterfill
 placement  rebalances, --eplb-algorithm isoload, --init-expert-location
 
-Here: which hook serves which function, and a known batch through every hook that can run without a model, on SGLang's
-own records, before any is hooked.
+This module maps hooks to functions, and tests every hook that can run without a model on a known batch of SGLang's own
+records before any hook is installed.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ HOOKS = {
     "update": placement.update_metadata,
     "init_lplb_solvers": dispatch.init_lplb_solvers,
     "resolve_routing_inputs": dispatch.resolve_routing_inputs,
-    "_post_process_topk_ids": dispatch.post_process,  # in shadow mode, with four of the others
+    "_post_process_topk_ids": dispatch.post_process,  # in shadow mode, with four of the other hooks
     "_topk_ids_logical_to_physical_dynamic": dispatch.map_dynamic,
     "_topk_ids_logical_to_physical_probability": dispatch.map_solved,
     "WaterfillBalancer": WaterfillBalancer,
-    "DeepEPWaterfillBalancer": DeepEPWaterfillBalancer,  # its older name
+    "DeepEPWaterfillBalancer": DeepEPWaterfillBalancer,  # the older name
     "compute_algorithm": placement.compute_algorithm,
     "rebalance_experts": placement.rebalance_experts,
     "rebalance": placement.rebalance,
@@ -90,7 +91,7 @@ def check_waterfill() -> bool:
 
 
 def check_placement() -> bool:
-    """Check that tables have the shapes and types of SGLang's own, which other names still get."""
+    """Check that tables have the shapes and types of SGLang's own, which other algorithm names still get."""
     from sglang.srt.eplb.eplb_algorithms import compute_algorithm, rebalance_experts
 
     counts = torch.tensor([[[90, 30, 5, 5, 5, 5]]])
@@ -166,7 +167,7 @@ def attach_or_leave() -> None:
     """Attach to SGLang; its entry point calls this.
 
     Raises:
-        SystemExit: as PlugIn.attach_or_leave; or ISOLOAD_PLACEMENT is set, which SGLang has an option for.
+        SystemExit: as PlugIn.attach_or_leave; or ISOLOAD_PLACEMENT is set, for which SGLang has an option.
     """
     if path := os.environ.get(PLACEMENT.name, "").strip():
         raise SystemExit(

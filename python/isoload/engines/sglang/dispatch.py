@@ -1,10 +1,11 @@
-"""Hooks of SGLang's dispatch: logical to physical ids, behind --ep-dispatch-algorithm dynamic and lp; and the shared
-experts of --enable-waterfill.
+"""Hooks of SGLang's dispatch: logical to physical ids, for --ep-dispatch-algorithm dynamic and lp; and the shared
+experts
+of --enable-waterfill.
 
-dynamic  Without an all-to-all backend all ranks hold the same tokens and compute the same plan. With one each plans its
-         own, and SGLang calls nothing on a rank without tokens: no forward pass may hold an exchange.
-lp       With one. SGLang calls the layer's solver before it maps ids, in the DeepSeek family also on ranks without
-         tokens. The solver is a Layer, and what it returns are the physical ids already.
+dynamic  Without an all-to-all backend all ranks hold the same tokens and compute the same plan. With one each rank
+         plans its own, and SGLang calls nothing on a rank without tokens: no forward pass may contain an exchange.
+lp       With an all-to-all backend. SGLang calls the layer's solver before it maps ids, in the DeepSeek family also on
+         ranks without tokens. The solver is a Layer, and its result is the physical ids already.
 
 In shadow mode SGLang's choice is used unchanged, with any algorithm, and counted. SGLang also records for its own
 rebalances: `_post_process_topk_ids` returns the slots of the routed copies, padding masked, as a third result.
@@ -51,14 +52,17 @@ def set_metadata(original: Original, value: Any, *args: Any, **kwargs: Any) -> N
 
 
 def init_lplb_solvers(*, model_config: Any) -> None:
-    """Replace SGLang's function: pass Layers for solvers. After a rebalance the Layers exist already, and are
-    refreshed."""
+    """Replace SGLang's function: pass Layers for solvers. After a rebalance the Layers exist already and are
+    refreshed.
+    """
     from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
     from sglang.srt.eplb.lplb_solver import assert_lplb_supported_model, set_global_lplb_solver
 
     architectures = getattr(model_config.hf_config, "architectures", None)
     if architectures and LAYERS.loads_of("lp") in JOINED_BY_ALL:
-        assert_lplb_supported_model(architectures[0])  # elsewhere ranks without tokens do not join a gather
+        assert_lplb_supported_model(
+            architectures[0]
+        )  # in other models ranks without tokens do not join a gather
     metadata = get_global_expert_location_metadata()
     if metadata is None:
         return
@@ -68,7 +72,7 @@ def init_lplb_solvers(*, model_config: Any) -> None:
 
 
 def resolve_routing_inputs(original: Original, *, layer_id: int, **kwargs: Any) -> tuple[Tensor | None, Any]:
-    """Wrap SGLang's function, which has a layer's batch, its padding and its number together."""
+    """Wrap SGLang's function, which has a layer's batch, its padding and its number."""
     num_valid, info = original(layer_id=layer_id, **kwargs)
     layer = LAYERS.layer(layer_id)
     if info is not None and layer is not None:
@@ -92,7 +96,7 @@ def map_dynamic(original: Original, topk_ids: Tensor, info: Any, *args: Any, **k
         return slots
     theirs = original(topk_ids, info, *args, **kwargs).to(slots.dtype)
     chosen = slots if layer.switch is None else layer.switch.choose(slots, theirs)
-    # Rows of padding keep SGLang's own replica: some of its kernels take no -1.
+    # Rows of padding keep SGLang's own replica: some of its kernels do not accept -1.
     return chosen if num_valid is None else torch.where(slots < 0, theirs, chosen)
 
 
@@ -139,7 +143,7 @@ def initialize(original: Original, self: Any, *args: Any, **kwargs: Any) -> None
     LAYERS.announce()
     if LAYERS.settings.report_seconds:
         placer = LAYERS.settings.placer if LAYERS.places() else "engine"
-        moved = dict(getattr(self.model, MOVED, {}))  # SGLang's LazyValue has keys and items alone
+        moved = dict(getattr(self.model, MOVED, {}))  # SGLang's LazyValue has only keys and items
         LAYERS.measure(model_name(self), placer, moved)
     if LAYERS.settings.check_weights:
         LAYERS.check_loaded(weights_of(self.model))
@@ -158,8 +162,9 @@ def weights_of(model: Any) -> Mapping[int, Sequence[Tensor]]:
 def forward(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Wrap ModelRunner.forward, in which graphs are replayed and experts move; exchanges run after the pass.
 
-    SGLang counts the same passes towards its own rebalances: with attention data parallelism ranks without requests run
-    idle ones. Reports wait for the device, once per interval.
+    SGLang counts the same passes towards its own rebalances: with attention data parallelism, ranks without requests
+    run
+    idle passes. Reports wait for the device, once per interval.
     """
     if self.is_draft_worker:
         return original(self, *args, **kwargs)
@@ -179,12 +184,15 @@ def forward(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 class WaterfillBalancer:
-    """Replacement of SGLang's WaterfillBalancer, one for each TopK and HashTopK. All ranks make and call them together.
+    """Replacement of SGLang's WaterfillBalancer, one for each TopK and HashTopK. All ranks make and call them
+    together.
 
-    Behind lp the layer's plan has decided about the shared copies already (policy joint, unless ISOLOAD_POLICY names
-    another); else, and in draft models, they fill the ranks beside the routed copies as these lie (policy waterfill).
-    num_routed_experts is P, the slots of all ranks; shared_weight that of the shared expert's output, in older versions
-    the inverse of routed_scaling_factor, or 1 where that is 0.
+    With lp the layer's plan has already decided about the shared copies (policy joint, unless ISOLOAD_POLICY names
+    another). Otherwise, and in draft models, the shared copies fill the ranks above the routed copies (policy
+    waterfill).
+    num_routed_experts is P, the slots of all ranks; shared_weight is the weight of the shared expert's output, in
+    older
+    versions the inverse of routed_scaling_factor, or 1 if that is 0.
     """
 
     flag = "--enable-waterfill"
@@ -224,13 +232,14 @@ class WaterfillBalancer:
     def expand_topk(self, topk_output: Any, num_tokens: int) -> Any:
         """Return topk_ids [T, K + 1] with the shared slots, from [T, K] routed slots, and their weights.
 
-        Every rank's shared slot is its last, so that routed slot p becomes ``p + p // S``. A row without a routed
-        copy gets shared slot -1 and weight 0, as has every id of -1.
+        Every rank's shared slot is its last, so routed slot p becomes ``p + p // S``. A row without a routed copy
+        gets shared
+        slot -1 and weight 0, as every id of -1 does.
         """
         ids, weights = topk_output.topk_ids, topk_output.topk_weights
         shared_rank = None if self.layer is None else self.layer.take_shared(num_tokens)
         if shared_rank is not None:
-            # One shared slot lies behind the routed ones of each rank; -1 stays.
+            # One shared slot follows the routed ones of each rank; -1 stays -1.
             size = self.slots_per_rank
             routed = ids + ids.div(size, rounding_mode="floor").clamp(min=0)
             live = (shared_rank >= 0) & (ids >= 0).any(1, keepdim=True)  # SGLang may have masked a row since
@@ -254,8 +263,9 @@ class DeepEPWaterfillBalancer(WaterfillBalancer):
 
 
 def fixed_routed(num_slots: int, num_ranks: int) -> Balancer:
-    """Return a Balancer in which every slot is an expert of its own, which cannot move, and every rank has a shared
-    expert."""
+    """Return a Balancer in which every slot is an expert of its own that cannot move, and every rank has a shared
+    expert.
+    """
     per_rank = torch.arange(num_slots, dtype=torch.int32).view(num_ranks, -1)
     shared = torch.full((num_ranks, 1), num_slots, dtype=torch.int32)
     slots, topology = torch.cat([per_rank, shared], dim=1).view(1, -1), Topology(num_ranks)

@@ -1,8 +1,8 @@
 """The Balancers of one process, by layer: made when SGLang has its expert locations, refreshed in place when it moves
 experts. LAYERS is the only state of the plug-in.
 
-Beside them what they read of SGLang: its options and ranks, the phase of a pass, and which ranks are gone. SGLang's
-modules are imported inside of functions, which only its processes call.
+The module also reads SGLang's options and ranks, the phase of a pass, and which ranks are gone. SGLang's modules are
+imported inside of functions, which only its processes call.
 """
 
 from __future__ import annotations
@@ -32,25 +32,28 @@ UNAGREED = "SGLANG_SCHEDULER_SKIP_ALL_GATHER"
 
 
 class Layer(EngineLayer):
-    """One MoE layer. Behind lp it replaces SGLang's LPLBSolver: ``solve(topk_ids)``."""
+    """One MoE layer. With lp it replaces SGLang's LPLBSolver: ``solve(topk_ids)``."""
 
     def __init__(self, balancer: Balancer, meter: Meter | None) -> None:
         super().__init__(balancer, meter)
-        self.num_valid: Tensor | None = None  # of the batch that comes next: rows from here on are padding
-        self.shared: Tensor | None = None  # [T, 1] rank of every token's shared copy; Waterfill takes it
+        self.num_valid: Tensor | None = None  # of the next batch: rows from this one on are padding
+        self.shared: Tensor | None = (
+            None  # [T, 1] rank of every token's shared copy, until Waterfill takes it
+        )
         self.policies: dict[str, Policy] = {}  # by phase, where they differ
 
     def plan_by(self, policies: dict[str, Policy]) -> None:
-        """Take a policy for each phase; raise ValueError where one of them cannot plan this layer."""
+        """Set a policy for each phase; raise ValueError if one of them cannot plan this layer."""
         self.policies = policies if len(set(policies.values())) > 1 else {}
         for policy in self.policies.values():
             self.balancer.policy = policy
 
     def turn(self, phase: Callable[[], str]) -> None:
-        """Let the phase's policy plan the next batch, in a graph that is captured now too.
+        """Let the phase's policy plan the next batch, also in a graph that is captured now.
 
-        The phase must be the same on all ranks. Ranks that gather loads compare their policies there; others could not
-        find a difference.
+        The phase must be the same on all ranks. Ranks that gather loads compare their policies in the gather; other
+        ranks
+        could not detect a difference.
         """
         if not self.policies:
             return
@@ -64,13 +67,15 @@ class Layer(EngineLayer):
 
     @property
     def policy_name(self) -> str:
-        """The policy's name; of each phase where they differ."""
+        """The policy's name; of each phase if they differ."""
         phases = ", ".join(f"{policy.name} in {phase}" for phase, policy in self.policies.items())
         return phases or super().policy_name
 
     def solve(self, topk_ids: Tensor) -> Tensor:
         """Return [T, K] physical ids of the routed copies, from [T, K] logical ones; all ranks call it together,
-        also with T = 0."""
+        also with
+        T = 0.
+        """
         num_valid, self.num_valid = self.num_valid, None
         self.turn(LAYERS.phase_now)
         slots = self.slots(topk_ids, num_valid)
@@ -87,7 +92,7 @@ class Layer(EngineLayer):
 
     @property
     def plans_shared(self) -> bool:
-        """Whether Waterfill's shared copies can join the plan: one of all counts, which has none yet."""
+        """Whether Waterfill's shared copies can join the plan: one of all counts that has none yet."""
         balancer = self.balancer
         return balancer.tokens == "own" and balancer.loads == "gathered" and not balancer.placement.num_shared
 
@@ -109,11 +114,11 @@ class Layers(EngineLayers[Layer]):
 
     def start(self, settings: Settings) -> None:
         super().start(settings)
-        self.num_waterfill = 0  # layers whose shared experts are placed beside routed copies as they lie
-        self.waterfill_flag = "--enable-waterfill"  # behind which they are
+        self.num_waterfill = 0  # layers whose shared experts are placed after the routed copies
+        self.waterfill_flag = "--enable-waterfill"  # the option that places them
         self.lost: frozenset[str] = frozenset()  # options to which isoload is not attached
-        self.phase = "decode"  # of the pass under way
-        self.in_prefill_graph: Callable[[], bool] | None = None  # where each phase has a policy
+        self.phase = "decode"  # of the current pass
+        self.in_prefill_graph: Callable[[], bool] | None = None  # set if each phase has a policy
 
     def engine_group(self) -> dist.ProcessGroup:
         group: dist.ProcessGroup = parallel().moe_ep_group.device_group
@@ -129,7 +134,7 @@ class Layers(EngineLayers[Layer]):
         return super().group(topology) if elastic_backend() is None else LoneRank(topology, self.own_rank())
 
     def follow(self, metadata: Any, algorithm: str) -> None:
-        """Take SGLang's ExpertLocationMetadata: make the Balancers, or refresh those that exist in place.
+        """Set SGLang's ExpertLocationMetadata: make the Balancers, or refresh existing ones in place.
 
         Args:
             algorithm: "dynamic" or "lp"; the same on all ranks.
@@ -151,7 +156,7 @@ class Layers(EngineLayers[Layer]):
         self.by_id = {}
         topology, device = topology_of(metadata), metadata.physical_to_logical_map.device
         self.place(tables, metadata.num_logical_experts, topology, device)
-        # A policy of shared experts comes with Waterfill, which SGLang makes when it has loaded the model.
+        # A policy of shared experts comes with Waterfill, which SGLang makes after it has loaded the model.
         options = moe()
         waterfill = any(
             getattr(options, f"enable_{name}", False) for name in ("waterfill", "deepep_waterfill")
@@ -168,7 +173,7 @@ class Layers(EngineLayers[Layer]):
             self.add(layer)
 
     def count(self, metadata: Any) -> None:
-        """In shadow mode: make the record of an ExpertLocationMetadata, or update where the experts are."""
+        """In shadow mode: make the record of an ExpertLocationMetadata, or update the experts' locations."""
         options, tables = moe(), metadata.physical_to_logical_map_cpu
         if options.eplb_algorithm == "isoload":
             raise ValueError(
@@ -199,13 +204,13 @@ class Layers(EngineLayers[Layer]):
         return loads
 
     def add_shared(self, layer: Layer) -> None:
-        """Plan the copies of this layer's shared expert with the routed ones, as Waterfill is on."""
+        """Plan the copies of this layer's shared expert together with the routed ones, because Waterfill is on."""
         old, policies = layer.balancer, self.settings.policies_for(shared=True)
         layer.balancer = self.balancer(old.layer, policies["decode"], old.group, "gathered", num_shared=1)
         layer.plan_by(policies)
 
     def phase_now(self) -> str:
-        """Return the phase of the pass under way; while a graph is captured, the phase it will be replayed in."""
+        """Return the phase of the current pass; while a graph is captured, the phase in which it will be replayed."""
         return "prefill" if self.in_prefill_graph is not None and self.in_prefill_graph() else self.phase
 
     def layer(self, layer_id: int) -> Layer | None:
@@ -213,8 +218,8 @@ class Layers(EngineLayers[Layer]):
         return None if self.detached else self.by_id.get(layer_id)
 
     def detach(self) -> str:
-        if moe().ep_dispatch_algorithm == "lp":  # whose solvers isoload has replaced
-            return "isoload goes on choosing replicas, since SGLang has no solver beside it behind lp"
+        if moe().ep_dispatch_algorithm == "lp":  # isoload has replaced its solvers
+            return "isoload continues to choose replicas, because SGLang has no other solver with lp"
         return super().detach()
 
     @property
@@ -222,7 +227,7 @@ class Layers(EngineLayers[Layer]):
         return bool(self.by_id or self.num_waterfill)
 
     def exchanged(self) -> str:
-        """Return what the ranks exchange so that copies are level."""
+        """Return a description of what the ranks exchange to level copies."""
         ways = set()
         for balancer in (layer.balancer for layer in self.by_id.values()):
             alone = isinstance(balancer.group, LoneRank)
@@ -230,7 +235,7 @@ class Layers(EngineLayers[Layer]):
         return " and ".join(sorted(EXCHANGED[way] for way in ways))
 
     def places(self) -> bool:
-        """Whether SGLang's rebalances lay experts out with isoload's placer."""
+        """Return whether SGLang's rebalances place experts by isoload's placer."""
         if EPLB in self.lost:  # an older SGLang may have no get_exec
             return False
         return bool(moe().eplb_algorithm == "isoload")
@@ -292,13 +297,13 @@ class Layers(EngineLayers[Layer]):
                 "it leaves ids as they are"
             )
             return
-        stays = f"SGLang's --ep-dispatch-algorithm {algorithm}, which chooses as ever"
+        stays = f"SGLang's --ep-dispatch-algorithm {algorithm}, which chooses as without isoload"
         log.info(f"isoload: in shadow behind {stays}: {self.record.summary()}")
         self.warn_unused({})
 
 
 def model_name(runner: Any) -> str:
-    """Return a ModelRunner's model as SGLang's own metrics name it."""
+    """Return a ModelRunner's model name as in SGLang's own metrics."""
     return str(runner.server_args.served_model_name or runner.model_config.model_path)
 
 
@@ -321,15 +326,17 @@ def parallel() -> Any:
 
 
 def phase_of(batch: Any) -> str:
-    """Return a ForwardBatch's phase, the same on all ranks: prefill wherever one rank has some, as in SGLang's
-    all-to-all. A mixed batch is prefill, a draft's verification decode."""
+    """Return a ForwardBatch's phase, the same on all ranks: prefill if any rank has some, as in SGLang's all-to-all.
+    A mixed
+    batch is prefill, a draft's verification decode.
+    """
     mode = batch.forward_mode
     prefill = batch.is_extend_in_batch or (mode.is_extend() and not mode.is_target_verify())
     return "prefill" if prefill else "decode"
 
 
 def prefill_graphs() -> Callable[[], bool]:
-    """Return SGLang's function of whether a graph of prefill is being captured, where each phase has a policy.
+    """Return SGLang's function that tests whether a graph of prefill is being captured, if each phase has a policy.
 
     Raises:
         ValueError: ranks would not agree, or this SGLang has no such function.
@@ -342,7 +349,9 @@ def prefill_graphs() -> Callable[[], bool]:
     try:
         from sglang.srt.model_executor.runner_utils.prefill_graph import is_in_prefill_graph_scope
     except ImportError:
-        raise ValueError(f"{rule} with this SGLang, which does not say which graphs are of prefill") from None
+        raise ValueError(
+            f"{rule} with this SGLang, which does not state which graphs are of prefill"
+        ) from None
     in_scope: Callable[[], bool] = is_in_prefill_graph_scope
     return in_scope
 
@@ -354,14 +363,14 @@ def elastic_backend() -> str | None:
 
 
 def joined_behind() -> int:
-    """Return how much larger this process's rank is than SGLang counts it, where it has joined a running engine."""
+    """Return by how much this process's rank exceeds SGLang's number, if the process has joined a running engine."""
     return int(parallel().ep_join_rank_offset) if moe().is_ep_scale_joiner else 0
 
 
 def live_tables(metadata: Any) -> Tensor:
     """Return [L, P] the expert in each slot of an ExpertLocationMetadata, on the host; -1 on ranks that are gone.
 
-    An expert of which no copy is left keeps its slots there, and the log names it.
+    An expert without a remaining copy keeps its slots there, and the log names it.
     """
     tables: Tensor = metadata.physical_to_logical_map_cpu
     if elastic_backend() is None:

@@ -1,4 +1,4 @@
-"""Where SGLang's experts are placed: its rebalances, --eplb-algorithm isoload, and the file that it starts from."""
+"""Placement of SGLang's experts: its rebalances, --eplb-algorithm isoload, and the file from which it starts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from isoload.files import open_regular, read_text
 
 Original = Callable[..., Any]
 NAME = "isoload"
-CHOSEN = object()  # what compute_algorithm returns for this name, in place of a member of SGLang's Enum
+CHOSEN = object()  # result of compute_algorithm for this name, in place of a member of SGLang's Enum
 
 
 def compute_algorithm(original: Original, raw_algorithm: str, *args: Any, **kwargs: Any) -> Any:
@@ -79,8 +79,7 @@ def rebalance(original: Original, self: Any, *args: Any, **kwargs: Any) -> Itera
 
 
 def check_at_start(metadata: Any) -> None:
-    """Raise ValueError where --eplb-algorithm isoload is passed and the placer cannot lay out this model of
-    SGLang's."""
+    """Raise ValueError if --eplb-algorithm isoload is passed and the placer cannot place this model of SGLang's."""
     if moe().eplb_algorithm == NAME and EPLB not in LAYERS.lost:
         tables, experts = metadata.physical_to_logical_map_cpu, metadata.num_logical_experts
         placer = LAYERS.settings.placer
@@ -88,7 +87,7 @@ def check_at_start(metadata: Any) -> None:
 
 
 def check_file(model_config: Any) -> None:
-    """Compare what --init-expert-location names with the model and with SGLang's options, before SGLang takes it.
+    """Compare the --init-expert-location file with the model and with SGLang's options, before SGLang reads it.
 
     SGLang compares neither slots nor layers: a file of other sizes ends in an IndexError of the first forward pass.
 
@@ -101,7 +100,7 @@ def check_file(model_config: Any) -> None:
     if not {"dynamic", "lp", EPLB} - LAYERS.lost:  # an older SGLang may have no get_exec
         return
     path = moe().init_expert_location
-    # While ranks may join SGLang adds their slots to those of the file, and checks the sum.
+    # While ranks may join, SGLang adds their slots to those of the file, and checks the sum.
     if path == "trivial" or elastic_backend() is not None:
         return
     from sglang.srt.eplb.expert_location import ModelConfigForExpertLocation

@@ -1,12 +1,11 @@
-"""isoload inside of vLLM: behind its expert-parallel load balancer (EPLB), attached as a general plug-in.
-docs/vllm.md describes it.
+"""Plug-in for vLLM's expert-parallel load balancer (EPLB), attached as a general plug-in. See docs/vllm.md.
 
 layers     the Balancers of all models, made once and refreshed in place
 dispatch   hooks of the choice of replicas and of EPLB's state
-placement  the policy of rebalances, and the placement file that vLLM starts from
+placement  the policy of rebalances, and the placement file from which vLLM starts
 
-Here: which hook serves which function, and a known batch through every hook that can run without a model, before any
-is hooked.
+This module maps hooks to functions, and tests every hook that can run without a model on a known batch before any hook
+is installed.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ AT_START: dict[str, Callable[..., Any]] = {
 
 
 def first_replica(topk_ids: Tensor, *_: Any) -> Tensor:
-    """Return every copy's first replica, in place of vLLM's function, which is a kernel for GPUs."""
+    """Return every copy's first replica; replaces vLLM's function, which is a GPU kernel."""
     lists = replica_lists(known_placement())
     return lists.logical_to_physical[0, topk_ids.long(), 0].to(topk_ids.dtype)
 
@@ -86,14 +85,14 @@ def attach_or_leave() -> None:
         start_from_file(Settings.read())
     except (OSError, ValueError) as error:
         raise SystemExit(f"isoload: {error}") from None
-    PLUG_IN.attach_or_leave()  # after it: Balancers are made where the file has the experts
+    PLUG_IN.attach_or_leave()  # afterwards: Balancers are made from the file's locations
 
 
 def start_from_file(settings: Settings) -> None:
-    """Hook the start from ISOLOAD_PLACEMENT, if there is one, whether isoload chooses replicas or not.
+    """Hook the start from ISOLOAD_PLACEMENT, if it is set, whether isoload chooses replicas or not.
 
     Raises:
-        ValueError: the engine is not as isoload expects, and would start elsewhere in silence.
+        ValueError: the engine is not as isoload expects, and would ignore the file without a message.
     """
     if settings.placement is None or settings.mode == "off":
         return
@@ -116,11 +115,11 @@ def hook(seams: list[Seam], settings: Settings) -> None:
         if seam.kind == "around":
             wrap(seam.target, HOOKS[seam.name])
     if settings.mode != "shadow":
-        EPLB_POLICIES["default"] = make_policy(settings.placer)  # the only name that vLLM's option takes
+        EPLB_POLICIES["default"] = make_policy(settings.placer)  # the only name that vLLM's option accepts
 
 
 def wrap(target: str, around: Callable[..., Any]) -> None:
-    """Wrap vLLM's function of a dotted path, in its own module and where modules have imported it by name."""
+    """Wrap vLLM's function of a dotted path, in its own module and in modules that have imported it by name."""
     path, _, name = target.rpartition(".")
     owner = pkgutil.resolve_name(path)
     original = getattr(owner, name)
@@ -136,7 +135,7 @@ def wrap(target: str, around: Callable[..., Any]) -> None:
 
 
 def log_as_vllm() -> None:
-    """Send isoload's lines to the handlers of vLLM's logger where the program has set none."""
+    """Send isoload's log lines to the handlers of vLLM's logger if the program has set none."""
     import vllm.logger  # noqa: F401  # configures it
 
     log, theirs = logging.getLogger("isoload"), logging.getLogger("vllm")

@@ -1,5 +1,6 @@
 """Hooks of vLLM's EPLB: the choice of a replica for every copy, and the state from which Balancers are made. In shadow
-mode what it chose goes on as it is, its rebalances too, and is counted."""
+mode vLLM's choice and its rebalances are unchanged, and the choice is counted.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ Original = Callable[..., Any]
 
 
 def add_model(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Wrap EplbState.add_model, at whose end a loaded model's experts have their first places."""
+    """Wrap EplbState.add_model, at whose end a loaded model's experts have their first locations."""
     before = set(self.model_states)
     original(self, *args, **kwargs)
     for key, state in self.model_states.items():
@@ -70,7 +71,7 @@ def map_and_record(
     slots = layer.map_and_record(*batch, None if layer.switch is None else theirs)
     if num_unpadded_tokens is None or not replaces_padding:
         return slots
-    # Rows of padding keep vLLM's own replica: some of its kernels take no -1.
+    # Rows of padding keep vLLM's own replica: some of its kernels do not accept -1.
     assert theirs is not None
     return torch.where(padding(slots, num_unpadded_tokens), theirs, slots)
 
@@ -78,15 +79,17 @@ def map_and_record(
 def step(
     original: Original, self: Any, is_dummy: bool = False, is_profile: bool = False, **kwargs: Any
 ) -> None:
-    """Wrap EplbState.step, which every rank calls after every forward pass, one without requests after a dummy one:
-    vLLM counts these calls towards its own rebalances. Reports wait for the device, once per interval. What a profiling
-    pass counted is forgotten."""
+    """Wrap EplbState.step, which every rank calls after every forward pass, also after a dummy pass without
+    requests: vLLM
+    counts these calls towards its own rebalances. Reports wait for the device, once per interval. The counts of a
+    profiling pass are dropped.
+    """
     if is_profile:
         original(self, is_dummy, is_profile, **kwargs)
         for record in filter(None, (layers.record for layers in MODELS.by_state.values())):
             record.clear()
         return
-    # Of synchronous rebalances there is no thread; one that is not there either way would stall, which is named, too.
+    # Synchronous rebalances have no thread; a missing thread of asynchronous ones would stall, which is logged, too.
     MODELS.watch.worker = getattr(self, "async_worker", None)
     MODELS.watch.enter()
     original(self, is_dummy, is_profile, **kwargs)

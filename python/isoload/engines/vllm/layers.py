@@ -28,14 +28,14 @@ RankTokens = Literal["own", "same", "gathered"]
 
 
 class Layer(EngineLayer):
-    """One MoE layer, vLLM's MoERunner of it, and what a rank routes: see :func:`tokens_of`."""
+    """One MoE layer, its MoERunner of vLLM, and which tokens a rank routes: see :func:`tokens_of`."""
 
     def __init__(self, balancer: Balancer, meter: Meter | None, runner: Any, tokens: RankTokens) -> None:
         super().__init__(balancer, meter)
         self.runner, self.tokens = runner, tokens
 
     def describe(self) -> str:
-        """Return what ranks hold, and what they exchange so that copies are level."""
+        """Return which tokens ranks hold, and what they exchange to level copies."""
         texts = {"own": f"tokens of their own, {EXCHANGED[self.balancer.loads]}", "same": EXCHANGED["same"]}
         return texts.get(self.tokens, "tokens gathered before they are routed, no collective")
 
@@ -62,7 +62,8 @@ class Layer(EngineLayer):
                 f"do_naive_dispatch_combine is now {self.runner.do_naive_dispatch_combine}"
             )
         ids = topk_ids if topk_ids.dtype in (torch.int32, torch.int64) else topk_ids.to(torch.int32)
-        # Gathered rows are all ranks', the number of unpadded ones is this rank's: planned by it, ranks would differ.
+        # Gathered rows are all ranks', but the number of unpadded rows is this rank's: with it, plans of ranks would
+        # differ.
         padding_after = None if self.tokens == "gathered" else num_unpadded_tokens
         slots = counted = self.slots(ids, padding_after)
         if self.switch is not None and theirs is not None:
@@ -132,7 +133,8 @@ class ModelLayers(EngineLayers[Layer]):
             log.info(f"isoload: in shadow {number} layers of {state.model_name} are not counted: {reason}")
         if len(kinds) != 1:
             log.error(
-                f"isoload: in shadow {state.model_name} is not counted: its layers must hold tokens alike"
+                f"isoload: in shadow {state.model_name} is not counted: all of its layers must hold tokens "
+                "in the same way"
             )
             return {}
         self.record = record = EngineRecord(
@@ -143,7 +145,7 @@ class ModelLayers(EngineLayers[Layer]):
         )  # fmt: skip
         self.measure(name, "engine", {})
         if not record.rank:
-            stays = f"vLLM's EPLB of {state.model_name}, which chooses and rebalances as ever"
+            stays = f"vLLM's EPLB of {state.model_name}, which chooses and rebalances as without isoload"
             log.info(f"isoload: in shadow behind {stays}: {record.summary(len(layer_tokens))}")
             self.warn_unused({})
         return {i: Counted(record, i, tokens == "gathered") for i, tokens in layer_tokens.items()}
@@ -172,7 +174,10 @@ class ModelLayers(EngineLayers[Layer]):
     def unused(self) -> dict[Variable, str]:
         """Return why variables have no effect on this model, as :meth:`Settings.unused` takes it."""
         if not self.by_id:
-            choice = "vLLM's own choice of replicas stays on every layer. Start vLLM without what the lines above name"
+            choice = (
+                "vLLM's own choice of replicas stays on every layer. Start vLLM without the options that the "
+            )
+            choice += "lines above name"
             return dict.fromkeys((POLICY, LOADS), choice)
         if any(layer.tokens == "own" for layer in self.by_id.values()):
             return {}
@@ -202,8 +207,9 @@ def replaced(tables: Tensor, rows: Tensor, layer: int | None) -> Tensor:
 
 
 def most_decoded(parallel: Any, gathered: bool) -> int:
-    """Return the most tokens of a pass without prefill: one and its drafts for each request that vLLM serves at a
-    time."""
+    """Return the most tokens of a pass without prefill: one token and its drafts for each request that vLLM serves
+    at a time.
+    """
     from vllm.config import get_current_vllm_config
 
     config = get_current_vllm_config()
@@ -213,12 +219,12 @@ def most_decoded(parallel: Any, gathered: bool) -> int:
 
 
 def tokens_of(runner: Any, parallel: Any, loads: str) -> tuple[RankTokens | None, str]:
-    """Return what a rank holds when it routes, by vLLM's layer and configuration; the same on all ranks.
+    """Return which tokens a rank holds when it routes, by vLLM's layer and configuration; the same on all ranks.
 
     own       rows of its own, which an all-to-all exchanges afterwards
     same      the rows that all ranks hold
-    gathered  those of all ranks, gathered before: the same everywhere, in one order
-    None      none of these, or unknown: and why
+    gathered  the rows of all ranks, gathered before: the same everywhere, in one order
+    None      none of these, or unknown, with the reason
 
     loads are those by which rows of its own would be planned.
     """
@@ -228,7 +234,7 @@ def tokens_of(runner: Any, parallel: Any, loads: str) -> tuple[RankTokens | None
     if runner.is_monolithic:
         return None, "their kernel routes by itself"
     if parallel.enable_elastic_ep:
-        return None, "ranks come and go with elastic expert parallelism"
+        return None, "ranks join and leave with elastic expert parallelism"
     if parallel.prefill_context_parallel_size > 1:
         return None, "prefill context parallelism is on"
     sequence_parallel = runner.moe_config.is_sequence_parallel
@@ -239,8 +245,8 @@ def tokens_of(runner: Any, parallel: Any, loads: str) -> tuple[RankTokens | None
     if parallel.use_ubatching and loads in JOINED_BY_ALL:
         return None, f"two micro-batches would gather their loads at once with {LOADS.name}={loads}"
     if parallel.tensor_parallel_size > 1 and not sequence_parallel:
-        # Some backends exchange rows among data-parallel ranks alone, once for each tensor-parallel one: of a copy that
-        # each of these gave to a slot of the other none would compute anything.
+        # Some backends exchange rows only among data-parallel ranks, once for each tensor-parallel one: no rank would
+        # compute a copy for which these ranks chose each other's slots.
         return None, "tensor-parallel ranks hold the same tokens, others do not"
     return "own", ""
 
@@ -258,15 +264,17 @@ def tokens_by_layer(state: Any, parallel: Any, loads: str) -> tuple[dict[int, Ra
 
 
 def is_draft(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether EplbState.add_model(model, model_config, model_name=None) is given a draft: vLLM names these alone, from
-    0.32 on; before that their configuration states it."""
+    """Return whether EplbState.add_model(model, model_config, model_name=None) is called for a draft: since 0.32
+    vLLM names
+    only drafts; before, their configuration states it.
+    """
     config = kwargs.get("model_config", args[1] if len(args) > 1 else None)
     named_draft = kwargs.get("model_name", args[2] if len(args) > 2 else None) is not None
     return named_draft or getattr(config, "runner_type", None) == "draft"
 
 
 def served_name(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """Return the name in vLLM's own metrics from the arguments of EplbState.add_model; empty: it has none."""
+    """Return the name in vLLM's own metrics from the arguments of EplbState.add_model; empty if there is none."""
     config = kwargs.get("model_config", args[1] if len(args) > 1 else None)
     return str(getattr(config, "served_model_name", None) or "")
 
@@ -280,7 +288,7 @@ class Counted(NamedTuple):
 
 
 class Models:
-    """All models of this process, and the layer behind each of vLLM's maps; until vLLM drops a model."""
+    """All models of this process, and the layer of each of vLLM's maps, until vLLM drops a model."""
 
     def __init__(self) -> None:
         self.start(Settings.read({}))
@@ -297,12 +305,14 @@ class Models:
         self.meter = Meter("vLLM", seconds) if seconds else None
         self.watch = Watchdog("vLLM", 0 if self.in_shadow else settings.stalled_seconds)
         self.by_state: dict[int, ModelLayers] = {}  # by id of EplbModelState
-        # By address of the layer's logical_to_physical_map, which stays.
+        # Key: address of the layer's logical_to_physical_map, which does not change.
         self.by_map: dict[int, Layer | Counted] = {}
 
     def add(self, state: Any, parallel: Any, draft: bool = False, name: str = "") -> None:
-        """Take a model whose experts vLLM has placed; of drafts, which come first, no plans are measured. All ranks
-        call it together. name: as served; empty: the state's."""
+        """Add a model whose experts vLLM has placed. Drafts, which come first, have no measured plans. All ranks
+        call it
+        together. name: as served; empty: the state's.
+        """
         layers, name = ModelLayers(), name or state.model_name
         layers.settings, layers.draft = self.settings, draft
         if self.in_shadow:
@@ -337,7 +347,7 @@ class Models:
             layers.step_ended()
 
     def check_device(self) -> None:
-        """Raise ValueError for what ops found wrong in values on a GPU; called where the host waits anyway."""
+        """Raise ValueError for wrong values that ops found on a GPU; called where the host waits anyway."""
         for layers in self.by_state.values():
             layers.check_device()
 

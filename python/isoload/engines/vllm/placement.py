@@ -1,9 +1,9 @@
-"""Where vLLM's experts are placed: by the policy of its rebalances, and at the start by ISOLOAD_PLACEMENT.
+"""Placement of vLLM's experts: by the policy of its rebalances, and at the start by ISOLOAD_PLACEMENT.
 
-EPLB's rebalances lay experts out with a placer of isoload's registry. vLLM loads all layers by one default map. A file
-is compared with a model after vLLM has made the model and before it loads weights; the experts move once, at the end of
-EplbState.add_model, before any forward pass: no window of loads has counted one, whether EPLB is synchronous or not,
-and Balancers and records are made afterwards.
+EPLB's rebalances place experts by a placer of isoload's registry. vLLM loads all layers by one default map. A file is
+compared with a model after vLLM has made the model and before it loads weights. The experts move once, at the end of
+EplbState.add_model, before any forward pass, with synchronous and with asynchronous EPLB: no window of loads has
+counted a pass, and Balancers and records are made afterwards.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ class Start:
     """The placement file of this process; START is the only one."""
 
     def __init__(self) -> None:
-        self.path, self.depth = "", 0  # depth: of calls of initialize_model within each other
+        self.path, self.depth = "", 0  # depth: nested calls of initialize_model
 
     def start(self, settings: Settings) -> None:
-        """Read the file that settings name, if any: a damaged file ends the process that begins, not its workers."""
+        """Read the file that settings name, if any: a damaged file ends the starting process, not its workers."""
         self.path, self.depth = settings.placement or "", 0
         if self.path:
             self.read()
 
     def read(self) -> tuple[Placement, bool]:
-        """Return the file's placement, and whether it states how many ranks there are: most engines' files do not."""
+        """Return the file's placement, and whether it states the number of ranks: most engines' files do not."""
         try:
             return read_placement(Path(self.path)), True
         except UnknownRanks:
@@ -58,11 +58,11 @@ class Start:
         return f"{PLACEMENT.name}={self.path:.200}"
 
     def check_options(self, parallel: Any, additional: Any = None) -> None:
-        """Raise ValueError for options under which vLLM moves no experts, or which set where experts start, too.
+        """Raise ValueError for options with which vLLM moves no experts, or which also set the experts' start.
 
         Args:
             parallel: vLLM's ParallelConfig.
-            additional: what --additional-config holds.
+            additional: content of --additional-config.
         """
         eplb = additional.get("eplb_config") if isinstance(additional, dict) else None
         for option, keys in (("--eplb-config", vars(parallel.eplb_config)), ("--additional-config", eplb)):
@@ -79,11 +79,12 @@ class Start:
             )
         if parallel.enable_elastic_ep:
             raise ValueError(
-                f"{self.source} must come without --enable-elastic-ep, whose ranks come and go: unset {PLACEMENT.name}"
+                f"{self.source} must come without --enable-elastic-ep, whose ranks join and leave: unset "
+                f"{PLACEMENT.name}"
             )
 
     def rows(self, model: Any, model_config: Any, parallel: Any, num_ranks: int) -> Tensor:
-        """Return where the file has the experts of a model: [L, P] expert in each slot, layers in the model's order.
+        """Return the file's locations of a model's experts: [L, P] expert in each slot, layers in the model's order.
 
         Args:
             model: vLLM's MixtureOfExperts, with weights or without.
@@ -120,7 +121,8 @@ class Start:
 
     def check_name(self, placement: Placement, model_config: Any) -> None:
         """Raise ValueError for a file that states another model. A name without its ending is the same model's:
-        qwen3-235b and Qwen/Qwen3-235B-A22B-FP8."""
+        qwen3-235b and Qwen/Qwen3-235B-A22B-FP8.
+        """
         served = getattr(model_config, "served_model_name", None) or []
         engine = [str(model_config.model), *([served] if isinstance(served, str) else served)]
         if not placement.identity.model:
@@ -129,7 +131,7 @@ class Start:
         if not any(same_model(model, plain(name)) for name in engine):
             raise ValueError(
                 f"{self.source} is of the model {placement.identity.model} but vLLM serves {engine[0]}: pass a file of "
-                f"this model, or where both are the same pass --served-model-name {placement.identity.model}"
+                f"this model, or if both are the same pass --served-model-name {placement.identity.model}"
             )
 
     def of_layers(self, placement: Placement, numbers: Sequence[int], parallel: Any) -> Placement:
@@ -158,8 +160,10 @@ def plain(name: str) -> str:
 
 
 def same_model(name: str, other: str) -> bool:
-    """Return whether two plain names differ by parts at their end alone: deepseek-v3 and deepseek-v3-0324 are the same
-    model, deepseek-v3.2 is another."""
+    """Return whether two plain names differ only by parts at their end: deepseek-v3 and deepseek-v3-0324 are the
+    same model,
+    deepseek-v3.2 is another.
+    """
     short, long = sorted((name, other), key=len)
     return long == short or (long.startswith(short) and long[len(short)] in "-_")
 
@@ -190,7 +194,7 @@ def initialize_model(original: Original, vllm_config: Any, **kwargs: Any) -> Any
 
 
 def add_model(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Wrap EplbState.add_model, at whose end a loaded model's experts lie by vLLM's default map, on all ranks."""
+    """Wrap EplbState.add_model, at whose end a loaded model's experts are in vLLM's default map, on all ranks."""
     before = set(self.model_states)
     original(self, *args, **kwargs)
     draft = is_draft(args, kwargs)
@@ -201,10 +205,10 @@ def add_model(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def move(state: Any, model_config: Any, parallel: Any) -> None:
-    """Move the experts of an EplbModelState to where the file has them; all ranks call it together.
+    """Move the experts of an EplbModelState to the file's locations; all ranks call it together.
 
     Raises:
-        ValueError: on all ranks, where the file of one does not fit or is another file.
+        ValueError: on all ranks, if the file of one does not fit or is another file.
     """
     from vllm.distributed.eplb import eplb_state, rebalance_execute
     from vllm.distributed.parallel_state import get_ep_group
@@ -249,7 +253,7 @@ def make_policy(placer: str) -> type[Any]:
             num_ranks: int,
             old_global_expert_indices: Tensor | None = None,
         ) -> Tensor:
-            """Return [L, P] int64 expert in each slot, from loads [L, E] and where the experts lie now [L, P]."""
+            """Return [L, P] int64 expert in each slot, from loads [L, E] and the present map [L, P]."""
             topology = engine_topology(num_ranks, num_nodes)
             if num_replicas % num_ranks:
                 raise ValueError(f"num_replicas must be a multiple of {num_ranks} ranks, got {num_replicas}")
