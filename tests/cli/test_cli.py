@@ -52,7 +52,7 @@ def test_replay_prints_a_row_per_policy(trace):
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
     assert lines[0] == "small" and "48 tokens in 3 batches" in lines[1] and "4 ranks on 2 nodes" in lines[2]
-    assert lines[3] == "unseen: placed for each cluster on the others (1 or 2 batches)"
+    assert lines[3] == "unseen: placed for each cluster on all others (1 or 2 batches)"
     assert lines[7].startswith("in order, no replicas ")
     assert [line.split()[0] for line in lines[8:12]] == ["static", "even", "dynamic", "exact"]
     assert lines[11].split()[2] == "0%" and max(map(len, lines)) <= 80
@@ -156,7 +156,7 @@ def test_notes_below_the_tables_of_policies_that_borrow(trace, times_file):
     assert "Below the bound: policies that borrow have slots that the bound does not count." in lines
     text = " ".join(lines)
     assert re.search(
-        r"llep:\S+ a borrowed expert computes \d+ copies, its transfer takes longer than they do", text
+        r"llep:\S+ a borrowed expert computes \d+ copies, which takes less time than its transfer", text
     )
     assert "a borrow pays from 110 copies, and a rank has 8 in a batch and layer, mean" in text
 
@@ -222,7 +222,7 @@ def test_without_k_a_replay_says_what_it_cannot_judge(tmp_path):
     counts = np.random.default_rng(1).integers(1, 50, (4, 2, 32))
     write_trace(Trace("loads", 32, counts=counts), tmp_path / "loads.npz")
     out = " ".join(run("replay", tmp_path / "loads.npz").stdout.split())
-    assert "rows leave" not in out and "copies are drawn one by one, rows not counted (--top-k)." in out
+    assert "rows leave" not in out and "copies are drawn one by one, rows are not counted (--top-k)." in out
     message = "--top-k must be known where times or --shared-experts count tokens, got none"
     assert error_of("replay", tmp_path / "loads.npz", "--shared-experts", 1) == message
 

@@ -107,7 +107,7 @@ def test_deep_ep_says_what_it_can_do(monkeypatch):
     monkeypatch.setattr(
         deep_ep, "installed", lambda: [deep_ep.Package("deep_ep", "deep-ep", "1.0.0", (), False)]
     )
-    assert not item("DeepEP").on and "deep_ep is there but not DeepSeek's" in item("DeepEP").detail
+    assert not item("DeepEP").on and "deep_ep is installed but not DeepSeek's" in item("DeepEP").detail
 
 
 def test_triton_kernels(monkeypatch):
@@ -158,25 +158,25 @@ def ask(monkeypatch, probe="", *, group="sglang.srt.plugins", switch=SGLANG, **e
             {"ISOLOAD_SGLANG": "1"},
             "print('isoload: f has no x'); print('isoload: g is gone')",
             False,
-            ", and isoload stays out: f has no x; g is gone",
+            ", and isoload does not attach: f has no x; g is gone",
         ),
         (
             {"ISOLOAD_SGLANG": "1"},
             "raise ValueError('ISOLOAD_POLICY: no such')",
             False,
-            ", and isoload stays out: ISOLOAD_POLICY: no such",
+            ", and isoload does not attach: ISOLOAD_POLICY: no such",
         ),
         (
             {"ISOLOAD_SGLANG": "1"},
             "import cloudpickle_that_is_missing",
             False,
-            ", and isoload stays out: importing numpy failed: No module named 'cloudpickle_that_is_missing'",
+            ", and isoload does not attach: importing numpy failed: No module named 'cloudpickle_that_is_missing'",
         ),
         (
             {"ISOLOAD_SGLANG": "1", "PLUGINS": "a,b"},
             "",
             False,
-            "isoload stays out: PLUGINS names other plug-ins alone, got 'a,b'",
+            "isoload does not attach: PLUGINS lists other plug-ins only, got 'a,b'",
         ),
         ({"PLUGINS": "a,isoload"}, "", False, "attaches with ISOLOAD_SGLANG=1"),
     ],

@@ -44,5 +44,5 @@ def _root(
 
 
 def main() -> None:
-    """Entry point."""
+    """Run the command."""
     app(prog_name="isoload")

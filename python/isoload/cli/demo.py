@@ -18,8 +18,10 @@ if TYPE_CHECKING:
 # A link in a checkout, files in a wheel.
 SHIPPED = Path(__file__).parents[1] / "shipped_traces" / "gptoss20b_decode.npz"
 HIDDEN, INNER = 64, 128
-LARGEST_DIFFERENCE = 1e-5  # between two orders of summing in float32, at these widths
-MAX_RANKS = 32  # processes that one machine is asked for
+LARGEST_DIFFERENCE = (
+    1e-5  # limit of the difference between two orders of summation in float32, at these widths
+)
+MAX_RANKS = 32  # limit of processes on one machine
 FIGURES = (
     Figure("policy", "", "policy"),
     Figure("busiest_rank_copies", "busiest rank", "copies", ".1f"),
@@ -30,10 +32,10 @@ FIGURES = (
 
 
 def run_demo(trace_path: Path | None, num_ranks: int, layer: int, stall_seconds: float) -> list[Row]:
-    """Start the ranks and gather what they counted: a row per policy, over all batches.
+    """Start the ranks and gather their figures: a row per policy, over all batches.
 
     Raises:
-        RankError: a rank failed, ended or stalled; naming it.
+        RankError: a rank failed, ended or stalled; names the rank.
     """
     from isoload.analysis.batches import make_batches
     from isoload.analysis.simulate import DEFAULT_POLICIES
@@ -68,7 +70,7 @@ def run_demo(trace_path: Path | None, num_ranks: int, layer: int, stall_seconds:
 def _run_policy(
     name: str, rank: int, topology: Topology, trace: Trace, alive: Callable[[], None]
 ) -> dict[str, Any]:
-    """One rank's part of a policy's batches; calls alive after each."""
+    """Run one rank's part of a policy's batches; calls alive after each batch."""
     import torch
     from torch import Tensor
 
@@ -85,7 +87,7 @@ def _run_policy(
     experts = trace.num_experts
     placement = place(batches.counts[:half], topology, min(experts, -(-experts // topology.num_ranks) + 1))
     dense = ExpertWeights.random(experts, HIDDEN, INNER, generator=torch.Generator().manual_seed(0))
-    current: list[Tensor] = []  # what the gate answers: this rank's recorded choices
+    current: list[Tensor] = []  # the gate returns this rank's recorded choices
 
     def gate(rows: Tensor) -> tuple[Tensor, Tensor]:
         return current[0], current[1]
@@ -127,23 +129,29 @@ def _summarise(policy: str, reports: list[dict[str, Any]]) -> Row:
     received = np.sum([report["sent"] for report in reports], axis=0)  # [batches, R] copies by destination
     return {
         "policy": policy,
-        "busiest_rank_copies": float(received.max(1).mean()),  # that a batch's busiest rank computed, mean
+        "busiest_rank_copies": float(
+            received.max(1).mean()
+        ),  # copies that a batch's busiest rank computed, mean
         "imbalance": float(over_mean(received).max(1).mean()),  # mean over batches
-        # Handed to collectives, all ranks and batches.
+        # Passed to collectives, all ranks and batches.
         "bytes_sent": sum(report["bytes"] for report in reports),
-        # Of an element, from the dense layer's.
+        # Largest difference of an element from the dense layer's.
         "max_abs_diff": max(report["max_abs_diff"] for report in reports),
     }
 
 
 def demo(
-    trace: Annotated[Path | None, typer.Argument(metavar="[TRACE]", help="Default: the shipped one.")] = None,
+    trace: Annotated[
+        Path | None, typer.Argument(metavar="[TRACE]", help="Recorded trace. Default: the shipped one.")
+    ] = None,
     ranks: Annotated[int, Range(1), typer.Option(help="R, processes to start.")] = 4,
     layer: Annotated[int, Range(0), typer.Option(help="Layer whose routing is used, by position.")] = 12,
     stall_seconds: Annotated[
         float,
         Range(0.001, 86400),
-        typer.Option(help="A rank that ends no batch for so long has stalled, which ends the demo."),
+        typer.Option(
+            help="Seconds without a finished batch after which a rank counts as stalled and the demo ends."
+        ),
     ] = 60.0,
     json: JsonTarget = None,
     force: Force = False,
@@ -159,8 +167,9 @@ def demo(
         "dim",
         [
             "copies: token x expert that the busiest rank computes in a batch, mean. bytes: all batches.",
-            f"Every policy's output equals the dense layer's up to rounding in float32: at most {worst:.1e} apart. "
-            "Times are left out: on a CPU and in these widths they say nothing about a GPU.",
+            f"Every policy's output equals the dense layer's up to rounding in float32: the largest difference is "
+            f"{worst:.1e}. "
+            "Times are not shown: on a CPU and at these widths they do not predict a GPU's.",
         ],
     )
     columns = columns_of(FIGURES, results)

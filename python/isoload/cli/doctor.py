@@ -1,4 +1,4 @@
-"""``isoload doctor``: what this machine offers, what is off, and why; the engines found here."""
+"""``isoload doctor``: the libraries, devices and engines found on this machine, and why some cannot be used."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Item:
-    """What isoload can use or go into: whether it is so; what there is, or why not; whether a variable asks for it."""
+    """One library, device or engine: whether isoload can use it; details or the reason; whether a variable requires
+    it.
+    """
 
     name: str
     on: bool
@@ -36,7 +38,7 @@ class Item:
 
 
 def report() -> list[Item]:
-    """Everything isoload can use, from the interpreter up."""
+    """Return everything that isoload can use, from the interpreter up."""
     import torch
 
     from isoload import __version__
@@ -76,7 +78,7 @@ def _cuda_device() -> tuple[bool, str]:
 
 
 def _symmetric_memory() -> tuple[bool, str]:
-    """What decides whether ranks read each other's weights, as far as one process can find it out."""
+    """Return whether ranks may read each other's weights, as far as one process can find out."""
     import torch
 
     from isoload.transport.collective import fabric_of, gpu_of, host_of
@@ -91,7 +93,7 @@ def _symmetric_memory() -> tuple[bool, str]:
 def _nvcc() -> tuple[bool, str]:
     homes = filter(None, map(os.environ.get, ("CUDA_HOME", "CUDA_PATH")))
     places = [*(f"{home}/bin" for home in homes), os.environ.get("PATH", ""), "/usr/local/cuda/bin"]
-    path = shutil.which("nvcc", path=os.pathsep.join(places))  # as setup.py looks
+    path = shutil.which("nvcc", path=os.pathsep.join(places))  # the same search as in setup.py
     if path is None:
         where = "neither in CUDA_HOME, nor on PATH, nor in /usr/local/cuda"
         return False, f"{where}: CUDA sources cannot be compiled"
@@ -122,14 +124,14 @@ def _kernels() -> tuple[bool, str]:
 
 
 def _deep_ep() -> tuple[bool, str]:
-    """What is installed, by its files: importing it needs a GPU."""
+    """Return the installed version, read from its files: importing it needs a GPU."""
     import torch
 
     from isoload.transport import deep_ep
 
     packages = [package for package in deep_ep.installed() if package.buffers]
     if not packages:
-        others = ", ".join(f"{p.module} is there but not DeepSeek's" for p in deep_ep.installed())
+        others = ", ".join(f"{p.module} is installed but not DeepSeek's" for p in deep_ep.installed())
         return (
             False,
             f"{others or 'not installed'}, needed for DeepEPTransport: pip install 'isoload[deepep]'",
@@ -149,7 +151,7 @@ def _abilities(package: deep_ep.Package) -> str:
 def _package(module: str, use: str, extra: str) -> tuple[bool, str]:
     if importlib.util.find_spec(module) is None:
         return False, f"not installed, needed for {use}: pip install 'isoload[{extra}]'"
-    from importlib import metadata  # here: it would take a seventh of the time of --help
+    from importlib import metadata  # imported here: it would add a seventh to the time of --help
 
     try:
         return True, f"{metadata.version(module)}, for {use}"
@@ -158,7 +160,7 @@ def _package(module: str, use: str, extra: str) -> tuple[bool, str]:
 
 
 def _break_even() -> tuple[bool, str]:
-    """From how many tokens borrowing an expert pays."""
+    """Return the number of tokens from which borrowing an expert pays."""
     from isoload.times import exchanges
 
     inside, outside = exchanges.DEFAULT_BANDWIDTHS
@@ -182,7 +184,7 @@ def print_doctor(items: Sequence[Item], console: Console) -> None:
 
 
 def print_file(items: Sequence[Item], console: Console) -> None:
-    """Print a line per fact; what starts an engine is never broken, so that it can be copied."""
+    """Print a line per fact; a command that starts an engine is never wrapped, so that it can be copied."""
     for item in items:
         line = f"{item.name}: {item.detail}"
         if item.name.startswith("Start "):
@@ -192,7 +194,7 @@ def print_file(items: Sequence[Item], console: Console) -> None:
 
 
 def file_items(paths: Sequence[Path]) -> list[Item]:
-    """What placement files and records are about."""
+    """Return the facts of placement files and records."""
     from isoload.cli.arguments import AS_FOUND, load_traces, record_facts
 
     file = paths[0]
@@ -209,7 +211,7 @@ def file_items(paths: Sequence[Path]) -> list[Item]:
 
 
 def placement_file_facts(path: Path) -> dict[str, str]:
-    """Return what a placement file is about, and what starts an engine from it, by label."""
+    """Return the facts of a placement file and the command that starts an engine from it, by label."""
     from isoload.cli.arguments import placement_facts
     from isoload.placement.engine_files import ENGINES, UnknownRanks, launch_line
     from isoload.placement.files import format_of, read_placement
@@ -221,7 +223,7 @@ def placement_file_facts(path: Path) -> dict[str, str]:
         num_ranks = placement.topology.num_ranks
         ranks = f"{num_ranks} on nodes of {placement.topology.ranks_per_node}"
         facts = {**placement_facts(placement), "ranks": ranks}
-    except UnknownRanks:  # the engine alone knows them
+    except UnknownRanks:  # only the engine has the number
         placement = read_placement(path, Topology(1))
         facts = placement_facts(placement)
         slots = facts.pop("slots").partition(" ")[0]
@@ -232,7 +234,7 @@ def placement_file_facts(path: Path) -> dict[str, str]:
 
 
 def holds_text(path: Path) -> bool:
-    """Whether a file is no archive of arrays."""
+    """Return whether a file is text and no archive of arrays."""
     from isoload.files import open_regular
 
     with open_regular(path) as file:
@@ -243,17 +245,18 @@ def doctor(
     files: Annotated[
         list[Path] | None,
         typer.Argument(
-            metavar="[FILE...]", help="Placement file or record to describe, in place of this machine."
+            metavar="[FILE...]", help="Placement file or record to describe instead of this machine."
         ),
     ] = None,
     json: JsonTarget = None,
     force: Force = False,
 ) -> None:
-    """What this machine offers, what is off, and why; which engines isoload attaches to, with this environment.
+    """Check this machine: the libraries, devices and engines that isoload can use, and why it cannot use others.
 
-    With a FILE: what the placement or the record is about: layers and their numbering, ranks, model, experts.
+    With a FILE: describe a placement or a record: layers and their numbering, ranks, model, experts.
 
-    Exit code 1 if a variable asks for an engine (ISOLOAD_SGLANG=1, ISOLOAD_VLLM=1) that isoload would stay out of.
+    Exit code 1 if a variable turns isoload on in an engine (ISOLOAD_SGLANG=1, ISOLOAD_VLLM=1) to which it cannot
+    attach.
     """
     from isoload.cli.arguments import check_targets
 

@@ -1,4 +1,4 @@
-"""The engines that isoload goes into: which are here, whether they are as isoload expects, what would attach now."""
+"""Engines with isoload plug-ins: which are installed, whether they are as expected, and what would attach now."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from importlib.util import find_spec
 
 from isoload.engines.settings import MODE, PLACEMENT, PLACER, POLICY, SGLANG, VLLM, Variable
 
-SAID = "isoload: "  # engines print, too
+SAID = "isoload: "  # prefix of the probe's lines, because engines print too
 
 
 @dataclass(frozen=True)
 class Engine:
-    """An engine, and how to ask it."""
+    """An engine, and how to test it."""
 
     name: str
     module: str
-    # Python that prints a line after SAID for everything that is not as expected; run in a process of its own, since it
-    # imports the engine and attaches to it.
+    # Python code that prints a line after SAID for every difference from the expected engine. It runs in a process of
+    # its own, because it imports the engine and attaches to it.
     probe: str
-    use: str  # what there is, if nothing is wrong
-    switch: Variable | None = None  # that turns the plug-in on; None: a program calls isoload
+    use: str  # description if there is no difference
+    switch: Variable | None = None  # turns the plug-in on; None: a program calls isoload
     group: str = ""  # of the entry points by which the engine finds it
     plugins: str = ""  # the engine's own variable that lists the plug-ins it loads
-    start: Variable | None = None  # that names a placement file which the engine starts from
+    start: Variable | None = None  # names a placement file from which the engine starts
 
 
 def _attaches(plug_in: str, first: str = "") -> str:
@@ -51,8 +51,10 @@ ENGINES = (
 
 
 def look(engine: Engine, environ: Mapping[str, str]) -> tuple[bool, str, bool]:
-    """Whether isoload is, or can be, in this engine; what there is or why not; whether the environment asks for it."""
-    from importlib import metadata  # here: it would take a seventh of the time of --help
+    """Return whether isoload is, or can be, in this engine; details or the reason; whether the environment requires
+    it.
+    """
+    from importlib import metadata  # imported here: it would add a seventh to the time of --help
 
     on = engine.switch is not None and environ.get(engine.switch.name, "").strip() not in ("", "0")
     start = "" if engine.start is None else environ.get(engine.start.name, "").strip()
@@ -62,7 +64,7 @@ def look(engine: Engine, environ: Mapping[str, str]) -> tuple[bool, str, bool]:
     name = metadata.packages_distributions().get(engine.module.split(".")[0], [engine.module])[0]
     version = metadata.version(name)
     if wrong := faults(engine, environ):
-        return False, f"{name} {version}, and isoload stays out: {'; '.join(wrong)}", asked
+        return False, f"{name} {version}, and isoload does not attach: {'; '.join(wrong)}", asked
     if engine.switch is None:
         return True, f"{name} {version}: {engine.use}", asked
     if not asked:
@@ -87,18 +89,18 @@ def look(engine: Engine, environ: Mapping[str, str]) -> tuple[bool, str, bool]:
 def is_here(module: str) -> bool:
     try:
         return find_spec(module) is not None
-    except ModuleNotFoundError:  # the folder around it
+    except ModuleNotFoundError:  # the parent folder
         return False
 
 
 def faults(engine: Engine, environ: Mapping[str, str]) -> list[str]:
-    """What keeps isoload out of an engine that is here, a line each."""
+    """Return the reasons why isoload cannot attach to an installed engine, a line each."""
     from importlib import metadata
 
     if engine.group and not metadata.entry_points(group=engine.group, name="isoload"):
         return ["isoload is not installed as a package, so the engine does not see its entry point"]
     if engine.plugins in environ and "isoload" not in environ[engine.plugins].split(","):
-        return [f"{engine.plugins} names other plug-ins alone, got {environ[engine.plugins]!r}"]
+        return [f"{engine.plugins} lists other plug-ins only, got {environ[engine.plugins]!r}"]
     command = [sys.executable, "-c", engine.probe]
     done = subprocess.run(command, env=dict(environ), capture_output=True, text=True)
     if done.returncode:

@@ -1,4 +1,4 @@
-"""``isoload inspect``: how skewed a trace is, or what the replicas of a placement bring to it."""
+"""``isoload inspect``: how skewed a trace is, or what the replicas of a placement improve."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def inspect_figures(ranks: Sequence[str]) -> list[Figure]:
-    """The figures of a layer, with what its skew costs on each of these numbers of ranks."""
+    """Return the figures of a layer, with the imbalance that its skew causes on each of these numbers of ranks."""
     costs = [
         Figure(f"on_ranks.{number}.{key}", f"{number} ranks", title, ".2f")
         for number in ranks
@@ -80,15 +80,15 @@ def inspect_notes(trace: Trace, num_ranks: int, layers: Sequence[Row]) -> list[s
     expert, rank = (max(layer[kind]["max"] for layer in layers) for kind in ("expert", "rank"))
     scale = f"chosen by every token, {trace.num_experts / trace.top_k:.2f} x" if trace.top_k else "(--top-k)"
     return [
-        "order: max/mean rank load with experts in order; least: of any placement without replicas, which the hottest "
-        "expert allows. Means over batches.",
+        "order: max/mean rank load with experts in order; least: of any placement without replicas, limited by the "
+        "hottest expert. Means over batches.",
         f"hottest expert: all batches as one; skew 0% is the mean, 100% {scale}. --wide shows all figures.",
         f"largest share in any layer and batch: expert {percent(expert)}, rank of {num_ranks} {percent(rank)}",
     ]
 
 
 def _cost_line(layers: Sequence[Row], number: str) -> str:
-    """What the skew costs on so many ranks, mean over layers."""
+    """Return the imbalance that the skew causes on this number of ranks, mean over layers."""
     costs = [layer["on_ranks"][number] for layer in layers]
     in_order, least = (sum(cost[key] for cost in costs) / len(costs) for key in ("in_order", "least"))
     above = f"{sum(cost['least'] > 1 for cost in costs)} of {len(layers)} layers"
@@ -97,10 +97,10 @@ def _cost_line(layers: Sequence[Row], number: str) -> str:
 
 PLACED_UNITS = (
     "in order: no replicas, no plan. placed: no replicas, packed as eplb does. replicated: this placement, "
-    "replicas sharing alike; exact: the best split of it. Means over batches."
+    "copies spread evenly over replicas; exact: its best split. Means over batches."
 )
 GAIN_UNITS = (
-    "Balancedness gained by so many replicas of a layer over none, both packed as eplb does; the last row is "
+    "Balancedness gained by this number of replicas of a layer over none, both packed as eplb does; the last row is "
     "the balancedness itself, all layers."
 )
 PLACED_FIGURES = (
@@ -122,14 +122,14 @@ def placed_header(trace: Trace, path: str, placement: Placement) -> list[str]:
 
 
 def _mean(layers: Sequence[Row]) -> Row:
-    """All layers, as a last row."""
+    """Return the means of all layers, as a last row."""
     sums = {figure.key: sum(figure.value(layer) for layer in layers) for figure in PLACED_FIGURES[1:]}
     means = {key: value / len(layers) for key, value in sums.items()}
     return means | {"layer_id": "all", "replicas": sums["replicas"]}
 
 
 def _by_replicas(view: Row) -> list[Column]:
-    """A row per layer, a column per number of replicas."""
+    """Return a row per layer and a column per number of replicas."""
     layers, means = view["layers"], view["balancedness_by_replicas"]
     columns = [Column("", "layer", [*(str(layer["layer_id"]) for layer in layers), "all"])]
     for k, number in enumerate(view["replicas"]):
@@ -142,12 +142,14 @@ def inspect(
     context: typer.Context,
     traces: TracePaths,
     ranks: Annotated[
-        int, Range(1), typer.Option(help="R, ranks that hold the experts in order, without replicas.")
+        int,
+        Range(1),
+        typer.Option(help="R, number of ranks, which hold the experts in order, without replicas."),
     ] = 8,
     placement: Annotated[
         str | None,
         typer.Option(
-            metavar="FILE", help="What this placement's replicas bring, in place of how skewed it is."
+            metavar="FILE", help="Placement file: show what its replicas improve instead of the trace's skew."
         ),
     ] = None,
     top_k: TopK = None,
@@ -162,10 +164,10 @@ def inspect(
     html: HtmlTarget = None,
     force: Force = False,
 ) -> None:
-    """How skewed a trace is: per layer its hottest expert, and what that costs on 8, 16, 32 and R ranks.
+    """Show how skewed a trace is, per layer, and the imbalance it causes on 8, 16, 32 and R ranks.
 
-    With --placement the balance of each layer instead: experts in order, placed without replicas, and as in the file;
-    and what so many replicas bring to each.
+    With --placement show the balance of each layer: experts in order, placed without replicas, and as in the file; and
+    the gain of each number of replicas.
     """
     from isoload.analysis.inspection import inspect_placement, inspect_trace
     from isoload.cli.arguments import Reading, check_targets, given_placement, load_trace, record_facts

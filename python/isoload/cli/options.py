@@ -1,8 +1,8 @@
 """Types and names of options that several commands take, their errors, and ``--plugin FILE.py``.
 
-A command's file imports torch, and what needs torch, inside its functions alone, so that its help appears at once.
-The names listed here repeat the registries; tests/cli/test_help.py compares them. An error that a user can mend
-ends in one red line, in the words of the command line.
+A command's file imports torch, and modules that need torch, only inside its functions, so that its help appears at
+once. The names listed here repeat the registries; tests/cli/test_help.py compares them. An error that a user can
+correct ends in one red line that names the options of the command.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ ASSIGNMENTS = "contiguous, round-robin"
 PREDICTIONS = "perfect, last, linear, popularity, none"
 LOADS = "gathered, node, own"
 CALIBRATE_DEFAULT = (
-    "Default: leave-cluster-out where batches have clusters, else first-half; of one batch all."
+    "Default: leave-cluster-out if batches have clusters, else first-half; all for a single batch."
 )
 
 TracePaths = Annotated[
@@ -85,13 +85,15 @@ TracePaths = Annotated[
 Stages = Annotated[
     bool,
     typer.Option(
-        "--stages", help="The files are stages of one pipeline, in this order, each with layers from 0."
+        "--stages",
+        help="The files are stages of one pipeline, in this order, each with layers numbered from 0.",
     ),
 ]
 SameLayers = Annotated[
     bool,
     typer.Option(
-        "--same-layers", help="The files, each with layers from 0, are recordings of the same layers."
+        "--same-layers",
+        help="The files, each with layers numbered from 0, are recordings of the same layers.",
     ),
 ]
 AllowMissingRanks = Annotated[
@@ -102,7 +104,7 @@ FirstMoeLayer = Annotated[
     Range(0),
     typer.Option(
         metavar="N",
-        help="Number of the model's first MoE layer, as many dense layers lie before it (DeepSeek-V3: 3).",
+        help="Number of the model's first MoE layer, that is the number of dense layers before it (DeepSeek-V3: 3).",
     ),
 ]
 ModelLayers = Annotated[
@@ -110,7 +112,7 @@ ModelLayers = Annotated[
     typer.Option(
         "--model",
         metavar="NAME|FILE",
-        help="The model's name or its config.json, which states the layers that are MoE layers.",
+        help="The model's name or its config.json, which states the MoE layers.",
     ),
 ]
 ExtraLayers = Annotated[
@@ -118,28 +120,28 @@ ExtraLayers = Annotated[
     typer.Option(
         metavar="LIST",
         help="Layers to add that were not recorded, by the model's numbers (61,62), such as draft (MTP) layers: "
-        "experts in order, as many slots.",
+        "experts in order, with the same number of slots.",
     ),
 ]
 Experts = Annotated[
     int | None,
     Range(1, 2**20),
-    typer.Option(help="Routed experts of a layer, where the config.json lacks them."),
+    typer.Option(help="Routed experts per layer, if the config.json lacks them."),
 ]
 ExpertsPerToken = Annotated[
     int | None,
     Range(1, 2**10),
-    typer.Option("--top-k", help="Experts of a token, where the config.json lacks them."),
+    typer.Option("--top-k", help="Experts per token, if the config.json lacks them."),
 ]
 MoeLayers = Annotated[
-    int | None, Range(1, 2**12), typer.Option(help="Number of MoE layers, where the config.json lacks it.")
+    int | None, Range(1, 2**12), typer.Option(help="Number of MoE layers, if the config.json lacks it.")
 ]
-RanksPerNode = Annotated[int, Range(0), typer.Option(help="Ranks that share a node. 0: all.")]
+RanksPerNode = Annotated[int, Range(0), typer.Option(help="Ranks per node. 0: all ranks are on one node.")]
 SlotsPerRank = Annotated[
     int,
     Range(0),
     typer.Option(
-        help="S, shared and spare slots included. 0: E/R, an eighth of it (at least 1) more, and those."
+        help="S, slots per rank with shared and spare slots. 0: E/R plus an eighth of it (at least 1), plus these."
     ),
 ]
 PlacerName = Annotated[str, typer.Option(help=f"One of {PLACERS}, with options as name:option=value.")]
@@ -155,7 +157,8 @@ Plugins = Annotated[
 TopK = Annotated[
     str | None,
     typer.Option(
-        metavar="K|MODEL", help="K, experts of a token, or the model's name: where the record does not say K."
+        metavar="K|MODEL",
+        help="K, experts per token, or the model's name; needed if the record does not state K.",
     ),
 ]
 LayersText = Annotated[
@@ -166,7 +169,7 @@ JsonTarget = Annotated[
     str | None,
     typer.Option(
         metavar="FILE|-",
-        help="Write the figures as JSON to this file, or to stdout (-) in place of the table.",
+        help="Write the figures as JSON to this file, or to stdout (-); with - no table is printed.",
     ),
 ]
 HtmlTarget = Annotated[
@@ -174,7 +177,11 @@ HtmlTarget = Annotated[
     typer.Option(metavar="FILE", help="Write a page with charts to this file; needs isoload[report]."),
 ]
 Force = Annotated[
-    bool, typer.Option("--force", help="Replace a placement (-o), or a file of any kind (--json, --html).")
+    bool,
+    typer.Option(
+        "--force",
+        help="Replace an existing placement (-o), or an existing file of any kind (--json, --html).",
+    ),
 ]
 
 
@@ -182,7 +189,7 @@ def load_plugins(paths: Sequence[Path] | None) -> None:
     """Run the files, which call register_policy or register_placer.
 
     Raises:
-        ValueError: a name without .py, or a file that fails; naming the file, and the error and its line.
+        ValueError: a name without .py, or a file that fails; names the file, the error and its line.
         OSError: a file that cannot be opened.
     """
     for path in paths or ():
@@ -192,7 +199,7 @@ def load_plugins(paths: Sequence[Path] | None) -> None:
         if spec is None or spec.loader is None:
             raise ValueError(f"plugin must be a Python file, whose name ends in .py, got {str(path)!r}")
         module = module_from_spec(spec)
-        sys.modules[name] = module  # where the types of a dataclass's fields are looked up
+        sys.modules[name] = module  # dataclasses look up the types of their fields here
         try:
             spec.loader.exec_module(module)
         except Exception as error:
@@ -203,7 +210,7 @@ def load_plugins(paths: Sequence[Path] | None) -> None:
 
 
 def _line_of(error: Exception, file: str | None) -> str:
-    """Return the line of the file at which it failed, where Python knows it."""
+    """Return the line of the file at which it failed, if Python has it."""
     trace, line = error.__traceback__, None
     while trace is not None:
         if trace.tb_frame.f_code.co_filename == file:
@@ -216,7 +223,7 @@ def _line_of(error: Exception, file: str | None) -> str:
 CLICK_ERROR: Any = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
 NOT_WRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # errors of a stream without a file name
 INTERRUPTED = 130  # exit code of a process that Ctrl-C ended: 128 + SIGINT
-REMOVED = {  # options by command, and what to use instead
+REMOVED = {  # options by command, and their replacements
     ("replay", "--cost"): "use --times FILE, which isoload measure writes",
     ("doctor", "--cost"): "isoload measure prints from how many copies a borrow pays",
 }
@@ -228,8 +235,10 @@ class RankError(RuntimeError):
 
 
 def one_line_errors(command: Callable[..., None]) -> Callable[..., None]:
-    """A command whose errors in what the user gave end in one red line and exit code 2, a lost process in exit code 1,
-    all others in a traceback."""
+    """Return the command with error handling: user errors end in one red line and exit code 2, a lost process in
+    exit code
+    1, all others in a traceback.
+    """
     parameters = signature(command).parameters
 
     @wraps(command)
@@ -263,7 +272,7 @@ def print_error(text: str) -> None:
 
 
 class Command(TyperCommand):
-    """Command whose help shows square brackets as written: rich takes ``[report]`` for a style."""
+    """Command whose help shows square brackets as written: rich would read ``[report]`` as a style."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -273,7 +282,7 @@ class Command(TyperCommand):
 
 
 class Group(TyperGroup):
-    """Group of commands that ends in one red line for a wrong option, a full disk and Ctrl-C."""
+    """Group of commands that prints one red line for a wrong option, a full disk and Ctrl-C."""
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         if not kwargs.get("standalone_mode", True):
@@ -303,16 +312,16 @@ class Group(TyperGroup):
 
 
 def discard_stdout() -> None:
-    """Drop what stdout still buffers: the interpreter would fail on it again at its end, with a traceback."""
+    """Drop the buffered output of stdout: otherwise the interpreter would fail on it at exit, with a traceback."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, sys.stdout.fileno())
     os.close(null)
 
 
 def in_options(message: str, parameters: Collection[str]) -> str:
-    """A message that begins with the name of an argument, with options for the names of the commands' parameters.
+    """Return a message that begins with an argument's name, with options in place of the command's parameter names.
 
-    A name of one word is an option's already. What is said of a file begins with the file, and names its keys.
+    A name of one word is already the option's. A message about a file begins with the file, and names its keys.
     """
     rule, got, value = message.partition(", got ")
 

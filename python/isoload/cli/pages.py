@@ -1,5 +1,4 @@
-"""The pages of ``isoload replay``, ``inspect`` and ``place``: what their --json holds, and the loads behind it; and the
-charts that pages have."""
+"""The pages of ``isoload replay``, ``inspect`` and ``place``: the figures of their --json, the loads, and charts."""
 
 from __future__ import annotations
 
@@ -18,14 +17,14 @@ if TYPE_CHECKING:
     from isoload.placement.placement import Placement
     from isoload.traces import Trace
 
-MOST = 96  # columns of batches in a heat map
+MOST = 96  # limit of the columns of batches in a heat map
 MEAN = "Max/mean rank load, mean over batches; 1 is even."
 ROWS = "A row is a token's vector that travels once to each rank where it has an expert."
 Rows = Sequence[dict[str, Any]]
 
 
 def replay_page(replay: Replay, what: Sequence[str], tables: str, notes: Sequence[str], figures: Any) -> str:
-    """what: its header's lines."""
+    """Return the page; what: the lines of its header."""
     rows, layers = replay.policies, replay.settings["layer_ids"]
     tallies = {tally.policy: tally for tally in replay.tallies}
     best = min(rows, key=lambda row: row.imbalance_mean)
@@ -42,9 +41,9 @@ def replay_page(replay: Replay, what: Sequence[str], tables: str, notes: Sequenc
     lead = [
         f"The busiest rank has {best.imbalance_mean:.3f} times the mean under {best.policy}, "
         f"{rows[0].imbalance_mean:.3f} times under {rows[0].policy}; mean over batches and layers.",
-        f"That is {100 * best.gap_mean:+.2f} % from the bound that is proved for this placement, mean over both.",
+        f"That is {100 * best.gap_mean:+.2f} % from the proved bound of this placement, mean over both.",
     ]
-    body = [section("Policies", tables), section("Where the load is", *parts), _notes(notes)]
+    body = [section("Policies", tables), section("Loads by rank", *parts), _notes(notes)]
     heading = f"{best.policy}: {best.imbalance_mean:.3f} × the mean"
     return page(f"isoload replay: {replay.trace}", what, heading, lead, body, figures)
 
@@ -56,7 +55,7 @@ def _leaving(row: Any) -> tuple[float, float]:
 
 
 def _imbalance(tally: Tally) -> Any:
-    """[L] mean over batches; 1 where a layer has no copies."""
+    """Return [L] mean over batches; 1 if a layer has no copies."""
     return over_mean(np.stack(tally.loads).max(-1), np.stack(tally.means)).mean(0)
 
 
@@ -64,7 +63,7 @@ def inspect_page(
     trace: Trace, num_ranks: int, rows: Rows, what: Sequence[str], costs: Sequence[str], tables: str,
     notes: Sequence[str], figures: Any,
 ) -> str:  # fmt: skip
-    """costs: lines that say what the skew costs."""
+    """Return the page; costs: lines about the imbalance that the skew causes."""
     from isoload.analysis.inspection import ranks_in_order
 
     layers, on = trace.layer_ids, [row["on_ranks"][str(num_ranks)] for row in rows]
@@ -82,7 +81,7 @@ def inspect_page(
         batch_heat(batches, layers),
     ]  # fmt: skip
     heading = f"{np.mean(series['in order']):.2f} × the mean on {num_ranks} ranks"
-    body = [section("Where the load is", *parts), section("Layers", tables), _notes(notes)]
+    body = [section("Loads by rank", *parts), section("Layers", tables), _notes(notes)]
     lead = ["Load of the busiest rank over the mean, mean of the layers:", *costs]
     return page(f"isoload inspect: {trace.name}", what, heading, lead, body, figures)
 
@@ -91,7 +90,7 @@ def placement_page(
     trace: Trace, placement: Placement, view: dict[str, Any], what: Sequence[str], tables: str,
     notes: Sequence[str], figures: Any,
 ) -> str:  # fmt: skip
-    """Of ``inspect --placement``."""
+    """Return the page of ``inspect --placement``."""
     from isoload.analysis.judge import even_loads
 
     rows, layers = view["layers"], trace.layer_ids
@@ -106,13 +105,14 @@ def placement_page(
         lines("Balancedness by layer", "Mean over batches; 1 is even.", series, layers, y=unit, best="exact"),
         lines("Balancedness by replicas", "Packed as eplb does.", by_number, view["replicas"],
               "replicas of a layer", unit),
-        *rank_heats("replicas sharing alike", loads, layers),
+        *rank_heats("even split over replicas", loads, layers),
     ]  # fmt: skip
     lead = [
-        f"Replicas sharing alike, ranks are {means['replicated']:.3f} balanced; split exactly, {means['exact']:.3f}.",
+        f"With an even split over replicas, ranks are {means['replicated']:.3f} balanced; with the exact "
+        f"split, {means['exact']:.3f}.",
         f"Experts in order are {means['in order']:.3f} balanced, placed without replicas {means['placed']:.3f}.",
     ]
-    body = [section("Where the load is", *parts), section("Layers", tables), _notes(notes)]
+    body = [section("Loads by rank", *parts), section("Layers", tables), _notes(notes)]
     heading = f"Balanced to {means['exact']:.3f}"
     return page(f"isoload inspect: {trace.name}", what, heading, lead, body, figures)
 
@@ -123,25 +123,28 @@ def place_page(
     from isoload.analysis.judge import even_loads
 
     values = {row["placer"]: {"even": row["even"], "exact": row["exact"]} for row in rows}
-    said = f"{MEAN} even: replicas share alike; exact: the best split."
+    said = f"{MEAN} even: copies spread evenly over replicas; exact: the best split."
     cells = [(name, *(f"{x:.3f}" for x in imbalances.values())) for name, imbalances in values.items()]
     spec = charts.points(values, "max/mean rank load", (charts.LINES[0], charts.OWN))
     by_placer = figure("Imbalance by placer", said, spec, ("placer", "even", "exact"), cells)
-    heats = rank_heats("replicas sharing alike", even_loads(placement, trace.batch_counts()), trace.layer_ids)
+    heats = rank_heats(
+        "even split over replicas", even_loads(placement, trace.batch_counts()), trace.layer_ids
+    )
     written = next(row for row in rows if row["written"])
     others = [f"{row['placer']} {row['even']:.3f}" for row in rows if row is not written]
     lead = [
-        f"The busiest rank has {written['exact']:.3f} times the mean under {written['placer']}, its replicas split "
-        f"exactly; {written['even']:.3f} where they share alike.",
-        f"Others, where replicas share alike: {'; '.join(others)}.",
+        f"The busiest rank has {written['exact']:.3f} times the mean under {written['placer']} with the "
+        f"exact split over "
+        f"replicas, and {written['even']:.3f} times with the even split.",
+        f"Other placers, with the even split: {'; '.join(others)}.",
     ]
-    body = [section("Placers", tables, by_placer), section("Where the load is", *heats), _notes(notes)]
+    body = [section("Placers", tables, by_placer), section("Loads by rank", *heats), _notes(notes)]
     heading = f"{written['placer']}: {written['exact']:.3f} × the mean"
     return page("isoload place", [what], heading, lead, body, figures)
 
 
 def _notes(notes: Sequence[str]) -> str:
-    return section("What these figures are", prose(notes))
+    return section("Definition of these figures", prose(notes))
 
 
 def lines(
@@ -153,7 +156,7 @@ def lines(
     y: str = "max/mean rank load",
     best: str = "",
 ) -> str:
-    """[n] of each name, over as many numbers."""
+    """Return a line chart: [n] values of each name, over n numbers."""
     rows = [(n, *(f"{values[i]:.3f}" for values in series.values())) for i, n in enumerate(at)]
     spec = charts.by_number(
         {name: list(map(float, values)) for name, values in series.items()}, at, x, y, best
@@ -162,23 +165,23 @@ def lines(
 
 
 def heat(title: str, said: str, values: Any, layers: Sequence[int], across: str = "rank") -> str:
-    """[L, n] of what is 1 where ranks are even."""
+    """Return a heat map of [L, n] values that are 1 for even ranks."""
     header = "layer", *(f"{across} {i}" for i in range(values.shape[1]))
     rows = [(layer, *(f"{value:.2f}" for value in row)) for layer, row in zip(layers, values, strict=True)]
     return figure(title, said, charts.heat(values, layers, across, "layer"), header, rows)
 
 
 def rank_heats(name: str, loads: Any, layers: Sequence[int]) -> list[str]:
-    """Loads [B, L, R], mean over batches, and the worst of them."""
+    """Return heat maps of loads [B, L, R]: the mean over batches, and the maximum."""
     ratio, said = over_mean(loads), "Load of each rank over the mean of all ranks, "
     return [
         heat(f"Rank loads, {name}", f"{said}mean over batches.", ratio.mean(0), layers),
-        heat(f"Rank loads, {name}, worst batch", f"{said}the most in any batch.", ratio.max(0), layers),
+        heat(f"Rank loads, {name}, worst batch", f"{said}the largest of any batch.", ratio.max(0), layers),
     ]
 
 
 def batch_heat(imbalance: Any, layers: Sequence[int]) -> str:
-    """Max/mean rank load [L, B]; of many batches, neighbours are one column."""
+    """Return a heat map of max/mean rank load [L, B]; many batches are merged into columns of neighbours."""
     batches = imbalance.shape[1]
     parts = np.array_split(imbalance, min(batches, MOST), axis=1)
     size = f", mean of up to {-(-batches // MOST)} neighbours" if batches > MOST else ""
@@ -188,7 +191,7 @@ def batch_heat(imbalance: Any, layers: Sequence[int]) -> str:
 
 
 def sending_heat(name: str, sent: Any) -> str:
-    """[R, R] rows that each rank sends to each."""
+    """Return a heat map of [R, R] rows that each rank sends to each."""
     share = np.asarray(sent, dtype=np.float64) / max(float(np.mean(sent)), 1e-300)
     ranks = range(len(share))
     header = "from", *(f"to {i}" for i in ranks)
@@ -199,7 +202,7 @@ def sending_heat(name: str, sent: Any) -> str:
 
 
 def leaving(title: str, said: str, parts: Mapping[str, tuple[float, float]]) -> str:
-    """By name, the parts that leave their rank and their node."""
+    """Return a chart of the fractions that leave their rank and their node, by name."""
     nodes = any(node > 0 for _, node in parts.values())
     shares: dict[str, dict[str, float]] = {
         name: {

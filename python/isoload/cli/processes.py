@@ -1,4 +1,4 @@
-"""R forked processes in one gloo group: every one's report, or the name of the rank that failed, ended or stalled."""
+"""R forked processes in one gloo group: a report of each, or the name of the rank that failed, ended or stalled."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ Body = Callable[[int, Callable[[], None]], Any]
 
 
 def run_ranks(body: Body, num_ranks: int, stall_seconds: float) -> list[Any]:
-    """What ``body(rank, alive)`` returned on every rank.
+    """Return the results of ``body(rank, alive)`` on every rank.
 
-    body calls ``alive()`` again within stall_seconds. However this function ends, all processes have ended; Ctrl-C
-    raises in this one alone. To be called in the main thread, where Python handles signals.
+    body calls ``alive()`` at least every stall_seconds. All processes have ended when this function ends, by an
+    exception
+    too; only this process handles Ctrl-C. Call it in the main thread, where Python handles signals.
 
     Raises:
-        RankError: naming the rank that is the cause: one that ended, or stalled, or failed first.
+        RankError: names the rank that is the cause: one that ended, or stalled, or failed first.
     """
     processes: list[ForkProcess] = []
     readers: list[Connection] = []
@@ -37,7 +38,8 @@ def run_ranks(body: Body, num_ranks: int, stall_seconds: float) -> list[Any]:
         try:
             with _interrupts_held():
                 for rank in range(num_ranks):
-                    # A pipe at a time: a child must not hold another's writing end, which would hide that one's exit.
+                    # One pipe at a time: a child must not inherit another's writing end, which would hide that
+                    # process's exit.
                     reader, writer = get_context("fork").Pipe(duplex=False)
                     readers.append(reader)
                     how = (body, rank, num_ranks, f"{folder}/store", stall_seconds, readers, writer)
@@ -56,7 +58,7 @@ def run_ranks(body: Body, num_ranks: int, stall_seconds: float) -> list[Any]:
 
 @contextmanager
 def _interrupts_held() -> Iterator[None]:
-    """Ctrl-C counts from the end of the block on."""
+    """Delay Ctrl-C to the end of the block."""
     signals: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, _: signals.append(number))
     try:
@@ -76,10 +78,12 @@ def _run_rank(
     readers: list[Connection],
     writer: Connection,
 ) -> None:
-    """One process. Its messages: ("alive", None), then ("report", ...) or ("error", text)."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to all; the parent ends us
+    """Run one process. Its messages: ("alive", None), then ("report", ...) or ("error", text)."""
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # a terminal sends Ctrl-C to all processes; the parent ends this one
     for reader in readers:
-        reader.close()  # so that writing fails once the parent is gone
+        reader.close()  # so that writing fails once the parent has ended
     method, patience = f"file://{store}", timedelta(seconds=stall_seconds)
     try:
         try:
@@ -97,10 +101,11 @@ def _run_rank(
 
 
 def _collect(readers: list[Connection], processes: list[ForkProcess], stall_seconds: float) -> list[Any]:
-    """The reports.
+    """Return the reports.
 
-    A rank that stalls makes the others' exchanges time out after stall_seconds; they report it in the time that is
-    added here, which leaves the one at fault.
+    A rank that stalls makes the exchanges of all other ranks time out after stall_seconds. The time added here lets
+    them
+    report that, so that the remaining rank is the one at fault.
     """
     patience = stall_seconds + max(5.0, stall_seconds / 4)
     reports: dict[int, Any] = {}
@@ -124,6 +129,6 @@ def _collect(readers: list[Connection], processes: list[ForkProcess], stall_seco
             if kind != "alive":
                 (reports if kind == "report" else errors)[rank] = value
                 del heard[rank]
-    for rank, error in errors.items():  # the first to come: the others fail because of it
+    for rank, error in errors.items():  # the first error: later ones follow from it
         raise RankError(f"rank {rank} failed: {error}")
     return [reports[rank] for rank in range(len(readers))]

@@ -26,8 +26,8 @@ WIDE_UNITS = (
     "copy: token x expert. plan: per layer, median, of a call for one layer and for all, one CPU thread."
 )
 SPEEDS = (
-    "Ranks differ in speed: a load is what its copies cost, {ticks} ticks each on a rank of speed 1; mean and "
-    "ideal are those of ranks that all end together."
+    "Ranks differ in speed: a load is the cost of its copies, {ticks} ticks each on a rank of speed 1; mean and "
+    "ideal are for ranks that all end together."
 )
 BELOW = "Below the bound: policies that borrow have slots that the bound does not count."
 BY_LOADS = "exact by loads {loads}, exchanged every {exchange_every} batches"
@@ -68,15 +68,16 @@ TIMES = (
 )
 TIMES_UNITS = (
     "Modelled from {times.source}: experts of the busiest rank, dispatch and combine, and imports, one after the "
-    "other; planning is not included. change: of the upper end, from the first policy's. borrowed: experts per layer."
+    "other, without planning. change: of the upper end, from the first policy's. borrowed: experts per layer."
 )
 
 
 def replay_columns(rows: Sequence[PolicyFigures], with_nodes: bool, wide: bool = False) -> list[Column]:
-    """Columns of a replay's table.
+    """Return the columns of a replay's table.
 
-    Those about nodes stand only where there are several; what is said of shared copies stands in the place of what is
-    said of all copies.
+    Columns about nodes are shown only for several nodes; with shared experts, figures of shared copies replace those
+    of
+    all copies.
     """
     shared = any(row.shared_remote_share is not None for row in rows)
     shown = [f for f in FIGURES if not (shared and f.group == "copies leave")]
@@ -85,7 +86,9 @@ def replay_columns(rows: Sequence[PolicyFigures], with_nodes: bool, wide: bool =
 
 
 def replay_header(replay: Replay, note: str = "") -> list[str]:
-    """What was replayed, how, and whether the placement has seen it; a note says what placement was given."""
+    """Return lines about the replayed batches and the placement, and whether the placement was made from these
+    batches.
+    """
     used = replay.settings
     model = f" ({used['model']})" if used["model"] else ""
     source = f"drawn from counts with seed {used['seed']}" if used["drawn"] else "routing as recorded"
@@ -99,7 +102,7 @@ def replay_header(replay: Replay, note: str = "") -> list[str]:
         "first-half": f"unseen: placed on the first {batches} batches",
         "all": "seen: placed on the replayed batches",
         "leave-one-out": f"unseen: placed for each batch on the {batches} others",
-        "leave-cluster-out": f"unseen: placed for each cluster on the others ({batches} batches)",
+        "leave-cluster-out": f"unseen: placed for each cluster on all others ({batches} batches)",
     }
     kinds = [f"{used[name]} {name.split('_')[0]}" for name in ("shared_experts", "spare_slots") if used[name]]
     reserved = f" ({', '.join(kinds)})" if kinds else ""
@@ -133,26 +136,26 @@ def replay_units(replay: Replay, wide: bool) -> list[str]:
 
 
 def replay_warnings(replay: Replay) -> list[str]:
-    """What cannot be judged here, and why."""
+    """Return notes on figures that cannot be judged here, with reasons."""
     warnings = [f"{policy}: n/a: {reason}" for policy, reason in replay.refused.items()]
     if not replay.settings["top_k"]:
         warnings.append(
-            "The record does not say top-k: copies are drawn one by one, rows not counted (--top-k)."
+            "The record does not state top-k: copies are drawn one by one, rows are not counted (--top-k)."
         )
     warnings += replay.notes
     if replay.settings.get("exchanges") == 0:
-        warnings.append("Nothing was exchanged: the replayed batches are not more than --exchange-every.")
+        warnings.append("Nothing was exchanged: there are no more batches than --exchange-every.")
     if not replay.settings["layers_with_freedom"]:
         warnings.append(NO_FREEDOM.format(more=replay.settings["slots_per_rank"] + 1))
     return warnings
 
 
 def times_warnings(rows: Sequence[Row], times: Times) -> list[str]:
-    """Return warnings about borrows that cost more than they save, and about batches too small for any."""
+    """Return warnings about borrows that cost more than they save, and about batches too small for any borrow."""
     least = times.break_even or 0
     warnings = [
-        f"{row['policy']}: a borrowed expert computes {row['copies_per_borrowed']:.0f} copies, "
-        "its transfer takes longer than they do"
+        f"{row['policy']}: a borrowed expert computes {row['copies_per_borrowed']:.0f} copies, which takes less time "
+        "than its transfer"
         for row in rows
         if row["copies_per_borrowed"] is not None and row["copies_per_borrowed"] < least
     ]
@@ -164,7 +167,7 @@ def times_warnings(rows: Sequence[Row], times: Times) -> list[str]:
 
 
 def replay_json(replay: Replay) -> Row:
-    """The JSON object of ``isoload replay --json``; times add a layer's time to every policy's row."""
+    """Return the JSON object of ``isoload replay --json``; with times, every policy's row has a layer's time."""
     rows = [row.to_json() for row in replay.policies]
     for row, predicted in zip(rows, replay.layer_times, strict=False):
         row["predicted"] = predicted
@@ -182,24 +185,27 @@ def replay(
     ranks_per_node: options.RanksPerNode = 0,
     slots_per_rank: options.SlotsPerRank = 0,
     spare_slots: Annotated[
-        int, options.Range(0), typer.Option(help="Slots of every rank that stay empty.")
+        int, options.Range(0), typer.Option(help="Slots of every rank that stay empty, for borrowed experts.")
     ] = 0,
     shared_experts: Annotated[
         int,
         options.Range(0),
-        typer.Option(help="Shared experts that every token gets besides; every rank holds each."),
+        typer.Option(help="Shared experts that every token needs in addition; every rank holds each."),
     ] = 0,
     placer: options.PlacerName = "eplb",
     placement: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="Replay this placement, on all batches, instead of making one."),
+        typer.Option(
+            metavar="FILE", help="Replay this placement on all batches; without it a placement is made."
+        ),
     ] = None,
     calibrate: Annotated[
         str | None,
         typer.Option(
-            help=f"Batches to place on: {options.CALIBRATIONS}. The rest is replayed. {options.CALIBRATE_DEFAULT} "
-            "With --placement: all; another rule replays placements that the file's placer makes without the replayed "
-            "batches."
+            help=f"Batches from which the placement is made: {options.CALIBRATIONS}. The remaining batches "
+            f"are replayed. "
+            f"{options.CALIBRATE_DEFAULT} With --placement: all; another rule makes placements by the file's placer "
+            "from the batches that are not replayed."
         ),
     ] = None,
     top_k: options.TopK = None,
@@ -212,15 +218,16 @@ def replay(
         int, options.Range(0), typer.Option(help="Batches replayed per calibration, the first ones. 0: all.")
     ] = 0,
     assign: Annotated[
-        str, typer.Option(help=f"How whole sequences go to source ranks: {options.ASSIGNMENTS}.")
+        str, typer.Option(help=f"How whole sequences are assigned to source ranks: {options.ASSIGNMENTS}.")
     ] = "contiguous",
     seed: Annotated[
-        int, options.Range(0), typer.Option(help="Of drawn tokens and of policies that draw.")
+        int, options.Range(0), typer.Option(help="Seed of drawn tokens and of policies that sample.")
     ] = 0,
     predict: Annotated[
         str,
         typer.Option(
-            help=f"What policies that fill spare slots ahead know: {options.PREDICTIONS}, or a number: the part of "
+            help=f"Forecast of policies that fill spare slots ahead: {options.PREDICTIONS}, or a number: "
+            f"the fraction of "
             "the choices that is predicted right."
         ),
     ] = "last",
@@ -228,26 +235,28 @@ def replay(
         str | None,
         typer.Option(
             help=f"Some of {options.POLICIES}, each with options as name:option=value; in-order: experts in order, no "
-            "replicas, E/R slots per rank; all: every policy, with the reason where one cannot take this placement. "
-            "none leaves the placement's replicas unused. "
+            "replicas, E/R slots per rank; all: every policy, with the reason if one does not accept this placement. "
+            "none does not use the placement's replicas. "
             f"Default: {options.DEFAULT_POLICIES}; with shared experts {options.SHARED_POLICIES}."
         ),
     ] = None,
     loads: Annotated[
         str,
-        typer.Option(help=f"What exact plans by: {options.LOADS}. Other policies plan by all ranks' loads."),
+        typer.Option(
+            help=f"Loads from which exact plans: {options.LOADS}. Other policies plan from all ranks' loads."
+        ),
     ] = "gathered",
     exchange_every: Annotated[
         int,
         options.Range(1),
-        typer.Option(help="Batches after which ranks exchange, where loads are not gathered."),
+        typer.Option(help="Number of batches between two exchanges, if loads are not gathered."),
     ] = 16,
     plugin: options.Plugins = None,
     layers: options.LayersText = None,
     times: Annotated[
         str | None,
         typer.Option(
-            metavar="FILE", help="Times that isoload measure wrote: adds a table of a layer's time by policy."
+            metavar="FILE", help="File of isoload measure: adds a table of a layer's time by policy."
         ),
     ] = None,
     wide: options.Wide = False,
@@ -262,17 +271,19 @@ def replay(
 ) -> None:
     """Replay recorded routing over virtual ranks, under several policies.
 
-    Experts are placed on one part of the trace, the rest is routed.
+    Experts are placed by one part of the trace, and the rest is routed.
 
-    Every figure is counted from routed slots. Imbalance is max/mean rank load;
-    the standard deviation is relative to the mean, too, and idle share to R*max;
-    planning time is in microseconds per layer, on one CPU thread.
+    Every figure is counted from routed slots. Imbalance is max/mean rank load. The standard deviation is relative to
+    the
+    mean, the idle share to R*max. Planning time is in microseconds per layer, on one CPU thread.
 
-    From a trace of counts alone tokens are drawn, layer by layer:
-    K distinct experts each, in the shares of the counts; without K copy by copy.
+    For a trace with counts only, tokens are drawn layer by layer: K distinct experts each, in the shares of the
+    counts;
+    without K copy by copy.
 
-    With --times a second table has what a layer takes on the GPUs that isoload measure timed;
-    policies that price imports use these times where their options set no others.
+    With --times a second table shows a layer's time on the GPUs that isoload measure timed; policies that price
+    imports
+    use these times unless their options set others.
     """
     from isoload.analysis import simulate
     from isoload.cli.arguments import (

@@ -1,4 +1,4 @@
-"""``isoload report``: what shadow mode recorded of an engine, beside isoload's plans of the same copies; and advice."""
+"""``isoload report``: the engine's routing that shadow mode recorded, compared with isoload's plans; and advice."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ UNITS = (
     "most at the first figure, nine in ten at the second. isoload: policy exact on the same copies."
 )
 SAVED = (
-    "ms saved: of a step's MoE layers, modelled from measured kernels as advise does, planning included, if isoload "
-    "chose the replicas and nothing moved; what follows moves experts, too."
+    "ms saved: of a step's MoE layers if isoload chose the replicas and no expert moved, planning included; modelled "
+    "from measured kernels as in advise. The advice below also moves experts."
 )
 SAME = (
-    "All ranks held the same tokens, so that none is the source of a copy: times are of an even part on each rank, "
+    "All ranks held the same tokens, so no rank is the source of a copy: times assume an equal part on each rank, "
     "as with an all-to-all."
 )
 
 
 def rows_of(recorded: Recorded, phases: list[Phase], saved: dict[str, tuple[float, float]]) -> list[Row]:
-    """A row for each phase, as --json writes it."""
+    """Return a row for each phase, as --json writes it."""
     return [
         {
             "phase": part.name,
@@ -63,7 +63,7 @@ def rows_of(recorded: Recorded, phases: list[Phase], saved: dict[str, tuple[floa
 
 
 def section_of(rows: list[Row], notes: list[str]) -> str:
-    """Of the page: the table, and a chart for each phase."""
+    """Return the section of the page: the table, and a chart for each phase."""
     from isoload.analysis.pages import prose, section
     from isoload.cli.pages import MEAN, lines
 
@@ -77,16 +77,14 @@ def section_of(rows: list[Row], notes: list[str]) -> str:
 
 def report(
     recorded: Annotated[
-        Path, typer.Argument(metavar="FOLDER|FILE", help="Where ISOLOAD_RECORD had ranks write, or one file.")
+        Path, typer.Argument(metavar="FOLDER|FILE", help="Folder of ISOLOAD_RECORD, or one of its files.")
     ],
     gpu: Annotated[
-        str | None, typer.Option(help="As advise takes it; with --model times are modelled.")
+        str | None, typer.Option(help="Kind of GPU, as for advise; with --model step times are modelled.")
     ] = None,
     times: Annotated[
         str | None,
-        typer.Option(
-            metavar="FILE", help="In place of --gpu: times that isoload measure wrote of your GPUs."
-        ),
+        typer.Option(metavar="FILE", help="File of isoload measure with times of your GPUs; replaces --gpu."),
     ] = None,
     model: Annotated[
         str | None, typer.Option(metavar="NAME|FILE", help="A model's name, or its config.json.")
@@ -94,18 +92,18 @@ def report(
     engine: Annotated[str, typer.Option(help="sglang or vllm.")] = "sglang",
     phase: Annotated[
         str | None,
-        typer.Option(help="prefill or decode, for advice on one phase. Default: on all that were recorded."),
+        typer.Option(help="prefill or decode, for advice on one phase. Default: all recorded phases."),
     ] = None,
-    dtype: Annotated[str | None, typer.Option(help="Of the experts' weights, as advise takes it.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Dtype of the experts' weights, as for advise.")] = None,
     step_ms: Annotated[
         float | None,
         options.Range(0.001, 10**7),
-        typer.Option(help="A whole step's time as you measured it."),
+        typer.Option(help="Time of a whole step that you measured, in milliseconds."),
     ] = None,
     trace: Annotated[
         str | None,
         typer.Option(
-            metavar="FILE", help="Write all ranks' counts to this new .npz, which replay and place take."
+            metavar="FILE", help="Write all ranks' counts to this new .npz, which replay and place read."
         ),
     ] = None,
     wide: options.Wide = False,
@@ -113,7 +111,7 @@ def report(
     html: options.HtmlTarget = None,
     force: options.Force = False,
 ) -> None:
-    """What isoload would have made of the passes that an engine in shadow mode recorded."""
+    """Report what isoload would have saved on traffic that an engine recorded in shadow mode."""
     from isoload.analysis.rank_loads import read_recorded
     from isoload.analysis.server import phases
     from isoload.cli.arguments import Reading, check_targets
@@ -148,8 +146,8 @@ def report(
     rows, (passes, files) = rows_of(recording, recorded_phases, saved), recording.left_out
     notes = [UNITS, *([SAVED] if advice else [])]
     possible_warnings = {
-        f"{passes} passes are left out, which not every rank recorded.": passes,
-        f"{files} files of earlier runs are left out.": files,
+        f"{passes} passes are skipped, because not every rank recorded them.": passes,
+        f"{files} files of earlier runs are skipped.": files,
         SAME: advice and recording.same_tokens,
     }
     warnings = [*(text for text, holds in possible_warnings.items() if holds), *gaps]
@@ -179,8 +177,9 @@ def modelled(
     step_ms: float | None,
     source: str | None,
 ) -> tuple[dict[str, tuple[float, float]], Answered, list[str]]:
-    """Return by phase the milliseconds of a step that isoload's choice saves, the advice on the chosen phases, and what
-    has no constants."""
+    """Return by phase the milliseconds of a step that isoload's choice saves, the advice on the chosen phases, and
+    sentences about missing constants.
+    """
     from isoload.analysis.advice import Question, saved_ms
     from isoload.analysis.loads import judge_by
     from isoload.analysis.models import find_model, layer_times, measured_layer

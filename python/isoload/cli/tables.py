@@ -1,4 +1,4 @@
-"""Tables of fixed-width columns, printed line by line, of the rows that --json writes; where both go."""
+"""Tables of fixed-width columns of the rows that --json writes; output of tables, JSON and pages."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from rich.text import Text
 
 from isoload.files import descriptor_of, printable, write_json, write_text
 
-WIDTH = 80  # of a terminal: what is printed without --wide
+WIDTH = 80  # width of a terminal, for tables without --wide
 MIB = 2.0**20
 NO_FREEDOM = (
     "Every expert has one slot, so no policy has a choice: --slots-per-rank {more} gives each rank a replica."
 )
 
 
-Row = dict[str, Any]  # of figures, as --json writes it
+Row = dict[str, Any]  # figures, as --json writes them
 
 
 class Column(NamedTuple):
@@ -35,13 +35,13 @@ class Column(NamedTuple):
 
 @dataclass(frozen=True)
 class Figure:
-    """A column that shows one figure of the rows which --json writes."""
+    """A column that shows one figure of the rows that --json writes."""
 
-    key: str  # where a row has it; a dot opens an inner object
+    key: str  # key in a row; a dot opens an inner object
     group: str
     title: str
     form: str = ""  # a format spec, "%" for :func:`percent` or "MiB" for bytes
-    wide: bool = False  # whether it stands in the wide table alone
+    wide: bool = False  # whether only the wide table shows it
 
     def value(self, row: Row) -> Any:
         return reduce(getitem, self.key.split("."), row)
@@ -64,11 +64,12 @@ def write_out(
     page: Callable[[], str] = str,
     more: Sequence[str] = (),
 ) -> None:
-    """Write figures to where --json says and a page to where --html does; print a table, unless they take stdout.
+    """Write figures to the --json target and a page to the --html target; print a table unless stdout takes the
+    figures.
 
-    The names of the files that were written, with those of `more`, are printed below the table, or on stderr.
+    The names of the written files, and those of `more`, are printed below the table, or on stderr.
     """
-    drawn = page() if html else ""  # before anything is written: it may fail
+    drawn = page() if html else ""  # before anything is written, because it may fail
     if json:
         write_json(figures, json)
     if html:
@@ -82,13 +83,13 @@ def write_out(
 
 
 def columns_of(figures: Sequence[Figure], rows: Sequence[Row], wide: bool = False) -> list[Column]:
-    """The figures that have, in some row, a value."""
+    """Return the columns of figures that have a value in some row."""
     visible = [f for f in figures if (wide or not f.wide) and any(f.value(row) is not None for row in rows)]
     return [Column(f.group, f.title, [f.cell(row) for row in rows]) for f in visible]
 
 
 def page_table(columns: Sequence[Column], marked: Sequence[int] = ()) -> str:
-    """The same on a page; marked: rows that stand out."""
+    """Return the table for a page; marked: highlighted rows."""
     from isoload.analysis.pages import table as html_table
 
     heading = [f"{column.group} {column.title}".strip() for column in columns]
@@ -97,7 +98,7 @@ def page_table(columns: Sequence[Column], marked: Sequence[int] = ()) -> str:
 
 
 def table(columns: Sequence[Column]) -> tuple[list[str], list[str]]:
-    """Two heading lines and a line per row: the first column left, the others right."""
+    """Return two heading lines and a line per row: the first column left-aligned, all others right-aligned."""
     blocks: list[list[str]] = []
     for group, members in groupby(columns, key=lambda column: column.group):
         inside = []
@@ -113,12 +114,12 @@ def table(columns: Sequence[Column]) -> tuple[list[str], list[str]]:
 
 
 def percent(share: float) -> str:
-    """0% is exactly zero, 0.0% is not."""
+    """Return a percentage: 0% is exactly zero, 0.0% is not."""
     return "0%" if share == 0 else f"{100 * share:.1f}%"
 
 
 def say(console: Console, *parts: tuple[str, Sequence[str]] | list[Column]) -> None:
-    """One after the other: a style and lines, which are broken at 80 columns; tables."""
+    """Print parts one after the other: a style and lines, wrapped at 80 columns; or tables."""
     for part in parts:
         if isinstance(part, tuple):
             style, lines = part
@@ -132,5 +133,5 @@ def say(console: Console, *parts: tuple[str, Sequence[str]] | list[Column]) -> N
                 ("", ""),
             ]
         for line, style in styled:
-            # Text and soft_wrap: no markup in names, and a pipe gets the line as it is.
+            # Text and soft_wrap: names may contain markup characters, and a pipe gets unwrapped lines.
             console.print(Text(line, style), soft_wrap=True)
