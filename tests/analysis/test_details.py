@@ -127,5 +127,5 @@ def test_a_phase_without_constants_is_left_out_and_said() -> None:
     assert (
         none == {}
         and len(gaps) == 2
-        and gaps[0].startswith("Kernels of prefill are left out: model must have")
+        and gaps[0].startswith("Kernels of prefill are skipped: model must have")
     )

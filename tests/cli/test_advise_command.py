@@ -99,7 +99,7 @@ def test_the_page_of_both_phases_shows_each_point_once(tmp_path: Path) -> None:
     assert f"Wrote {figures} and {page}." in shown
     text, found = page.read_text(), json.loads(figures.read_text())
     for name, of in found["by_phase"].items():
-        assert f"A step on its ranks, {name}" in text and f"Where the load is, {name}" in text
+        assert f"A step on its ranks, {name}" in text and f"Loads by rank, {name}" in text
         low, high = of["answers"][0]["saved_ms"]
         tokens = of["tokens_per_rank"]
         ends = f'<td data-of="ms saved, from">{two_digits(low)}</td><td data-of="to">{two_digits(high)}</td>'

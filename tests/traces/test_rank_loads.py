@@ -91,12 +91,12 @@ BAD: dict[str, tuple[Write, str]] = {
     "other passes": (both(passes=(4, 8)), "ranks must have recorded passes of the same numbers, got none"),
     "other experts": (
         both(slot_to_expert=TABLE[:, ::-1]),
-        "experts must lie alike on all ranks, in pass 3 they do not",
+        "experts must be in the same slots on all ranks, in pass 3 they are not",
     ),
     "other ranks": (both(topology=isoload.Topology(2, 1)), "of the same ranks, tokens, experts and slots"),
     "two engines": (
         lambda folder: (both()(folder), loads(1, started=1001).save(folder)),
-        "must hold each pass of a rank once, pass 3 of rank 1 is there twice: two engines, two pipeline stages, or a",
+        "must hold each pass of a rank once, pass 3 of rank 1 occurs twice: two engines, two pipeline stages, or a",
     ),
     "no copies": (
         lambda folder: loads(tokens="same", slot_copies=np.zeros((2, 3, 4), int)).save(folder),

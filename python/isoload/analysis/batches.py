@@ -17,9 +17,9 @@ from isoload.traces.record import Ints, count_batches
 from isoload.wording import not_one_of
 
 ASSIGNMENTS = ("contiguous", "round-robin")
-CUT_TOKENS = 1024  # tokens per batch where a per-token trace does not say
-MAX_ASKED_TOKENS = 2**20  # memory grows with what is drawn
-MAX_DRAWN_TOKENS = 4096  # a drawn batch needs enough tokens to show the shares, not the millions of a total
+CUT_TOKENS = 1024  # tokens per batch if a per-token trace does not state them
+MAX_ASKED_TOKENS = 2**20  # limit, because memory grows with the number of drawn tokens
+MAX_DRAWN_TOKENS = 4096  # a drawn batch needs enough tokens to show the shares, not the millions of a sum
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,17 +38,19 @@ class SourceBatch:
         return self.start[-1]
 
     def on_rank(self, layer: int, rank: int) -> Tensor:
-        """[T_r, K] choices of one source rank's tokens, a view."""
+        """Return the [T_r, K] choices of one source rank's tokens, a view."""
         return self.topk_ids[layer, self.start[rank] : self.start[rank + 1]]
 
     def loads(self, num_experts: int) -> Tensor:
-        """[L, R, E] int32 copies that each source rank sends to each expert."""
+        """Return the [L, R, E] int32 copies that each source rank sends to each expert."""
         ranks, layers = range(self.num_ranks), range(len(self.topk_ids))
         counts = [[count(self.on_rank(layer, rank), num_experts) for rank in ranks] for layer in layers]
         return torch.stack([torch.stack(layer) for layer in counts])
 
     def with_shared(self, num_routed: int, num_shared: int) -> SourceBatch:
-        """The batch with one more column per shared expert (ids from num_routed on); -1 for a token without experts."""
+        """Return the batch with one more column per shared expert (ids from num_routed on); -1 for a token without
+        experts.
+        """
         if not num_shared:
             return self
         ids = torch.arange(num_routed, num_routed + num_shared, dtype=torch.int32)
@@ -56,18 +58,20 @@ class SourceBatch:
         return SourceBatch(torch.cat([self.topk_ids, torch.where(used, ids, -1)], dim=-1), self.start)
 
     def sources(self) -> Ints:
-        """[T] int64 source rank of every token."""
+        """Return the [T] int64 source rank of every token."""
         return np.repeat(np.arange(self.num_ranks), np.diff(self.start))
 
 
 @dataclass(frozen=True, eq=False)
 class Batches:
-    """A trace's batches of tokens: consecutive cuts of its topk_ids, or drawn from its counts by :func:`draw_topk_ids`.
+    """A trace's batches of tokens: consecutive cuts of its topk_ids, or drawn from its counts by
+    :func:`draw_topk_ids`.
 
-    Each layer is drawn on its own. Where K is not known, copies are drawn one by one, each as a token of one expert:
-    how many go to which expert and come from which rank is the same, rows (distinct token x destination rank) say
-    nothing. The stream of a batch and layer is ``np.random.default_rng((seed, batch, layer_id))``: what a layer draws
-    does not depend on which other layers or batches are replayed.
+    Each layer is drawn separately. If K is unknown, copies are drawn one by one, each as a token of one expert: the
+    numbers of copies per expert and per source rank are the same, but rows (distinct token x destination rank) have no
+    meaning. The stream of a batch and layer is ``np.random.default_rng((seed, batch, layer_id))``: the tokens of a
+    layer
+    do not depend on which other layers or batches are replayed.
     """
 
     trace: Trace
@@ -81,7 +85,7 @@ class Batches:
         return self.trace.topk_ids is None
 
     def tokens(self, index: int) -> slice:
-        """Where a cut batch lies in the trace."""
+        """Return the position of a cut batch in the trace."""
         first = sum(self.num_tokens[:index])
         return slice(first, first + self.num_tokens[index])
 
@@ -99,7 +103,7 @@ class Batches:
         return replace(self.trace, **fields, tokens_per_batch=np.array(self.num_tokens)[picked])
 
     def source_batch(self, index: int, num_ranks: int, assign: str) -> SourceBatch:
-        """Batch `index` with its tokens on source ranks as :func:`source_ranks` says."""
+        """Return batch `index` with its tokens on source ranks, as by :func:`source_ranks`."""
         trace, seq_id = self.trace, None
         if trace.topk_ids is not None:
             topk_ids = trace.topk_ids[self.tokens(index)]
@@ -119,13 +123,12 @@ class Batches:
 
 
 def make_batches(trace: Trace, batch_tokens: int | None = None, seed: int = 0) -> Batches:
-    """A trace's batches: cut from its tokens if it has them, else drawn from its counts.
+    """Return a trace's batches: cut from its tokens if it has them, else drawn from its counts.
 
     Args:
-        batch_tokens: N. Tokens are cut every N and where the cluster changes; the last batch before such a
-            change (or the end) takes what is left. Default: the trace's own batches if they cover its tokens,
-            else 1024. Drawn batches have N tokens (copies, where K is not known). Default: as many as the trace's
-            batch, at most 4096.
+        batch_tokens: N. Tokens are cut every N and where the cluster changes; the last batch before such a change (or
+            the end) has the rest. Default: the trace's own batches if they cover its tokens, else 1024. Drawn batches
+            have N tokens (copies, if K is unknown). Default: as many as the trace's batch, at most 4096.
         seed: of the draw.
     """
     if batch_tokens is not None and batch_tokens < 1:
@@ -137,7 +140,7 @@ def make_batches(trace: Trace, batch_tokens: int | None = None, seed: int = 0) -
     assert trace.counts is not None
     if batch_tokens is not None and batch_tokens > MAX_ASKED_TOKENS:
         raise ValueError(
-            f"batch_tokens must be at most {MAX_ASKED_TOKENS} where tokens are drawn, got {batch_tokens}"
+            f"batch_tokens must be at most {MAX_ASKED_TOKENS} for drawn tokens, got {batch_tokens}"
         )
     tokens = trace.tokens_per_batch
     if tokens is None or not trace.top_k:
@@ -152,7 +155,7 @@ def _cut(trace: Trace, batch_tokens: int | None) -> Batches:
     recorded = trace.tokens_per_batch
     follows = (
         recorded is not None and int(recorded.sum()) == total
-    )  # else the batches are of more tokens than these
+    )  # otherwise the batches are of more tokens than these
     if recorded is not None and follows:
         sizes, labels = recorded.tolist(), trace.cluster
     if not follows or batch_tokens is not None:
@@ -163,7 +166,7 @@ def _cut(trace: Trace, batch_tokens: int | None) -> Batches:
 def _recut(
     sizes: list[int], labels: tuple[str, ...] | None, batch_tokens: int
 ) -> tuple[list[int], tuple[str, ...] | None]:
-    """Sizes and labels of batches that are cut every `batch_tokens`, and wherever the label changes."""
+    """Return sizes and labels of batches that are cut every `batch_tokens`, and at every change of the label."""
     pieces: list[tuple[int, str]] = []
     runs = zip(labels or [""] * len(sizes), sizes, strict=True)
     for label, run in groupby(runs, key=lambda pair: pair[0]):
@@ -173,13 +176,15 @@ def _recut(
 
 
 def draw_topk_ids(counts: Ints, num_tokens: int, top_k: int, stream: np.random.Generator) -> Ints:
-    """Draws `num_tokens` tokens, each with `top_k` distinct experts; expert e is in a token with probability
+    """Draw `num_tokens` tokens, each with `top_k` distinct experts; expert e is in a token with probability
     ``top_k * counts[e] / counts.sum()``, exactly (systematic sampling, all in integers).
 
-    Every token lays the experts end to end in a random order of its own, expert e with length
-    ``top_k * counts[e]``, draws an integer u in 0..total-1 and takes the experts at u, u + total, ...,
-    u + (top_k - 1) * total. No length exceeds total, so no expert is met twice. (To draw one expert after the
-    other without replacement would flatten the shares: a hot expert cannot be drawn again.)
+    Every token joins the experts end to end in a random order of its own, expert e with length ``top_k * counts[e]``,
+    draws an integer u in 0..total-1 and takes the experts at u, u + total, ..., u + (top_k - 1) * total. No length
+    exceeds
+    total, so no expert is taken twice. (Drawing one expert after the other without replacement would flatten the
+    shares,
+    because a hot expert cannot be drawn again.)
 
     Args:
         counts: [E] int64 copies; all zero gives tokens without experts (-1).
@@ -207,13 +212,14 @@ def draw_topk_ids(counts: Ints, num_tokens: int, top_k: int, stream: np.random.G
 
 
 def source_ranks(num_tokens: int, num_ranks: int, assign: str, seq_id: Ints | None = None) -> Ints:
-    """[T] int64 source rank of every token of a batch; the tokens of a sequence share one.
+    """Return the [T] int64 source rank of every token of a batch; the tokens of a sequence share one.
 
     Args:
-        assign: "contiguous": sequences are laid end to end in order of first appearance, the line is cut into
-            R equal stretches, and a sequence goes where its middle falls: to rank
-            ``R * (2 * before + n) // (2 * T)`` if it has n tokens and comes after `before` others.
-            "round-robin": the j-th sequence to appear goes to rank ``j % R``.
+        assign: "contiguous": sequences are joined end to end in order of first appearance, the line is cut into R
+            equal
+            parts, and a sequence goes to the part of its middle: to rank ``R * (2 * before + n) // (2 * T)`` if it has
+            n
+            tokens and follows `before` others. "round-robin": the j-th sequence to appear goes to rank ``j % R``.
         seq_id: [T] sequence of every token; None = every token is one.
     """
     if assign not in ASSIGNMENTS:
@@ -238,16 +244,16 @@ CALIBRATIONS = ("first-half", "interleaved", "all", "leave-one-out", "leave-clus
 
 @dataclass(frozen=True)
 class Fold:
-    """Batches that a placement is made from, and batches that are replayed on it."""
+    """Batches from which a placement is made, and batches that are replayed on it."""
 
     calibrate: tuple[int, ...]
     replay: tuple[int, ...]
 
 
 def strictest(num_batches: int, clusters: tuple[str, ...] | None) -> str:
-    """The calibration that asks most of a placement, of those that the batches allow.
+    """Return the strictest calibration that the batches allow.
 
-    Phases of an engine are no clusters: decode would be judged on a placement made of prefill alone.
+    Phases of an engine are not clusters: otherwise decode would be judged on a placement made of prefill alone.
     """
     if clusters is not None and len(set(clusters)) > 1 and not set(clusters) <= PHASES:
         return "leave-cluster-out"
@@ -257,13 +263,13 @@ def strictest(num_batches: int, clusters: tuple[str, ...] | None) -> str:
 def calibration_folds(
     num_batches: int, calibrate: str, clusters: tuple[str, ...] | None = None
 ) -> list[Fold]:
-    """The folds of a replay.
+    """Return the folds of a replay.
 
     Args:
         num_batches: batches are 0..num_batches-1.
         calibrate:
             first-half: the first ``num_batches // 2`` calibrate, the rest is replayed.
-            interleaved: every second batch calibrates, from the first on, the others are replayed.
+            interleaved: every second batch calibrates, from the first on, all others are replayed.
             all: all calibrate and all are replayed: the test data are the calibration data.
             leave-one-out: each batch on the placement of all others.
             leave-cluster-out: each cluster's batches on the placement of all other clusters.

@@ -1,6 +1,6 @@
-"""How skewed a trace is, its experts in order on the ranks; and what a placement's replicas bring, layer by layer.
+"""Skew of a trace with its experts in order on the ranks, and the gain of a placement's replicas, layer by layer.
 
-The latter are the views of CRAFT's section 3 (arXiv 2603.28768).
+The second view is that of CRAFT's section 3 (arXiv 2603.28768).
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from isoload.placers.eplb import pack_into
 from isoload.topology import Topology
 from isoload.traces import Ints, Trace
 
-RANKS = (8, 16, 32)  # on which every inspection says what the skew costs
+RANKS = (8, 16, 32)  # numbers of ranks for which every inspection shows the imbalance that the skew causes
 
 
 def inspect_trace(trace: Trace, num_ranks: int) -> list[dict[str, Any]]:
-    """A row of plain values per layer, as ``isoload inspect --json`` writes it.
+    """Return a row of plain values per layer, as ``isoload inspect --json`` writes it.
 
     Args:
         trace: with counts, or with tokens: these are counted in the trace's own batches.
-        num_ranks: R. Each rank holds ceil(E/R) experts in order, as engines lay them without a plan; where R
-            does not divide E the last ranks hold fewer, or none.
+        num_ranks: R. Each rank holds ceil(E/R) experts in order, as engines place them without a plan; if R does not
+            divide E the last ranks hold fewer, or none.
     """
     if num_ranks < 1:
         raise ValueError(f"num_ranks must be at least 1, got {num_ranks}")
@@ -46,32 +46,33 @@ def _layer_stats(layer_id: int, counts: Ints, num_ranks: int, top_k: int) -> dic
     max_over_mean, highest = expert["total"] * experts, experts / (top_k or experts)
     return {
         "layer_id": layer_id,  # the model's own number
-        "expert": expert,  # balanced would be 1/E
-        "expert_max_over_mean": max_over_mean,  # E/K where every token chooses it
-        # Where that lies between 1 (0.0) and E/K (1.0); None if K is not known, or E.
+        "expert": expert,  # 1/E would be balanced
+        "expert_max_over_mean": max_over_mean,  # E/K if every token chooses it
+        # Position of that value between 1 (0.0) and E/K (1.0); None if K is unknown, or E.
         "skew": (max_over_mean - 1) / (highest - 1) if highest > 1 and expert["total"] else None,
         "on_ranks": {str(number): _imbalance(expert, share, number) for number, share in shares.items()},
-        "rank": shares[num_ranks],  # balanced would be 1/R
+        "rank": shares[num_ranks],  # 1/R would be balanced
         "imbalance": shares[num_ranks]["total"] * num_ranks,  # max/mean rank load, all batches as one
     }
 
 
 def ranks_in_order(counts: Ints, num_ranks: int) -> Ints:
-    """[..., ranks with experts] copies, of counts [..., E]."""
+    """Return [..., ranks with experts] copies, from counts [..., E]."""
     first_expert = np.arange(0, counts.shape[-1], -(-counts.shape[-1] // num_ranks))
     totals: Ints = np.add.reduceat(counts, first_expert, axis=-1)
     return totals
 
 
 def _imbalance(expert: dict[str, Any], rank: dict[str, Any], num_ranks: int) -> dict[str, float]:
-    """max/mean rank load with experts in order, and the least of any placement without replicas (the rank of a batch's
-    hottest expert has its copies); means over batches with copies, 0 if none has any."""
+    """Return max/mean rank load with experts in order, and the least of any placement without replicas (the rank of a
+    batch's hottest expert has its copies); means over batches with copies, 0 if none has any.
+    """
     least = [max(1.0, share * num_ranks) for share in expert["per_batch"] if share]
     return {"in_order": rank["mean"] * num_ranks, "least": float(np.mean(least)) if least else 0.0}
 
 
 def _largest_share(counts: Ints) -> dict[str, Any]:
-    """The largest part of the copies [batches, n] that one expert, or one rank, takes.
+    """Return the largest part of the copies [batches, n] that one expert, or one rank, takes.
 
     hottest and total are of all batches together (the lowest of equals), mean and max of per_batch over batches with
     copies; per_batch is 0 in a batch without.
@@ -89,12 +90,13 @@ def _largest_share(counts: Ints) -> dict[str, Any]:
 
 
 def inspect_placement(trace: Trace, placement: Placement) -> dict[str, Any]:
-    """A placement beside others of the same ranks, on a trace's batches, as ``isoload inspect --json`` writes it.
+    """Compare a placement with others of the same ranks, on a trace's batches, as ``isoload inspect --json`` writes
+    it.
 
     Balancedness is mean/max rank load, a mean over batches with copies.
 
     Args:
-        trace: L layers of E experts; with tokens they are counted in the trace's own batches.
+        trace: L layers of E experts; tokens are counted in the trace's own batches.
         placement: of the trace's layers, found by their ids, and of E routed experts.
     """
     if placement.num_routed != trace.num_experts:
@@ -125,25 +127,27 @@ def inspect_placement(trace: Trace, placement: Placement) -> dict[str, Any]:
             # Experts in order, without replicas (CRAFT's Figure 3, the lowest part).
             "in_order": float(in_order[i]),
             "placed": float(packed[0][i]),  # packed by load as EPLB packs, without replicas (the middle part)
-            "replicated": float(even[i]),  # the placement itself, replicas sharing alike (the upper part)
-            "exact": float(exact[i]),  # the same, split exactly
+            "replicated": float(
+                even[i]
+            ),  # the placement itself, copies spread evenly over replicas (the upper part)
+            "exact": float(exact[i]),  # the placement itself, split exactly
             "gain_of_placing": float(packed[0][i] - in_order[i]),
             "gain_of_replicas": float(even[i] - packed[0][i]),
             "replicas": int(routed[i].sum()) - experts,  # slots beyond one for each expert
-            "by_replicas": [float(balance[i]) for balance in packed],  # by each number of them (Figure 6)
+            "by_replicas": [float(balance[i]) for balance in packed],  # by number of replicas (Figure 6)
         }
         for i, layer_id in enumerate(trace.layer_ids)
     ]
     return {
-        "replicas": grid,  # the numbers of a layer that were tried
+        "replicas": grid,  # numbers of replicas of a layer that were tried
         "balancedness_by_replicas": [float(balance.mean()) for balance in packed],  # over layers (Figure 5)
         "layers": layers,
     }
 
 
 def _packed(total: Any, counts: Ints, slots: int, topology: Topology) -> Floats:
-    """[L] balancedness with so many slots of a layer, as EPLB fills them for the sum of the batches."""
-    alone = assign(np.array([slots]), topology.num_ranks)  # every layer by itself
+    """Return [L] balancedness with `slots` slots per layer, as EPLB fills them for the sum of the batches."""
+    alone = assign(np.array([slots]), topology.num_ranks)  # every layer separately
     rows = pack_into(total.astype(np.float32), np.repeat(alone, len(total), axis=0))
     placement = _placement(rows.reshape(len(total), -1), topology, counts.shape[2])
     return _balancedness(even_imbalance(placement, counts), counts)
@@ -154,7 +158,7 @@ def _placement(slots: Ints, topology: Topology, experts: int) -> Placement:
 
 
 def _balancedness(imbalance: Floats, counts: Ints) -> Floats:
-    """[L] mean of 1 / imbalance [batches, L] over batches with copies in the layer; 1 where none has any."""
+    """Return [L] mean of 1 / imbalance [batches, L] over batches with copies in the layer; 1 if none has any."""
     used = counts.sum(2) > 0
     mean: Floats = np.where(used, 1 / imbalance, 0).sum(0) / np.maximum(used.sum(0), 1)
     return np.where(used.any(0), mean, 1.0)

@@ -1,4 +1,4 @@
-"""What a placement is worth on counts: the ranks' imbalance, replicas sharing alike or split exactly."""
+"""Imbalance of a placement's ranks on counts, with copies spread evenly over replicas or split exactly."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ from isoload.traces import Trace
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 Ints = np.ndarray[Any, np.dtype[np.integer[Any]]]
 
-MAX_BATCH = 2**31  # copies of a layer in one batch that a plan may have
+MAX_BATCH = 2**31  # largest number of copies of a layer in one batch that a plan may have
 
 
 def even_imbalance(placement: Placement, counts: Ints) -> Floats:
-    """[batches, L] max/mean load of the live ranks, each replica with an equal part of its expert's load.
+    """Return [batches, L] max/mean load of the live ranks, with each expert's load spread evenly over its replicas.
 
     Args:
-        placement: whose shared experts have no load. With speeds a load is a cost, see :class:`isoload.Topology`.
+        placement: its shared experts have no load. With speeds a load is a cost, see :class:`isoload.Topology`.
         counts: [batches, L, E] copies. A batch without copies in a layer has imbalance 1.
     """
     return over_mean(even_loads(placement, counts).max(-1), mean_load(counts, placement))
 
 
 def even_loads(placement: Placement, counts: Ints) -> Floats:
-    """[batches, L, R] the loads of which :func:`even_imbalance` takes the largest."""
+    """Return the [batches, L, R] loads of :func:`even_imbalance`."""
     slots, ticks = placement.arrays[0], placement.topology.ticks
-    routed = np.where(slots < counts.shape[2], slots, -1)  # shared experts lie behind
+    routed = np.where(slots < counts.shape[2], slots, -1)  # shared experts come after the routed ones
     load = rank_loads(counts, routed.reshape(len(slots), placement.topology.num_ranks, -1))
     return load if ticks is None else np.asarray(load * ticks.numpy())
 
 
 def exact_imbalance(placement: Placement, counts: Ints) -> Floats:
-    """[batches, L] the same with the best split of whole copies, that of policy ``exact``."""
+    """Return :func:`even_imbalance` with the best split of whole copies, that of policy ``exact``."""
     ranks, peaks = placement.topology.num_ranks, []
     for batch in counts:
         # A split of halves is one of the whole: counts that are too large for a batch are scaled down.
@@ -54,13 +54,13 @@ def exact_imbalance(placement: Placement, counts: Ints) -> Floats:
 
 
 def routed_imbalance(placement: Placement, slot_copies: Ints) -> Floats:
-    """[batches, L] the same as an engine routed: slot_copies [batches, L, P] that each slot got."""
+    """Return the same for an engine's own routing: slot_copies [batches, L, P] that each slot received."""
     per_rank = slot_copies.reshape(*slot_copies.shape[:2], placement.topology.num_ranks, -1).sum(-1)
     return over_mean(per_rank.max(-1), mean_load(slot_copies, placement))
 
 
 def mean_load(copies: Ints, placement: Placement) -> Floats:
-    """[batches, L] mean cost of a rank for copies [batches, L, E] of experts, or of slots."""
+    """Return [batches, L] mean cost of a rank for copies [batches, L, E] of experts, or of slots."""
     return np.asarray(copies.sum(-1) / placement.topology.copies_per_cost)
 
 
@@ -79,17 +79,18 @@ def unseen_imbalances(
     needs_tokens: bool = False,
     uses_tokens: bool = False,
 ) -> tuple[Floats, Floats]:
-    """Return the imbalance [batches, L], even and exact, of batches that the placement has not seen.
+    """Return the imbalance [batches, L], even and exact, of batches that the placement was not made from.
 
     Args:
-        trace: its batches are split.
-        calibrate: one of ``CALIBRATIONS``, the rule of the split.
+        trace: its batches are divided.
+        calibrate: one of ``CALIBRATIONS``, the rule of the division.
         make: returns the placement of counts [batches, L, E], or with `needs_tokens` of the trace of these batches.
         needs_tokens: whether `make` needs the per-token choices of the batches.
-        uses_tokens: whether `make` uses them where they are those of the batches, and takes counts elsewhere.
+        uses_tokens: whether `make` uses per-token choices if they are those of the batches, and counts otherwise.
 
     Raises:
-        ValueError: the batches cannot be split so; per-token choices are needed that are not those of the batches.
+        ValueError: the batches cannot be divided in this way; per-token choices are needed that are not those of the
+            batches.
     """
     counts, even, exact = trace.batch_counts(), [], []
     for fold in calibration_folds(len(counts), calibrate, trace.cluster):
@@ -103,7 +104,7 @@ def unseen_imbalances(
 
 
 def _with_tokens(trace: Trace, calibrate: str, fold: Fold, otherwise: Any) -> Any:
-    """Return the trace of a fold's first part, or `otherwise` where its tokens are not those of its batches."""
+    """Return the trace of a fold's first part, or `otherwise` if its tokens are not those of its batches."""
     if calibrate == "all" or not trace.has_tokens:
         return trace
     if not tokens_are_batches(trace):
@@ -117,12 +118,12 @@ def _with_tokens(trace: Trace, calibrate: str, fold: Fold, otherwise: Any) -> An
 
 
 def tokens_are_batches(trace: Trace) -> bool:
-    """Return whether the per-token choices of a trace are those that its batches were counted from."""
+    """Return whether a trace's batches were counted from its per-token choices."""
     return trace.has_tokens and np.array_equal(make_batches(trace).counts, trace.batch_counts())
 
 
 def changed_slots(before: Placement, after: Placement) -> float:
-    """Part of the slots that hold another expert than before: what must be loaded."""
+    """Return the fraction of slots whose expert changes: what must be loaded."""
     old, new = before.arrays[0], after.arrays[0]
     return float(((old != new) & (new >= 0)).mean())
 
@@ -141,18 +142,18 @@ def arrivals(before: Placement, after: Placement) -> Ints:
 
 
 def count_replicas(placement: Placement) -> int:
-    """Slots of all layers beyond one for each routed expert."""
+    """Return the slots of all layers beyond one for each routed expert."""
     return int(_routed(placement).sum()) - placement.num_layers * placement.num_routed
 
 
 def most_replicas(placement: Placement) -> float:
-    """Slots of all layers, on the rank with most, beyond its even part of one for each routed expert."""
+    """Return the slots of all layers on the rank with most, beyond its even part of one for each routed expert."""
     filled = _routed(placement).sum((0, 2)).max()
     return float(filled - placement.num_layers * placement.num_routed / len(placement.topology.live_ranks))
 
 
 def without_replicas(placement: Placement) -> Placement:
-    """Return the placement with every routed expert in its home slot alone; the other replicas' slots are absent."""
+    """Return the placement with every routed expert in its home slot only; the other replicas' slots are absent."""
     slots, home = (array.copy() for array in placement.arrays)
     expert = np.clip(slots, 0, None)
     replica = (slots < placement.num_routed) & (
@@ -163,6 +164,6 @@ def without_replicas(placement: Placement) -> Placement:
 
 
 def _routed(placement: Placement) -> Any:
-    """[L, R, S] whether a slot holds a routed expert."""
+    """Return [L, R, S] whether a slot holds a routed expert."""
     slots = placement.arrays[0].reshape(placement.num_layers, placement.topology.num_ranks, -1)
     return (slots >= 0) & (slots < placement.num_routed)

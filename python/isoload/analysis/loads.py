@@ -1,4 +1,4 @@
-"""What a placement is made of and what it is judged by: batches of a trace, as each rank would hold its own tokens."""
+"""Batches of a trace to make placements from and to judge them by, as each rank would hold its own tokens."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ JUDGED = 8  # batches: more change a mean little
 
 @dataclass(frozen=True, eq=False)
 class Judged:
-    """Loads of batches that no placement has seen, and the counts that placements are made of.
+    """Loads of batches from which no placement was made, and the counts for making placements.
 
-    calibration [L, E] int64  copies of the batches before
+    calibration [L, E] int64  copies of the earlier batches
     loads   [B, L, R, E]      int32 copies that each rank sends in each judged batch
     drawn   whether tokens were drawn from counts, so that bursts are understated
     """
@@ -30,13 +30,14 @@ class Judged:
 
 
 def judge_by(trace: Trace, model: Model, ranks: int, tokens: int, seed: int = 0) -> Judged:
-    """The first half of a trace to place by, and batches of its other half, with so many tokens on every rank.
+    """Return the first half of a trace to place by, and batches of its other half with `tokens` tokens on every rank.
 
-    Tokens are those of the trace, in their order, where the second half has enough for one batch. Else each rank draws
+    Tokens are those of the trace, in their order, if the second half has enough for one batch. Otherwise each rank
+    draws
     its copies in the shares of one recorded batch.
 
     Raises:
-        ValueError: a trace of another model, or of one batch, which leaves nothing unseen.
+        ValueError: a trace of another model, or of one batch, which leaves none to judge by.
     """
     if trace.num_experts != model.experts or trace.top_k not in (0, model.top_k):
         top_k = f" and top-{trace.top_k}" if trace.top_k else ""
@@ -65,7 +66,8 @@ def judge_by(trace: Trace, model: Model, ranks: int, tokens: int, seed: int = 0)
             f"trace must have at least 2 batches, one to place by, {trace.name} has {len(counts)}"
         )
     first = len(counts) // 2
-    chosen = first + np.arange(JUDGED) * (len(counts) - first) // JUDGED  # of few each is drawn from as often
+    # If there are few, each is drawn from equally often.
+    chosen = first + np.arange(JUDGED) * (len(counts) - first) // JUDGED
     total = counts[chosen].sum(-1, keepdims=True)
     shares = np.where(total > 0, counts[chosen] / np.maximum(total, 1), 1 / trace.num_experts)
     draw = np.random.default_rng(seed)
@@ -74,15 +76,15 @@ def judge_by(trace: Trace, model: Model, ranks: int, tokens: int, seed: int = 0)
 
 
 def guessed_trace(skew: str, drift: float, model: Model, seed: int = 0) -> Trace:
-    """A trace for who has recorded none: 16 batches whose experts' shares fall by Zipf's law.
+    """Return a trace for users without a recording: 16 batches whose experts' shares fall by Zipf's law.
 
     Args:
         skew: "zipf:1.2": the n-th most frequent expert of a layer has a share of n^-1.2, but at most that of an expert
             which every token chooses.
-        drift: 0..1, the part of each batch's tokens that have another order of experts, drawn anew for the batch.
+        drift: 0..1, the fraction of each batch's tokens that have another order of experts, drawn for the batch.
 
     Raises:
-        ValueError: naming the argument, the rule and the value.
+        ValueError: names the argument, the rule and the value.
     """
     kind, _, text = skew.partition(":")
     try:
@@ -104,7 +106,7 @@ def guessed_trace(skew: str, drift: float, model: Model, seed: int = 0) -> Trace
 
 
 def _below(share: np.ndarray, limit: float) -> np.ndarray:
-    """Shares that fall, none above `limit`: what is cut off goes to the others in their proportions."""
+    """Return falling shares with none above `limit`: the excess goes to the other experts in proportion."""
     for n in range(len(share)):
         scaled = share[n:] * (1 - n * limit) / share[n:].sum()
         if scaled[0] <= limit:

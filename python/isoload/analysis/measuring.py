@@ -36,16 +36,16 @@ from isoload.weights.experts import ExpertWeights, SwiGLU
 Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 Progress = Callable[[int, int], None]
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
-COPIES = (1, 4, 16, 64, 256, 1024, 4096)  # of each slot that has some
-TOKENS = (1, 8, 64, 256, 1024, 4096)  # of a rank that take part in an exchange
-PLAN_TOKENS = 256  # of a rank while plans are timed
-SLOW_SECONDS = 1.0  # larger points of a series that came here are left out
+COPIES = (1, 4, 16, 64, 256, 1024, 4096)  # of each slot with copies
+TOKENS = (1, 8, 64, 256, 1024, 4096)  # of each rank in an exchange
+PLAN_TOKENS = 256  # of each rank while plans are timed
+SLOW_SECONDS = 1.0  # larger points of a series that reached this time are skipped
 SAMPLE_SECONDS = 0.15  # for the samples of a point
-GPU_COPY_US = 0.05  # a copy of a large expert on a GPU, about which the fit's bounds are
+GPU_COPY_US = 0.05  # a copy of a large expert on a GPU, the scale of the fit's bounds
 
 
 def isoload_experts(rows: Tensor, slots: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """Compute the experts as :class:`isoload.MoE` does: the default kernel, and what another one must compute.
+    """Compute the experts as :class:`isoload.MoE` does: the default kernel, and the interface of any other.
 
     Args:
         rows: [N, H] the tokens that a rank received. slots: [N, K] int32 local slots, -1 = none. weights: [N, K]
@@ -60,9 +60,9 @@ def isoload_experts(rows: Tensor, slots: Tensor, weights: Tensor, gate_up: Tenso
 
 @dataclass(frozen=True)
 class Machine:
-    """What is measured, and on what.
+    """What is measured, and on which device.
 
-    slots: S of a rank whose weights are held while experts are timed. most_copies: of a rank in one point.
+    slots: S of a rank whose weights are allocated while experts are timed. most_copies: limit of a rank in one point.
     """
 
     model: Model
@@ -98,14 +98,14 @@ def make_machine(
     kernel: Kernel = isoload_experts,
     kernel_name: str = "isoload",
 ) -> Machine:
-    """Return what to measure on this process's device, over the default process group where there is one.
+    """Return what to measure on this process's device, over the default process group if there is one.
 
     Args:
         memory: bytes that weights and rows may take on a rank.
-        ranks_per_node: ranks that share a node; 0: all.
+        ranks_per_node: ranks per node; 0: all ranks are on one.
 
     Raises:
-        ValueError: on all ranks alike: a dtype that no kernel here computes, too little memory, other devices on other
+        ValueError: on all ranks: a dtype that no kernel here computes, too little memory, other devices on other
             ranks.
     """
     ranks = dist.get_world_size() if dist.is_initialized() else 1
@@ -136,7 +136,7 @@ def make_machine(
 
 
 def device_name(device: torch.device) -> str:
-    """Return the name of the device as people know it."""
+    """Return the device's product name."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return platform.processor() or platform.machine()
@@ -146,7 +146,7 @@ def measure(machine: Machine, on_point: Progress = lambda done, total: None) -> 
     """Measure and fit everything; all ranks call it together and get the same result.
 
     Raises:
-        ValueError: on all ranks alike: a kernel that fails or returns rows of another shape or without values.
+        ValueError: on all ranks: a kernel that fails, or returns rows of another shape or non-finite values.
     """
     group, ranks = machine.transport.group, machine.topology.num_ranks
     designs = list(expert_designs(machine))
@@ -230,7 +230,7 @@ def expert_designs(machine: Machine) -> Iterator[tuple[list[int], int, bool]]:
 def time_experts(
     machine: Machine, designs: Sequence[tuple[list[int], int, bool]], step: Callable[[], None]
 ) -> Iterator[Point]:
-    """Time the kernel on each design; larger points of a series that has become slow are left out.
+    """Time the kernel on each design; larger points of a series that has become slow are skipped.
 
     Raises:
         ValueError: a kernel that fails, or returns anything but finite rows.
@@ -284,7 +284,7 @@ def _check_rows(result: object, rows: Tensor, kernel: str) -> None:
 
 
 def median_us(call: Callable[[], object], device: torch.device, seconds: float = SAMPLE_SECONDS) -> float:
-    """Return the median of a call's microseconds, after two calls that are not counted.
+    """Return the median of a call's microseconds, after two warm-up calls.
 
     On CPU it is the time of this thread, so that other processes on the core do not count.
     """
@@ -340,7 +340,7 @@ def fit_experts(machine: Machine, points: Sequence[Point]) -> ExpertTime:
 
 
 def time_exchange(machine: Machine, tokens: int, step: Callable[[], None]) -> tuple[float, float]:
-    """Return the microseconds of dispatch and of combine with so many tokens of each rank, evenly routed."""
+    """Return the microseconds of dispatch and of combine with `tokens` tokens of each rank, evenly routed."""
     model, ranks, device = machine.model, machine.topology.num_ranks, machine.device
     per_rank = -(-model.experts // ranks)
     draw = torch.Generator().manual_seed(dist.get_rank())
@@ -369,7 +369,7 @@ def time_exchange(machine: Machine, tokens: int, step: Callable[[], None]) -> tu
 def fit_exchanges(
     machine: Machine, points: Sequence[Sequence[float]]
 ) -> tuple[AllToAllTime | None, AllToAllTime | None]:
-    """Fit the curves of dispatch and combine; None where one rank has no exchange."""
+    """Fit the curves of dispatch and combine; None for a single rank, which has no exchange."""
 
     if not points:
         return None, None
@@ -415,7 +415,9 @@ def time_move(machine: Machine) -> float:
 
 
 def time_plans(machine: Machine, step: Callable[[], None]) -> Iterator[tuple[str, float]]:
-    """Yield who chooses the replicas, and a layer's microseconds until its slots are known, the gather included."""
+    """Yield the name of each way to choose replicas, and a layer's microseconds until its slots are known, with the
+    gather.
+    """
     model, ranks, device = machine.model, machine.topology.num_ranks, machine.device
     counts = np.random.default_rng(0).zipf(1.5, (1, model.experts)).clip(max=1000)
     placement = place(counts, machine.topology, min(-(-model.experts // ranks) + 1, model.experts))
@@ -439,13 +441,13 @@ def time_plans(machine: Machine, step: Callable[[], None]) -> Iterator[tuple[str
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
-SOFT = 0.05  # relative errors from here on weigh linearly: a stray row does not bend a fit
-# Of a, b, c, rho (microseconds) and p - 1. What a fit cannot tell stays where it starts.
+SOFT = 0.05  # relative errors weigh linearly from here on, so that a stray row does not bend a fit
+# Of a, b, c, rho (microseconds) and p - 1. Constants that the points do not determine keep their start.
 LEAST, MOST = (1e-2, 1e-4, 1e-6, 1e-7, 0.02), (3e3, 3e2, 10.0, 1.0, 10.0)
 
 
 def features(loads: Ints, tile: int) -> tuple[Floats, Floats]:
-    """Return [...] the slots with copies, and the copies after each slot's are rounded up to a tile."""
+    """Return [...] the slots with copies, and the copies after each slot's number is rounded up to a tile."""
     return (loads > 0).sum(-1).astype(np.float64), (-(-loads // tile) * tile).sum(-1).astype(np.float64)
 
 
@@ -460,7 +462,7 @@ def fit_kernel(
 ) -> tuple[list[float], Floats]:
     """Return a, b, c, rho, p of kernel_us and the relative error of every point; without rows rho is 0.
 
-    slower: how many times the device is slower than the GPUs that starts and bounds are about, at least 1.
+    slower: how many times the device is slower than the GPUs for which starts and bounds were chosen, at least 1.
     """
     active, padded = map(np.array, zip(*(features(row, tile) for row in loads), strict=True))
 
@@ -490,7 +492,7 @@ def fit_curve(tokens: Floats, us: Floats) -> tuple[list[float], Floats]:
         return result
 
     start = np.log([us.min(), us[-1] / tokens[-1], 1.5])
-    # A power beyond these makes a curve that points do not tell from one at the bound.
+    # With a power beyond these the points do not distinguish a curve from one at the bound.
     bounds = ([-np.inf, -np.inf, np.log(0.3)], [np.inf, np.inf, np.log(6.0)])
     result = least_squares(errors, start, loss="soft_l1", f_scale=SOFT, bounds=bounds)
     return list(np.exp(result.x)), np.expm1(errors(result.x))

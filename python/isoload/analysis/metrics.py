@@ -1,4 +1,4 @@
-"""Figures of a policy, counted from routed slots and nothing else."""
+"""Figures of a policy, counted only from routed slots."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class RoutedBatch:
 
     slot_copies: Ints  # [L, P] copies that each slot received
     # [L, 4] rows (distinct token x destination rank): all, to another rank, to another node; then distinct token x
-    # other node, which are the rows between nodes where dispatch is by nodes
+    # other node, the rows between nodes if dispatch is by nodes.
     rows: Ints
-    rank_rows: Ints  # [L, R, R] rows that source rank sends to rank, those to itself included
+    rank_rows: Ints  # [L, R, R] rows that each source rank sends to each rank, itself included
     copies: Ints  # [L, 3] copies (token x expert): all, to another rank, to another node
     shared: Ints  # [L, 3] copies of shared experts: all, to another rank, to one where the token has no routed copy
 
@@ -35,7 +35,7 @@ class RoutedBatch:
 def count_routed(
     slots: Ints, sources: Ints, topology: Topology, slots_per_rank: int, num_shared: int = 0
 ) -> RoutedBatch:
-    """Counts slots [L, T, K] (-1 = absent) of tokens on source ranks [T]; the last num_shared of K are shared."""
+    """Count slots [L, T, K] (-1 = absent) of tokens on source ranks [T]; the last num_shared of K are shared."""
     layers, tokens, _ = slots.shape
     ranks, per_node = topology.num_ranks, topology.ranks_per_node
     num_slots = ranks * slots_per_rank
@@ -45,10 +45,10 @@ def count_routed(
     rank_of_column, token = np.arange(ranks), np.arange(tokens)[:, None]
     same_rank = sources[:, None] == rank_of_column  # [T, R]
     same_node = (sources // per_node)[:, None] == rank_of_column // per_node
-    from_rank = same_rank.T.astype(np.float64)  # a product of floats is a fast one
+    from_rank = same_rank.T.astype(np.float64)  # products of floats are fast
     for layer in range(layers):
         slot_copies[layer] = np.bincount(slots[layer].ravel() + 1, minlength=num_slots + 1)[1:]
-        column = slots[layer] // slots_per_rank + 1  # absent copies fall into column 0
+        column = slots[layer] // slots_per_rank + 1  # absent copies are in column 0
         sent = np.bincount((token * (ranks + 1) + column).ravel(), minlength=tokens * (ranks + 1))
         sent = sent.reshape(tokens, ranks + 1)[:, 1:]
         for out, amount in ((rows, sent > 0), (copies, sent)):
@@ -61,7 +61,7 @@ def count_routed(
 
 
 def _count_shared(ranks: Ints, sources: Ints, num_shared: int) -> Ints:
-    """[3] shared copies of one layer, from the ranks [T, K] of all copies (-1 = absent)."""
+    """Return [3] shared copies of one layer, from the ranks [T, K] of all copies (-1 = absent)."""
     routed, shared = np.split(ranks, [ranks.shape[1] - num_shared], axis=1)
     away = (shared >= 0) & (shared != sources[:, None])
     unvisited = away & ~(shared[:, :, None] == routed[:, None, :]).any(-1)
@@ -72,7 +72,7 @@ def _count_shared(ranks: Ints, sources: Ints, num_shared: int) -> Ints:
 class PolicyFigures:
     """One row of a replay. Means are over all (batch, layer) pairs that have copies.
 
-    A rank's load is its copies, or with speeds what they cost; the mean load is that of ranks that all end together.
+    A rank's load is its copies or, with speeds, their cost; the mean load is then that of ranks that all end together.
     """
 
     policy: str
@@ -84,28 +84,28 @@ class PolicyFigures:
     ideal_gap: float  # max rank load / ceil(mean rank load) - 1, mean
     idle_share: float  # sum of (max - load) over ranks, batches and layers / sum of R * max
     rank_load_std: float  # standard deviation over ranks / mean rank load, mean
-    # Rows (distinct token x destination rank) that leave their rank, their node, and these / all rows; None where K is
-    # not known.
+    # Rows (distinct token x destination rank) that leave their rank, their node, and these / all rows; None if K is
+    # unknown.
     remote_rank_rows: int | None
     remote_node_rows: int | None
     remote_rank_share: float | None
     remote_node_share: float | None
-    # Rows that leave their node where dispatch is by nodes (distinct token x other node), and these / all rows as above
+    # Rows that leave their node if dispatch is by nodes (distinct token x other node), and these / all rows as above.
     node_dispatch_rows: int | None
     node_dispatch_share: float | None
     remote_rank_copy_share: float  # copies (token x expert) that leave their rank / all copies
     remote_node_copy_share: float
     # Copies of shared experts that leave their rank / all; None without any.
     shared_remote_share: float | None
-    shared_unvisited_share: float | None  # those that go to a rank where the token has no routed copy / all
-    active_experts: float  # slots that received copies, on the rank that has most of them, mean
-    # Microseconds per layer of a call for one layer, and of one for all layers; medians, as a busy machine only raises
-    # the tail.
+    shared_unvisited_share: float | None  # copies to a rank where the token has no routed copy / all
+    active_experts: float  # slots that received copies, on the rank with the most, mean
+    # Microseconds per layer of a call for one layer, and of one for all layers; medians, because load of the machine
+    # only raises the tail.
     plan_us_median: float
     plan_us_batched: float
 
     def to_json(self) -> dict[str, Any]:
-        """The row as ``isoload replay --json`` writes it: what has several figures is an object."""
+        """Return the row as ``isoload replay --json`` writes it: entries with several figures are objects."""
         nested: dict[str, Any] = {}
         for name, value in asdict(self).items():
             outer, _, inner = name.rpartition("_")
@@ -122,11 +122,11 @@ class Tally:
 
     policy: str
     topology: Topology
-    counts_rows: bool = True  # False where K is not known: a row is a token's, and there are only copies
+    counts_rows: bool = True  # False if K is unknown: there are only copies, because a row is a token's
     loads: list[Ints] = field(default_factory=list)  # [L, R] of every rank
-    means: list[Floats] = field(default_factory=list)  # [L] load of ranks that all end together
+    means: list[Floats] = field(default_factory=list)  # [L] load if all ranks end together
     bounds: list[Ints] = field(default_factory=list)  # [L] exact's bound
-    active: list[Ints] = field(default_factory=list)  # [L] slots in use on the rank with most
+    active: list[Ints] = field(default_factory=list)  # [L] slots with copies on the rank with the most
     rows: list[Ints] = field(default_factory=list)  # [L, 4]
     copies: list[Ints] = field(default_factory=list)  # [L, 3]
     shared: list[Ints] = field(default_factory=list)  # [L, 3]
@@ -135,7 +135,7 @@ class Tally:
     batched_ns: list[float] = field(default_factory=list)  # per layer
 
     def add(self, routed: RoutedBatch, bound: Ints) -> None:
-        """Adds one batch; bound [L] is exact's, on the same placement and loads."""
+        """Add one batch; bound [L] is exact's, on the same placement and loads."""
         per_rank = routed.slot_copies.reshape(len(bound), self.topology.num_ranks, -1)
         ticks = self.topology.ticks
         self.loads.append(per_rank.sum(-1) * (1 if ticks is None else ticks.numpy()))
@@ -197,7 +197,7 @@ class Tally:
 
 @dataclass
 class TimesTally:
-    """Collects what a policy's layers take by measured times; :meth:`figures` sums them up.
+    """Collects the times of a policy's layers by measured times; :meth:`figures` sums them up.
 
     move_us: microseconds in which the weights of one expert reach a rank.
     """

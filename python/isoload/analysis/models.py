@@ -12,7 +12,7 @@ from isoload.topology import Topology, as_topology
 from isoload.traces.identity import moe_layers_of
 from isoload.wording import not_one_of
 
-# By the measured kernels' words. Scales: a byte for 32 of mxfp4 and for 16 of nvfp4, two for 128 of int4.
+# By the names of the measured kernels. Scales: a byte for 32 of mxfp4 and for 16 of nvfp4, two for 128 of int4.
 WEIGHT_BYTES = {
     "float32": 4.0,
     "float16": 2.0,
@@ -24,16 +24,16 @@ WEIGHT_BYTES = {
     "nvfp4": 0.5625,
     "int4_wo": 0.515625,
 }
-PUBLISHED = {"fp8": "fp8_block", "mxfp4": "w4a16_mxfp4"}  # a checkpoint's quant_method, and the kernels' word
+PUBLISHED = {"fp8": "fp8_block", "mxfp4": "w4a16_mxfp4"}  # a checkpoint's quant_method, and the kernels' name
 
 
 @dataclass(frozen=True)
 class Model:
-    """What advise takes from a model.
+    """The properties of a model that advise uses.
 
     hidden, intermediate: of a routed expert, which has three matrices (gate, up, down).
     dtype: of its weights. layers: those with experts. kv_bytes: of a token in all layers' KV cache, in bfloat16.
-    is_deepseek: of DeepSeek's family, the only one that SGLang gathers loads for (`lp`).
+    is_deepseek: of DeepSeek's family, the only one for which SGLang gathers loads (`lp`).
     """
 
     name: str
@@ -48,7 +48,7 @@ class Model:
 
     @property
     def expert_bytes(self) -> float:
-        """Of one expert's weights in one layer."""
+        """Bytes of one expert's weights in one layer."""
         return 3 * self.hidden * self.intermediate * WEIGHT_BYTES[self.dtype]
 
 
@@ -70,10 +70,10 @@ MODELS = {
     )
 }
 
-# The models that are not here have no dense layers first.
+# All other models have no dense layers first.
 FIRST_MOE_LAYER = {"deepseek-v3": 3, "deepseek-v3.2": 3, "kimi-k2": 1, "glm-4.5": 3, "glm-4.6": 3, "glm-5": 3}
 
-# A field of Model, and the keys of config.json that give it; the first that is there counts.
+# A field of Model, and the keys of config.json that give it; the first existing key counts.
 KEYS = {
     "hidden": ("hidden_size",),
     "intermediate": ("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size"),
@@ -97,11 +97,11 @@ def find_model(
 
     Args:
         name_or_path: the name, or the file.
-        dtype: of its experts, where another is served.
-        experts, top_k, layers: routed experts of a layer, experts of a token, MoE layers, in place of the file's.
+        dtype: of its experts, if another one is served.
+        experts, top_k, layers: routed experts of a layer, experts of a token, MoE layers; these replace the file's.
 
     Raises:
-        ValueError: no such name and no such file; a file that lacks a key, or has weights of a kind that is not known.
+        ValueError: no such name and no such file; a file that lacks a key, or has weights of an unknown kind.
     """
     options = {"experts": experts, "top_k": top_k, "layers": layers}
     stated = {name: value for name, value in options.items() if value is not None}
@@ -117,7 +117,7 @@ def find_model(
 
 
 def plain_name(name: str) -> str:
-    """Return the name as MODELS has it, of ``deepseek-ai/DeepSeek-V3`` or ``DeepSeek-V3``."""
+    """Return the name as in MODELS, from ``deepseek-ai/DeepSeek-V3`` or ``DeepSeek-V3``."""
     return name.rpartition("/")[2].lower()
 
 
@@ -165,7 +165,7 @@ def _read(path: Path, dtype: str | None, stated: dict[str, int]) -> Model:
     def number(*keys: str, default: int | None = None, option: str = "") -> int:
         value = next((config[key] for key in keys if config.get(key) is not None), default)
         if keys[0] == KEYS["intermediate"][0] and config.get(keys[0], 0) is None:
-            value = None  # such a model's intermediate_size is that of its dense layers
+            value = None  # intermediate_size is that of the model's dense layers
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
             more = f": pass {option} N" if option else ""
             raise ValueError(f"{path}: {keys[0]} must be a whole number, got {value!r:.40}{more}")
@@ -217,16 +217,17 @@ def layer_time(
     kernel: str | None = None,
     exchange_phase: str | None = None,
 ) -> tuple[LayerTime, list[str]]:
-    """A layer's constants, and what of them stands for something else, in words.
+    """Return a layer's constants, and sentences about constants that were taken from another setting.
 
     Args:
         gpu: "h200" or "h200_sxm".
-        kernel: of the experts, as the tables name it; None: DeepEP's of this phase where it was measured, else the one
-            that was fitted best.
-        exchange_phase: whose all-to-all is taken; None: that of `phase`.
+        kernel: of the experts, as in the tables; None: DeepEP's of this phase if it was measured, else the one that
+            was
+            fitted best.
+        exchange_phase: phase of the all-to-all; None: that of `phase`.
 
     Raises:
-        ValueError: naming the argument, and the choices.
+        ValueError: names the argument, and the choices.
     """
     if engine not in ALL_TO_ALL:
         raise ValueError(not_one_of("engine", ALL_TO_ALL, engine))
@@ -260,7 +261,7 @@ def measured_layer(times: Times, model: Model, topology: Topology) -> tuple[Laye
     """Return the constants of a layer by a times file, and notes on them.
 
     Raises:
-        ValueError: times of other experts, or of a group that says nothing about this one.
+        ValueError: times of other experts, or of a group from which this one cannot be derived.
     """
     measured = times.experts
     shape = measured.hidden, measured.intermediate, measured.dtype
@@ -292,21 +293,21 @@ def _no_experts(where: str, usable: list[dict[str, Any]], model: Model) -> str:
 def layer_times(
     gpu: str, engine: str, phase: str, model: Model, topology: Topology | int, kernel: str | None = None
 ) -> tuple[dict[str, LayerTime], list[str]]:
-    """Constants by phase, the kernel being of the phase asked for; a phase without any is left out, and said."""
+    """Return constants by phase, with the kernel of the requested phase; a phase without constants gets a sentence."""
     times, gaps = {}, []
     for name in PHASES:
         try:
             chosen = kernel if name == phase else None
             times[name] = layer_time(gpu, engine, name, model, topology, chosen)[0]
         except ValueError as error:
-            gaps.append(f"Kernels of {name} are left out: {error}.")
+            gaps.append(f"Kernels of {name} are skipped: {error}.")
     return times, gaps
 
 
 def _exchange(
     gpu: str, kernel: str, model: Model, topology: Topology
 ) -> tuple[tuple[AllToAllTime | None, AllToAllTime | None], list[str]]:
-    """Dispatch and combine. Rows of a width that was not measured take the time of the nearest one's bytes."""
+    """Return dispatch and combine. Rows of a width that was not measured take the time of the nearest one's bytes."""
     ranks, nodes = topology.num_ranks, topology.num_nodes
     if ranks == 1:
         return (None, None), []

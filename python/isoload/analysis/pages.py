@@ -13,22 +13,22 @@ import numpy as np
 
 from isoload.files import printable, to_json_text
 
-# Of what is plotted: two charts beside each other on a desk, one on a phone; 8, 16, 32, 64 divide it.
+# Width of the plot: two charts fit next to each other on a desk, one on a phone; 8, 16, 32, 64 divide it.
 WIDTH = 384
-LABELS = 130  # of it, for names at the left
+LABELS = 130  # width of the names on the left
 HEIGHT = 230
-SCALE = 1.15  # at which a chart is shown where there is room
-# Of a heat map's classes; the one with 1 has the page's own colour.
+SCALE = 1.15  # largest scale at which a chart is shown
+# Limits of a heat map's classes; the class with 1 has the page's own colour.
 EDGES = (0.5, 0.8, 0.95, 1.05, 1.2, 1.5, 2.0)
 CLASSES = ("below 0.5", *(f"{low:g} to {high:g}" for low, high in pairwise(EDGES)), "2 and more")
-OWN = "var(--c2)"  # of what isoload does
+OWN = "var(--c2)"  # colour of isoload's values
 LINES = tuple(f"var(--c{i})" for i in (0, 1, 3, 4, 5, 6, 7))
 HEAT = tuple(f"var(--h{i})" for i in range(8))
-PARTS = ("var(--h3)", "var(--h5)", "var(--h6)")  # of a whole, the last the dearest
+PARTS = ("var(--h3)", "var(--h5)", "var(--h6)")  # of a whole, the last for the most expensive part
 LINE: dict[str, Any] = {"type": "line", "strokeWidth": 1.8}
 TEXT = {"labelColor": "var(--soft)", "titleColor": "var(--soft)", "labelFontSize": 12, "titleFontSize": 12}
 CONFIG = {
-    "aria": False,  # the picture has one label; a table with all its values stands behind it
+    "aria": False,  # the picture has one label; a table with all its values follows it
     "background": "transparent",
     "view": {"stroke": None},
     "axis": {
@@ -49,13 +49,13 @@ Stacked = Mapping[str, Mapping[str, float]]  # by label, a value for each part
 
 
 def check_drawing() -> None:
-    """ValueError: vl-convert-python is missing."""
+    """Raise ValueError if vl-convert-python is missing."""
     if find_spec("vl_convert") is None:
         raise ValueError("html needs vl-convert-python, which is missing: pip install 'isoload[report]'")
 
 
 def draw(spec: Spec, title: str, said: str) -> str:
-    """The SVG of a Vega-Lite specification, with a title and a description for who does not see it.
+    """Return the SVG of a Vega-Lite specification, with a title and a description for screen readers.
 
     Raises:
         ValueError: see :func:`check_drawing`.
@@ -90,7 +90,7 @@ def _number(field: str, title: str | None, **more: Spec) -> Spec:
 def by_number(
     series: Mapping[str, Sequence[float]], numbers: Sequence[int], x: str, y: str, best: str = ""
 ) -> Spec:
-    """A line for each name, over layers in steps; best: the name that has isoload's colour."""
+    """Return a line for each name, over layers in steps; best: the name with isoload's colour."""
     points = [
         (at, value, name) for name, line in series.items() for at, value in zip(numbers, line, strict=True)
     ]
@@ -110,7 +110,7 @@ def by_number(
 
 
 def heat(values: Any, rows: Sequence[Any], across: str, down: str) -> Spec:
-    """Cells [n, m] of what is 1 where all are alike, in eight classes; rows: their names."""
+    """Return cells [n, m] of values that are 1 for even loads, in eight classes; rows: their names."""
     cells = np.asarray(values, dtype=np.float64)
     height, width = cells.shape
     kinds = np.digitize(cells, EDGES)
@@ -136,7 +136,7 @@ def heat(values: Any, rows: Sequence[Any], across: str, down: str) -> Spec:
 
 
 def shares(parts: Stacked) -> Spec:
-    """A bar for each label, cut into parts of one whole."""
+    """Return a bar for each label, divided into parts of one whole."""
     names = _parts(parts)
     spec = _by_label(parts, None, {"format": ".0%"})
     spec["encoding"]["x"]["stack"] = "zero"
@@ -146,7 +146,7 @@ def shares(parts: Stacked) -> Spec:
 
 
 def points(values: Stacked, x: str, colours: Sequence[str] = (), middle: float | None = None) -> Spec:
-    """A point for each value of a label, and a line between them; middle: a rule through all labels."""
+    """Return a point for each value of a label, and a line between them; middle: a rule through all labels."""
     spec = _by_label(values, x)
     encoding = spec.pop("encoding")
     encoding["x"]["scale"] = {"zero": False, "padding": 12}
@@ -164,7 +164,7 @@ def points(values: Stacked, x: str, colours: Sequence[str] = (), middle: float |
 
 
 def _by_label(values: Stacked, x: str | None, axis: Spec | None = None) -> Spec:
-    """What charts with a row for each label have alike."""
+    """Return the common part of charts with a row for each label."""
     bars = [(value, label, part) for label, parts in values.items() for part, value in parts.items()]
     names = {"labelLimit": LABELS + 30, "minExtent": LABELS, "grid": False}
     return {
@@ -185,15 +185,15 @@ def _parts(values: Stacked) -> list[str]:
 def by_tokens(
     rows: Sequence[tuple[int, float, float, str, bool]], extent: tuple[float, float], colour: str
 ) -> Spec:
-    """Parts that are saved, from and to, by tokens of a rank; rows: (tokens, low, high, label, whether measured)."""
+    """Return saved fractions, from and to, by tokens per rank; rows: (tokens, low, high, label, whether measured)."""
     values = [
         {"x": n, "from": low, "to": high, "y": (low + high) / 2, "said": said, "measured": measured}
         for n, low, high, said, measured in rows
     ]
     counts = {"grid": False, "values": [row[0] for row in rows], "labelOverlap": True}
-    x = _number("x", "tokens of a rank", axis=counts, scale={"type": "log", "base": 2, "padding": 26})
+    x = _number("x", "tokens per rank", axis=counts, scale={"type": "log", "base": 2, "padding": 26})
     share = {"format": ".0%", "tickCount": 5}
-    y = _number("y", "saved of the MoE layers' time", axis=share, scale={"domain": list(extent)})
+    y = _number("y", "fraction saved of the MoE layers' time", axis=share, scale={"domain": list(extent)})
     constant = {"value": colour}
     fill = {"condition": {"test": "datum.measured", **constant}, "value": "var(--paper)"}
     return {

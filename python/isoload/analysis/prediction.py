@@ -26,7 +26,7 @@ PREDICTIONS = ("perfect", "last", *FROM_CALIBRATION, "none")
 
 
 def check_prediction(text: str) -> float | None:
-    """The part of the choices that is predicted right, where that is given."""
+    """Return the fraction of the choices that is predicted right, if the text is a number."""
     if text in PREDICTIONS:
         return None
     refuse_removed("predict", text)
@@ -43,13 +43,13 @@ class Forecast:
     """Predicted loads, batch after batch of one fold.
 
     Args:
-        predict: perfect: the loads themselves. last: those of the batch before; nothing for the first one. linear:
-            by :func:`isoload.balancing.prediction.fit` on the fold's calibration batches; the first layer's as last.
-            popularity: each source's copies in the shares of the calibration batches. none: nothing. A number: each
+        predict: perfect: the loads themselves. last: those of the previous batch; none for the first one. linear: by
+            :func:`isoload.balancing.prediction.fit` on the fold's calibration batches; the first layer's as last.
+            popularity: each source's copies in the shares of the calibration batches. none: no loads. A number: each
             choice is kept with this probability, else drawn from the calibration batches' counts.
         seed: of that draw, whose stream is ``np.random.default_rng((seed, batch))``.
 
-    No loads at all make a policy borrow nothing.
+    Without predicted loads a policy borrows nothing.
     """
 
     def __init__(self, predict: str, trace: Trace, batches: Batches, fold: Fold, seed: int) -> None:
@@ -65,7 +65,7 @@ class Forecast:
             self.linear = fit(calibration_tokens(predict, trace, batches, fold))
 
     def of(self, batch: SourceBatch, index: int, loads: Tensor, num_shared: int) -> Tensor:
-        """[L, R, E] int32; how many tokens need the shared experts is known ahead."""
+        """Return [L, R, E] int32; the number of tokens that need the shared experts is known ahead."""
         num_routed = loads.shape[-1] - num_shared
         routed, predicted = loads[..., :num_routed], loads.clone()
         if self.kept is not None:
@@ -102,7 +102,7 @@ class Forecast:
         return guesses.loads(num_routed)
 
     def wrong(self, chosen: Ints, stream: np.random.Generator) -> Ints:
-        """[L, T, K] int32 experts that take the place of mistaken choices [L, T, K]: by their layer's popularity."""
+        """Return [L, T, K] int32 experts that replace mistaken choices [L, T, K], by their layer's popularity."""
         drawn = np.empty(chosen.shape, np.int32)
         for layer, copies in enumerate(self.popularity):
             ends = np.cumsum(copies)
@@ -119,12 +119,12 @@ def calibration_tokens(predict: str, trace: Trace, batches: Batches, fold: Fold)
     return Trace(trace.name, trace.num_experts, topk_ids=tokens)
 
 
-STEPS = {"min_chunk": 1, "threshold": 100}  # of 1: how finely the value is sought at which a policy borrows
+STEPS = {"min_chunk": 1, "threshold": 100}  # of 1: resolution of the value at which a policy borrows
 
 
 @dataclass
 class IdleBorrowing:
-    """Watches the plans of one policy until it borrows, and keeps the loads that are furthest above their mean.
+    """Observes the plans of one policy until it borrows, and keeps the loads that are furthest above their mean.
 
     policy: as the replay's settings name it.
     """
@@ -191,7 +191,7 @@ class IdleBorrowing:
 
 
 def _value(number: int, steps: int) -> float:
-    """Return an option's value: whole where a step is 1."""
+    """Return an option's value: an integer if a step is 1."""
     return number if steps == 1 else number / steps
 
 

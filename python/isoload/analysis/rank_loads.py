@@ -1,7 +1,7 @@
-"""RankLoads: what one rank routed by an engine's own choice of replicas, pass by pass; and all ranks' files joined.
+"""RankLoads: copies that one rank sent by an engine's own choice of replicas, pass by pass; all ranks' files joined.
 
 A rank writes ``rank00003-1764140000-4711-000000064.npz`` (rank, start and number of its process, first pass): a trace
-of its counts, and beside them the copies of each slot and the table of the slots.
+of its counts, the copies of each slot and the table of the slots.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class RankLoads:
     slot_copies     [B, L, P] copies that this rank sent to each slot
     slot_to_expert  [L, P] expert in each
     passes          [B] numbers of the passes, the same on all ranks, ascending
-    phases          [B] "prefill" or "decode", as this rank had it
-    tokens          "own": the rank's alone; "same": of all ranks, which hold the same
+    phases          [B] "prefill" or "decode", on this rank
+    tokens          "own": of this rank only; "same": of all ranks, which hold the same
     started         seconds since 1970
     """
 
@@ -58,7 +58,7 @@ class RankLoads:
         return counts_by_expert(self.slot_to_expert, self.slot_copies, self.num_experts)
 
     def save(self, folder: str | Path) -> Path:
-        """Writes the file, which appears whole."""
+        """Write the file, which appears whole or not at all."""
         about = {
             "recorded by": RECORDED_BY,
             "model": self.model,
@@ -79,7 +79,7 @@ class RankLoads:
 
 
 def counts_by_expert(slot_to_expert: Ints, slot_copies: Ints, num_experts: int) -> Ints:
-    """[B, L, E] copies of experts, from those of slots [B, L, P]."""
+    """Return [B, L, E] copies of experts, from copies of slots [B, L, P]."""
     return np.stack([counts_of_slots(slot_to_expert, copies, num_experts) for copies in slot_copies])
 
 
@@ -87,7 +87,7 @@ def read_rank_loads(path: Path) -> RankLoads:
     """Read one rank's file.
 
     Raises:
-        ValueError: another file, or a damaged one; naming the file.
+        ValueError: another file, or a damaged one; names the file.
         OSError: a file that cannot be opened.
     """
     limit = max_bytes(None)
@@ -142,10 +142,10 @@ def _check_tables(
 class Recorded:
     """The B passes that every rank of a run recorded.
 
-    trace       [B, L, E] counts of all ranks, by phase (``cluster``); layers that routed nothing are left out
-    sent        of every source rank [B, L, P] copies to each slot; one source where all ranks hold the same tokens
-    tables      where the experts lay, [L, P]
-    table_of    [B] which table
+    trace       [B, L, E] counts of all ranks, by phase (``cluster``); layers that routed no copy are dropped
+    sent        of every source rank [B, L, P] copies to each slot; one source if all ranks hold the same tokens
+    tables      [L, P] expert in each slot, one per placement during the run
+    table_of    [B] index of each pass's table
     topology    of the engine
     left_out    passes that not every rank recorded, and files of earlier runs
     """
@@ -168,11 +168,11 @@ class Recorded:
         return len(self.sent) < self.topology.num_ranks
 
     def slot_copies(self, batch: int) -> Ints:
-        """[L, P] of all ranks."""
+        """Return [L, P] copies of all ranks."""
         return np.asarray(np.stack([of_rank[batch] for of_rank in self.sent]).sum(0, dtype=np.int64))
 
     def placement(self, batch: int) -> Placement:
-        """Where the experts lay."""
+        """Return the engine's placement in a batch."""
         table = torch.from_numpy(self.tables[self.table_of[batch]].astype(np.int32))
         return Placement(
             table,
@@ -184,12 +184,12 @@ class Recorded:
 
 
 def read_recorded(path: str | Path) -> Recorded:
-    """Joins a folder's files, by the numbers of their passes; or reads one file, of ranks that hold the same tokens.
+    """Join a folder's files by the numbers of their passes, or read one file of ranks that hold the same tokens.
 
-    Of several runs in the folder the last. A pass is of prefill if it is so on any rank.
+    If the folder has several runs, the last is read. A pass is of prefill if it is prefill on any rank.
 
     Raises:
-        ValueError: naming the file, or the rank that is missing, or what differs between ranks.
+        ValueError: names the file, the missing rank, or the difference between ranks.
         OSError: a file that cannot be opened.
     """
     source = Path(path)
@@ -224,7 +224,7 @@ def _by_pass(path: Path, files: Sequence[RankLoads]) -> dict[int, tuple[RankLoad
         for i, number in enumerate(file.passes):
             if number in places:
                 raise ValueError(
-                    f"{path}: must hold each pass of a rank once, pass {number} of rank {file.rank} is there twice: "
+                    f"{path}: must hold each pass of a rank once, pass {number} of rank {file.rank} occurs twice: "
                     f"two engines, two pipeline stages, or a restart within {ONE_RUN} s"
                 )
             places[number] = file, i
@@ -240,7 +240,9 @@ def _join(
         known = {np.ascontiguousarray(file.slot_to_expert, dtype=np.int32).tobytes() for file, _ in at}
         if len(known) > 1:
             number = at[0][0].passes[at[0][1]]
-            raise ValueError(f"{path}: experts must lie alike on all ranks, in pass {number} they do not")
+            raise ValueError(
+                f"{path}: experts must be in the same slots on all ranks, in pass {number} they are not"
+            )
         key = known.pop()
         tables.setdefault(key, at[0][0].slot_to_expert)
         table_of.append(list(tables).index(key))

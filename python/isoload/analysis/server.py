@@ -90,7 +90,7 @@ def advise_server(
 def _mean(
     candidate: Candidate, by_phase: Mapping[str, Mapping[Candidate, Answer]], weights: Mapping[str, float]
 ) -> Answer:
-    """A candidate's figures of the mean step; its additional slots take the same memory in every phase."""
+    """Return a candidate's figures for the mean step; its additional slots take the same memory in every phase."""
     answers = {name: answers_of[candidate] for name, answers_of in by_phase.items()}
 
     def number(field: str) -> float:
@@ -134,14 +134,14 @@ class Phase:
     planned: Floats
 
     def quantiles(self, values: Floats) -> dict[str, float]:
-        """Of routed or planned: the mean, and what so many of the layers are at most."""
+        """Return the mean of routed or planned, and the values that these fractions of the layers do not exceed."""
         return {"mean": float(values.mean())} | {
             key: float(np.quantile(values, q)) for key, q in QUANTILES.items()
         }
 
 
 def phases(recorded: Recorded) -> list[Phase]:
-    """Those with copies, the one of most passes first."""
+    """Return the phases with copies, the one with most passes first."""
     ordered = []
     for name in ("prefill", "decode"):
         counts = recorded.trace.counts
@@ -156,27 +156,27 @@ def phases(recorded: Recorded) -> list[Phase]:
 
 
 def imbalances(recorded: Recorded, batch: int) -> tuple[Floats, Floats]:
-    """[L] as routed and as policy exact plans the same copies on the same placement."""
+    """Return [L] imbalance as routed, and as policy exact plans the same copies on the same placement."""
     placement, counts = recorded.placement(batch), recorded.trace.batch_counts()[batch : batch + 1]
     routed = routed_imbalance(placement, recorded.slot_copies(batch)[None])
     return routed[0], exact_imbalance(placement, counts)[0]
 
 
 def tokens_of(recorded: Recorded, batches: list[int]) -> int:
-    """Of a rank in a pass, in the mean; all ranks' over R where they hold the same."""
+    """Return the mean tokens of a rank in a pass; all ranks' tokens over R if they hold the same."""
     copies = recorded.trace.batch_counts()[batches].sum(-1).max(1).mean()
     return max(1, round(float(copies) / max(recorded.trace.top_k, 1) / recorded.topology.num_ranks))
 
 
 def trace_of(recorded: Recorded, phase: Phase) -> Trace:
-    """Its passes, for :func:`judge_by`."""
+    """Return the phase's passes, for :func:`judge_by`."""
     whole = recorded.trace
     counts = whole.batch_counts()[list(phase.batches)]
     return replace(whole, name=f"{whole.name}, {phase.name}", counts=counts, cluster=None)
 
 
 def served_runs(recorded: Recorded, phase: Phase, question: Question) -> tuple[Run, Run]:
-    """At most JUDGED passes on the engine's own placement, as routed and as planned."""
+    """Return at most JUDGED passes on the engine's own placement, as routed and as planned."""
     number = min(JUDGED, len(phase.batches))
     chosen = [phase.batches[i * len(phase.batches) // number] for i in range(number)]
     return (
@@ -186,12 +186,14 @@ def served_runs(recorded: Recorded, phase: Phase, question: Question) -> tuple[R
 
 
 def sent_by_rank(recorded: Recorded, batch: int) -> NDArray[np.integer]:
-    """[L, R, P] copies from each rank to each slot; where all hold the same tokens, an equal part from each."""
+    """Return [L, R, P] copies from each rank to each slot; an equal part from each if all hold the same tokens."""
     if not recorded.same_tokens:
         return np.stack([slots[batch].astype(np.int64) for slots in recorded.sent], axis=1)
     ranks, copies = recorded.topology.num_ranks, recorded.slot_copies(batch)
     whole, remainder = np.divmod(copies[:, None], ranks)
-    turn = (np.arange(ranks)[:, None] - np.arange(copies.shape[1])) % ranks  # who has what is left: by turns
+    turn = (
+        np.arange(ranks)[:, None] - np.arange(copies.shape[1])
+    ) % ranks  # ranks take the remainder by turns
     return whole + (turn < remainder)
 
 

@@ -34,7 +34,7 @@ from isoload.traces import Trace
 from isoload.transport import LocalGroup
 from isoload.wording import not_one_of
 
-# The row that others are compared with: experts in order, E/R slots per rank, as a model runs before anything is done.
+# The row to which others are compared: experts in order, E/R slots per rank, as a model runs without balancing.
 BASELINE = "in order, no replicas"
 DEFAULT_POLICIES = (BASELINE, "static", "even", "dynamic", "exact")
 SHARED_POLICIES = (BASELINE, "shared_local", "waterfill_sampled", "exact", "waterfill", "joint")
@@ -42,47 +42,47 @@ SHARED_POLICIES = (BASELINE, "shared_local", "waterfill_sampled", "exact", "wate
 
 @dataclass(frozen=True)
 class ReplaySettings:
-    """How a trace is replayed."""
+    """Settings of a replay."""
 
     num_ranks: int = 8
     ranks_per_node: int = 0  # divides R; 0 = all of them
-    # S, spare slots included; 0 = :func:`default_slots_per_rank`, or what a placer with a budget chooses
+    # S, spare slots included; 0 = :func:`default_slots_per_rank`, or the choice of a placer with a budget
     slots_per_rank: int = 0
-    spare_slots: int = 0  # of each rank's S slots, how many stay empty
-    shared_experts: int = 0  # that every token gets besides the trace's routed ones
+    spare_slots: int = 0  # number of empty slots among each rank's S
+    shared_experts: int = 0  # shared experts that every token needs in addition to the trace's routed ones
     placer: str = "eplb"  # a name in ``isoload.PLACERS``, with options as ``name:option=value``
     calibrate: str | None = None  # see :func:`calibration_folds`; None = the strictest that the batches allow
     batch_tokens: int | None = None  # None = see :func:`make_batches`
-    max_batches: int = 0  # of every calibration's batches, how many are replayed, the first ones; 0 = all
-    assign: str = "contiguous"  # how sequences go to source ranks, see :func:`source_ranks` of replay.batches
-    seed: int = 0  # of drawn batches and of every policy that draws
-    predict: str = "last"  # what policies that fill spare slots ahead know, see :class:`Forecast`
+    max_batches: int = 0  # number of replayed batches per calibration, the first ones; 0 = all
+    assign: str = "contiguous"  # how sequences are assigned to source ranks, see :func:`source_ranks`
+    seed: int = 0  # of drawn batches and of every policy that samples
+    predict: str = "last"  # forecast of policies that fill spare slots ahead, see :class:`Forecast`
     times: Times | None = (
         None  # of one's own GPUs, for a layer's time by policy and for policies that price imports
     )
     policies: tuple[str, ...] = (
         DEFAULT_POLICIES  # BASELINE, or in ``isoload.POLICIES``, with options as the placer
     )
-    loads: Loads = "gathered"  # what ``exact`` plans by, see :class:`isoload.Balancer`
-    exchange_every: int = 16  # batches after which its ranks exchange, where loads are not gathered
-    skip_refused: bool = False  # leave policies out that cannot take the placement, see Replay.refused
+    loads: Loads = "gathered"  # loads from which ``exact`` plans, see :class:`isoload.Balancer`
+    exchange_every: int = 16  # batches between two exchanges of its ranks, if loads are not gathered
+    skip_refused: bool = False  # skip policies that do not accept the placement, see Replay.refused
 
 
 @dataclass(frozen=True)
 class Replay:
-    """What a replay found."""
+    """Result of a replay."""
 
     trace: str
     settings: dict[str, Any]  # as they took effect
-    tokens: int  # replayed ones, as batches; copies, where K is not known
+    tokens: int  # number of replayed tokens; of copies, if K is unknown
     layers: int
     batches: int
     policies: tuple[PolicyFigures, ...]
     layer_times: tuple[dict[str, Any], ...] = ()  # a row per policy if the settings have times
     notes: tuple[str, ...] = ()  # sentences about policies that borrowed nothing
-    # What each policy's row sums up.
+    # The tallies behind each policy's row.
     tallies: tuple[Tally, ...] = field(default=(), repr=False, compare=False)
-    refused: dict[str, str] = field(default_factory=dict)  # by policy why it is left out
+    refused: dict[str, str] = field(default_factory=dict)  # by policy the reason why it is skipped
 
 
 def replay(
@@ -91,20 +91,20 @@ def replay(
     on_batch: Callable[[int, int], None] | None = None,
     placement: Placement | None = None,
 ) -> Replay:
-    """Replays a trace under every policy of the settings, on one CPU thread.
+    """Replay a trace under every policy of the settings, on one CPU thread.
 
     Args:
         trace: with tokens, which are cut into batches, or with counts only, from which tokens are drawn.
         settings: see :class:`ReplaySettings`.
-        on_batch: called with (batches done, batches in all) after every batch.
-        placement: on which all batches are replayed, layers by their ids; its ranks, slots and shared experts must be
-            those of the settings, whose placer and calibration then mean nothing. Default: one is made.
+        on_batch: called with (batches done, number of batches) after every batch.
+        placement: on which all batches are replayed, layers by their ids. Its ranks, slots and shared experts must be
+            those of the settings, whose placer and calibration then have no effect. Default: one is made.
 
     Raises:
         RuntimeError: the routed slots do not meet the plan (a bug in isoload).
     """
     threads = torch.get_num_threads()
-    # Plans are small: threads would only make their times those of the machine's other work.
+    # Plans are small: with threads, their times would depend on the machine's other load.
     torch.set_num_threads(1)
     try:
         return _replay(trace, settings, on_batch or (lambda done, total: None), placement)
@@ -192,7 +192,7 @@ def _replay(
 
 
 def fitting(placement: Placement, trace: Trace, settings: ReplaySettings) -> Placement:
-    """The placement of the trace's layers, if it has them and what the settings say."""
+    """Return the placement of the trace's layers, after comparing it with the settings."""
     topology = placement.topology
     pairs = {
         "num_ranks": (settings.num_ranks, topology.num_ranks),
@@ -211,7 +211,7 @@ def fitting(placement: Placement, trace: Trace, settings: ReplaySettings) -> Pla
 
 
 def default_slots_per_rank(num_experts: int, num_ranks: int, others: int = 0) -> int:
-    """S: E/R rounded up, one more for every eight of these but at least one, and the others (spare, shared)."""
+    """Return S: E/R rounded up, plus an eighth of it but at least one, plus spare and shared slots."""
     dense = -(-num_experts // num_ranks)
     return dense + max(1, dense // 8) + others
 
@@ -250,7 +250,7 @@ def _replay_batch(
             slots = torch.stack(routes)
         size, shared = placement.slots_per_rank, placement.num_shared
         routed = count_routed(slots.numpy(), batch.sources(), placement.topology, size, shared)
-        if tally.policy == BASELINE:  # has no replicas, so that nothing is planned
+        if tally.policy == BASELINE:  # it has no replicas, so nothing is planned
             tally.layer_ns[-len(loads) :], tally.batched_ns[-1] = [0] * len(loads), 0.0
         _check_realised(plans, routed, tally.policy)
         tally.add(routed, bound)
@@ -261,7 +261,7 @@ def _replay_batch(
 def _timed_plans(
     loads: Tensor, ahead: Tensor, placement: Placement, policy: Policy, tally: Tally
 ) -> list[Plan]:
-    """Every layer's plan, made one by one; this, and one call for all layers, is timed. A fill ahead is not."""
+    """Return every layer's plan, made one by one. This call, and one for all layers, is timed; a fill ahead is not."""
     filled = fill(ahead, placement, None, policy) if policy.ahead else None
     start = perf_counter_ns()
     plan(loads, placement, None, policy, filled=filled)
@@ -281,7 +281,7 @@ def _check_realised(plans: list[Plan], routed: RoutedBatch, policy: str) -> None
         if layer_plan.quota is None:
             continue
         copies = routed.slot_copies[layer]
-        if layer_plan.realisation == "sample":  # quotas are of the routed experts alone
+        if layer_plan.realisation == "sample":  # quotas are of the routed experts only
             copies = np.where(
                 layer_plan.slot_to_expert.numpy() < layer_plan.placed.host.num_routed, copies, 0
             )
@@ -312,8 +312,10 @@ def _check(settings: ReplaySettings, trace: Trace) -> None:
 
 
 class LayersByLoads:
-    """Policy ``exact`` where not all ranks' loads are gathered: a Balancer for each layer, over virtual ranks; all
-    exchange after every so many batches, as an engine would."""
+    """Policy ``exact`` if not all ranks' loads are gathered: a Balancer for each layer, over virtual ranks, which
+    exchange
+    every exchange_every batches, as in an engine.
+    """
 
     def __init__(self, placement: Placement, policy: Policy, loads: Loads, exchange_every: int) -> None:
         group = LocalGroup(placement.topology)
@@ -322,7 +324,7 @@ class LayersByLoads:
         self.exchange_every, self.batches = exchange_every, 0
 
     def route(self, batch: SourceBatch, tally: Tally) -> Tensor:
-        """[L, T, K] slots of the next batch; adds what planning took, for one source of one layer."""
+        """Return [L, T, K] slots of the next batch; add the planning time of one source and layer."""
         slots, spent = [], []
         for i, layer in enumerate(self.layers):
             counted = layer.gather([batch.on_rank(i, rank) for rank in range(batch.num_ranks)])
@@ -346,12 +348,14 @@ def in_order(placement: Placement) -> Placement:
     """Return the baseline of a placement: the same experts in order on the same ranks, without replicas."""
     ones = np.ones((placement.num_layers, placement.num_routed))
     trivial = place(ones, placement.topology, placer="trivial", num_shared=placement.num_shared)
-    return without_replicas(trivial)  # where R does not divide E
+    return without_replicas(trivial)  # if R does not divide E
 
 
 def _policy(policy: str, settings: ReplaySettings, step: int, topology: Topology | None = None) -> Policy:
-    """A policy that draws gets the seed, and one that draws anew for every batch its number; one that prices imports
-    the settings' times, which are those of the topology's links inside of a node. Its own options come first."""
+    """Return the policy with the replay's values: the seed and number of the batch for one that samples, and the
+    settings'
+    times (of links inside of a node) for one that prices imports. Its own options take precedence.
+    """
     name, options = _parsed(policy)
     known = {field.name for field in fields(POLICIES[name])}
     defaults: dict[str, Any] = {"seed": settings.seed, "step": step}
@@ -363,10 +367,10 @@ def _policy(policy: str, settings: ReplaySettings, step: int, topology: Topology
 
 
 def _warm_up(placements: tuple[Placement, Placement], settings: ReplaySettings) -> dict[str, str]:
-    """Plan every layer once, so that what is derived once per placement is not timed.
+    """Plan every layer once, so that values derived once per placement are not timed.
 
     Returns:
-        by policy why it cannot take the placement, if the settings skip such policies.
+        by policy why it does not accept the placement, if the settings skip such policies.
     """
     refused = {}
     for policy in settings.policies:
@@ -391,15 +395,15 @@ def _warm_up(placements: tuple[Placement, Placement], settings: ReplaySettings) 
 def _resolved(
     settings: ReplaySettings, trace: Trace, batches: Batches, folds: list[Fold], slots_per_rank: int
 ) -> dict[str, Any]:
-    """The settings as they took effect, and what else is needed to read the figures."""
+    """Return the settings as they took effect, and other facts that the figures depend on."""
     resolved = asdict(replace(settings, times=None))
     resolved["times"] = settings.times and settings.times.source
     del resolved["skip_refused"]
     if not any(_policy(name, settings, 0).ahead for name in settings.policies):
         del resolved["predict"]  # nothing was predicted
     if settings.loads == "gathered":
-        del resolved["loads"], resolved["exchange_every"]  # as ever: nothing was exchanged
-    else:  # those that a batch comes after
+        del resolved["loads"], resolved["exchange_every"]  # nothing was exchanged
+    else:  # only exchanges after which a batch follows
         resolved["exchanges"] = sum((len(fold.replay) - 1) // settings.exchange_every for fold in folds)
     return {
         **resolved,

@@ -253,7 +253,7 @@ def loads_section(runs: Mapping[str, Run], best: str, layers: Sequence[int], of_
         *(sending_heat(name, runs[name].rows.sum((0, 1))) for name in shown),
     ]
     said = ". ".join(f"{name}: {run.candidate.label}" for name, run in runs.items())
-    return section(f"Where the load is{of_phase}", *parts, said=f"{said}.")
+    return section(f"Loads by rank{of_phase}", *parts, said=f"{said}.")
 
 
 def _leaving(run: Run) -> float:
