@@ -1,6 +1,7 @@
 """isoload: equal load for the ranks of expert-parallel Mixture-of-Experts layers.
 
-What most programs need, in the order in which one learns it; all else by module (isoload.layer.BlockExperts).
+The public names are those that most programs need, in learning order; everything else is imported by module
+(isoload.layer.BlockExperts).
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ __all__ = [  # noqa: RUF022
     "Rebalancer",
 ]
 
-_HOMES = {  # where the names of __all__ are defined; the block above says the same to type checkers
+_HOMES = {  # modules that define the names of __all__; the block above states the same for type checkers
     "balancing.balancer": ("Balancer",),
     "balancing.captured": ("CapturedBalancer",),
     "balancing.counting": ("count",),
@@ -102,8 +103,8 @@ _HOMES = {  # where the names of __all__ are defined; the block above says the s
 }
 
 
-# Modules of 0.1's first layout that documents named, and those that hold their names now. They are accepted for one
-# version; so are pickles of their classes.
+# Modules of the first layout of 0.1 that documents named, and the modules that hold their names now. They are accepted
+# for one version, also in pickles of their classes.
 _MOVED = {
     "advise": "analysis.advice",
     "checkpoints": "weights.checkpoints",
@@ -152,7 +153,7 @@ sys.modules.update({f"isoload.{former}": _Moved(f"isoload.{former}") for former 
 def __getattr__(name: str) -> Any:
     """Import a public name or a module when it is first used, so that ``isoload --help`` needs no torch.
 
-    The first public name brings all of them, because a program that has used one may name a module without importing
+    The first public name imports all of them, because a program that has used one may name a module without importing
     it, as ``isoload.policies.plan.Plan``.
     """
     if name in __all__:

@@ -1,6 +1,6 @@
 """Value checks of tensors, and options of policies and placers (``name:option=value:option=value``).
 
-Values of a tensor are checked where that costs no wait: on CPU always, on CUDA under ISOLOAD_CHECK=1, never while a
+Values of a tensor are checked if that costs no wait: on CPU always, on CUDA under ISOLOAD_CHECK=1, never while a
 graph is captured or a model is traced.
 """
 
@@ -21,27 +21,27 @@ from torch._subclasses import FakeTensor
 from isoload.wording import nearest, not_one_of, shown
 
 Made = TypeVar("Made")
-# Policies, placers and predictions of 0.1 that are gone, with what to use in their place.
+# Policies, placers and predictions that were removed, with their replacements.
 REMOVED = {
     "policy lp_affine": "policy lp_sampled with method affine, or policy lp",
     "policy grace_sampled": "policy grace",
     "placer graph": "placer eplb or scenario",
     "predict path": "predict linear",
 }
-_TYPES: dict[type, dict[str, tuple[Any, ...]]] = {}  # by class, as read once
+_TYPES: dict[type, dict[str, tuple[Any, ...]]] = {}  # by class, read once
 
 
 def make(kind: str, classes: Mapping[str, type[Made]], name: str, options: Mapping[str, Any]) -> Made:
-    """The policy or placer (kind) of a name, with options.
+    """Return the policy or placer (kind) of a name, with options.
 
     Raises:
-        ValueError: an unknown name or option, or a value that its option cannot be.
+        ValueError: an unknown name or option, or an invalid value of an option.
     """
     return _find(kind, classes, name, options)(**options)
 
 
 def parse(kind: str, classes: Mapping[str, type[Made]], text: str) -> tuple[str, dict[str, Any]]:
-    """Name and options of what is written ``name:option=value:option=value``; raises ValueError as :func:`make`."""
+    """Return name and options of a text ``name:option=value:option=value``; raises ValueError as :func:`make`."""
     name, *pairs = text.split(":")
     texts: dict[str, str] = {}
     for pair in pairs:
@@ -60,7 +60,7 @@ def parse(kind: str, classes: Mapping[str, type[Made]], text: str) -> tuple[str,
 
 
 def check_options(options: Any) -> None:
-    """Raises ValueError for an option whose value is not of its type, before any batch meets it."""
+    """Raise ValueError for an option whose value is not of its type, before any batch uses it."""
     for name, types in types_of(type(options)).items():
         value = getattr(options, name)
         if not any(_is(value, kind) for kind in types):
@@ -71,7 +71,7 @@ def check_options(options: Any) -> None:
 
 
 def _refuse_removed(cls: type, name: str, value: Any) -> None:
-    """Raise ValueError for a value that an option had in an earlier version, naming what replaces it."""
+    """Raise ValueError for a value that an option had in an earlier version; names the replacement."""
     if use := getattr(cls, "removed", {}).get(f"{name}={value}"):
         raise ValueError(f"{name}={value} was removed: {use}")
 
@@ -84,7 +84,7 @@ def check_range(name: str, value: float | None, low: int, high: int, unit: str =
 
 
 def types_of(cls: type) -> dict[str, tuple[Any, ...]]:
-    """By option the types that it may have, or their values, where it is one of some."""
+    """Return by option the types that it may have, or their values if it is a choice."""
     if cls not in _TYPES:
         hints = get_type_hints(cls)
         _TYPES[cls] = {f.name: get_args(hints[f.name]) or (hints[f.name],) for f in fields(cls)}
@@ -92,7 +92,7 @@ def types_of(cls: type) -> dict[str, tuple[Any, ...]]:
 
 
 def refuse_removed(kind: str, name: str) -> None:
-    """Raise ValueError for a name that an earlier version had, with what to use in its place."""
+    """Raise ValueError for a name that an earlier version had; names the replacement."""
     if use := REMOVED.get(f"{kind} {name}"):
         raise ValueError(f"{kind} {name} was removed: use {use}")
 
@@ -110,7 +110,7 @@ def _find(kind: str, classes: Mapping[str, type[Made]], name: str, options: Mapp
 
 
 def _read(name: str, text: str, types: tuple[Any, ...]) -> Any:
-    """The value in the first of these types that it can be."""
+    """Return the value in the first of these types that accepts it."""
     words = {"True": True, "False": False, "None": None}
     if text in types or (text in words and type(words[text]) in types):
         return words.get(text, text)
@@ -142,11 +142,11 @@ def _listed(types: tuple[Any, ...]) -> str:
 
 
 def parse_layers(text: str, num_layers: int) -> list[int]:
-    """Positions of layers from a list of numbers and ranges: "0-3,7" -> [0, 1, 2, 3, 7]."""
+    """Return positions of layers from a list of numbers and ranges: "0-3,7" -> [0, 1, 2, 3, 7]."""
     ends = [part.split("-") for part in text.replace(" ", "").split(",")]
     if not all(len(pair) <= 2 and all(map(str.isdecimal, pair)) for pair in ends):
         raise ValueError(f"layers must be numbers and ranges such as 0-3,7, got {shown(text)}")
-    # Before a range is laid out, and before int() refuses too many digits.
+    # Before a range is expanded, and before int() rejects too many digits.
     if any(len(end) > 9 or int(end) >= num_layers for pair in ends for end in pair):
         raise ValueError(f"layers must be some of 0..{num_layers - 1}, got {shown(text)}")
     layers = {layer: None for pair in ends for layer in range(int(pair[0]), int(pair[-1]) + 1)}
@@ -156,20 +156,20 @@ def parse_layers(text: str, num_layers: int) -> list[int]:
 
 
 def values_readable(tensor: Tensor) -> bool:
-    """Whether value checks run: on CPU always, elsewhere under ISOLOAD_CHECK=1, never while tracing."""
+    """Return whether value checks run: on CPU always, elsewhere under ISOLOAD_CHECK=1, never while tracing."""
     if torch.compiler.is_compiling() or isinstance(tensor, FakeTensor):
         return False
     return tensor.device.type == "cpu" or os.environ.get("ISOLOAD_CHECK") == "1"
 
 
 def check_whole_number(name: str, value: object) -> None:
-    """Raises ValueError unless a value is an integer that the host has; a bool is none."""
+    """Raise ValueError unless a value is an integer on the host; a bool is not."""
     if isinstance(value, bool) or not isinstance(value, Integral | torch.SymInt):
         raise ValueError(f"{name} must be an integer, got {_named(value)}")
 
 
 def check_whole(name: str, value: object) -> None:
-    """Raises ValueError unless a value is an integer, or a tensor [] of one."""
+    """Raise ValueError unless a value is an integer, or a tensor [] of one."""
     if not isinstance(value, Tensor):
         check_whole_number(name, value)
     elif value.dim() or value.is_floating_point() or value.is_complex() or value.dtype == torch.bool:
@@ -181,17 +181,17 @@ def _named(value: object) -> str:
 
 
 def capturing(device: torch.device) -> bool:
-    """Whether what runs on the device now becomes part of a CUDA graph: the host can read nothing then."""
+    """Return whether the device's current stream is being captured in a CUDA graph: the host can read nothing then."""
     on_gpu = device.type == "cuda" and not torch.compiler.is_compiling() and torch.cuda.is_initialized()
     return on_gpu and torch.cuda.is_current_stream_capturing()
 
 
 def may_be_kept(tensor: Tensor) -> bool:
-    """Whether a cache may hold the tensor: tracing's FakeTensors must not outlive their mode."""
+    """Return whether a cache may hold the tensor: tracing's FakeTensors must not outlive their mode."""
     return type(tensor) is Tensor
 
 
 def put_on(device: torch.device, values: Sequence[int]) -> Tensor:
-    """[len(values)] int64. From pinned memory, so that the host does not wait for a GPU, as a copy of a list does."""
+    """Return [len(values)] int64, copied from pinned memory: a copy from a list would make the host wait for a GPU."""
     on_cuda = device.type == "cuda"
     return torch.tensor(values, dtype=torch.int64, pin_memory=on_cuda).to(device, non_blocking=on_cuda)

@@ -1,6 +1,6 @@
 """Read files within bounds; write JSON files that appear whole or not at all.
 
-A file may come from anywhere: only regular files are read, and a bound is checked before memory is taken.
+A file may come from anywhere: only regular files are read, and a bound is checked before memory is allocated.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
     import numpy as np
 
 MAX_TEXT = 2**28  # bytes: a placement of 100 layers with 65536 slots is smaller
-MAX_NOTES = 2**24  # of what only describes: a cost file, a trace's provenance, a checkpoint's index
+MAX_NOTES = 2**24  # of descriptions: a times file, a trace's provenance, a checkpoint's index
 MAX_LINE = 2**26  # of one line of JSON: a step of 100 layers with 65536 slots is smaller
-MAX_ARRAYS = 2**30  # of a trace's arrays as they lie in its files, unfolded
-MAX_EXPERTS = 2**16  # far above any model's; an id beyond is damage, and memory goes with their number
+MAX_ARRAYS = 2**30  # of a trace's arrays in memory
+MAX_EXPERTS = 2**16  # far above any model's; a larger id is damage, and memory grows with their number
 MAX_LAYERS = 2**12  # above any model's; SGLang's files have a row for every layer up to the last
-MAX_NUMBER = 2.0**127  # of float32, which holds weights, speeds and bandwidths
+MAX_NUMBER = 2.0**127  # of float32, the dtype of weights, speeds and bandwidths
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """A file opened for reading; whatever else the path may be is refused: a pipe would block, /dev/zero never ends."""
+    """Open a regular file for reading; reject anything else: a pipe would block, /dev/zero never ends."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -38,10 +38,10 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_text(path: Path, max_bytes: int = MAX_TEXT) -> str:
-    """A file's text."""
+    """Return a file's text."""
     with open_regular(path) as file:
         data = file.read(max_bytes + 1) if os.fstat(file.fileno()).st_size <= max_bytes else None
-    if data is None or len(data) > max_bytes:  # /proc's files say that they are empty
+    if data is None or len(data) > max_bytes:  # /proc's files report size 0
         raise ValueError(f"{path}: must be at most {max_bytes >> 20} MiB, has more")
     try:
         return data.decode()
@@ -77,7 +77,9 @@ def _no_constant(name: str) -> Any:
 def integer_rows(
     key: str, rows: Any, layers: list[Any] | None = None, least: int = -1
 ) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """[L, P] int64 from a list of L lists of P integers, least or more; key, and names of layers, are for messages."""
+    """Return [L, P] int64 from a list of L lists of P integers, least or more; key, and names of layers, are for
+    messages.
+    """
     if not isinstance(rows, list) or not rows:
         raise ValueError(f"{key} must be a list of layers, got {shown(rows)}")
     names = layers or list(range(len(rows)))
@@ -89,26 +91,26 @@ def integer_rows(
         if set(map(type, row)) != {int} or min(row) < least or max(row) >= 2**31:
             wrong = next(value for value in row if type(value) is not int or not least <= value < 2**31)
             raise ValueError(f"{key} must be integers from {least} on, layer {name} has {shown(wrong)}")
-    import numpy as np  # here, so that commands print their help without NumPy
+    import numpy as np  # imported here, so that commands print their help without NumPy
 
     return np.array(rows, dtype=np.int64)
 
 
 def check_keys(content: dict[str, Any], wanted: set[str], what: str = "keys") -> None:
-    """Refuses keys that are missing or foreign."""
+    """Reject missing and unknown keys."""
     for key in sorted(wanted - content.keys()):
         raise ValueError(f"{what} must have {key}, got {shown(sorted(content))}")
     for key in sorted(content.keys() - wanted):
-        raise ValueError(f"{what} must be {', '.join(sorted(wanted))}, got {shown(key)} besides")
+        raise ValueError(f"{what} must be {', '.join(sorted(wanted))}, got also {shown(key)}")
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value of JSON is a number that float32 holds: 10^400 is an integer there."""
+    """Return whether a value of JSON is a number that float32 holds: 10^400 is an integer there."""
     return type(value) in (int, float) and -MAX_NUMBER < value < MAX_NUMBER
 
 
 def check_target(target: str | None, name: str = "json") -> None:
-    """Refuses a file in a folder that does not exist, before any work is done for it."""
+    """Reject a file in a folder that does not exist, before any work is done for it."""
     if target in (None, "-"):
         return
     status = _found(target)
@@ -131,7 +133,7 @@ def printable(text: str) -> str:
 
 
 def to_json_text(value: Any, indent: int | None = None) -> str:
-    """A value as JSON, on one line or indented. ValueError: a value that JSON does not have."""
+    """Return a value as JSON, on one line or indented. Raises ValueError for a value that JSON does not have."""
     try:
         return json.dumps(value, indent=indent, allow_nan=False) + "\n"
     except RecursionError:
@@ -139,15 +141,16 @@ def to_json_text(value: Any, indent: int | None = None) -> str:
 
 
 def write_json(value: Any, target: str) -> None:
-    """Writes indented JSON as :func:`write_text` writes."""
+    """Write indented JSON as :func:`write_text` does."""
     write_text(to_json_text(value, indent=2), target)
 
 
 def write_text(text: str, target: str) -> None:
-    """Writes text to stdout ("-") or to a file.
+    """Write text to stdout ("-") or to a file.
 
-    A regular file appears whole or not at all, with the mode it had; links are followed, and stay. Whatever else the
-    target is (a device, a pipe, /dev/stdout, /dev/fd/3) is opened and written, never replaced.
+    A regular file appears whole or not at all, with its earlier mode; links are followed, and stay. Any other target
+    (a
+    device, a pipe, /dev/stdout, /dev/fd/3) is opened and written, never replaced.
     """
     if target == "-":
         print(text, end="")
@@ -155,7 +158,7 @@ def write_text(text: str, target: str) -> None:
     try:
         number, status = descriptor_of(target), _found(target)
         if number is not None or (status is not None and not stat.S_ISREG(status.st_mode)):
-            sys.stdout.flush()  # what was printed before comes before
+            sys.stdout.flush()  # earlier output comes first
             opened = target if number is None else number
             with open(opened, "w", encoding="utf-8", closefd=number is None) as file:
                 file.write(text)
@@ -169,12 +172,12 @@ def write_text(text: str, target: str) -> None:
             os.replace(part, path)
         finally:
             part.unlink(missing_ok=True)
-    except OSError as error:  # one of write() names no file
+    except OSError as error:  # an error of write() names no file
         raise OSError(error.errno, error.strerror, target) from None
 
 
 def _found(target: str) -> os.stat_result | None:
-    """What the target is, at the end of its links; None: nothing yet."""
+    """Return the status of the target at the end of its links; None if it does not exist."""
     try:
         return os.stat(target)
     except FileNotFoundError:
@@ -182,12 +185,14 @@ def _found(target: str) -> os.stat_result | None:
 
 
 def descriptor_of(target: str) -> int | None:
-    """The number behind "-", /dev/stdout, /dev/fd/3 and the like, which may stand for a regular file: that one is open
-    already, and replacing it would leave its writer with a file that has no name."""
+    """Return the number of "-", /dev/stdout, /dev/fd/3 etc., which may be a regular file that is open already:
+    replacing it
+    would leave its writer with a file without a name.
+    """
     if target == "-":
         return 1
     path, descriptors = Path(target), os.path.realpath("/proc/self/fd")
-    for _ in range(40):  # as many links as Linux follows
+    for _ in range(40):  # the number of links that Linux follows
         if os.path.realpath(path.parent) == descriptors and path.name.isdecimal():
             return int(path.name)
         if not path.is_symlink():

@@ -1,4 +1,4 @@
-"""Topology: the ranks of an expert-parallel group and how they are joined."""
+"""Topology: the ranks of an expert-parallel group, their nodes, speeds and links."""
 
 from __future__ import annotations
 
@@ -21,18 +21,19 @@ MAX_RANKS = 1024  # the widest rank set the planners are compiled for
 
 @dataclass(frozen=True)
 class Topology:
-    """The expert-parallel group. Rank r sits on node ``r // ranks_per_node``.
+    """The expert-parallel group. Rank r is on node ``r // ranks_per_node``.
 
     Args:
         num_ranks: R, 1..1024.
         ranks_per_node: ranks that share a fast link; divides R. Default (0): all of them.
-        speeds: [R] relative speed of each rank (1.0 = nominal), 1/1024..1024; None = all equal. With speeds the load of
-            a rank, and with it every peak, bound and imbalance, is a cost: copies times the rank's :attr:`ticks`.
+        speeds: [R] relative speed of each rank (1.0 = nominal), 1/1024..1024; None = all equal. With speeds the load
+            of
+            a rank, and every peak, bound and imbalance, is a cost: copies times the rank's :attr:`ticks`.
         alive: [R] False for a rank that holds no experts (elastic EP); None = all alive.
         bandwidths: (inside a node, between nodes) in GB/s per rank, for cost models.
 
     Raises:
-        ValueError: naming the argument, the rule and the value.
+        ValueError: names the argument, the rule and the value.
     """
 
     num_ranks: int
@@ -55,7 +56,7 @@ class Topology:
         return self.num_ranks // self.ranks_per_node
 
     def node_of(self, rank: int) -> range:
-        """The ranks of a rank's node."""
+        """Return the ranks of a rank's node."""
         first = rank // self.ranks_per_node * self.ranks_per_node
         return range(first, first + self.ranks_per_node)
 
@@ -73,13 +74,14 @@ class Topology:
     def copies_per_cost(self) -> float:
         """Copies that the live ranks compute in one unit of cost, so that all copies over it are the mean load.
 
-        The load of every rank if all ended together: copies / number of live ranks where none differs in speed.
+        The mean load is that of every rank if all ended together: copies / number of live ranks if all have the same
+        speed.
         """
         return float(sum(1 / self._costs[rank] for rank in self.live_ranks))
 
     @cached_property
     def _costs(self) -> list[int]:
-        """[R] of one copy."""
+        """[R] cost of one copy."""
         if self.speeds is None:
             return [1] * self.num_ranks
         return [round(NOMINAL_TICKS / speed) for speed in self.speeds]
@@ -89,7 +91,7 @@ class Topology:
         return {}
 
     def ticks_on(self, device: torch.device) -> Tensor | None:
-        """:attr:`ticks` on a device; made on the first call, then cached."""
+        """Return :attr:`ticks` on a device; made on the first call, then cached."""
         if self.speeds is None:
             return None
         ticks = self._ticks_by_device.get(device)
@@ -114,7 +116,7 @@ def as_topology(topology: Topology | int) -> Topology:
 
 
 def topology_errors(topology: Topology) -> list[str]:
-    """What is wrong with a topology, one sentence each; empty if nothing is."""
+    """Return the errors of a topology, one sentence each; empty if there are none."""
     errors: list[str] = []
     ranks, per_node = topology.num_ranks, topology.ranks_per_node
     if not isinstance(ranks, Integral) or not 1 <= ranks <= MAX_RANKS:

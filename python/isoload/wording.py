@@ -1,4 +1,4 @@
-"""How messages and descriptions are written: counted nouns, ranges, tables, and choices with the nearest one named."""
+"""Wording of messages and descriptions: counted nouns, ranges, tables, and choices with the nearest one named."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def span(values: Iterable[int]) -> str:
 
 
 def two_digits(value: float, decimals: int = 2) -> str:
-    """Return a figure of a model with two significant digits and at most so many decimals: 0.28, 5.9, 16, 110."""
+    """Return a figure of a model with two significant digits and at most `decimals` decimals: 0.28, 5.9, 16, 110."""
     if round(value, decimals) == 0:
         return "0"
     places = 1 - floor(log10(abs(value)))
@@ -31,15 +31,15 @@ def two_digits(value: float, decimals: int = 2) -> str:
 
 
 def between(low: float, high: float, decimals: int = 2) -> str:
-    """Return a range of a model's figures, "16 to 17", or one figure where both ends round to it."""
+    """Return a range of a model's figures, "16 to 17", or one figure if both ends round to it."""
     ends = two_digits(low, decimals), two_digits(high, decimals)
     return ends[0] if ends[0] == ends[1] else f"{ends[0]} to {ends[1]}"
 
 
 def saving(low: float, high: float, unit: str, more: str = "") -> str:
-    """Return what a range of savings means: "saves 16 to 17 ms", "takes 1.8 ms longer", "changes less than 0.01 ms".
+    """Return a range of savings in words: "saves 16 to 17 ms", "takes 1.8 ms longer", "changes less than 0.01 ms".
 
-    more: follows "saves", as "another".
+    more: follows "saves", for example "another".
     """
     saves = f"saves {more} ".replace("  ", " ")
     least, largest = two_digits(low), two_digits(high)
@@ -85,6 +85,6 @@ _repr.maxlevel = 3
 
 
 def shown(value: Any) -> str:
-    """repr of a value of a file, cut short: nested lists that share their parts print exponentially long."""
+    """Return repr of a value of a file, shortened: nested lists that share parts would print exponentially long."""
     text = _repr.repr(value)
     return text if len(text) <= 200 else f"{text[:197]}..."

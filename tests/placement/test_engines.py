@@ -95,7 +95,7 @@ WRONG_YAML = {
     "line 5: 3 must be there once": YAML + "  3: [0, 1, 2, 3]\n  3: [0, 1, 2, 3]\n",
     "line 4 must have a list of integers, got '[0, 1, ,]'": YAML + "  3: [0, 1, ,]\n",
     "keys must have layer_updates_per_iter": "num_slots: 4\ninitial_global_assignments:\n  3: [0, 1, 2, 3]\n",
-    "keys must be initial_global_assignments, layer_updates_per_iter, num_slots, got 'x'": YAML
+    "keys must be initial_global_assignments, layer_updates_per_iter, num_slots, got also 'x'": YAML
     + "  3: [0, 1]\nx: 1\n",
     "num_slots must be 3, got 4": YAML + "  3: [0, 1, 2]\n",
     "is no placement file": "num_slots: 4\n",
@@ -145,7 +145,7 @@ VLLM = {
     "initial_global_assignments": {"0": [0, 1, 0, 1]},
 }  # fmt: skip
 WRONG = [
-    ("keys must be physical_to_logical_map, got 'rank' besides", {"physical_to_logical_map": [[0]], "rank": 0}),
+    ("keys must be physical_to_logical_map, got also 'rank'", {"physical_to_logical_map": [[0]], "rank": 0}),
     ("physical_to_logical_map must be a list of layers, got 3", {"physical_to_logical_map": 3}),
     ("physical_to_logical_map must have a multiple of 4 (ranks) slots", {"physical_to_logical_map": [[0, 1]]}),
     ("slot_to_expert must hold every expert, layer 0 has no replica", {"physical_to_logical_map": [[0, 2, 2, 0]]}),

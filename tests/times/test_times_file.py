@@ -29,7 +29,7 @@ def test_a_group_of_another_size_is_extrapolated_on_one_node_and_refused_on_more
     assert wider.dispatch is not None and wider.dispatch.seconds(1000)[1] > layer.dispatch.seconds(1000)[1]
     assert times().layer(1, 1, 8)[0].dispatch is None
     with pytest.raises(
-        ValueError, match="measured on 4 ranks and 1 nodes, which says nothing about 16 ranks and 2"
+        ValueError, match="measured on 4 ranks and 1 nodes, from which times of 16 ranks and 2"
     ):
         times().layer(16, 2, 8)
     with pytest.raises(ValueError, match=r"no times of dispatch and combine: .* torchrun --nproc-per-node 8"):
@@ -42,7 +42,7 @@ def test_a_group_of_another_size_is_extrapolated_on_one_node_and_refused_on_more
         ({"format": "isoload placement"}, "is not a times file: isoload measure writes a new one"),
         ({"version": 2}, "has version 2, and this isoload reads version 1: isoload measure writes a new one"),
         ({"unit": "ms"}, "must be in microseconds, got 'ms': isoload measure writes a new one"),
-        ({"more": 1}, "keys must be .*, got 'more' besides"),
+        ({"more": 1}, "keys must be .*, got also 'more'"),
         ({"ranks": 0}, "ranks must be a whole number from 1 on, got 0"),
         ({"move_us": -1}, "move_us must be a number from 0 on, got -1"),
         ({"plan_us": {"exakt": 1.0}}, "plan_us must have keys of exact, own, node, got 'exakt'"),

@@ -16,9 +16,9 @@ STEPS = ("dispatch", "combine")
 MOST_NODES = 128
 LARGEST_DOMAIN = 72  # GPUs that share NVLink, GB200 NVL72
 SETTING = "{gpu}, {ranks} ranks on {nodes} nodes, rows of {hidden}, top-{top_k}"
-# DeepEP's two modes were measured over nodes under SGLang alone. vLLM calls the same kernels.
+# DeepEP's two modes were measured over nodes only under SGLang. vLLM calls the same kernels.
 SAME_KERNELS = {"vllm_deepep_ht": "sglang_deepep_normal", "vllm_deepep_ll": "sglang_deepep_low_latency"}
-# A call's growth for twice as many ranks in one NVLink domain: the most that the shipped tables show from 8 ranks on
+# A call's growth for twice as many ranks in one NVLink domain: the largest in the shipped tables from 8 ranks on
 # (TensorRT-LLM's all-to-alls on GB200, 8 to 64 ranks).
 CALL_GROWTH = 1.27
 DEFAULT_BANDWIDTHS = (400.0, 50.0)  # GB/s of a rank, inside a node and between: NVLink 4, one 400 Gb/s NIC
@@ -27,7 +27,7 @@ DEEPSEEK_V3_TOKEN_US = 0.147  # microseconds of one copy in a large GEMM of such
 
 
 class Curve(NamedTuple):
-    """(a^q + (s tokens)^q)^(1/q) microseconds: the time of a call, however small, and of each token of a rank."""
+    """(a^q + (s tokens)^q)^(1/q) microseconds: a call takes a for few tokens, and s per token of a rank for many."""
 
     a_us: float
     s_us: float
@@ -44,16 +44,18 @@ class Curve(NamedTuple):
 class AllToAllTime:
     """One step, dispatch or combine, of an all-to-all among `ranks` on `nodes`.
 
-    The tables hold even routing alone: what a busier rank costs is unknown. So times are ranges, from what even rows
-    take (`low`: links are not the limit, or the slow rank overlaps) to what as many rows on every rank as on the
-    busiest would take (`high`).
+    The tables contain only even routing, so the cost of a busier rank is unknown. Therefore times are ranges: `low` is
+    the time of even rows (links are not the limit, or the slow rank overlaps), `high` the time if every rank had as
+    many
+    rows as the busiest.
 
-    measured: whether the tables have these ranks, nodes and rows. If not, `note` names the setting that `high` was
-    measured in. `low` is then the exchange inside of one node, and `high` the nearest measured one over as many nodes
-    or more, with tokens at least as long.
-    extrapolated_from: the measured sizes, where this one is beyond them or between them inside of a node; else "".
-        `low` then follows the nearest measured size, or fewer rows where this size sends fewer; `high` follows the
-        rows that leave a rank and the calls' growth.
+    measured: whether the tables have these ranks, nodes and rows. If not, `note` names the setting in which `high` was
+    measured. `low` is then the exchange inside of one node, and `high` the nearest measured one over as many nodes or
+    more, with tokens at least as long.
+    extrapolated_from: the measured sizes, if this size is beyond them or between them inside of a node; else "". `low`
+        then follows the nearest measured size, or fewer rows if this size sends fewer; `high` follows the rows that
+            leave
+        a rank and the calls' growth.
     """
 
     gpu: str
@@ -119,7 +121,7 @@ class AllToAllTime:
         return cls(*at, measured=False, note=note, source=inside["source"], extrapolated_from=from_sizes)
 
     def seconds(self, tokens: Any, busiest: Any = 1.0) -> Floats:
-        """[..., 2] from and to what the step takes.
+        """Return [..., 2] from and to what the step takes.
 
         Args:
             tokens: [...] that a rank holds, on average.
@@ -130,12 +132,12 @@ class AllToAllTime:
         return 1e-6 * np.stack([np.minimum(low, high), high], -1)
 
     def extrapolated(self, tokens: Any) -> np.ndarray[Any, np.dtype[np.bool_]]:
-        """[...] whether ranks hold more tokens than were measured."""
+        """Return [...] whether ranks hold more tokens than were measured."""
         return np.asarray(numbers("tokens", tokens) > self.tokens_to)
 
 
 def _inside(rows: tuple[Row, ...], step: str, ranks: int) -> tuple[Row, tuple[Curve, Curve]]:
-    """The measured row nearest to an exchange inside of one node, and the range that it stands for."""
+    """Return the measured row nearest to an exchange inside of one node, and its range of curves."""
     measured = [row for row in rows if row["nodes"] == 1]
     nearest = min(measured, key=lambda row: (abs(log2(row["ranks"] / ranks)), row["ranks"]))
     curve = Curve(*nearest[step])
@@ -143,7 +145,7 @@ def _inside(rows: tuple[Row, ...], step: str, ranks: int) -> tuple[Row, tuple[Cu
 
 
 def _scaled(curve: Curve, kernel: str, top_k: int, measured: int, ranks: int) -> tuple[Curve, Curve]:
-    """The range of an exchange of so many ranks inside of one node, by the curve of another number of them."""
+    """Return the range of an exchange of `ranks` ranks inside of one node, from the curve of another number."""
     if measured == ranks:
         return curve, curve
     part = rows_leaving(kernel, top_k, ranks) / rows_leaving(kernel, top_k, measured)
@@ -168,10 +170,11 @@ def other_size(time: AllToAllTime, top_k: int, ranks: int) -> AllToAllTime:
 def _between(
     table: tuple[Row, ...], gpu: str, kernel: str, step: str, hidden: int, top_k: int, nodes: int
 ) -> tuple[Row, Curve]:
-    """The measured row nearest to an exchange over nodes, of any GPU, and the curve of so many nodes.
+    """Return the measured row nearest to an exchange over nodes, of any GPU, and the curve of `nodes` nodes.
 
-    Beyond the measured nodes a token follows the rows that leave a node, and a call grows with every doubling of the
-    nodes as it did with the last measured one.
+    Beyond the measured nodes a token's time follows the rows that leave a node, and a call grows with every doubling
+    of
+    the nodes as it did with the last measured doubling.
     """
     names = kernel, SAME_KERNELS.get(kernel, kernel)
     wide = [row for row in table if row["kernel"] in names and row["nodes"] > 1]
@@ -198,14 +201,14 @@ def _between(
 
 
 def _before(rows: list[Row], last: Row, step: str) -> Curve | None:
-    """The curve of half as many nodes as the last measured ones, in the same setting."""
+    """Return the curve of half as many nodes as the last measured ones, in the same setting."""
     names = "gpu", "kernel", "hidden", "top_k"
     half = [row for row in rows if all(row[name] == last[name] for name in names)]
     return next((Curve(*row[step]) for row in half if 2 * row["nodes"] == last["nodes"]), None)
 
 
 def _added(inside: Curve, high: Curve, table: tuple[Row, ...], nearest: Row, step: str) -> Curve:
-    """A kernel's curve inside of a node with what nodes add to the same exchange under another engine."""
+    """Return a kernel's curve inside of a node plus what nodes add to the same exchange under another engine."""
     names = "gpu", "kernel", "hidden", "top_k"
     same = (row for row in table if row["nodes"] == 1 and all(row[name] == nearest[name] for name in names))
     other = Curve(*next(same)[step])
@@ -229,7 +232,7 @@ def rows_leaving(kernel: str, top_k: int, parts: int) -> float:
 
 
 def _sizes(rows: Iterable[Row]) -> str:
-    """The sizes of measured rows: "8 to 64 ranks on 1 to 8 nodes"."""
+    """Return the sizes of measured rows: "8 to 64 ranks on 1 to 8 nodes"."""
     ranks, nodes = ({row[name] for row in rows} for name in ("ranks", "nodes"))
     return f"{_span(ranks)} ranks on {_span(nodes)} {'node' if nodes == {1} else 'nodes'}"
 
@@ -242,7 +245,7 @@ def _span(values: set[int]) -> str:
 class LayerTime:
     """Dispatch, the slowest rank's experts, combine, one after the other.
 
-    dispatch, combine: None where nothing travels, or where the experts' kernel was measured with them (megamoe).
+    dispatch, combine: None if no rows travel, or if the experts' kernel was measured with them (megamoe).
     """
 
     dispatch: AllToAllTime | None
@@ -250,12 +253,12 @@ class LayerTime:
     combine: AllToAllTime | None
 
     def seconds(self, copies: Any, rows: Any, tokens: Any = 0) -> Floats:
-        """[..., 2] from and to what the layer takes; arguments as those of :meth:`parts`."""
+        """Return [..., 2] from and to what the layer takes; arguments as those of :meth:`parts`."""
         experts, dispatch, combine = self.parts(copies, rows, tokens)
         return np.asarray(experts.max(-1)[..., None] + dispatch + combine)
 
     def parts(self, copies: Any, rows: Any, tokens: Any = 0) -> tuple[Floats, Floats, Floats]:
-        """[..., R] what each rank's experts take; [..., 2] from and to what dispatch takes, and combine.
+        """Return [..., R] the time of each rank's experts; [..., 2] from and to what dispatch takes, and combine.
 
         Args:
             copies: [..., R, slots of a rank] that each slot computes.
@@ -276,7 +279,7 @@ class LayerTime:
 
 
 def break_even(expert_bytes: float, bandwidth: float, token_us: float) -> int:
-    """Return the copies from which borrowing an expert pays: its transfer takes as long as computing so many.
+    """Return the copies from which borrowing an expert pays: its transfer takes as long as computing this many.
 
     A transfer that is hidden behind compute pays earlier.
 
@@ -286,7 +289,7 @@ def break_even(expert_bytes: float, bandwidth: float, token_us: float) -> int:
         token_us: microseconds in which a rank computes one copy of an expert, in a large GEMM.
 
     Raises:
-        ValueError: naming the argument, the rule and the value.
+        ValueError: names the argument, the rule and the value.
     """
     for name, value in (("expert_bytes", expert_bytes), ("bandwidth", bandwidth), ("token_us", token_us)):
         if not 0 < value < inf:

@@ -20,23 +20,24 @@ TABLES = ("experts", "exchanges")
 
 @cache
 def read(table: str) -> tuple[Row, ...]:
-    """The rows of a table, each with the table's source."""
+    """Return the rows of a table, each with the table's source."""
     content = parse_json(resources.files(__package__).joinpath(f"{table}.json").read_text())
     shared = {"table": table, "source": content["source"]}
     return tuple(dict(zip(content["columns"], row, strict=True)) | shared for row in content["rows"])
 
 
 def available() -> list[Row]:
-    """What is shipped, a row for each set of constants: what `load` of ExpertTime (table "experts") and AllToAllTime
-    ("exchanges") may be asked for, the version it was measured with and the errors of its fit."""
+    """Return the shipped constants, a row for each set: arguments that `load` of ExpertTime (table "experts") and
+    AllToAllTime ("exchanges") accepts, the measured version and the errors of its fit.
+    """
     return [dict(row) for table in TABLES for row in read(table)]
 
 
 def select(rows: tuple[Row, ...], **asked: Any) -> tuple[Row, ...]:
-    """The rows that have what is asked for, in their order; None asks for nothing.
+    """Return the rows with the requested values, in their order; None requests nothing.
 
     Raises:
-        ValueError: naming the first argument that no row has beside those before it, and what it may be.
+        ValueError: names the first argument that no row has together with the previous ones, and its choices.
     """
     for name, value in asked.items():
         choices = sorted({row[name] for row in rows})
@@ -48,7 +49,7 @@ def select(rows: tuple[Row, ...], **asked: Any) -> tuple[Row, ...]:
 
 
 def numbers(name: str, values: Any, least: float = 0.0) -> Floats:
-    """An array or a tensor on the CPU as float64.
+    """Return an array or a tensor on the CPU as float64.
 
     Raises:
         ValueError: a value that is not finite, or less than `least`.
@@ -62,23 +63,26 @@ def numbers(name: str, values: Any, least: float = 0.0) -> Floats:
 def kernel_us(
     a: float, b: float, c: float, rho: float, p: float, active: ArrayLike, padded: ArrayLike, rows: ArrayLike
 ) -> Floats:
-    """a + ((b active)^p + (c padded)^p)^(1/p) + rho rows, elementwise: launching, reading the weights of the slots
-    that have copies and multiplying (whichever is longer hides most of the other), and handling the rank's rows."""
+    """Return a + ((b active)^p + (c padded)^p)^(1/p) + rho rows, elementwise: launching, reading the weights of the
+    slots
+    with copies and multiplying (the longer one hides most of the other), and handling the rank's rows.
+    """
     reading, multiplying = b * np.asarray(active, np.float64), c * np.asarray(padded, np.float64)
     longer = np.maximum(reading, multiplying)
-    # A power of p of what is large overflows.
+    # A power p of large values overflows.
     shorter = np.minimum(reading, multiplying) / np.maximum(longer, 1e-300)
     return np.asarray(a + longer * (1 + shorter**p) ** (1 / p) + rho * np.asarray(rows, np.float64))
 
 
 @dataclass(frozen=True)
 class ExpertTime:
-    """Constants of one kernel on one GPU for experts of one shape. Made by :meth:`load`, or from one's own measures.
+    """Constants of one kernel on one GPU for experts of one shape. Made by :meth:`load`, or from your own
+    measurements.
 
-    kernel: framework and kernel, as the measured tables name them; "prefill" and "decode" where they differ.
-    tokens, version, source: the range of a rank's copies that was measured, and with what.
-    fit_error: mean relative error over the balanced rows that the constants were fitted to.
-    held_out_error: median relative error over the skewed rows, which they were not; None where there were none.
+    kernel: framework and kernel, as the measured tables name them; "prefill" and "decode" if they differ.
+    tokens, version, source: the measured range of a rank's copies, and what measured it.
+    fit_error: mean relative error over the balanced rows to which the constants were fitted.
+    held_out_error: median relative error over the skewed rows, which were not fitted; None if there were none.
     """
 
     gpu: str
@@ -90,7 +94,7 @@ class ExpertTime:
     b_us: float  # the weights of a slot with copies
     c_us: float  # a copy, after each slot's are rounded up to multiples of `tile`
     rho_us: float  # a row that the kernel is given
-    p: float  # 1: reading and multiplying add up; large: the longer one counts alone
+    p: float  # 1: reading and multiplying add up; large: only the longer one counts
     tile: int = 1
     copies_from: float = 0
     copies_to: float = float("inf")
@@ -107,13 +111,14 @@ class ExpertTime:
     def load(
         cls, gpu: str, kernel: str, *, hidden: int, intermediate: int, dtype: str, experts: int | None = None
     ) -> ExpertTime:
-        """Shipped constants; :func:`available` lists them.
+        """Return shipped constants; :func:`available` lists them.
 
-        experts: of the model that was measured, where several have experts of this shape (their constants hardly
-        differ); by default the one that was fitted best.
+        experts: of the measured model, if several have experts of this shape (their constants hardly differ); by
+        default the
+        one with the best fit.
 
         Raises:
-            ValueError: naming the argument and what it may be.
+            ValueError: names the argument and its choices.
         """
         selection: dict[str, Any] = {"gpu": gpu, "kernel": kernel, "dtype": dtype}
         selection |= {"hidden": hidden, "intermediate": intermediate, "experts": experts}
@@ -121,12 +126,13 @@ class ExpertTime:
         return cls(**{field.name: row[field.name] for field in fields(cls)})
 
     def seconds(self, copies: Any, rows: Any = None) -> Floats:
-        """[...] what a rank takes.
+        """Return [...] the seconds of a rank.
 
         Args:
             copies: [..., slots] that each slot of a rank computes, an array or a tensor on the CPU.
-            rows: [...] tokens that the rank's kernel is given: those that arrived over an all-to-all; all of the
-                group's where every rank holds all tokens. By default as many as copies, which is the most.
+            rows: [...] tokens that the rank's kernel gets: those that arrived over an all-to-all, or all of the
+                group's if
+                every rank holds all tokens. By default as many as copies, the largest number.
         """
         counts = numbers("copies", copies)
         num_rows = counts.sum(-1) if rows is None else numbers("rows", rows)
@@ -135,6 +141,6 @@ class ExpertTime:
         return 1e-6 * kernel_us(*constants, (counts > 0).sum(-1), padded, num_rows)
 
     def extrapolated(self, copies: Any) -> np.ndarray[Any, np.dtype[np.bool_]]:
-        """[...] whether a rank has fewer or more copies than were measured, so that its seconds are a guess."""
+        """Return [...] whether a rank has fewer or more copies than were measured, so that its seconds are a guess."""
         total = numbers("copies", copies).sum(-1)
         return np.asarray((total < self.copies_from) | (total > self.copies_to))

@@ -1,4 +1,4 @@
-"""Times files: what ``isoload measure`` wrote of one machine, for the commands that model milliseconds."""
+"""Times files: measurements of one machine by ``isoload measure``, for the commands that model milliseconds."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from isoload.wording import shown
 FORMAT, VERSION, UNIT = "isoload times", 1, "microseconds"
 MOST_BYTES = 16 * 2**20
 NEW = "isoload measure writes a new one"
-PLANS = ("exact", "own", "node")  # who chooses replicas, as isoload.analysis.advice.Candidate names them
+PLANS = ("exact", "own", "node")  # names of the choice of replicas, as in isoload.analysis.advice.Candidate
 
 
 @dataclass(frozen=True)
 class Times:
     """Times that were measured on one group of GPUs (or CPU processes).
 
-    device, software: what was measured, for people. speeds: [R] of each rank's experts over the slowest rank's.
+    device, software: descriptions of the machine. speeds: [R] of each rank's experts over the slowest rank's.
     experts: constants of a rank's grouped GEMMs. dispatch, combine: of the whole group; None: measured on one rank.
     move_us: microseconds in which the weights of one expert of one layer arrive from another rank; None: one rank.
-    plan_us: by who chooses replicas, microseconds of a layer until the slots of its copies are known, the gather of
-        loads included; only what was measured.
-    points: raw measurements, by what they are of.
+    plan_us: by choice of replicas, microseconds of a layer until the slots of its copies are known, with the gather of
+        loads; only measured choices.
+    points: raw measurements, by kind.
     """
 
     device: str
@@ -46,10 +46,10 @@ class Times:
     source: str = "given"
 
     def layer(self, ranks: int, nodes: int, top_k: int) -> tuple[LayerTime, list[str]]:
-        """Return the constants of a layer over a group, and what of them was measured on another group, in words.
+        """Return the constants of a layer over a group, and sentences about those that were measured on another group.
 
         Raises:
-            ValueError: a group whose exchange these times say nothing about.
+            ValueError: a group whose exchange cannot be derived from these times.
         """
         if ranks == 1:
             return LayerTime(None, self.experts, None), []
@@ -62,8 +62,8 @@ class Times:
             return LayerTime(self.dispatch, self.experts, self.combine), []
         if nodes != 1 or self.nodes != 1:
             raise ValueError(
-                f"{self.source} was measured on {self.ranks} ranks and {self.nodes} nodes, which says nothing about "
-                f"{ranks} ranks and {nodes} nodes: run isoload measure on those"
+                f"{self.source} was measured on {self.ranks} ranks and {self.nodes} nodes, from which times of "
+                f"{ranks} ranks and {nodes} nodes cannot be derived: run isoload measure on those"
             )
         steps = [other_size(step, top_k, ranks) for step in (self.dispatch, self.combine)]
         note = f"the all-to-all of {ranks} ranks is extrapolated; measured were {self.ranks} ranks"
