@@ -149,8 +149,7 @@ def write_text(text: str, target: str) -> None:
     """Write text to stdout ("-") or to a file.
 
     A regular file appears whole or not at all, with its earlier mode; links are followed, and stay. Any other target
-    (a
-    device, a pipe, /dev/stdout, /dev/fd/3) is opened and written, never replaced.
+    (a device, a pipe, /dev/stdout, /dev/fd/3) is opened and written, never replaced.
     """
     if target == "-":
         print(text, end="")

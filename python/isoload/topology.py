@@ -27,8 +27,7 @@ class Topology:
         num_ranks: R, 1..1024.
         ranks_per_node: ranks that share a fast link; divides R. Default (0): all of them.
         speeds: [R] relative speed of each rank (1.0 = nominal), 1/1024..1024; None = all equal. With speeds the load
-            of
-            a rank, and every peak, bound and imbalance, is a cost: copies times the rank's :attr:`ticks`.
+            of a rank, and every peak, bound and imbalance, is a cost: copies times the rank's :attr:`ticks`.
         alive: [R] False for a rank that holds no experts (elastic EP); None = all alive.
         bandwidths: (inside a node, between nodes) in GB/s per rank, for cost models.
 

@@ -70,8 +70,7 @@ class Batches:
     Each layer is drawn separately. If K is unknown, copies are drawn one by one, each as a token of one expert: the
     numbers of copies per expert and per source rank are the same, but rows (distinct token x destination rank) have no
     meaning. The stream of a batch and layer is ``np.random.default_rng((seed, batch, layer_id))``: the tokens of a
-    layer
-    do not depend on which other layers or batches are replayed.
+    layer do not depend on which other layers or batches are replayed.
     """
 
     trace: Trace
@@ -181,10 +180,8 @@ def draw_topk_ids(counts: Ints, num_tokens: int, top_k: int, stream: np.random.G
 
     Every token joins the experts end to end in a random order of its own, expert e with length ``top_k * counts[e]``,
     draws an integer u in 0..total-1 and takes the experts at u, u + total, ..., u + (top_k - 1) * total. No length
-    exceeds
-    total, so no expert is taken twice. (Drawing one expert after the other without replacement would flatten the
-    shares,
-    because a hot expert cannot be drawn again.)
+    exceeds total, so no expert is taken twice. (Drawing one expert after the other without replacement would flatten
+    the shares, because a hot expert cannot be drawn again.)
 
     Args:
         counts: [E] int64 copies; all zero gives tokens without experts (-1).
@@ -216,10 +213,9 @@ def source_ranks(num_tokens: int, num_ranks: int, assign: str, seq_id: Ints | No
 
     Args:
         assign: "contiguous": sequences are joined end to end in order of first appearance, the line is cut into R
-            equal
-            parts, and a sequence goes to the part of its middle: to rank ``R * (2 * before + n) // (2 * T)`` if it has
-            n
-            tokens and follows `before` others. "round-robin": the j-th sequence to appear goes to rank ``j % R``.
+            equal parts, and a sequence goes to the part of its middle: to rank ``R * (2 * before + n) // (2 * T)`` if
+            it has n tokens and follows `before` others. "round-robin": the j-th sequence to appear goes to rank ``j %
+            R``.
         seq_id: [T] sequence of every token; None = every token is one.
     """
     if assign not in ASSIGNMENTS:

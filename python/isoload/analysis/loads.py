@@ -33,8 +33,7 @@ def judge_by(trace: Trace, model: Model, ranks: int, tokens: int, seed: int = 0)
     """Return the first half of a trace to place by, and batches of its other half with `tokens` tokens on every rank.
 
     Tokens are those of the trace, in their order, if the second half has enough for one batch. Otherwise each rank
-    draws
-    its copies in the shares of one recorded batch.
+    draws its copies in the shares of one recorded batch.
 
     Raises:
         ValueError: a trace of another model, or of one batch, which leaves none to judge by.

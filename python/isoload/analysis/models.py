@@ -222,8 +222,7 @@ def layer_time(
     Args:
         gpu: "h200" or "h200_sxm".
         kernel: of the experts, as in the tables; None: DeepEP's of this phase if it was measured, else the one that
-            was
-            fitted best.
+            was fitted best.
         exchange_phase: phase of the all-to-all; None: that of `phase`.
 
     Raises:

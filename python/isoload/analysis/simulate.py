@@ -313,8 +313,7 @@ def _check(settings: ReplaySettings, trace: Trace) -> None:
 
 class LayersByLoads:
     """Policy ``exact`` if not all ranks' loads are gathered: a Balancer for each layer, over virtual ranks, which
-    exchange
-    every exchange_every batches, as in an engine.
+    exchange every exchange_every batches, as in an engine.
     """
 
     def __init__(self, placement: Placement, policy: Policy, loads: Loads, exchange_every: int) -> None:
@@ -353,8 +352,7 @@ def in_order(placement: Placement) -> Placement:
 
 def _policy(policy: str, settings: ReplaySettings, step: int, topology: Topology | None = None) -> Policy:
     """Return the policy with the replay's values: the seed and number of the batch for one that samples, and the
-    settings'
-    times (of links inside of a node) for one that prices imports. Its own options take precedence.
+    settings' times (of links inside of a node) for one that prices imports. Its own options take precedence.
     """
     name, options = _parsed(policy)
     known = {field.name for field in fields(POLICIES[name])}

@@ -199,8 +199,7 @@ class Balancer:
             topk_ids: [T, K] int32 or int64 logical experts of this rank's tokens; -1 = masked. T may differ between
                 ranks and be 0. A list over the owned ranks where this process owns several.
             num_valid: rows from this one on are padding, which is neither counted nor routed. An integer, or a tensor
-                []
-                that is not read on the host.
+                [] that is not read on the host.
             num_tokens: number of tokens over all ranks, or an upper bound of it, the same on all ranks; compared with
                 min_tokens. None: T with tokens="same", otherwise unknown, and the batch is planned.
 
@@ -260,8 +259,7 @@ class Balancer:
             topk_ids: as for a call, one tensor per owned rank; not read if call has failed.
             num_tokens: see :meth:`__call__`.
             call: carries an earlier failure and the facts that must agree between ranks; :attr:`facts` are added to
-                it.
-                The gather transmits that failure, and any failure before the gather, to the other ranks.
+                it. The gather transmits that failure, and any failure before the gather, to the other ranks.
             more: [W] int32 of every owned rank, gathered with the loads; W is the same on all ranks.
         """
         if not torch.compiler.is_compiling():  # the compiler would recompile for every number

@@ -85,10 +85,9 @@ class CapturedBalancer:
 
     NCCL requires that all ranks capture a collective and replay it in the same batches. So ranks capture in the same
     batch and agree on the result, for which the host waits once per graph. If the capture fails on one rank, every
-    rank
-    warns and runs eagerly until :meth:`recapture`. A rank whose call fails replays the graph too: its gather carries
-    the error code, and every rank raises. The recorder runs after the graph, and each rank may change it at any time.
-    Another policy needs :meth:`recapture` if other processes take part in the gather.
+    rank warns and runs eagerly until :meth:`recapture`. A rank whose call fails replays the graph too: its gather
+    carries the error code, and every rank raises. The recorder runs after the graph, and each rank may change it at
+    any time. Another policy needs :meth:`recapture` if other processes take part in the gather.
 
     The next call overwrites the slots, ``last_plan`` and ``last_loads``: clone results that must live longer. Do not
     call it inside another CUDA graph's capture: call the Balancer there.
@@ -152,8 +151,7 @@ class CapturedBalancer:
 
         Args:
             topk_ids: [T, top_k] of the dtype and on the device captured, T at most ``tokens``; -1 = masked. A list
-                over
-                the owned ranks where this process owns several.
+                over the owned ranks where this process owns several.
             num_tokens: see :meth:`Balancer.__call__`.
 
         Returns:

@@ -122,8 +122,7 @@ class OwnCounts:
         Args:
             rows: [E] of every owned rank, shared experts included; not read if the call has failed.
             call: carries a failure, which this gather transmits to the ranks of the node. Where no later exchange of
-                the
-                batch transmits it to the other nodes, the next :func:`exchange` raises it.
+                the batch transmits it to the other nodes, the next :func:`exchange` raises it.
         """
         if call.failure is not None and call.later is None:
             self.failure = described(call.failure)

@@ -104,8 +104,7 @@ def route_fixed(topk_ids: Tensor, placed: PlacedLayers, rank: int) -> Tensor:
     """Return the slot of every copy on this rank without a plan and without loads.
 
     A routed expert uses the replica that policy ``static`` would use; shared experts stay on the token's rank. For
-    layers
-    without freedom, where no other choice exists, and for batches too small to plan.
+    layers without freedom, where no other choice exists, and for batches too small to plan.
 
     Args:
         topk_ids: as in :func:`route`.

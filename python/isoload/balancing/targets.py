@@ -63,10 +63,8 @@ def offsets(
 
     T_s[r] is the number of copies that source s sends to rank r in the exact split of all N sources' recent counts,
     T[r] the sum over the sources, and ``|T|`` a sum over ranks. The offset is ``T[r] / |T| - T_s[r] / |T_s|``, less
-    its
-    minimum over the ranks, as a fraction of the source's own copies, times :func:`strength`. Each source compensates
-    only
-    its own share of the load: if each compensated all of the imbalance, the loads would swing.
+    its minimum over the ranks, as a fraction of the source's own copies, times :func:`strength`. Each source
+    compensates only its own share of the load: if each compensated all of the imbalance, the loads would swing.
 
     Args:
         recent: [L, N, E] int64 decayed counts of every source, a rank or a node.
@@ -144,8 +142,7 @@ def exchange(balancers: Sequence[Balancer]) -> Exchanged:
     """Renew the targets of layers with loads="own" or "node", in one gather. All ranks call it.
 
     Call it every 16 batches or so, between steps and outside of CUDA graphs, on ranks without tokens too. Until the
-    next
-    exchange no batch waits for another source.
+    next exchange no batch waits for another source.
 
     Args:
         balancers: of one group and one shape of placement, in the same order on all ranks.

@@ -235,9 +235,8 @@ class RankError(RuntimeError):
 
 
 def one_line_errors(command: Callable[..., None]) -> Callable[..., None]:
-    """Return the command with error handling: user errors end in one red line and exit code 2, a lost process in
-    exit code
-    1, all others in a traceback.
+    """Return the command with error handling: user errors end in one red line and exit code 2, a lost process in exit
+    code 1, all others in a traceback.
     """
     parameters = signature(command).parameters
 

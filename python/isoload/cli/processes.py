@@ -26,8 +26,7 @@ def run_ranks(body: Body, num_ranks: int, stall_seconds: float) -> list[Any]:
     """Return the results of ``body(rank, alive)`` on every rank.
 
     body calls ``alive()`` at least every stall_seconds. All processes have ended when this function ends, by an
-    exception
-    too; only this process handles Ctrl-C. Call it in the main thread, where Python handles signals.
+    exception too; only this process handles Ctrl-C. Call it in the main thread, where Python handles signals.
 
     Raises:
         RankError: names the rank that is the cause: one that ended, or stalled, or failed first.
@@ -104,8 +103,7 @@ def _collect(readers: list[Connection], processes: list[ForkProcess], stall_seco
     """Return the reports.
 
     A rank that stalls makes the exchanges of all other ranks time out after stall_seconds. The time added here lets
-    them
-    report that, so that the remaining rank is the one at fault.
+    them report that, so that the remaining rank is the one at fault.
     """
     patience = stall_seconds + max(5.0, stall_seconds / 4)
     reports: dict[int, Any] = {}

@@ -76,8 +76,7 @@ def replay_columns(rows: Sequence[PolicyFigures], with_nodes: bool, wide: bool =
     """Return the columns of a replay's table.
 
     Columns about nodes are shown only for several nodes; with shared experts, figures of shared copies replace those
-    of
-    all copies.
+    of all copies.
     """
     shared = any(row.shared_remote_share is not None for row in rows)
     shown = [f for f in FIGURES if not (shared and f.group == "copies leave")]
@@ -274,16 +273,13 @@ def replay(
     Experts are placed by one part of the trace, and the rest is routed.
 
     Every figure is counted from routed slots. Imbalance is max/mean rank load. The standard deviation is relative to
-    the
-    mean, the idle share to R*max. Planning time is in microseconds per layer, on one CPU thread.
+    the mean, the idle share to R*max. Planning time is in microseconds per layer, on one CPU thread.
 
     For a trace with counts only, tokens are drawn layer by layer: K distinct experts each, in the shares of the
-    counts;
-    without K copy by copy.
+    counts; without K copy by copy.
 
     With --times a second table shows a layer's time on the GPUs that isoload measure timed; policies that price
-    imports
-    use these times unless their options set others.
+    imports use these times unless their options set others.
     """
     from isoload.analysis import simulate
     from isoload.cli.arguments import (

@@ -173,8 +173,8 @@ class BalancedTraining:
 
     A checkpoint holds the weights of all experts as save_pretrained writes them, and a folder ``isoload`` that
     :func:`isoload.save` wrote, from which training resumes on any number of processes. DistributedDataParallel does
-    not
-    touch the experts, replicas are refreshed after every step, and gradients are clipped by their norm over all ranks.
+    not touch the experts, replicas are refreshed after every step, and gradients are clipped by their norm over all
+    ranks.
     """
 
     model: Any

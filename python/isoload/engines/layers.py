@@ -1,6 +1,5 @@
 """The Balancers of an engine's model, by layer: made when the engine has placed its experts, refreshed in place when
-it
-moves them.
+it moves them.
 """
 
 from __future__ import annotations
@@ -92,8 +91,7 @@ AnyLayer = TypeVar("AnyLayer", bound=EngineLayer)
 
 class EngineLayers(ABC, Generic[AnyLayer]):
     """All layers of one model in this process. A subclass for an engine has the engine's name and ranks, makes the
-    layers
-    from the engine's records, and logs what is attached.
+    layers from the engine's records, and logs what is attached.
     """
 
     engine: ClassVar[str]  # begins every report
@@ -155,8 +153,7 @@ class EngineLayers(ABC, Generic[AnyLayer]):
         """Return one layer's Balancer. Without a group and loads, all ranks hold the same tokens.
 
         Its persistent memory is on the device where the engine routes before a graph is captured; also in layers that
-        the
-        model does not run, because one exchange includes all layers.
+        the model does not run, because one exchange includes all layers.
         """
         if num_shared not in self._placements:
             self._placements[num_shared] = self._placement_of(self.tables, num_shared)
@@ -277,12 +274,10 @@ class EngineLayers(ABC, Generic[AnyLayer]):
 
     def step_ended(self) -> None:
         """Count a forward pass, on all ranks, outside of any graph. Every EXCHANGE_EVERY passes one exchange renews
-        the targets
-        of all layers that are planned without the counts of all ranks.
+        the targets of all layers that are planned without the counts of all ranks.
 
         All ranks must have run the same number of passes, those without tokens too. This holds where every pass
-        contains an
-        all-to-all over the same ranks, which no rank can pass early.
+        contains an all-to-all over the same ranks, which no rank can pass early.
         """
         self.passes += 1
         if self.record is not None:

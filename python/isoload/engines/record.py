@@ -1,6 +1,5 @@
 """EngineRecord: shadow mode. The engine chooses replicas. Its choice is counted on the device; a background thread
-writes
-the counts to files and logs them with the loads that isoload's plan of the same copies would have had.
+writes the counts to files and logs them with the loads that isoload's plan of the same copies would have had.
 """
 
 from __future__ import annotations
@@ -36,8 +35,7 @@ class EngineRecord:
     """Record of one model's layers on one rank.
 
     Nothing is exchanged between ranks. One of record_every passes is kept, selected by its number, so that the files
-    of
-    all ranks have the same ones. All ranks must run the same number of passes, as where every pass contains an
+    of all ranks have the same ones. All ranks must run the same number of passes, as where every pass contains an
     all-to-all.
 
     Args:
@@ -49,8 +47,7 @@ class EngineRecord:
         tokens: "own", or "same" if all ranks hold the same: then only the first rank writes.
         device: where the engine routes.
         decode_tokens: largest number of tokens that this process routes in a pass of decode, if the engine does not
-            set
-            :attr:`phase` before a pass ends: a pass with more tokens counts as prefill.
+            set :attr:`phase` before a pass ends: a pass with more tokens counts as prefill.
     """
 
     def __init__(

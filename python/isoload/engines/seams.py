@@ -1,6 +1,5 @@
 """Seams: the functions of an engine that a plug-in replaces, wraps, calls or reads. The plug-in attaches if they are
-as
-expected.
+as expected.
 
 An engine's seams are listed in one JSON file, each with its signature in the version from which it was read. They are
 compared with the running engine, independent of its version number.
@@ -105,8 +104,7 @@ def missing_package(seams: Sequence[Seam]) -> str | None:
 
 def is_there(target: str) -> bool:
     """Return whether the engine has the target. A target whose import fails in another way counts as present; its
-    fault has
-    the reason.
+    fault has the reason.
     """
     try:
         pkgutil.resolve_name(target)
@@ -125,9 +123,8 @@ def bare_signature(function: Any) -> inspect.Signature:
 
 
 def shortened(signature: inspect.Signature, kind: Kind) -> Iterator[inspect.Signature]:
-    """Yield the signature without its last parameters, as long as these have defaults. A newer version may have
-    added them:
-    wrappers pass them on and calls omit them. A replacement would drop them.
+    """Yield the signature without its last parameters, as long as these have defaults. A newer version may have added
+    them: wrappers pass them on and calls omit them. A replacement would drop them.
     """
     parameters = list(signature.parameters.values())
     while kind != "replace" and parameters and parameters[-1].default is not inspect.Parameter.empty:

@@ -103,8 +103,7 @@ class Settings:
 
     def policies_for(self, shared: bool) -> dict[str, Policy]:
         """Return by phase the policy of layers with or without shared experts that the plan may move; some policies
-        need
-        them.
+        need them.
         """
         if not shared and self.places_shared:
             raise ValueError(

@@ -1,6 +1,6 @@
 """Engines' tables of replicas, converted to a Placement and back; the Placement that ISOLOAD_PLACER makes when an
-engine
-rebalances; and a batch whose optimal split is known, on which a plug-in tests its hooks before it installs them.
+engine rebalances; and a batch whose optimal split is known, on which a plug-in tests its hooks before it installs
+them.
 """
 
 from __future__ import annotations
@@ -86,8 +86,7 @@ def keep_slots(slots: Tensor, before: Tensor, num_ranks: int) -> Tensor:
 
 def arrivals(before: Tensor, after: Tensor, rank: int, num_ranks: int) -> dict[int, int]:
     """Return by layer the number of experts that came to a rank: distinct experts of its slots in after that are in
-    none of
-    its slots in before. Both [L, P] expert in each slot, -1: none.
+    none of its slots in before. Both [L, P] expert in each slot, -1: none.
     """
     size = before.shape[1] // num_ranks
     old, new = (table[:, rank * size : (rank + 1) * size].tolist() for table in (before, after))

@@ -20,10 +20,8 @@ class BalanceLog:
 
     A forward hook keeps tensors on their device, so that no step waits for the host. :meth:`read` waits once::
 
-        balance = isoload.online.BalanceLog(model)
-        for step, batch in enumerate(batches):
-            ...
-            if step % 50 == 0:
+        balance = isoload.online.BalanceLog(model) for step, batch in enumerate(batches):
+            ... if step % 50 == 0:
                 writer.add_scalars("train", balance.read(), step)  # or wandb.log(balance.read())
 
     Only layers whose plans are made from the loads of all ranks have an imbalance. With loads="own", and with policies
@@ -55,8 +53,7 @@ class BalanceLog:
         """Return the figures since the last reading and reset them; the host waits for the device.
 
         Keys, after the prefix: ``imbalance_p50``, ``_p90``, ``_p99`` and ``_max`` of max/mean rank load over layers
-        and
-        passes; ``worst_layer``, the position of the layer with the highest mean; ``rows_between_ranks`` and
+        and passes; ``worst_layer``, the position of the layer with the highest mean; ``rows_between_ranks`` and
         ``rows_between_nodes``, tokens that this process sent in a pass to another rank, and to one of another node;
         ``bytes_borrowed`` of expert weights and their gradients in a pass. Unknown figures are omitted.
         """

@@ -99,8 +99,7 @@ class Metrics:
     """Metrics of one model on one rank; calls do nothing without ``on`` or without prometheus_client.
 
     Several threads call it. prometheus_client is imported when an enabled object is made. That must not happen before
-    the
-    engine has set PROMETHEUS_MULTIPROC_DIR, the folder of its processes' files; it is set when a model is loaded.
+    the engine has set PROMETHEUS_MULTIPROC_DIR, the folder of its processes' files; it is set when a model is loaded.
     """
 
     def __init__(self, engine: str = "", model: str = "", rank: str = "", on: bool = False) -> None:
@@ -239,9 +238,8 @@ class LayerReport:
 
 
 class Meter:
-    """Sums per layer on the plans' device, written in place, so that captured graphs count too. Every log line
-    begins with
-    the engine's name; lines are at least the given number of seconds apart.
+    """Sums per layer on the plans' device, written in place, so that captured graphs count too. Every log line begins
+    with the engine's name; lines are at least the given number of seconds apart.
     """
 
     def __init__(self, name: str, seconds: float) -> None:

@@ -111,8 +111,8 @@ class Recorder:
 
     def watch(self, block: nn.Module, layer: int) -> RemovableHandle:
         """Record a Hugging Face block that isoload does not run, until the handle's ``remove()``; for a block that
-        isoload runs
-        set ``balancer.recorder``. transformers calls its experts with (hidden_states, top_k_index, top_k_weights).
+        isoload runs set ``balancer.recorder``. transformers calls its experts with (hidden_states, top_k_index,
+        top_k_weights).
         """
         experts = getattr(block, "experts", None)
         if not isinstance(experts, nn.Module) or not is_fused(experts):
@@ -150,8 +150,7 @@ class Recorder:
         """Return [batches, L, E] int64 copies on the host, summed over all ranks of a group, which call it together.
 
         Without a group: the records of this process, which are complete if ranks hold the same tokens or the process
-        owns
-        every rank. If ranks recorded different numbers of batches, all of them raise ValueError.
+        owns every rank. If ranks recorded different numbers of batches, all of them raise ValueError.
         """
         recorded = self._batches[: self.num_batches]
         if group is None or len(group.ranks) == group.topology.num_ranks:

@@ -159,8 +159,7 @@ class Watchdog:
 
     def leave(self, pending: bool) -> None:
         """Record that the engine's call has returned; pending: the rebalance is incomplete. A complete one that has
-        moved
-        experts is counted.
+        moved experts is counted.
         """
         if (rebalance := self._rebalance) is None:
             return

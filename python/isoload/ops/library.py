@@ -63,8 +63,7 @@ def device_errors(device: torch.device | str) -> int:
 
     On CUDA an op with a wrong value continues (an id out of range counts as -1) and sets its bit in a word of the
     device's memory, whose address captured graphs contain. This function reads the word and sets it to 0, after the
-    work
-    on the current stream, and waits for it. Ops on the CPU raise at once, so for the CPU the result is 0.
+    work on the current stream, and waits for it. Ops on the CPU raise at once, so for the CPU the result is 0.
     """
     return int(error_word(device))
 

@@ -49,8 +49,7 @@ def plan_exact(
 
     The op runs over-relaxed balancing sweeps, then shortest augmenting paths on ranks towards a Newton target. It ends
     with ``peak == bound`` unless a tolerance or a budget ends it earlier. It generalises LPLB (papers/001) to
-    integers.
-    Of the many splits with this peak, objective chooses one.
+    integers. Of the many splits with this peak, objective chooses one.
 
     Args:
         loads: [E] or [R, E] int32 copies (with a leading L if the tables have one); sources are summed.
@@ -58,8 +57,8 @@ def plan_exact(
         tables: of the same layers.
         fixed: [R] int32 copies that each rank carries in addition (leading L as above).
         tolerance: stop at ``bound * (1 + tolerance)``; 0 = exact.
-        budget: largest number of augmentations; None = no limit.
-            A smaller budget may leave a higher peak; the bound remains valid.
+        budget: largest number of augmentations; None = no limit. A smaller budget may leave a higher peak; the bound
+            remains valid.
         ticks: [R] int32 cost of one copy per rank, 1..2^20 (1024 = nominal); None = 1 each.
         pour: [] int32 shared copies (leading L as above) that are distributed afterwards, each to any rank. peak and
             bound then include them, and the split stops at the level at which all ranks together have capacity for
@@ -118,14 +117,11 @@ def plan_waterfill(
 ) -> WaterfillSplit:
     """Distribute the shared copies over the ranks' routed loads, up to the lowest level that holds them.
 
-    No integer share has a lower peak, so ``peak == bound``. Every rank keeps as many copies as fit under the level,
-    so as
-    few copies as possible move. As many of these as possible go to ranks to which their source sends routed copies
+    No integer share has a lower peak, so ``peak == bound``. Every rank keeps as many copies as fit under the level, so
+    as few copies as possible move. As many of these as possible go to ranks to which their source sends routed copies
     anyway: at most as many as it sends, and at most 3/4 of them if it has a choice (about the number of distinct
-    tokens).
-    All other moving copies stay in the node if possible. The op generalises Waterfill
-    (papers/001) to integers and whole batches
-    without sampling.
+    tokens). All other moving copies stay in the node if possible. The op generalises Waterfill (papers/001) to
+    integers and whole batches without sampling.
 
     Args:
         copies: [R, R] or [L, R, R] int32 routed copies that source s sends to rank d, R in 1..1024.
@@ -207,13 +203,11 @@ def plan_own(
     """Split one source rank's own copies over the slots, without any exchange in the batch.
 
     The result is an integer split near the least sum over ranks of ``(base_r + y_r) ** 2``. ``y_r`` is the number of
-    the
-    source's copies on rank r; ``base_r`` is its offset plus fixed copies plus a rotation in 0..1 that differs between
-    sources, ranks and layers, so that many sources with few copies do not round to the same rank. The op sweeps over
-    the
-    replicated experts and does not prove the least sum; bench/bench_own_split.py counts the splits that a move would
-    improve. Every copy is sent, and only to slots of its expert. The sum over all sources is level on average, without
-    a proved bound.
+    the source's copies on rank r; ``base_r`` is its offset plus fixed copies plus a rotation in 0..1 that differs
+    between sources, ranks and layers, so that many sources with few copies do not round to the same rank. The op
+    sweeps over the replicated experts and does not prove the least sum; bench/bench_own_split.py counts the splits
+    that a move would improve. Every copy is sent, and only to slots of its expert. The sum over all sources is level
+    on average, without a proved bound.
 
     Args:
         counts: [E] int32 this source's copies (with a leading L if the tables have one), together at most
@@ -246,8 +240,7 @@ def round_split(split: Tensor, loads: Tensor, tables: ReplicaTables) -> Tensor:
     """Round a real-valued split to whole copies that add up to each expert's load exactly.
 
     Largest remainder: the whole parts, then one copy each to the largest fractions, ties to the lowest slot. Every
-    quota
-    differs from its split by less than one copy, as far as the split itself adds up to the load.
+    quota differs from its split by less than one copy, as far as the split itself adds up to the load.
 
     Args:
         split: [P] float32 or float64 copies per slot (leading L as the tables), as :func:`plan_lp` returns; for
@@ -270,8 +263,7 @@ def plan_active(loads: Tensor, tables: ReplicaTables) -> ActiveSplit:
     For decode batches: as long as reading weights takes longer than computing, a rank's time is its number of active
     slots, and a replicated expert is read on every rank that computes a part of it. The number of active slots is the
     least possible (the flow of :func:`plan_exact` with one unit per expert). The peak in copies is then lowered move
-    by
-    move; it is not proved to be the least at this number.
+    by move; it is not proved to be the least at this number.
 
     Args:
         loads: [E] or [R, E] int32 copies (with a leading L if the tables have one); sources are summed.

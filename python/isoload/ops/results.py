@@ -112,13 +112,12 @@ class LpSplit(NamedTuple):
 class SlotFill(NamedTuple):
     """Result of the ops that fill spare slots, with the leading dimension of slot_to_expert.
 
-    The ops are :func:`isoload.ops.plan_fill` and :func:`isoload.ops.top_up`.
-    slot_to_expert [P] int32, spare slots filled from the first on; telemetry [5] int32 of all borrowed experts:
-    imports, most imports of a rank, most exports of a rank, imports from another node, flags.
+    The ops are :func:`isoload.ops.plan_fill` and :func:`isoload.ops.top_up`. slot_to_expert [P] int32, spare slots
+    filled from the first on; telemetry [5] int32 of all borrowed experts: imports, most imports of a rank, most
+    exports of a rank, imports from another node, flags.
 
     Flags are set by plan_fill only: 1 = the loads are below the threshold, so nothing moved; 2 = a rank stays above
-    the
-    capacity after the fill, which the exact split over the filled slots may still level.
+    the capacity after the fill, which the exact split over the filled slots may still level.
     """
 
     slot_to_expert: Tensor

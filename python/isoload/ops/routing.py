@@ -119,8 +119,7 @@ def route_sampled(
     """Draw a replica for every copy, independently, with probability proportional to its weight.
 
     The published realisation of SGLang's ``dynamic`` and ``lp``. The generator is counter-based: copy i of the
-    flattened
-    topk_ids uses word i of the stream ``seed``, so the draw is the same on every device.
+    flattened topk_ids uses word i of the stream ``seed``, so the draw is the same on every device.
 
     Args:
         topk_ids: [T, K] int32 or int64 logical experts; -1 = masked.
@@ -152,10 +151,8 @@ def route_shared(
     """Choose the rank of every shared copy on this rank, each rank exactly as often as the rank's share states.
 
     Ranks choose among the tokens that visit them: first the rank with the fewest visitors to spare, and among its
-    tokens
-    first those that the fewest other ranks can take. Remaining tokens stay on this rank up to its share, then go to
-    ranks
-    that lack copies. Every shared expert gets its part of every rank's copies.
+    tokens first those that the fewest other ranks can take. Remaining tokens stay on this rank up to its share, then
+    go to ranks that lack copies. Every shared expert gets its part of every rank's copies.
 
     Args:
         slots: [T, K] int32 or int64 routed slots of this rank's tokens; -1 = absent.
@@ -188,11 +185,10 @@ def route_shared_sampled(
 ) -> Tensor:
     """Draw the rank that computes each token's shared expert, as Waterfill was published (papers/001).
 
-    For comparison: a draw meets no quota. Every rank below a target is drawn in proportion to its slack
-    target - load; the own rank is preferred 11 to 10. If no candidate has a weight, the own rank keeps the copy,
-    unless a
-    candidate's load times 11 is below the own rank's times 10. Candidates are compared in rank order; visited ones of
-    dynamic in the order of the token's slots, as SGLang does.
+    For comparison: a draw meets no quota. Every rank below a target is drawn in proportion to its slack target - load;
+    the own rank is preferred 11 to 10. If no candidate has a weight, the own rank keeps the copy, unless a candidate's
+    load times 11 is below the own rank's times 10. Candidates are compared in rank order; visited ones of dynamic in
+    the order of the token's slots, as SGLang does.
 
     ========  =====================================  ============================  ==========================
     rule      load of rank r                         target: the mean, up, of      candidates
@@ -203,14 +199,12 @@ def route_shared_sampled(
     blog      load of all ranks                      loads + sum(tokens)           visited + own
     ========  =====================================  ============================  ==========================
 
-    static and dynamic are SGLang's (PR 19290), without its two waits for the device and its limit of 32 ranks
-    (here 1024). With fewer than 64 rows, padding included, all shared copies stay on the own rank. Weights are rounded
-    down after the preference. Row i draws ``((i ^ rank * 0x9E3779B9) * 1664525 + 1013904223) mod 2^32 mod total``, the
-    same in every layer and step. This is an arithmetic sequence: mostly more even than chance, but far off the
-    weights if
+    static and dynamic are SGLang's (PR 19290), without its two waits for the device and its limit of 32 ranks (here
+    1024). With fewer than 64 rows, padding included, all shared copies stay on the own rank. Weights are rounded down
+    after the preference. Row i draws ``((i ^ rank * 0x9E3779B9) * 1664525 + 1013904223) mod 2^32 mod total``, the same
+    in every layer and step. This is an arithmetic sequence: mostly more even than chance, but far off the weights if
     its step and the total share factors. blog has no minimum of rows, weighs own slack 11 and other slack 10, and row
-    i
-    draws word i of the stream ``seed`` (SplitMix64) mod total; the modulo's bias is below total / 2^64.
+    i draws word i of the stream ``seed`` (SplitMix64) mod total; the modulo's bias is below total / 2^64.
 
     Args:
         slots: [T, K] int32 or int64 routed slots; -1 = absent. K counts absent copies too.
@@ -221,8 +215,7 @@ def route_shared_sampled(
         rule: "static", "dynamic", "blog", or "blog_all": blog with all ranks as candidates.
         seed: 64-bit, used by blog and blog_all only.
         step: number of the batch on the device, see :func:`isoload.ops.route_sampled`; the stream is then that of
-            seed,
-            step and rank.
+            seed, step and rank.
 
     Returns:
         [T, 1] int32; -1 for a token without a routed copy.
@@ -321,9 +314,8 @@ def append_shared_expert(
 ) -> tuple[Tensor, Tensor]:
     """Append a column per shared expert, and renumber slots so that its slot follows every rank's routed ones.
 
-    Routed slot p becomes ``p // routed_per_rank * S + p % routed_per_rank``; shared expert j on rank r is slot
-    ``r * S + routed_per_rank + j``. With one shared expert this is SGLang's layout (PR 20089). The same call appends
-    the
+    Routed slot p becomes ``p // routed_per_rank * S + p % routed_per_rank``; shared expert j on rank r is slot ``r * S
+    + routed_per_rank + j``. With one shared expert this is SGLang's layout (PR 20089). The same call appends the
     *logical* ids of shared experts: slots = logical ids, ranks = 0 and routed_per_rank = E give E..E+n-1 and leave the
     routed ids unchanged.
 

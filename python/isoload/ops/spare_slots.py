@@ -44,9 +44,8 @@ def top_up(
     """Fill the spare slots that are still empty with replicas of hot experts, against errors of a forecast.
 
     One slot after another: the expert with most copies per replica goes to the least loaded live rank that lacks it
-    and
-    has an empty spare slot. Every expert counts as split evenly over its replicas (in 1/65536 copies, rounded down).
-    Experts without copies are not placed.
+    and has an empty spare slot. Every expert counts as split evenly over its replicas (in 1/65536 copies, rounded
+    down). Experts without copies are not placed.
 
     Args:
         loads: [E] or [R, E] int32 copies (leading L as slot_to_expert); sources are summed.
@@ -111,8 +110,7 @@ def borrow(
     """Copy the weights of the experts in a rank's spare slots from their home slots, byte for byte.
 
     One kernel per eight stacks reads the plan on the device. The home weights must be complete on every rank before
-    the
-    kernel starts, and must not change until it ends; the op does not synchronise ranks.
+    the kernel starts, and must not change until it ends; the op does not synchronise ranks.
 
     Args:
         slot_to_expert: [P] int32, of a plan; the last spare_slots of every rank hold borrowed experts, -1 = empty.
@@ -191,11 +189,9 @@ def plan_fill(
     For a level, the largest copies on each rank above the level go, whole if they fit, to the rank with the most free
     capacity below it that has a free spare slot or holds the expert already. The first level is the capacity. If the
     spare slots do not suffice for it, or if imports have a price, up to five higher levels are tried. The cheapest
-    level
-    is returned: the cost of a level is its largest load plus the imports of the busiest importer plus the exports of
-    the
-    busiest exporter. Nothing is imported if no level costs less than the copies at the start. A rank gets an expert at
-    most once.
+    level is returned: the cost of a level is its largest load plus the imports of the busiest importer plus the
+    exports of the busiest exporter. Nothing is imported if no level costs less than the copies at the start. A rank
+    gets an expert at most once.
 
     Args:
         loads: [E] or [R, E] int32 copies (leading L as slot_to_expert); sources are summed.

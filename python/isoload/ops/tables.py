@@ -17,8 +17,7 @@ class ReplicaTables:
     """The slots of every expert, read by planners and routers; made by :func:`isoload.ops.replica_tables`.
 
     ``data [..., size]`` holds the fields below one after another, per layer. Of two slots of one expert on one rank
-    only
-    the lower counts. A *replicated* expert has replicas on two or more ranks.
+    only the lower counts. A *replicated* expert has replicas on two or more ranks.
 
     Fields (all int32, with the leading dimension of ``data``):
         header    [2]    number of replicated experts, number of classes

@@ -102,8 +102,7 @@ class PlacedLayers:
         cached.
 
         :func:`refreshing` rewrites it in place. The last MEMOS results are kept, so a key that changes with every
-        batch costs
-        time, not memory.
+        batch costs time, not memory.
         """
         if key in self.memos:
             return self.memos[key][0]
@@ -175,8 +174,7 @@ def refreshing(mine: PlacedLayers, placed: PlacedLayers) -> Callable[[], PlacedL
     """Prepare to write another placement into own layers, in the same memory, cached tensors included.
 
     Every step that can fail runs here; the layers do not change until the result is called, which only copies. Plans
-    made
-    before that become invalid.
+    made before that become invalid.
     """
     written = [
         (mine.slot_to_expert, placed.slot_to_expert),

@@ -165,8 +165,7 @@ class Policy:
         rank).
 
         The quota is of the routed slots. :func:`isoload.plan` adds the shared copies unless ``plan.shared.in_quota``
-        is
-        set. If the op also computes the share of ``demand.rank``, the plan has it as send_counts.
+        is set. If the op also computes the share of ``demand.rank``, the plan has it as send_counts.
         """
         return exact_plan(self, demand, placed)
 

@@ -36,8 +36,7 @@ class BorrowPolicy(Policy, ABC):
     """Base: :meth:`fill` fills the spare slots; the copies follow the fill's quota or the split of another policy.
 
     Options, for subclasses that have them. split_by: "fill" or any policy, e.g. "exact", "lp", "joint" or a Policy.
-    For
-    a fill without a quota, or one made from other loads (isoload.balancing.planning.fill), "fill" means "exact".
+    For a fill without a quota, or one made from other loads (isoload.balancing.planning.fill), "fill" means "exact".
     slots: largest number of spare slots of a rank that are filled, the last ones; None = all.
     """
 
@@ -224,16 +223,14 @@ class LlepPolicy(FillPolicy):
     """Ranks above their capacity lend experts to less loaded ranks, and the copies are split exactly over all slots.
 
     The fill starts from the exact split over resident replicas and lends nothing if that is level enough. No rank's
-    load
-    exceeds the peak of that split. If the spare slots do not suffice, higher levels are tried, see
+    load exceeds the peak of that split. If the spare slots do not suffice, higher levels are tried, see
     :func:`isoload.ops.plan_fill`.
 
     Options: capacity (times the mean load), min_chunk (copies: a rank whose excess over the capacity is smaller lends
     nothing; a larger excess may leave in smaller chunks), threshold (up to this imbalance nothing moves), measure
     (load that the threshold compares: "rank" as the published code, "expert" as the paper's text), within ("all", or
     "node": no expert is borrowed outside the node of its home slot, and capacity and threshold relate to the mean of
-    the
-    most loaded node), split_by and refill_above (see :class:`FillPolicy`).
+    the most loaded node), split_by and refill_above (see :class:`FillPolicy`).
     """
 
     name = "llep"
@@ -280,9 +277,8 @@ class SpillCostPolicy(FillPolicy):
     The cost of a level is its largest load plus the imports of the busiest importer and the exports of the busiest
     exporter. An import or export costs as many copies as could be computed in its time
     (:func:`isoload.times.exchanges.break_even`), by the topology's bandwidths, or DEFAULT_BANDWIDTHS if it has none.
-    No
-    expert moves for fewer copies. The fill starts from the exact split over resident replicas; no rank's load exceeds
-    the peak of that split.
+    No expert moves for fewer copies. The fill starts from the exact split over resident replicas; no rank's load
+    exceeds the peak of that split.
 
     Options: expert_bytes (weights of one expert), token_us (microseconds per copy in a large GEMM), min_chunk (copies;
     a rank whose excess over a level is smaller lends nothing), within ("all", or "node": no expert is borrowed outside
@@ -326,8 +322,7 @@ class HedgePolicy(FillPolicy):
     """Levels the predicted loads, and hedges against their errors with more replicas of the hottest experts.
 
     A forecast needs few slots to be level. The remaining slots go to the experts with most copies per replica, where
-    the
-    exact split of the true loads can use them.
+    the exact split of the true loads can use them.
 
     Options: slots (largest number filled per rank; None = all spare slots), within ("all", or "node": no expert is
     borrowed outside the node of its home slot), refill_above (see :class:`FillPolicy`).

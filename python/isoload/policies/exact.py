@@ -178,10 +178,8 @@ class ExactActivePolicy(Policy):
 
     In a small decode batch a rank waits for the weights of its active slots, not for its copies. Among the optima the
     policy prefers a low peak in copies, without regard to the ranks' speeds. Peak and bound of the plan count copies,
-    as
-    for ``exact``; the last telemetry value is the number of experts moved for the peak.
-    :func:`isoload.ops.plan_active`
-    also returns the proved number of slots.
+    as for ``exact``; the last telemetry value is the number of experts moved for the peak.
+    :func:`isoload.ops.plan_active` also returns the proved number of slots.
     """
 
     name = "exact_active"

@@ -30,11 +30,9 @@ Bools = np.ndarray[Any, np.dtype[np.bool_]]
 class GracePolicy(Policy):
     """A replica on the own rank, else those on the own node, else all; copies are divided by the replicas' weights.
 
-    The weights are the placement's ``replica_weight``, which :func:`isoload.place` derives from predicted loads;
-    equal if
-    there are none. The published rule draws every copy at random. Here a rank cuts its copies at an offset of its
-    own, so
-    that roundings of different ranks cancel.
+    The weights are the placement's ``replica_weight``, which :func:`isoload.place` derives from predicted loads; equal
+    if there are none. The published rule draws every copy at random. Here a rank cuts its copies at an offset of its
+    own, so that roundings of different ranks cancel.
 
     Options: locality=False divides by weights alone (Algorithm 4; otherwise Algorithm 5).
     """

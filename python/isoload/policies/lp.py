@@ -30,8 +30,7 @@ class LpPolicy(Policy):
 
     ``exact`` finds the least peak itself and is faster; ``lp`` cross-checks it and provides real-valued splits. Speeds
     are not supported. Telemetry: iterations, status (0 converged, 1 iteration limit reached, 2 numerical breakdown:
-    the
-    split is even), 0, 0.
+    the split is even), 0, 0.
 
     Options: precision ("float32" or "float64"), tolerance (relative; None = what the precision allows) and iterations
     (0..1000; None = what the precision may need).

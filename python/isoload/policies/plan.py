@@ -40,10 +40,8 @@ def next_step(step: Tensor) -> Tensor:
     A checkpoint's recompute gets the number of its original batch. Every checkpoint restores the state of torch's
     generator, and a batch that may be recomputed draws from it once; that draw identifies the batch. (With
     preserve_rng_state=False the recompute gets the number of the last batch.) In compiled code an op decides at run
-    time.
-    Eager calls do not use that op, because the first op defined in Python imports torch's compiler, which takes a
-    second
-    or more.
+    time. Eager calls do not use that op, because the first op defined in Python imports torch's compiler, which takes
+    a second or more.
     """
     if torch.compiler.is_compiling():
         traced: Tensor = _traced_next_step(step)
@@ -164,8 +162,7 @@ def per_expert(by_rank: Tensor, num_shared: int) -> Tensor:
     """Divide copies [..., R, R] among the shared experts, [..., R, R, n]; parts of a source differ by remainders only.
 
     Shared expert j takes ``(c + j) // n`` of a source's first c copies in rank order. Over all j these add up to c,
-    and
-    over a source's whole row, with n copies per token, every shared expert gets one copy per token.
+    and over a source's whole row, with n copies per token, every shared expert gets one copy per token.
     :func:`isoload.ops.route_shared` uses the same rule.
     """
     if num_shared == 1:
@@ -258,10 +255,8 @@ class Plan:
         """Return the line of :func:`repr` and a table of the plan's tensors; on a GPU the host waits.
 
         A plan of one layer has a row for each rank: its load (copies, or their cost in ticks if ranks differ in
-        speed), the
-        slots that take copies, and the experts in its spare slots. A plan of all layers has a row for each layer:
-        peak,
-        bound, and imbalance (peak over mean load). A sampled plan has no loads.
+        speed), the slots that take copies, and the experts in its spare slots. A plan of all layers has a row for each
+        layer: peak, bound, and imbalance (peak over mean load). A sampled plan has no loads.
         """
         if self.quota is None or self.peak is None:
             return repr(self)

@@ -45,9 +45,9 @@ class WaterfillSampledPolicy(Seeded, SharedPolicy):
 
     Options: rule: "static" and "dynamic" are SGLang's two forms; "blog" is papers/001's formula over visited ranks and
     the token's own rank, "blog_all" over all ranks; "recorded" is "blog" with the rank loads of a recorded trace,
-    scaled
-    to the rank's own copies, so that nothing is exchanged. recorded: the trace's file. routed as in ``shared_local``.
-    seed and step (number of the batch) select the random stream of "blog", "blog_all" and "recorded".
+    scaled to the rank's own copies, so that nothing is exchanged. recorded: the trace's file. routed as in
+    ``shared_local``. seed and step (number of the batch) select the random stream of "blog", "blog_all" and
+    "recorded".
     """
 
     name = "waterfill_sampled"

@@ -57,8 +57,7 @@ class LibraPublishedPolicy(BorrowPolicy):
     """Libra's replication and sharding as printed, on the CPU; for CUDA loads the host waits once.
 
     Copies whose expert has a slot on their own rank stay there. Two faults of the listings are kept: replication ends
-    at
-    its first refusal, and sharding may move more copies than a rank's excess.
+    at its first refusal, and sharding may move more copies than a rank's excess.
 
     Options: alpha (fraction of the slots for the experts that the rank's own tokens choose most), tolerance (of the
     balanced load, relative), slots (largest number filled per rank; None = all spare slots).
@@ -358,9 +357,8 @@ def llep_published(
     """Return every expert's copies in segments, in the order in which the planner decides them.
 
     Faults that are kept: copies that no rank can take below its capacity are forced onto one helper, even if that
-    helper
-    has just got a segment of the same expert, and no copy returns to the home rank. Only the code rounds the capacity
-    down twice.
+    helper has just got a segment of the same expert, and no copy returns to the home rank. Only the code rounds the
+    capacity down twice.
 
     Args:
         counts: [E] copies; expert e lives on rank e // (E / R).

@@ -203,9 +203,8 @@ class JointPolicy(SharedPolicy):
     """The least peak over all splits of replicated experts and all places of shared copies, with its certificate.
 
     Shared copies can go anywhere, so they matter for the optimum only if all ranks are at the peak. An exact split
-    that
-    stops at the common level, followed by an exact fill, is therefore optimal. Stopping there keeps more routed copies
-    near their source.
+    that stops at the common level, followed by an exact fill, is therefore optimal. Stopping there keeps more routed
+    copies near their source.
 
     Options: tolerance, budget and objective as in ``exact``; a budget that ends the split early leaves
     ``peak > bound``.

@@ -46,8 +46,7 @@ class AllToAllTime:
 
     The tables contain only even routing, so the cost of a busier rank is unknown. Therefore times are ranges: `low` is
     the time of even rows (links are not the limit, or the slow rank overlaps), `high` the time if every rank had as
-    many
-    rows as the busiest.
+    many rows as the busiest.
 
     measured: whether the tables have these ranks, nodes and rows. If not, `note` names the setting in which `high` was
     measured. `low` is then the exchange inside of one node, and `high` the nearest measured one over as many nodes or
@@ -173,8 +172,7 @@ def _between(
     """Return the measured row nearest to an exchange over nodes, of any GPU, and the curve of `nodes` nodes.
 
     Beyond the measured nodes a token's time follows the rows that leave a node, and a call grows with every doubling
-    of
-    the nodes as it did with the last measured doubling.
+    of the nodes as it did with the last measured doubling.
     """
     names = kernel, SAME_KERNELS.get(kernel, kernel)
     wide = [row for row in table if row["kernel"] in names and row["nodes"] > 1]

@@ -64,8 +64,7 @@ def kernel_us(
     a: float, b: float, c: float, rho: float, p: float, active: ArrayLike, padded: ArrayLike, rows: ArrayLike
 ) -> Floats:
     """Return a + ((b active)^p + (c padded)^p)^(1/p) + rho rows, elementwise: launching, reading the weights of the
-    slots
-    with copies and multiplying (the longer one hides most of the other), and handling the rank's rows.
+    slots with copies and multiplying (the longer one hides most of the other), and handling the rank's rows.
     """
     reading, multiplying = b * np.asarray(active, np.float64), c * np.asarray(padded, np.float64)
     longer = np.maximum(reading, multiplying)
@@ -114,8 +113,7 @@ class ExpertTime:
         """Return shipped constants; :func:`available` lists them.
 
         experts: of the measured model, if several have experts of this shape (their constants hardly differ); by
-        default the
-        one with the best fit.
+        default the one with the best fit.
 
         Raises:
             ValueError: names the argument and its choices.
@@ -131,8 +129,7 @@ class ExpertTime:
         Args:
             copies: [..., slots] that each slot of a rank computes, an array or a tensor on the CPU.
             rows: [...] tokens that the rank's kernel gets: those that arrived over an all-to-all, or all of the
-                group's if
-                every rank holds all tokens. By default as many as copies, the largest number.
+                group's if every rank holds all tokens. By default as many as copies, the largest number.
         """
         counts = numbers("copies", copies)
         num_rows = counts.sum(-1) if rows is None else numbers("rows", rows)

@@ -124,8 +124,7 @@ def _parse_about(path: str, text: bytes) -> dict[str, Any]:
 
 def _identity(known: dict[str, Any], layer_ids: list[int]) -> Identity:
     """Return the identity. Older files have none: those of vLLM's records state how layers are numbered; for other
-    files
-    layers 0..L-1 may be positions or the model's own numbers.
+    files layers 0..L-1 may be positions or the model's own numbers.
     """
     if "identity" in known:
         return identity_from_json(known.pop("identity"))
@@ -138,8 +137,7 @@ def write_trace(trace: Trace, path: str | Path, **more: Ints) -> None:
     """Write ``path`` (.npz), from which :func:`read_trace` reads the whole trace; more: arrays that it does not read.
 
     Each array has the narrowest integers that hold it. The file is written under another name and renamed when
-    complete:
-    a crash leaves no partial file.
+    complete: a crash leaves no partial file.
 
     Raises:
         ValueError: another suffix than .npz; provenance that JSON cannot hold.

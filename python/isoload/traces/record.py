@@ -127,8 +127,7 @@ def model_top_k(model: str, num_experts: int) -> int:
 
 def with_top_k(trace: Trace, model: str | None = None) -> Trace:
     """Return the trace with its own K; if it has none, with the given one (a number, or the name of a model), else
-    with that
-    of the model that the record names. K stays 0 if neither is known.
+    with that of the model that the record names. K stays 0 if neither is known.
     """
     if model is None:
         return replace(

@@ -54,8 +54,7 @@ def read_vllm(path: Path, limit: int) -> dict[str, Any]:
     """Return the fields of the Trace in a file of at most limit bytes, not checked against each other.
 
     A header in the middle begins another run of the same model, whose steps are further batches. An incomplete last
-    line,
-    from a killed process, is skipped with a warning; any other damaged line is an error.
+    line, from a killed process, is skipped with a warning; any other damaged line is an error.
     """
     runs = [Run(None, {})]
     size, torn = 0, 0

@@ -111,8 +111,7 @@ def make_symmetric(
     """Make symmetric memory on all ranks, or raise on all ranks.
 
     torch's rendezvous waits for file descriptors without a timeout and without releasing Python's lock. It must not
-    begin
-    before all ranks have checked that the descriptors will arrive.
+    begin before all ranks have checked that the descriptors will arrive.
 
     Args:
         group: the ranks that read each other's memory.
@@ -253,8 +252,7 @@ class CollectiveGroup(Group):
         """Return a group over the processes of another, with a communicator that no other code uses.
 
         All processes of the default group call it together, as :func:`torch.distributed.new_group` requires. The
-        timeout is
-        that of the other group.
+        timeout is that of the other group.
 
         Args:
             topology: R ranks, or the number R, as many as `like` has.
@@ -340,8 +338,7 @@ class CollectiveGroup(Group):
         """Raise on all ranks (of a node), on CPU, unless all ranks are in this stage with rows of one size.
 
         Without this check gloo would abort. A row that fits into the frame travels with it. On a GPU a frame would be
-        one
-        more collective and a host wait, so there only the group's timeout applies.
+        one more collective and a host wait, so there only the group's timeout applies.
 
         Args:
             stage: of the exchange that follows.

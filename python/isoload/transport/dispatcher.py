@@ -40,8 +40,7 @@ class Received:
     ends             [S] if every row is of one copy (K = 1) and rows are sorted by slot: rows of slot s end at ends[s]
 
     A row whose slots are all -1 is padding. N, K and the order of rows depend on the dispatcher; rows, slots and
-    weights
-    may be parts of one buffer, not contiguous.
+    weights may be parts of one buffer, not contiguous.
     """
 
     rows: Tensor
@@ -92,8 +91,7 @@ class Dispatcher(Shared, ABC):
             weights: [T, K] float32 each; with float64 x also float64, which keeps their gradients exact.
             slots_per_rank: S; slot p is on rank p // S.
             call: its facts travel with the row counts. If the host does not wait for row counts, the facts are
-                compared
-                where values are readable (on CPU; elsewhere under ISOLOAD_CHECK=1).
+                compared where values are readable (on CPU; elsewhere under ISOLOAD_CHECK=1).
 
         Raises:
             ValueError: names the argument, the rule and the value. The other ranks raise too and name rank and stage;
@@ -132,9 +130,8 @@ class Dispatcher(Shared, ABC):
     ) -> Callable[[], list[Received]]:
         """Begin :meth:`dispatch` and return a function that waits for the rows; call it once.
 
-        Other work and other exchanges may come before that. Forward only: raises ValueError if gradients are
-        recorded. A
-        dispatcher without an implementation of its own has the rows at once.
+        Other work and other exchanges may come before that. Forward only: raises ValueError if gradients are recorded.
+        A dispatcher without an implementation of its own has the rows at once.
         """
         refuse_gradients()
         received = self.dispatch(x, slots, weights, slots_per_rank, call)

@@ -26,9 +26,8 @@ OVERLAP = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 
 
 class Peers:
-    """Memory that all ranks of a group can read. Virtual ranks share a process, so they can read any tensor. Lists
-    of own
-    tensors are indexed by the owned ranks.
+    """Memory that all ranks of a group can read. Virtual ranks share a process, so they can read any tensor. Lists of
+    own tensors are indexed by the owned ranks.
     """
 
     def new(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -139,11 +139,9 @@ class Group(Exchanges):
             counts: [E] int32 each, see :func:`isoload.count`.
             errors: :func:`error_code` of the stage that failed on each rank, 0 = none.
             facts: integers that must be equal on all ranks, by name, the same names on all ranks. Compared where
-                values
-                are readable (on CPU; elsewhere under ISOLOAD_CHECK=1), otherwise not sent.
+                values are readable (on CPU; elsewhere under ISOLOAD_CHECK=1), otherwise not sent.
             in_node: gather among the ranks of a node only, after :meth:`join_node`. Rows of other nodes are 0, and
-                their
-                failures and facts are not received. The caller ensures equal lengths of counts.
+                their failures and facts are not received. The caller ensures equal lengths of counts.
 
         Returns:
             loads [R, E] int32, the same on all ranks.
@@ -151,8 +149,7 @@ class Group(Exchanges):
         Raises:
             ValueError: the same on all ranks; names rank and stage if any rank has an error, or the first fact that
                 differs. At once on CPU. Errors on a GPU at the next :meth:`Call.swap_counts` or, for a dispatcher
-                without
-                it, at the next :meth:`check`; in a CUDA graph in the same way, for every replay.
+                without it, at the next :meth:`check`; in a CUDA graph in the same way, for every replay.
         """
         if len(counts) != len(self.ranks) or (errors is not None and len(errors) != len(self.ranks)):
             self.check_owned("counts", counts)
@@ -290,10 +287,8 @@ class Call:
     """One call of all ranks: the failure in this process, if any, and the facts that must be equal on all ranks.
 
     As a context it catches every exception inside, KeyboardInterrupt included, because the other ranks must not wait
-    for
-    this one. The next exchange transmits the failure and raises: the failure here, and on the other ranks an error
-    that
-    names the rank and the stage.
+    for this one. The next exchange transmits the failure and raises: the failure here, and on the other ranks an error
+    that names the rank and the stage.
 
     Args:
         group: the ranks.

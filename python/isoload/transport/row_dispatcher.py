@@ -270,11 +270,9 @@ class NodeDispatcher(RowDispatcher):
     """Rows arrive by leader, then source node, then token. All ranks of the group construct it together.
 
     A token's sum in a node is rounded to the dtype of the rows before it leaves the node, as a rank's sum is in a
-    :class:`RowDispatcher`, and so is the gradient of x. ``traffic.rows`` has the rows of both hops, without those
-    that a
-    rank sends to itself in the first hop: between ranks of two nodes, one row for every token and other node. The
-    second
-    hop of a started dispatch begins when the caller waits for the first.
+    :class:`RowDispatcher`, and so is the gradient of x. ``traffic.rows`` has the rows of both hops, without those that
+    a rank sends to itself in the first hop: between ranks of two nodes, one row for every token and other node. The
+    second hop of a started dispatch begins when the caller waits for the first.
 
     Args:
         group: the ranks.

@@ -151,8 +151,7 @@ class DeepEPBorrow(Backend):
     """Borrowing through DeepEP's EPBuffer. The host does not wait, for weights or for gradients.
 
     Gradients are added in float32 in any order, so two runs may differ in the last bits. The pools and the gradients
-    on
-    their way are in the region that EPBuffer keeps for this purpose (``borrow_bytes`` of
+    on their way are in the region that EPBuffer keeps for this purpose (``borrow_bytes`` of
     :class:`isoload.transport.deep_ep.DeepEPTransport`), allocated in the same order on every rank.
     """
 

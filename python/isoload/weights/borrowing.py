@@ -92,8 +92,7 @@ class Borrowing:
         """Set the dtype in which weights travel; None: their own.
 
         Peers read the weights in their home rank's memory and so in their own dtype; experts are then computed from a
-        cast
-        copy.
+        cast copy.
         """
         self.dtype = None if self.backend.reads_peers else dtype
 
@@ -216,8 +215,7 @@ class JoinRows(torch.autograd.Function):
     Inputs, for all owned ranks: received rows (see :func:`join_rows`), then every rank's Parameters. Outputs: the same
     rows, then every rank's weight rows, then every rank's spare stacks if any are borrowed, of stacks that train. Rows
     pass through so that every rank, also one without weights, enters the exchange of the gradients. Weight rows are
-    whole
-    storages or, if Parameters have other memory, the Parameters followed by the storages' replica rows.
+    whole storages or, if Parameters have other memory, the Parameters followed by the storages' replica rows.
     """
 
     @staticmethod
@@ -312,8 +310,7 @@ def check_recomputed(noted: dict[str, Tensor], saved: Sequence[Tensor]) -> None:
     """Raise if a checkpoint (use_reentrant=False) recomputed the layer with other choices than in the first forward.
 
     The node keeps the tensors that the first forward noted; saved tensors are the recompute's. Without a checkpoint
-    both
-    are the same tensors, and the comparison costs nothing. The reentrant checkpoint keeps no node of the first
+    both are the same tensors, and the comparison costs nothing. The reentrant checkpoint keeps no node of the first
     forward.
     """
     for (name, first), again in zip(noted.items(), saved, strict=False):
@@ -346,14 +343,12 @@ def join_rows(
     """Return received rows and, for every owned rank, stacks of all its rows and borrowed rows, connected in autograd.
 
     Stacks whose Parameters require no gradient get none, and neither do their replicas and borrowed rows; such
-    gradients
-    do not travel.
+    gradients do not travel.
 
     Args:
         rows: [N, H] of every owned rank.
         replicas: the moves from home rows to all replica rows; if there are any, backward exchanges gradients, on
-            every
-            rank.
+            every rank.
         borrowed: the borrowed experts of any rank; if given, backward exchanges gradients too.
         noted: tensors that a recompute must reproduce, see :func:`check_recomputed`.
         dtype: of the resident stacks, in which they compute; None: the Parameters' own. Gradients reach the Parameters

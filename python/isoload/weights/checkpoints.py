@@ -256,10 +256,8 @@ class Checkpoint:
     """A layer's experts in a published checkpoint; :class:`isoload.MoE` accepts it in place of all stacks.
 
     Each rank reads the experts that the placement gives it, homes and replicas, when the layer is made; errors in a
-    file
-    are raised there, on all ranks. DeepSeek-V3's experts stay in fp8. gpt-oss's MXFP4 becomes bfloat16, exactly, or
-    stays
-    MXFP4, for inference only.
+    file are raised there, on all ranks. DeepSeek-V3's experts stay in fp8. gpt-oss's MXFP4 becomes bfloat16, exactly,
+    or stays MXFP4, for inference only.
 
     Args:
         source: a folder of safetensors files with their index, one such file, or a state_dict with the same names.

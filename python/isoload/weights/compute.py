@@ -121,8 +121,7 @@ class _BorrowedLinear(torch.autograd.Function):
 
 class _AddBias(torch.autograd.Function):
     """Return ``y + bias[slot]``, computed in y's own memory if the kernel applies, so nothing else may use y. It has
-    its own
-    backward, because indexing would add the gradients after the last copy too, and in y's dtype.
+    its own backward, because indexing would add the gradients after the last copy too, and in y's dtype.
     """
 
     @staticmethod
@@ -168,8 +167,7 @@ def run_experts(
     """Return for each row the sum over its local copies of ``weight * expert(row)``.
 
     Groups are computed one after another; local slots are numbered through all groups. Gradients reach rows, gate
-    weights
-    and every stack that requires them.
+    weights and every stack that requires them.
 
     Args:
         rows: [N, H] in the first group's dtype; with quantised groups in any dtype, without gradients.

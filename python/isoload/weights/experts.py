@@ -55,8 +55,7 @@ class ExpertWeights:
     """The weights of S slots, stacked. A row is one output, as in nn.Linear, so checkpoints need no transposing.
 
     Quantised weights (inference only) have scales, which multiply their values. Rows and columns of a matrix that
-    share a
-    scale (the last block of a side may be smaller):
+    share a scale (the last block of a side may be smaller):
 
     - fp8: e4m3 and float32, 128 and 128;
     - MXFP8: e4m3 and e8m0, 1 and 32;
@@ -206,8 +205,7 @@ class BorrowedWeights(ExpertWeights):
 
     Args:
         wait: returns once the weights have arrived. It is called before they are used, in forward and in backward,
-            which
-            reads the same memory. So no computation saves them for backward.
+            which reads the same memory. So no computation saves them for backward.
     """
 
     wait: Callable[[], None] = field(kw_only=True)

@@ -17,19 +17,16 @@ def plan_moves(current: Rows, wanted: Rows, rows_per_chunk: int) -> list[list[Mo
     """Return the moves that bring every row to its wanted content, in chunks. All reads of a chunk come first.
 
     After every chunk each expert still has a row. A row is written once, and only if it changes. The exception is a
-    cycle
-    of rows longer than a chunk: each chunk that cuts one has one more move, which parks the displaced expert.
+    cycle of rows longer than a chunk: each chunk that cuts one has one more move, which parks the displaced expert.
 
-    The busiest rank of a chunk determines how long its exchange takes. A rank therefore sends at most rows_per_chunk
-    / R
-    rows of a chunk (rounded up) and receives at most as many. Only a chunk that begins with a cycle of rows may exceed
-    that number, up to rows_per_chunk.
+    The busiest rank of a chunk determines how long its exchange takes. A rank therefore sends at most rows_per_chunk /
+    R rows of a chunk (rounded up) and receives at most as many. Only a chunk that begins with a cycle of rows may
+    exceed that number, up to rows_per_chunk.
 
     Args:
         current: present content of the rows; all copies of an expert are equal.
         wanted: wanted content, -1 = anything; rows after the end of a rank's list may hold anything. current and
-            wanted
-            must contain the same experts; no rank's list has an expert twice.
+            wanted must contain the same experts; no rank's list has an expert twice.
         rows_per_chunk: largest number of moves of a chunk, over all ranks, at least 2.
     """
     schedule = _Schedule(current, wanted)
@@ -156,11 +153,9 @@ class _Schedule:
     def _next_of(self, address: Address) -> Address | None:
         """Return the row that must read this one before it is overwritten; None if no row must.
 
-        A row on the same rank, which then avoids a transfer, or any row if this is the last copy. A rank that holds
-        an expert
-        twice, as when one was parked, may lose either row. So no two rows have the same next row, and if no pending
-        row is
-        free, the pending rows form cycles.
+        A row on the same rank, which then avoids a transfer, or any row if this is the last copy. A rank that holds an
+        expert twice, as when one was parked, may lose either row. So no two rows have the same next row, and if no
+        pending row is free, the pending rows form cycles.
         """
         expert = self.content.get(address)
         if expert is None or any(a.rank == address.rank and a != address for a in self.holders[expert]):

@@ -62,9 +62,8 @@ def check_whole(keys: Iterable[str]) -> None:
 class PartIndex(Tensor):
     """The experts [homes] of the rows of one rank's part, int64.
 
-    The tensor pickles as a plain one, so every rank can save its own part with torch.save. Writers that keep the
-    state of
-    one process only raise: safetensors' save_model, accelerate and torch.distributed.checkpoint.
+    The tensor pickles as a plain one, so every rank can save its own part with torch.save. Writers that keep the state
+    of one process only raise: safetensors' save_model, accelerate and torch.distributed.checkpoint.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]

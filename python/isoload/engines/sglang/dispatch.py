@@ -1,6 +1,5 @@
 """Hooks of SGLang's dispatch: logical to physical ids, for --ep-dispatch-algorithm dynamic and lp; and the shared
-experts
-of --enable-waterfill.
+experts of --enable-waterfill.
 
 dynamic  Without an all-to-all backend all ranks hold the same tokens and compute the same plan. With one each rank
          plans its own, and SGLang calls nothing on a rank without tokens: no forward pass may contain an exchange.
@@ -163,8 +162,7 @@ def forward(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Wrap ModelRunner.forward, in which graphs are replayed and experts move; exchanges run after the pass.
 
     SGLang counts the same passes towards its own rebalances: with attention data parallelism, ranks without requests
-    run
-    idle passes. Reports wait for the device, once per interval.
+    run idle passes. Reports wait for the device, once per interval.
     """
     if self.is_draft_worker:
         return original(self, *args, **kwargs)
@@ -189,10 +187,8 @@ class WaterfillBalancer:
 
     With lp the layer's plan has already decided about the shared copies (policy joint, unless ISOLOAD_POLICY names
     another). Otherwise, and in draft models, the shared copies fill the ranks above the routed copies (policy
-    waterfill).
-    num_routed_experts is P, the slots of all ranks; shared_weight is the weight of the shared expert's output, in
-    older
-    versions the inverse of routed_scaling_factor, or 1 if that is 0.
+    waterfill). num_routed_experts is P, the slots of all ranks; shared_weight is the weight of the shared expert's
+    output, in older versions the inverse of routed_scaling_factor, or 1 if that is 0.
     """
 
     flag = "--enable-waterfill"
@@ -232,9 +228,8 @@ class WaterfillBalancer:
     def expand_topk(self, topk_output: Any, num_tokens: int) -> Any:
         """Return topk_ids [T, K + 1] with the shared slots, from [T, K] routed slots, and their weights.
 
-        Every rank's shared slot is its last, so routed slot p becomes ``p + p // S``. A row without a routed copy
-        gets shared
-        slot -1 and weight 0, as every id of -1 does.
+        Every rank's shared slot is its last, so routed slot p becomes ``p + p // S``. A row without a routed copy gets
+        shared slot -1 and weight 0, as every id of -1 does.
         """
         ids, weights = topk_output.topk_ids, topk_output.topk_weights
         shared_rank = None if self.layer is None else self.layer.take_shared(num_tokens)

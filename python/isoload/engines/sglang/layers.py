@@ -52,8 +52,7 @@ class Layer(EngineLayer):
         """Let the phase's policy plan the next batch, also in a graph that is captured now.
 
         The phase must be the same on all ranks. Ranks that gather loads compare their policies in the gather; other
-        ranks
-        could not detect a difference.
+        ranks could not detect a difference.
         """
         if not self.policies:
             return
@@ -72,9 +71,8 @@ class Layer(EngineLayer):
         return phases or super().policy_name
 
     def solve(self, topk_ids: Tensor) -> Tensor:
-        """Return [T, K] physical ids of the routed copies, from [T, K] logical ones; all ranks call it together,
-        also with
-        T = 0.
+        """Return [T, K] physical ids of the routed copies, from [T, K] logical ones; all ranks call it together, also
+        with T = 0.
         """
         num_valid, self.num_valid = self.num_valid, None
         self.turn(LAYERS.phase_now)
@@ -326,9 +324,8 @@ def parallel() -> Any:
 
 
 def phase_of(batch: Any) -> str:
-    """Return a ForwardBatch's phase, the same on all ranks: prefill if any rank has some, as in SGLang's all-to-all.
-    A mixed
-    batch is prefill, a draft's verification decode.
+    """Return a ForwardBatch's phase, the same on all ranks: prefill if any rank has some, as in SGLang's all-to-all. A
+    mixed batch is prefill, a draft's verification decode.
     """
     mode = batch.forward_mode
     prefill = batch.is_extend_in_batch or (mode.is_extend() and not mode.is_target_verify())

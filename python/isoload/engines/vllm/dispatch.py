@@ -80,9 +80,8 @@ def step(
     original: Original, self: Any, is_dummy: bool = False, is_profile: bool = False, **kwargs: Any
 ) -> None:
     """Wrap EplbState.step, which every rank calls after every forward pass, also after a dummy pass without
-    requests: vLLM
-    counts these calls towards its own rebalances. Reports wait for the device, once per interval. The counts of a
-    profiling pass are dropped.
+    requests: vLLM counts these calls towards its own rebalances. Reports wait for the device, once per interval. The
+    counts of a profiling pass are dropped.
     """
     if is_profile:
         original(self, is_dummy, is_profile, **kwargs)

@@ -264,9 +264,8 @@ def tokens_by_layer(state: Any, parallel: Any, loads: str) -> tuple[dict[int, Ra
 
 
 def is_draft(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether EplbState.add_model(model, model_config, model_name=None) is called for a draft: since 0.32
-    vLLM names
-    only drafts; before, their configuration states it.
+    """Return whether EplbState.add_model(model, model_config, model_name=None) is called for a draft: since 0.32 vLLM
+    names only drafts; before, their configuration states it.
     """
     config = kwargs.get("model_config", args[1] if len(args) > 1 else None)
     named_draft = kwargs.get("model_name", args[2] if len(args) > 2 else None) is not None
@@ -309,9 +308,8 @@ class Models:
         self.by_map: dict[int, Layer | Counted] = {}
 
     def add(self, state: Any, parallel: Any, draft: bool = False, name: str = "") -> None:
-        """Add a model whose experts vLLM has placed. Drafts, which come first, have no measured plans. All ranks
-        call it
-        together. name: as served; empty: the state's.
+        """Add a model whose experts vLLM has placed. Drafts, which come first, have no measured plans. All ranks call
+        it together. name: as served; empty: the state's.
         """
         layers, name = ModelLayers(), name or state.model_name
         layers.settings, layers.draft = self.settings, draft

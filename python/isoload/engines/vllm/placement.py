@@ -160,9 +160,8 @@ def plain(name: str) -> str:
 
 
 def same_model(name: str, other: str) -> bool:
-    """Return whether two plain names differ only by parts at their end: deepseek-v3 and deepseek-v3-0324 are the
-    same model,
-    deepseek-v3.2 is another.
+    """Return whether two plain names differ only by parts at their end: deepseek-v3 and deepseek-v3-0324 are the same
+    model, deepseek-v3.2 is another.
     """
     short, long = sorted((name, other), key=len)
     return long == short or (long.startswith(short) and long[len(short)] in "-_")

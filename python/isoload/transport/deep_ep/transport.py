@@ -47,13 +47,12 @@ class DeepEPDispatcher(Dispatcher):
 
     ``received`` has the rows in DeepEP's order: by source rank, then token, for Buffer and for the other buffers made
     with ``deterministic=True``, else in order of arrival. Sums are accumulated in float32 and rounded once per rank
-    and
-    once over the ranks: by ascending rank in Buffer, else by the place of a rank's last copy among a token's choices.
+    and once over the ranks: by ascending rank in Buffer, else by the place of a rank's last copy among a token's
+    choices.
 
     If a rank fails, the other ranks raise before they dispatch where they can find out: by an exchange on CPU and
-    under
-    ISOLOAD_CHECK=1, elsewhere if the gather of loads transmitted the failure and `waits` is set. Otherwise they end by
-    DeepEP's own timeouts.
+    under ISOLOAD_CHECK=1, elsewhere if the gather of loads transmitted the failure and `waits` is set. Otherwise they
+    end by DeepEP's own timeouts.
 
     Args:
         group: the ranks.
