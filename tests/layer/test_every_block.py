@@ -111,9 +111,9 @@ def test_every_model_with_experts_is_known() -> None:
 
 
 def test_the_page_lists_them() -> None:
-    """docs/integrations.md, by the folders of the models: every entry point, all but "lookahead", none."""
-    page = (Path(__file__).parents[2] / "docs/integrations.md").read_text()
-    section = page.partition("### Which models\n")[2].partition("\n### ")[0]
+    """docs/transformers.md, by the folders of the models: every entry point, all but "lookahead", none."""
+    page = (Path(__file__).parents[2] / "docs/transformers.md").read_text()
+    section = page.partition("## Which models\n")[2].partition("\n## ")[0]
     rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
     taken = CLASSES.keys() - REFUSED.keys() - NO_LOOKAHEAD.keys()
     folders = [{CLASSES[name] for name in names} for names in (taken, NO_LOOKAHEAD, REFUSED)]

@@ -113,7 +113,7 @@ def name_of(activation: Activation) -> str:
 
 
 def check_wrappers(group: Group, ranks: Sequence[RankWeights]) -> None:
-    """Raises ValueError if a data-parallel wrapper mixes the experts of the layer's ranks; see docs/borrowing.md."""
+    """Raise ValueError if a data-parallel wrapper reduces experts over ranks, see docs/training-and-borrowing.md."""
     if not isinstance(group, CollectiveGroup):
         return
     if others := [name for weights in ranks for name in weights.replaced()]:

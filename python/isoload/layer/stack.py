@@ -335,7 +335,7 @@ class LibraStack:
         cost: object = None,
         **options: Any,
     ) -> LibraStack:
-        """The stack of a Hugging Face decoder whose experts transformers fuses, see docs/integrations.md.
+        """The stack of a Hugging Face decoder whose experts transformers fuses, see docs/transformers.md.
 
         A BlockExperts takes the place of each MoE block's `experts`; router, auxiliary loss, outputs and the keys of
         state_dict() stay the model's. Hooks on the norms before the blocks keep the residual, for "lookahead".

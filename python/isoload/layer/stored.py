@@ -129,7 +129,7 @@ class StoredExperts(nn.Module):
         """The owned ranks' expert Parameters.
 
         Their gradients are sums over the tokens of all ranks, so data parallelism must leave them alone; those of all
-        other Parameters are sums over the own rank's tokens and need an all-reduce. See docs/borrowing.md.
+        other Parameters are sums over the own rank's tokens and need an all-reduce. See docs/training-and-borrowing.md.
         """
         return list(self.weights.parameters())
 
