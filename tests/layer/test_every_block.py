@@ -39,7 +39,7 @@ NO_NORM = "predict must not be 'lookahead' where no norm before the block is kno
 # By class: why predict="lookahead" does not take it
 NO_LOOKAHEAD = {
     "Cohere2MoeSparseMoeBlock": NO_NORM,
-    "DeepseekV4SparseMoeBlock": "got a DeepseekV4HashRouter in DeepseekV4SparseMoeBlock, which takes input_ids",
+    "DeepseekV4SparseMoeBlock": "got a DeepseekV4HashRouter in DeepseekV4SparseMoeBlock, which needs input_ids",
     "DiffusionGemmaDecoderTextLayer": NO_NORM,
     "DiffusionGemmaEncoderTextLayer": NO_NORM,
     "Dots3NoteVisionMoE": NO_NORM,
@@ -47,7 +47,7 @@ NO_LOOKAHEAD = {
     "FlexOlmoSparseMoeBlock": NO_NORM,
     "Gemma4TextDecoderLayer": NO_NORM,
     "Qwen4ExpTextSparseMoeBlock": NO_NORM,
-    "ZayaSparseMoeBlock": "got a ZayaRouter in ZayaSparseMoeBlock, which takes router_states",
+    "ZayaSparseMoeBlock": "got a ZayaRouter in ZayaSparseMoeBlock, which needs router_states",
 }
 # One of each way in which a router is read or refused; the others are in `make test-all`
 TELLING = (
