@@ -330,7 +330,7 @@ def test_a_predictor_that_writes_to_the_rows_is_refused(mode: Any) -> None:
     LibraStack(made, Writes())
     with (
         mode(),
-        pytest.raises(ValueError, match="Writes.choose must not write to the tokens that it is given"),
+        pytest.raises(ValueError, match="Writes.choose must not write to its tokens, which"),
     ):
         made[0](MODEL.rows())
 
