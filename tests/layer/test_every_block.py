@@ -35,7 +35,7 @@ REFUSED = {
     "SwitchTransformersSparseMLP": "fuses, got SwitchTransformersExperts in a SwitchTransformersSparseMLP",
     "VitPoseBackboneMoeMLP": "fuses, got VitPoseNaiveMoe in a VitPoseBackboneMoeMLP",
 }
-NO_NORM = "predict must not be 'lookahead' where no norm before the block is known"
+NO_NORM = "predict='lookahead' needs a known norm before the block"
 # By class: why predict="lookahead" does not take it
 NO_LOOKAHEAD = {
     "Cohere2MoeSparseMoeBlock": NO_NORM,
