@@ -259,7 +259,7 @@ def test_figures_quoted_from_the_replays_are_in_them():
 
 
 def test_borrowing_numbers_are_those_of_the_results_file():
-    text, cells = prose(PAGE.parent / "borrowing.md"), {}
+    text, cells = prose(PAGE.parent / "training-and-borrowing.md"), {}
     for row in results("bench_llep"):
         if row["kind"] == "layer":
             key = row["shape"], f"{100 * row['share']:.0f} % into {row['num_hot']}", row["form"]
@@ -284,7 +284,7 @@ def test_borrowing_numbers_are_those_of_the_results_file():
     assert f"takes {min(one):.2f} to {max(one):.2f} of balanced routing's time" in text
     still = [c for c in cells.values() if not c["LLEP"]["moved"]]
     assert (
-        f"the code's does not in {len(still)} of {len(cells)}, where no rank has more than 1.3 times" in text
+        f"The code's does not in {len(still)} of {len(cells)}, where no rank has more than 1.3 times" in text
     )
     assert all(c["LLEP by experts"]["moved"] for c in cells.values())
     assert all(c["EP"]["copies_ratio"] <= 1.3 for c in still)

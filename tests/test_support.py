@@ -79,7 +79,7 @@ def test_extras_that_messages_and_pages_name_are_there():
     assert "transformers>" in extras["transformers"] and "isoload[transformers" in extras["test"]
 
 
-@pytest.mark.parametrize("name", ["docs/integrations.md"])
+@pytest.mark.parametrize("name", ["docs/transformers.md", "docs/libra.md"])
 def test_what_an_example_needs_beside_isoload_stands_before_it(name):
     before, example, _ = re.split(
         r"(^```python\n(?:(?!^```).)*?^from transformers)", page(name), maxsplit=1, flags=re.S | re.M

@@ -349,7 +349,7 @@ BORROW = [
 
 @shown
 def borrow() -> Table:
-    """docs/borrowing.md: plain expert parallelism and `llep`, on the protocol of LLEP's paper."""
+    """docs/training-and-borrowing.md: plain expert parallelism and `llep`, on the protocol of LLEP's paper."""
     cells = by(read("bench_llep", "layer", "kind"), "shape", "share", "num_hot", "form")
     columns: Columns = {
         "layer": "{EP[shape]}",

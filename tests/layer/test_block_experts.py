@@ -180,7 +180,7 @@ def test_refused_models() -> None:
 
 def test_a_model_is_balanced_once() -> None:
     model, _ = balanced("qwen3")
-    message = "block must be balanced once, got a BlockExperts in place of its experts"
+    message = r"this block is already balanced \(its experts are an isoload BlockExperts\)"
     for call in (isoload.balance, lambda m, t: isoload.LibraStack.from_decoder(m.model.layers, t)):
         with pytest.raises(ValueError, match=message):
             call(model, isoload.Topology(4))

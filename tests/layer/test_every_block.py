@@ -35,11 +35,11 @@ REFUSED = {
     "SwitchTransformersSparseMLP": "fuses, got SwitchTransformersExperts in a SwitchTransformersSparseMLP",
     "VitPoseBackboneMoeMLP": "fuses, got VitPoseNaiveMoe in a VitPoseBackboneMoeMLP",
 }
-NO_NORM = "predict must not be 'lookahead' where no norm before the block is known"
+NO_NORM = "predict='lookahead' needs a known norm before the block"
 # By class: why predict="lookahead" does not take it
 NO_LOOKAHEAD = {
     "Cohere2MoeSparseMoeBlock": NO_NORM,
-    "DeepseekV4SparseMoeBlock": "got a DeepseekV4HashRouter in DeepseekV4SparseMoeBlock, which takes input_ids",
+    "DeepseekV4SparseMoeBlock": "got a DeepseekV4HashRouter in DeepseekV4SparseMoeBlock, which needs input_ids",
     "DiffusionGemmaDecoderTextLayer": NO_NORM,
     "DiffusionGemmaEncoderTextLayer": NO_NORM,
     "Dots3NoteVisionMoE": NO_NORM,
@@ -47,7 +47,7 @@ NO_LOOKAHEAD = {
     "FlexOlmoSparseMoeBlock": NO_NORM,
     "Gemma4TextDecoderLayer": NO_NORM,
     "Qwen4ExpTextSparseMoeBlock": NO_NORM,
-    "ZayaSparseMoeBlock": "got a ZayaRouter in ZayaSparseMoeBlock, which takes router_states",
+    "ZayaSparseMoeBlock": "got a ZayaRouter in ZayaSparseMoeBlock, which needs router_states",
 }
 # One of each way in which a router is read or refused; the others are in `make test-all`
 TELLING = (
@@ -111,9 +111,9 @@ def test_every_model_with_experts_is_known() -> None:
 
 
 def test_the_page_lists_them() -> None:
-    """docs/integrations.md, by the folders of the models: every entry point, all but "lookahead", none."""
-    page = (Path(__file__).parents[2] / "docs/integrations.md").read_text()
-    section = page.partition("### Which models\n")[2].partition("\n### ")[0]
+    """docs/transformers.md, by the folders of the models: every entry point, all but "lookahead", none."""
+    page = (Path(__file__).parents[2] / "docs/transformers.md").read_text()
+    section = page.partition("## Which models\n")[2].partition("\n## ")[0]
     rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
     taken = CLASSES.keys() - REFUSED.keys() - NO_LOOKAHEAD.keys()
     folders = [{CLASSES[name] for name in names} for names in (taken, NO_LOOKAHEAD, REFUSED)]

@@ -238,8 +238,8 @@ def test_refuses_a_router_that_reads_more():
     refused(
         block,
         BlockGate,
-        "router must choose by rows and a bias of the block alone, got a Qwen3MoeTopKRouter in "
-        "Qwen3MoeSparseMoeBlock, which takes input_ids",
+        "router must need only rows and a bias of the block, got a Qwen3MoeTopKRouter in "
+        "Qwen3MoeSparseMoeBlock, which needs input_ids",
     )
 
 
@@ -259,7 +259,9 @@ ANSWERS = {
 def test_refuses_a_router_that_answers_otherwise(answer):
     block = make_block("qwen3")
     block.gate.forward = lambda rows: answer
-    message = r"router must answer logits, weights \[T, K\] and ids \[T, K\], got something else of Qwen3MoeTopKRouter"
+    message = (
+        r"router must return logits, weights \[T, K\] and ids \[T, K\], got something else from Qwen3MoeTopK"
+    )
     refused(torch.zeros(5, H), BlockGate(block), message)
 
 
@@ -268,9 +270,7 @@ def test_refuses_noise_in_training(of):
     block = make_block("mixtral")
     (block if of == "block" else block.gate).router_jitter_noise = 0.1
     gate, rows = BlockGate(block), torch.randn(5, H)
-    message = (
-        "block must be in eval mode where training adds noise to its rows, got {'router_jitter_noise': 0.1}"
-    )
+    message = "block must be in eval mode, because training adds noise to its rows, got {'router_jitter_noise': 0.1}"
     refused(rows, gate, message)
     block.eval()
     assert torch.equal(gate(rows)[0], block.gate(rows)[2])

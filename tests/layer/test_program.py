@@ -279,7 +279,7 @@ def save_wrongly(rank: int, folder: str, how: str) -> None:
 
 SAVE_MESSAGES = {
     "state": "optimizer state of linear.weight must be the same on all ranks",
-    "strange": "optimizer must hold Parameters of the model alone, got another of shape [3]",
+    "strange": "optimizer must hold only Parameters of the model, got another of shape [3]",
     "write": "no space left",
     "none": "model must have isoload layers",
     "other": "folder must be one that isoload.save wrote",

@@ -276,6 +276,6 @@ def test_what_reads_earlier_batches_is_not_captured(monkeypatch: pytest.MonkeyPa
     LibraStack(layers, "last")
     assert matches(model, layers, 0)
     monkeypatch.setattr("isoload.layer.stack.capturing", lambda _device: True)
-    message = "predict must read nothing of batches before while a CUDA graph is captured, .* got Last"
+    message = "predict must not read earlier batches while a CUDA graph is captured, .* got Last"
     with torch.no_grad(), pytest.raises(ValueError, match=message):
         layers[0](model.rows())

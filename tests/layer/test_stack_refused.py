@@ -86,9 +86,9 @@ REFUSED: dict[str, Refused] = {
     "no layers": (lambda: LibraStack([], "last"), "layers must be at least one, got none"),
     "twice": (
         lambda: LibraStack(layers()[:1] * 2, "last"),
-        "layers must be in one stack at a time, and once, got layer 1",
+        "layers must be in one stack at a time and only once, got layer 1",
     ),
-    "two stacks": (stacked_twice, "layers must be in one stack at a time, and once, got layer 0 again"),
+    "two stacks": (stacked_twice, "layers must be in one stack at a time and only once, got layer 0 again"),
     "transport": (
         lambda: LibraStack([layers()[0], layers()[1]], "last"),
         "layers must share one transport, got another in layer 1",
@@ -119,7 +119,7 @@ REFUSED: dict[str, Refused] = {
     ),
     "capacity": (
         lambda: held(None),
-        "local must not be held without a .* got a RowDispatcher with max_tokens_per_rank=None",
+        "local='held' needs a .* got a RowDispatcher with max_tokens_per_rank=None",
     ),
     "held by nodes": (
         lambda: LibraStack(layers(by_nodes()), "lookahead", local="held"),
@@ -127,11 +127,11 @@ REFUSED: dict[str, Refused] = {
     ),
     "held fills": (
         lambda: held(predict=None),
-        "local must not be held where policy hedge fills spare slots from the batch's own loads",
+        "local='held' needs slots filled ahead, but policy hedge fills them from the batch's own loads",
     ),
     "held samples": (
         lambda: held(predict=None, policy="lp_sampled"),
-        "local must not be held with policy lp_sampled, which draws or fixes the share",
+        "local='held' does not support policy lp_sampled, which samples or fixes the share",
     ),
     "name": (
         lambda: LibraStack(layers(), "best"),
@@ -139,7 +139,7 @@ REFUSED: dict[str, Refused] = {
     ),
     "no ahead": (
         lambda: LibraStack(layers(policy="exact"), "last"),
-        "predict must be None where no policy fills ahead, got Last for exact",
+        r"predict= needs a policy that prefetches experts \(hedge, .*, got Last for exact",
     ),
     "layers of linear": (
         lambda: LibraStack(layers(), linear(4)),
@@ -279,7 +279,7 @@ def test_a_refused_decoder_stays_as_it_was() -> None:
     unnamed.mlp = model.model.layers[0].mlp
     with pytest.raises(
         ValueError,
-        match="predict must not be 'lookahead' where no norm before the block is known .* in a Module",
+        match="predict='lookahead' needs a known norm before the block .* in a Module",
     ):
         LibraStack.from_decoder([unnamed], MODEL.topology)
 
@@ -330,7 +330,7 @@ def test_a_predictor_that_writes_to_the_rows_is_refused(mode: Any) -> None:
     LibraStack(made, Writes())
     with (
         mode(),
-        pytest.raises(ValueError, match="Writes.choose must not write to the tokens that it is given"),
+        pytest.raises(ValueError, match="Writes.choose must not write to its tokens, which"),
     ):
         made[0](MODEL.rows())
 

@@ -92,7 +92,7 @@ def test_a_plan_on_the_cpu_before_local_compute_is_refused(
     policy: str, predict: str | None, local: str, borrow: str
 ) -> None:
     message = (
-        f"policy {policy} must plan beside local compute, because the host waits for the loads: .* use libra"
+        f"policy {policy} must plan during local compute, because the host waits for the loads: .* use libra"
     )
     stack = fake_stack(LocalTransport(VIRTUAL, CAPACITY), predict, local, policy, borrow)
     with pytest.raises(ValueError, match=message), stack:

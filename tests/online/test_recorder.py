@@ -123,7 +123,7 @@ def test_watches_a_model_as_it_is():
         recorder.watch(torch.nn.Linear(2, 2), 0)
     topology, told = (
         isoload.Topology(2),
-        "^experts must not be watched by a Recorder where isoload takes them over",
+        "^experts must not be watched by a Recorder, which records nothing once isoload replaces them",
     )
     recorder = Recorder(LAYERS, EXPERTS)
     handle = recorder.watch(blocks[1], 1)

@@ -222,7 +222,7 @@ def test_refused():
         ([scaled, second], "gate_up of rank 0's shard must be a Parameter or have no gradient"),
         (
             [narrow, second],
-            "experts must be alike on all ranks of this process, got shards with rows of gate_up",
+            "experts must be equal on all ranks of this process, got shards with rows of gate_up",
         ),
     ]
     if len(first.experts) != len(second.experts):

@@ -127,7 +127,7 @@ def test_states_that_do_not_fit_are_refused():
         other.load_full_state_dict({**full, "experts.down": full["experts.down"][1:]})
     with pytest.raises(ValueError, match=r"experts.down_bias must be \[11, 8\], got None"):
         other.load_full_state_dict({k: v for k, v in full.items() if k != "experts.down_bias"})
-    with pytest.raises(ValueError, match=r"state must hold \['gate.scale'\] beside experts, got \[\]"):
+    with pytest.raises(ValueError, match=r"state must hold \['gate.scale'\] and experts, got \[\]"):
         other.load_full_state_dict({k: v for k, v in full.items() if k != "gate.scale"})
     parametrize.register_parametrization(other.weights[0], "down", Doubled())
     with pytest.raises(ValueError, match="down must be a Parameter to be loaded, got a parametrized one"):

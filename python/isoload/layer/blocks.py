@@ -1,9 +1,9 @@
-"""BlockExperts: the balanced ``experts`` of a Hugging Face block; its router and saved keys stay the model's.
+"""BlockExperts replaces the ``experts`` of a Hugging Face MoE block; the router and the saved keys do not change.
 
-Blocks are recognised by their parts and not by their names, without importing transformers. Experts that
+Blocks are recognised by their attributes, not by their names, and without importing transformers. Experts that
 transformers fuses (``use_experts_implementation``) declare the layout of their Parameters (``is_transposed``,
-``has_bias``, ``has_gate``) and compute the activation in ``_apply_gate``. A gate is the block's own router: its
-values are the model's. Shapes: T tokens, K experts per token, E experts, H width of a row, I intermediate width.
+``has_bias``, ``has_gate``) and compute the activation in ``_apply_gate``. A BlockGate calls the block's own router.
+Shapes: T tokens, K experts per token, E experts, H width of a row, I intermediate width.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from isoload.weights.storage import HOMES, PART, no_distributed_checkpoint, with
 
 STACKS = {"gate_up": "gate_up_proj", "down": "down_proj"}
 BIASES = {"gate_up_bias": "gate_up_proj_bias", "down_bias": "down_proj_bias"}
-ROUTERS = ("gate", "router")  # a block's names of its router
-SCORE_BIASES = ("e_score_correction_bias", "expert_bias")  # of the block, that a router takes beside rows
-BY_SEQUENCE = ("AfmoeTokenChoiceRouter",)  # routers that take [1, T, H]; most others would mix its first two
+ROUTERS = ("gate", "router")  # attributes of a block that may be its router
+SCORE_BIASES = ("e_score_correction_bias", "expert_bias")  # further arguments of routers
+BY_SEQUENCE = ("AfmoeTokenChoiceRouter",)  # need rows [1, T, H]; others would mix its axes
 NOISE = ("jitter_noise", "input_jitter_noise", "router_jitter_noise")
 
 
 class BlockGate:
-    """A block's own router as a gate: rows [T, H] -> ids [T, K] and weights [T, K], those that its experts get.
+    """Gate that calls a block's own router: rows [T, H] -> ids [T, K] and weights [T, K], as the experts get them.
 
-    The router's hooks do not run: by them transformers would record router logits twice.
+    The router's hooks do not run, because transformers would record router logits twice.
 
     Raises:
-        ValueError: the router takes more than rows and a bias of the block. In a call: it adds noise in training, or
-            its answer is another.
+        ValueError: the router needs more than rows and a bias of the block. In a call: the router adds noise in
+            training, or returns something else.
     """
 
     def __init__(self, block: nn.Module) -> None:
@@ -56,15 +56,15 @@ class BlockGate:
         _, *self.takes = inspect.signature(self.router.forward).parameters
         if others := [argument for argument in self.takes if argument not in SCORE_BIASES]:
             raise ValueError(
-                f"router must choose by rows and a bias of the block alone, got a {type(self.router).__name__} in "
-                f"{name}, which takes {', '.join(others)}"
+                f"router must need only rows and a bias of the block, got a {type(self.router).__name__} in {name}, "
+                f"which needs {', '.join(others)}"
             )
 
     def __call__(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         noise = {n: getattr(m, n) for m in (self.block, self.router) for n in NOISE if getattr(m, n, 0)}
         if noise and self.block.training:
             raise ValueError(
-                f"block must be in eval mode where training adds noise to its rows, got {noise} in "
+                f"block must be in eval mode, because training adds noise to its rows, got {noise} in "
                 f"{type(self.block).__name__}"
             )
         inputs = rows[None] if type(self.router).__name__ in BY_SEQUENCE else rows
@@ -75,14 +75,14 @@ class BlockGate:
         of_each = ids.dim() == 2 and len(ids) == len(rows) and ids.shape == weights.shape
         if ids.dtype not in (torch.int32, torch.int64) or not of_each:
             raise ValueError(
-                "router must answer logits, weights [T, K] and ids [T, K], got something else of "
+                "router must return logits, weights [T, K] and ids [T, K], got something else from "
                 f"{type(self.router).__name__} in {type(self.block).__name__}"
             )
         return ids, weights
 
 
 def block_experts(block: nn.Module) -> tuple[ExpertWeights, Activation]:
-    """The stacks [E, ...] of a block's fused experts, on its memory, and what is between them."""
+    """Return the stacks [E, ...] of a block's fused experts, as views of its memory, and their activation."""
     check_unwatched(block)
     experts = own_experts(block)
     check_fused(experts)
@@ -96,16 +96,16 @@ def block_experts(block: nn.Module) -> tuple[ExpertWeights, Activation]:
 
 
 def own_experts(block: nn.Module) -> nn.Module:
-    """A block's experts, as the model made them."""
+    """Return a block's experts. Raise ValueError for experts with adapters or already balanced ones."""
     experts = getattr(block, "experts", None)
     if not isinstance(experts, nn.Module):
         raise ValueError(f"block must have experts, got a {type(block).__name__} without")
     for name, module in experts.named_modules(prefix="experts"):
         if isinstance(module, StoredExperts):
             raise ValueError(
-                f"block must be balanced once, got a {type(experts).__name__} in place of its experts"
+                f"this block is already balanced (its experts are an isoload {type(experts).__name__})"
             )
-        # peft's name of what an adapter wraps
+        # peft's attribute for the module that an adapter wraps
         if hasattr(module, "base_layer") or is_parametrized(module):
             raise ValueError(
                 f"experts must have no adapters (LoRA): merge them first (merge_and_unload() of peft), or adapt other "
@@ -115,28 +115,28 @@ def own_experts(block: nn.Module) -> nn.Module:
 
 
 def is_fused(experts: nn.Module) -> bool:
-    """Whether a module carries transformers' flags."""
+    """Return whether a module has the attributes of experts that transformers fuses."""
     return hasattr(experts, "is_transposed") and hasattr(experts, "has_bias")
 
 
 def check_unwatched(block: nn.Module) -> None:
-    """Raises ValueError if a Recorder watches a block's experts, which run no more once isoload has taken them over."""
+    """Raise ValueError if a Recorder watches a block's experts, which no longer run once isoload replaces them."""
     experts = getattr(block, "experts", None)
     hooks = experts._forward_pre_hooks.values() if isinstance(experts, nn.Module) else ()
     if watched := [hook.watches for hook in hooks if hasattr(hook, "watches")]:
         raise ValueError(
-            "experts must not be watched by a Recorder where isoload takes them over, it would see nothing: set the "
+            "experts must not be watched by a Recorder, which records nothing once isoload replaces them: set the "
             f"layer's balancer.recorder, got a watch of layer {watched[0]}"
         )
 
 
 def saved_names(experts: nn.Module) -> dict[str, str]:
-    """The module's name of every stack."""
+    """Return the module's Parameter name of every stack, by isoload's name."""
     return {**STACKS, **(BIASES if experts.has_bias else {})}
 
 
 def check_fused(experts: nn.Module) -> None:
-    """Raises ValueError if a module's experts are none that MoE can compute."""
+    """Raise ValueError unless MoE can compute a module's experts."""
     name = type(experts).__name__
     flags = {"has_gate": True, "has_post_expert_norm": False}
     missing = [flag for flag in (*flags, "is_transposed", "has_bias") if not hasattr(experts, flag)]
@@ -162,7 +162,7 @@ def check_fused(experts: nn.Module) -> None:
 
 
 def fused_stacks(experts: nn.Module, parameters: Mapping[str, Tensor]) -> ExpertWeights:
-    """Views [E, ...] of a module's Parameters, a row per output, whichever way they lie."""
+    """Return views [E, out, in] of a module's Parameters, transposed if needed; biases are [E, out]."""
 
     def view(stack: Tensor) -> Tensor:
         return stack.transpose(1, 2) if experts.is_transposed and stack.dim() == 3 else stack
@@ -171,9 +171,9 @@ def fused_stacks(experts: nn.Module, parameters: Mapping[str, Tensor]) -> Expert
 
 
 def fused_activation(experts: Any) -> Activation:
-    """One that isoload has kernels for where the values are the same, else the module's own function."""
-    # The function holds what it belongs to, which must not be the weights that isoload replaces. FSDP's classes have no
-    # copy.copy.
+    """Return isoload's activation with the same values if there is one, else the module's own function."""
+    # The bound function keeps its module alive, so it is bound to a copy without the weights that isoload replaces.
+    # FSDP's classes have no copy.copy.
     bare = object.__new__(type(experts))
     bare.__dict__ = {**vars(experts), "_parameters": dict.fromkeys(experts._parameters)}
     module_activation: Activation = bare._apply_gate
@@ -190,30 +190,32 @@ def fused_activation(experts: Any) -> Activation:
 
 
 def probe_pairs() -> Tensor:
-    """Gate and up of every sign and of sizes beyond any limit that clamps them, side by side, then interleaved."""
+    """Return gates and ups of every sign, also beyond any clamping limit, side by side and then interleaved."""
     size = torch.logspace(-2, 15, 52, dtype=torch.float32, device="cpu")  # products of two stay finite
     values = torch.cat([-size.flip(0), size.new_zeros(1), size])
     gate, up = torch.meshgrid(values, values, indexing="ij")
     return torch.cat([torch.cat([gate, up], dim=1), torch.stack([gate, up], dim=2).flatten(1)])
 
 
-SPARE_SLOTS = 2  # of every rank, where a borrowing policy comes without a placement
+SPARE_SLOTS = 2  # per rank, if a policy that borrows is given without a placement
 
 
 class BlockExperts(nn.Module):
-    """Takes the place of ``block.experts``: the same call, the same sum.
+    """Balanced experts that replace ``block.experts``, with the same arguments and the same result.
 
-    The process's tokens are dealt evenly over the ranks it owns: one with torch.distributed, all virtual ones of a
-    LocalTransport. state_dict() has the keys of the fused module that it replaces, with all experts, by number, where
-    the process owns all ranks. Over processes its keys contain ``rank_1_of_4``, for example, and hold that rank's
-    experts, listed in ``home_experts``. Either loads, and so does a checkpoint of the model; refresh replicas then.
+    The tokens of the process are split evenly over the ranks that it owns: one with torch.distributed, all virtual
+    ranks with a LocalTransport. If the process owns all ranks, ``state_dict()`` has the keys and experts of the
+    replaced module. Over processes the keys contain the rank (``rank_1_of_4``) and have that rank's experts, which
+    ``home_experts`` lists. Both can be loaded, as can a checkpoint of the model; then refresh the replicas.
 
     Args:
-        block: with ``experts`` that transformers fuses. The weights of all experts are copied to their ranks' rows.
-        **options: what :class:`MoE` takes beside gate and experts.
+        block: MoE block whose ``experts`` transformers fuses. The weights of all experts are copied to their ranks.
+        transport: connects the ranks.
+        placement: experts of every slot, without shared experts.
+        **options: arguments of :class:`MoE` except gate and experts.
 
     Raises:
-        ValueError: as MoE, or for experts that are not fused or that it cannot compute.
+        ValueError: as MoE, or for experts that are not fused or that MoE cannot compute.
     """
 
     def __init__(self, block: nn.Module, transport: Transport, placement: Placement, **options: Any) -> None:
@@ -226,14 +228,14 @@ class BlockExperts(nn.Module):
         self.layer = MoE(no_gate, dense, transport, placement, **{"activation": activation, **options})
         replaced: Any = block.experts
         names = saved_names(replaced)
-        order = [name for name, _ in replaced.named_parameters(recurse=False)]  # of the model's states
+        order = [name for name, _ in replaced.named_parameters(recurse=False)]  # as in the model's states
         self._names = dict(sorted(names.items(), key=lambda pair: order.index(pair[1])))
         self._transposed = bool(replaced.is_transposed)
         self.register_state_dict_post_hook(_rename_saved)
         self.register_load_state_dict_pre_hook(_rename_loaded)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """[T, H], [T, K] and [T, K] -> [T, H]: every token's experts, weighted and summed."""
+        """Return the weighted sum [T, H] of every token's experts, for rows [T, H], ids [T, K] and weights [T, K]."""
         parts = len(self.layer.group.ranks)
         inputs = hidden_states, top_k_index, top_k_weights
         rows, ids, weights = (list(v.tensor_split(parts)) for v in inputs)
@@ -247,16 +249,16 @@ class BlockExperts(nn.Module):
 
     @property
     def part_keys(self) -> str:
-        """How the keys of this module's state begin that are a part of the experts."""
+        """Prefix of the keys of this module's state that belong to the experts."""
         return ""
 
     def whole_experts(self) -> dict[str, Tensor]:
-        """Return the stacks of all experts on the writer, by the names of the model's state: all ranks together."""
+        """Return the stacks of all experts on the writer, by the model's key. All ranks call it together."""
         stacks = self.layer.full_experts(self.layer.writer)
         return {saved: self.turn(stacks[name]) for name, saved in self._names.items()}
 
     def turn(self, stack: Tensor) -> Tensor:
-        """[E, out, in] as the replaced module has it, and back."""
+        """Return a stack [E, out, in] in the replaced module's orientation, or back."""
         return stack.transpose(1, 2) if self._transposed and stack.dim() == 3 else stack
 
 
@@ -269,22 +271,23 @@ def balance(
     spare_slots: int | None = None,
     **options: Any,
 ) -> list[MoE]:
-    """Puts BlockExperts into every MoE block of a Hugging Face model, before an optimizer takes its Parameters.
+    """Replace the experts of every MoE block of a Hugging Face model by balanced ones.
+
+    Call it before creating an optimizer, because the Parameters change. Over processes call ``model.save_pretrained``
+    on all ranks afterwards: it gathers all experts, and rank 0 writes.
 
     Args:
-        model: with the weights of all experts in every process; or one of its blocks.
-        topology: R ranks, or the number R.
-        transport: one for all blocks; None = all ranks in this process.
-        placement: of the routed experts, with the model's MoE layers by their numbers, or one layer for each MoE block
-            in order where it does not state which layers they are; None = experts in order (placer ``trivial``).
-        spare_slots: experts that a rank can borrow at a time, where there is no placement. None: SPARE_SLOTS if the
+        model: model or one of its blocks, with the weights of all experts in every process.
+        topology: the ranks, or their number R.
+        transport: one transport for all blocks. None: all ranks are virtual ranks of this process.
+        placement: placement of the routed experts. It has the model's MoE layers by number, or one layer per MoE block
+            in order if it does not state layer numbers. None: experts in order (placer ``trivial``).
+        spare_slots: experts that a rank can borrow at a time, if no placement is given. None: SPARE_SLOTS if the
             policy borrows, else 0.
-        **options: policy, its options, and what else :class:`MoE` takes.
-
-    Over processes ``model.save_pretrained`` must be called on all ranks: it gathers all experts, and rank 0 writes.
+        **options: policy, its options, and other arguments of :class:`MoE`.
 
     Returns:
-        the layers, in the model's order: call their refresh_replicas() after every optimizer step.
+        The layers in the model's order. Call their ``refresh_replicas()`` after every optimizer step.
 
     Raises:
         ValueError: before any block has changed.
@@ -299,7 +302,7 @@ def balance(
 
 
 def layer_numbers(model: nn.Module, blocks: Sequence[nn.Module]) -> list[int] | None:
-    """Return the model's own numbers of the decoder layers that contain the blocks; None where names have none."""
+    """Return the model's numbers of the decoder layers that contain the blocks; None if module names have none."""
     names = {id(module): name for name, module in model.named_modules()}
     matches = [re.search(r"(?:^|\.)layers\.(\d+)\.", f"{names[id(block)]}.") for block in blocks]
     numbers = [int(match[1]) for match in matches if match]
@@ -307,15 +310,15 @@ def layer_numbers(model: nn.Module, blocks: Sequence[nn.Module]) -> list[int] | 
 
 
 def spare_count(policy: str | Policy, spare_slots: int | None) -> int:
-    """Return the spare slots of a rank where there is no placement; None: SPARE_SLOTS if the policy borrows, else 0."""
+    """Return the spare slots of a rank without a placement: spare_slots, else SPARE_SLOTS if the policy borrows."""
     if spare_slots is not None:
         return spare_slots
-    registered = isinstance(policy, Policy) or policy in POLICIES  # else the layer refuses it
+    registered = isinstance(policy, Policy) or policy in POLICIES  # else the layer rejects it
     return SPARE_SLOTS if registered and make_policy(policy).borrows else 0
 
 
 def check_spare(placement: Placement, spare_slots: int | None) -> None:
-    """Raise ValueError for a number of spare slots that is not the placement's."""
+    """Raise ValueError if spare_slots differs from the placement's number."""
     if spare_slots not in (None, placement.spare_slots):
         raise ValueError(f"spare_slots must be the placement's {placement.spare_slots}, got {spare_slots}")
 
@@ -328,7 +331,7 @@ def take_over(
     spare_slots: int | None = None,
     **options: Any,
 ) -> list[BlockExperts]:
-    """For each block its experts, not put in their place yet; arguments as of :func:`balance`."""
+    """Return balanced experts for each block, without changing the blocks; arguments as of :func:`balance`."""
     transport = LocalTransport(topology) if transport is None else transport
     if placement is None:
         spare = spare_count(options.get("policy", "exact"), spare_slots)
@@ -344,7 +347,7 @@ def take_over(
 
 
 def put_in(blocks: Sequence[nn.Module], balanced: Sequence[BlockExperts]) -> list[MoE]:
-    """Puts experts into their blocks; returns their layers."""
+    """Replace the experts of the blocks, and return the layers."""
     for block, experts in zip(blocks, balanced, strict=True):
         block.experts = experts
     return [experts.layer for experts in balanced]
@@ -354,7 +357,7 @@ def find_blocks(parts: Iterable[nn.Module], argument: str) -> list[tuple[nn.Modu
     """Return each part with its MoE blocks, in order.
 
     Raises:
-        ValueError: there is none; the message names `argument`.
+        ValueError: there is no MoE block; the message names `argument`.
     """
     parts = list(parts)
     pairs = [(part, block) for part in parts for block in part.modules() if is_known(block)]
@@ -369,7 +372,7 @@ def find_blocks(parts: Iterable[nn.Module], argument: str) -> list[tuple[nn.Modu
 
 
 def is_known(block: nn.Module) -> bool:
-    """Whether a module has experts that transformers fuses, or BlockExperts in their place."""
+    """Return whether a module has experts that transformers fuses, or BlockExperts instead."""
     experts = getattr(block, "experts", None)
     if not isinstance(experts, nn.Module):
         return False
@@ -377,7 +380,7 @@ def is_known(block: nn.Module) -> bool:
 
 
 def _rename_saved(experts: BlockExperts, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """The state of a BlockExperts under the names, and in the orientation, of the module that it replaced."""
+    """Give the state of a BlockExperts the names and the orientation of the replaced module."""
     layer, inner = experts.layer, f"{prefix}layer.weights."
     popped = {key.removeprefix(inner): state.pop(key) for key in list(state) if key.startswith(inner)}
     if part := layer.part_name:
@@ -388,7 +391,7 @@ def _rename_saved(experts: BlockExperts, state: dict[str, Any], prefix: str, met
 
 
 def _rename_loaded(experts: BlockExperts, state: dict[str, Any], prefix: str, *unused: Any) -> None:
-    """The inverse, for every owned rank; rows_for then takes a rank's own experts."""
+    """Undo :func:`_rename_saved` for every owned rank; ``rows_for`` then selects each rank's experts."""
     for key in [key for key in state if key.startswith(prefix) and PART.match(key, len(prefix))]:
         state[prefix + without_part(key.removeprefix(prefix))] = state.pop(key)
     homes = state.pop(prefix + HOMES, None)
@@ -402,5 +405,5 @@ def _rename_loaded(experts: BlockExperts, state: dict[str, Any], prefix: str, *u
 
 
 def no_gate(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """In place of a gate, which the block keeps."""
+    """Raise RuntimeError: the gate of a layer whose block keeps the router."""
     raise RuntimeError("experts must be called with the block's choices, see BlockExperts.forward")

@@ -1,4 +1,4 @@
-"""What a layer refuses when it is made and per batch, and the text by which ranks compare their activations."""
+"""Checks of a layer at construction and in every batch, and the texts by which ranks compare their arguments."""
 
 from __future__ import annotations
 
@@ -19,18 +19,22 @@ from isoload.weights.quantised import check_no_gradients, check_stay
 from isoload.weights.shard import Shard, check_shard
 from isoload.weights.storage import RankWeights
 
-Experts = Sequence[ExpertWeights | Checkpoint | Shard]  # for every owned rank: all experts, or its own
+Experts = Sequence[ExpertWeights | Checkpoint | Shard]  # one per owned rank: all experts, or the rank's own
 
 
 def experts_by_rank(experts: ExpertWeights | Checkpoint | Shard | Sequence[Shard], num_ranks: int) -> Experts:
-    """The experts as every one of so many owned ranks is to take them."""
+    """Return the experts argument of a layer as a list with one entry per owned rank."""
     if isinstance(experts, ExpertWeights | Checkpoint):
         return [experts] * num_ranks
     return [experts] if isinstance(experts, Shard) else list(experts)
 
 
 def check_parts(experts: Experts, group: Group, placement: Placement, layer: int) -> str:
-    """Describes the experts, for a comparison between all ranks."""
+    """Check the experts of the owned ranks, and return a description that all ranks compare.
+
+    Raises:
+        ValueError: the experts do not fit the placement, or differ between ranks of this process.
+    """
     if placement.topology.num_ranks != group.topology.num_ranks:
         raise ValueError(
             f"placement must be for the transport's {group.topology.num_ranks} ranks, "
@@ -58,31 +62,34 @@ def check_parts(experts: Experts, group: Group, placement: Placement, layer: int
         else:
             kinds[describe(part)] = None
     if len(kinds) > 1:
-        raise ValueError(f"experts must be alike on all ranks of this process, got {' and '.join(kinds)}")
+        raise ValueError(f"experts must be equal on all ranks of this process, got {' and '.join(kinds)}")
     return next(iter(kinds))
 
 
 def read_weights(part: ExpertWeights | Checkpoint | Shard) -> ExpertWeights:
-    """Return the weights of one rank's part; of a checkpoint no rows, only their kinds."""
+    """Return the weights of one rank's part; for a checkpoint zero rows, with shapes and dtypes."""
     if isinstance(part, Checkpoint):
         return part.read(())
     return part.read() if isinstance(part, Shard) else part
 
 
 def check_halves(experts: Experts, activation: Activation) -> None:
-    """Raises ValueError for scales of gate and of up where the rows of both alternate, since each scales a half."""
+    """Raise ValueError if gate and up have different global scales but alternate in the rows (ClampedGLU).
+
+    Each scale applies to one half of the rows, so it would scale rows of both.
+    """
     for part in experts if isinstance(activation, ClampedGLU) else ():
         weights = part.read() if isinstance(part, Shard) else part
         scales = None if isinstance(weights, Checkpoint) else weights.gate_up_scale_2
         if scales is not None and bool((scales[:, 0] != scales[:, 1]).any()):
             raise ValueError(
-                "gate_up_scale_2 must be the same for both halves of the rows beside ClampedGLU, whose gate and up "
+                "gate_up_scale_2 must be the same for both halves of the rows with ClampedGLU, whose gate and up "
                 f"alternate, got {scales[scales[:, 0] != scales[:, 1]][0].tolist()}"
             )
 
 
 def check_compute_dtype(computes: torch.dtype | None, experts: Experts) -> None:
-    """Raise ValueError unless experts can compute in a dtype."""
+    """Raise ValueError unless the experts can compute in a dtype (None: always)."""
     if computes is None:
         return
     if computes not in DTYPES:
@@ -98,7 +105,7 @@ def check_compute_dtype(computes: torch.dtype | None, experts: Experts) -> None:
 
 
 def device_of(experts: Experts) -> torch.device:
-    """Where the weights are to be."""
+    """Return the device of the experts' weights."""
     first = experts[0]
     if isinstance(first, Checkpoint):
         return torch.device(first.device)
@@ -106,14 +113,14 @@ def device_of(experts: Experts) -> torch.device:
 
 
 def name_of(activation: Activation) -> str:
-    """The same text on all ranks for the same activation; a function of the caller's own is compared by its name."""
+    """Return a text that is equal on all ranks for equal activations; a caller's function is compared by name."""
     if isinstance(activation, SwiGLU | ClampedGLU):
         return repr(activation)
     return str(getattr(activation, "__qualname__", type(activation).__qualname__))
 
 
 def check_wrappers(group: Group, ranks: Sequence[RankWeights]) -> None:
-    """Raises ValueError if a data-parallel wrapper mixes the experts of the layer's ranks; see docs/borrowing.md."""
+    """Raise ValueError if a data-parallel wrapper reduces experts over ranks, see docs/training-and-borrowing.md."""
     if not isinstance(group, CollectiveGroup):
         return
     if others := [name for weights in ranks for name in weights.replaced()]:
@@ -127,7 +134,7 @@ def check_wrappers(group: Group, ranks: Sequence[RankWeights]) -> None:
 
 
 def _check_ddp(group: Group, ranks: Sequence[RankWeights]) -> None:
-    """Raises ValueError if a DistributedDataParallel that runs now reduces the experts, or not over these ranks."""
+    """Raise ValueError if an active DistributedDataParallel reduces experts, or runs over other ranks."""
     ddp = DistributedDataParallel._active_ddp_module
     if ddp is None or all(weights in _CHECKED.get(ddp, ()) for weights in ranks):
         return
@@ -147,17 +154,17 @@ def _check_ddp(group: Group, ranks: Sequence[RankWeights]) -> None:
     _CHECKED.setdefault(ddp, WeakSet()).update(ranks)
 
 
-# For each DistributedDataParallel the weights that it leaves alone, as found once.
+# For each DistributedDataParallel the weights that passed the check, which is made once.
 _CHECKED: WeakKeyDictionary[DistributedDataParallel, WeakSet[RankWeights]] = WeakKeyDictionary()
 
 
 def _check_fsdp(ranks: Sequence[RankWeights]) -> None:
-    """Raise ValueError if fully_shard divides the other Parameters' gradients by another number than the experts'.
+    """Raise ValueError if fully_shard and isoload divide gradients by different numbers.
 
-    A divide factor applies to one wrapped module and not to those inside of it, so every module is checked: once, in
+    A divide factor applies to one wrapped module and not to the modules inside, so every module is checked, once, in
     the first forward that records gradients.
     """
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # fully_shard needs its import
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # imported if fully_shard is in use
     if fsdp is None or not torch.is_grad_enabled():
         return
     from torch.distributed._composable_state import _module_state_mapping as wrapped
@@ -180,7 +187,7 @@ def _check_fsdp(ranks: Sequence[RankWeights]) -> None:
 
 
 def _fsdp_states(kind: type, modules: Sequence[nn.Module], weights: RankWeights) -> list[Any]:
-    """Return the states of all modules that fully_shard wraps in the model of these weights, as of its forward."""
+    """Return FSDP's states of all wrapped modules in the model that contains these weights."""
     for module in modules:
         if isinstance(module, kind) and any(inner is weights for inner in module.modules()):
             wrapped: Any = module
@@ -189,7 +196,7 @@ def _fsdp_states(kind: type, modules: Sequence[nn.Module], weights: RankWeights)
 
 
 def _divide_factors(states: Sequence[Any]) -> Iterator[tuple[str, float | None, int]]:
-    """Yield name, divide factor and number of ranks of every wrapped module with Parameters that train."""
+    """Yield name, divide factor and number of ranks of every wrapped module with trained Parameters."""
     for state in states:
         groups = getattr(state, "_fsdp_param_groups", None)  # several per module since torch 2.12
         for group in [state._fsdp_param_group] if groups is None else groups:
@@ -199,17 +206,17 @@ def _divide_factors(states: Sequence[Any]) -> Iterator[tuple[str, float | None, 
             yield name, group.gradient_divide_factor, group.mesh_info.mesh.size()
 
 
-# For each rank's weights how many modules were wrapped when the divide factors were right.
+# For each rank's weights the number of wrapped modules at the last successful check.
 _FACTORS_CHECKED: WeakKeyDictionary[RankWeights, int] = WeakKeyDictionary()
 
 
 def check_rows(
     rows: list[Tensor], max_tokens: int | None, down: Tensor, computes: torch.dtype | None
 ) -> None:
-    """Raises ValueError if rows do not fit experts down [S, H, I], or are more than the transport has room for.
+    """Raise ValueError if rows [T, H] do not fit experts down [S, H, I], or exceed the transport's capacity.
 
-    Rows have the experts' dtype or the one that these compute in. Beside quantised experts rows may have any dtype, and
-    no gradients are recorded.
+    Rows have the experts' dtype or the dtype in which the experts compute. With quantised experts rows may have any
+    dtype, and no gradients may be recorded.
     """
     quantised = down.dtype not in DTYPES
     if quantised:

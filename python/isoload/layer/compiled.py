@@ -1,8 +1,8 @@
-"""The layer under torch.compile: one op from the choices to the outputs, which runs the eager layer when it runs.
+"""The layer under torch.compile: one op from choices to outputs, which calls the eager layer.
 
-So compiled code has all that eager code has: exchanges whose sizes the host reads, errors that reach every rank, checks
-of Parameters and replicas as they are in that call. None of it could be done while a graph is traced. Nor does
-compiled code capture the op in a CUDA graph (cudagraph_unsafe): each rank would capture its exchanges at another time.
+Compiled code therefore has everything that eager code has: exchanges whose sizes the host reads, errors that reach
+every rank, and checks of the current Parameters and replicas. Tracing could record none of these. The op is
+``cudagraph_unsafe``, because ranks would otherwise capture their exchanges at different times.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from isoload.layer.moe import MoE
 
 Choice = tuple[Tensor, Tensor]  # ids and weights [T, K] of a rank
-Choose = Callable[[], Sequence[Choice]]  # of every owned rank; what fails in it fails on all ranks
+Choose = Callable[[], Sequence[Choice]]  # choices of every owned rank; an error in it is raised on all ranks
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -32,13 +32,13 @@ _numbers = itertools.count()
 
 
 def between_graphs(reason: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """torch.compiler.disable, looked up when something is compiled: it imports half of torch, and Triton."""
+    """Decorate like torch.compiler.disable, but call it only while compiling, because it imports Triton."""
 
     def decorate(call: Callable[P, T]) -> Callable[P, T]:
         @functools.wraps(call)
         def run(*args: P.args, **kwargs: P.kwargs) -> T:
             if torch.compiler.is_compiling():
-                torch._dynamo.graph_break(msg=reason)  # which says why; the next line would too, but not that
+                torch._dynamo.graph_break(msg=reason)  # reports the reason, which the next line would not
                 result: T = torch.compiler.disable(call)(*args, **kwargs)
                 return result
             return call(*args, **kwargs)
@@ -49,10 +49,10 @@ def between_graphs(reason: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
 
 
 def handle_of(layer: MoE) -> Tensor:
-    """[] float64: a new number by which compiled code finds the layer when it runs.
+    """Return a new number, [] float64 on the CPU, by which compiled code finds the layer.
 
-    A tensor, since one graph then serves all layers that are alike, and on the CPU, where it is read; it requires a
-    gradient, so that every rank enters the backward of its layers, whatever else does.
+    It is a tensor, so that one graph serves all equal layers. It requires a gradient, so that every rank enters the
+    backward of its layers.
     """
     number = next(_numbers)
     _layers[number] = layer
@@ -62,7 +62,7 @@ def handle_of(layer: MoE) -> Tensor:
 def run_in_graph(
     layer: MoE, rows: list[Tensor], chosen: Sequence[Choice], num_tokens: int | None
 ) -> list[Tensor]:
-    """The layer's outputs [T, H] for choices that the graph made; see MoE.run."""
+    """Return the layer's outputs [T, H] for choices that the graph computed; see :meth:`isoload.MoE.run`."""
     parameters = layer.expert_parameters()
     whole = all(type(parameter) is nn.Parameter for parameter in parameters)  # no DTensor
     if not whole or any(weights.reads_elsewhere for weights in layer.weights):
@@ -72,7 +72,7 @@ def run_in_graph(
     trained = [p for p in parameters if p.requires_grad]
     frozen = [p for p in parameters if not p.requires_grad]
     device = rows[0].device.type
-    # Compiled code runs with autocast off: the op turns it on again.
+    # Compiled code runs with autocast off, so the op turns it on again.
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     outputs: list[Tensor] = run_layer(
         layer.handle, rows, ids, weights, trained, frozen, num_tokens, autocast, torch.is_grad_enabled()
@@ -80,22 +80,22 @@ def run_in_graph(
     return outputs[: len(rows)]
 
 
-@between_graphs("expert Parameters of others: a Shard given as a function, DTensors")
+@between_graphs("expert Parameters of other modules: a Shard given as a function, DTensors")
 def _run_apart(
     layer: MoE, rows: list[Tensor], chosen: Sequence[Choice], num_tokens: int | None
 ) -> list[Tensor]:
-    """Between two graphs: the op could not pass on the gradients of Parameters that it does not get."""
+    """Run the layer between two graphs, because the op returns gradients only of Parameters that are its inputs."""
     return layer.run(rows, lambda: chosen, num_tokens)
 
 
 class Recording(bytearray):
-    """What backward needs of one call in training: lives as long as the memory of its ticket, which is this."""
+    """Inputs and outputs of one training call, for its backward; kept alive by the memory of its ticket."""
 
     outputs: list[Tensor]
     inputs: list[Tensor]
 
     def ticket(self) -> Tensor:
-        """[8] uint8 for the graph to keep."""
+        """Return [8] uint8 on this memory, which the graph keeps."""
         return torch.frombuffer(self, dtype=torch.uint8)
 
 
@@ -111,13 +111,13 @@ def run_layer(
     autocast: torch.dtype | None,
     records: bool,
 ) -> list[Tensor]:
-    """A layer's outputs [T, H] per owned rank, then the ticket of the recording (empty where nothing is recorded).
+    """Return a layer's outputs [T, H] per owned rank, then the ticket of the recording (empty if none is made).
 
     Args:
-        handle: of the layer.
+        handle: the layer's number, see :func:`handle_of`.
         rows, topk_ids, weights: [T, H], [T, K] and [T, K] per owned rank.
         trained, frozen: the layer's own expert Parameters, with and without gradients.
-        num_tokens: see MoE.forward.
+        num_tokens: see :meth:`isoload.MoE.forward`.
         autocast: dtype of autocast; None: autocast is off.
         records: whether gradients are recorded.
     """
@@ -148,11 +148,11 @@ def _(_handle: Tensor, rows: list[Tensor], *others: Any) -> list[Tensor]:
 
 @torch.library.custom_op("isoload::run_layer_backward", mutates_args=(), tags=torch.Tag.cudagraph_unsafe)
 def run_layer_backward(ticket: Tensor, grads: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:
-    """The gradients of a recording's inputs (rows, weights, trained Parameters), from those of its outputs."""
+    """Return the gradients of a recording's inputs (rows, weights, trained Parameters)."""
     recording = _recordings[int.from_bytes(bytes(ticket.tolist()), "little")]
     with _outside_of_ops(records=True):
-        # The recording ends with its ticket: backward may come again until then. A rank without experts has Parameters,
-        # of no rows, which nothing is computed from.
+        # Backward may run again until the ticket is freed. A rank without experts has Parameters with zero rows, which
+        # no output depends on.
         gradients = torch.autograd.grad(
             recording.outputs,
             recording.inputs,
@@ -188,7 +188,7 @@ run_layer.register_autograd(_backward, setup_context=_save)
 
 @contextmanager
 def _outside_of_ops(records: bool) -> Iterator[None]:
-    """Within an op neither gradients are recorded nor versions counted, whatever the grad mode: here they are."""
+    """Record gradients (if records) and count tensor versions inside an op, which torch turns off there."""
     key, guard = torch._C.DispatchKey, torch._C._SetExcludeDispatchKeyGuard
     on = guard(key.AutogradFunctionality, False), guard(key.ADInplaceOrView, False)
     with on[0], on[1], torch.set_grad_enabled(records):
@@ -196,11 +196,11 @@ def _outside_of_ops(records: bool) -> Iterator[None]:
 
 
 def _check_own(layer: MoE, inputs: Sequence[Tensor]) -> None:
-    """Raises ValueError where compiled code computes with other Parameters than those that the layer has now."""
+    """Raise ValueError if compiled code computes with other Parameters than the layer's current ones."""
     parameters = sorted(layer.expert_parameters(), key=lambda parameter: not parameter.requires_grad)
     for mine, other in zip(parameters, inputs, strict=True):
         if (mine.data_ptr(), mine.shape) != (other.data_ptr(), other.shape):
             raise ValueError(
-                "expert Parameters in compiled code must be those of the layer, unchanged within that code, got others "
+                "expert Parameters in compiled code must be those of the layer, unchanged in that code, got others "
                 "(functional_call, or an in-place change)"
             )

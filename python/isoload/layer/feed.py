@@ -1,4 +1,4 @@
-"""Feed: what a stack's predictor reads of every layer of a batch, and the loads that it predicts for the next one."""
+"""Feed collects the inputs of a stack's predictor in every layer, and returns its predicted loads of the next layer."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from isoload.balancing.prediction import Last, Linear, LoadsPredictor, Lookahead
 from isoload.layer.compiled import between_graphs
 from isoload.layer.moe import Chosen
 
-MOST = 2**31 - 1  # copies of a batch: predicted ones stay below, whatever a predictor says
+MOST = 2**31 - 1  # copies of a batch; predictions are clamped below
 
 
 def watched(rows: Tensor) -> Tensor:
-    """The same memory as a tensor that counts its own changes, which one of inference mode does not."""
+    """Return a tensor on the same memory with a version count, which inference-mode tensors do not have."""
     with torch.inference_mode(False), torch.no_grad():
         view: Tensor = torch.empty(0, dtype=rows.dtype, device=rows.device).set_(rows.detach())  # type: ignore[call-overload]
         return view
 
 
 class Residuals:
-    """Keeps, by hooks, what the norms before a stack's layers were given."""
+    """Hooks that store the inputs of the norms before a stack's layers."""
 
     def __init__(self, norms: Sequence[nn.Module]) -> None:
         self._of, self._given = -1, list[Tensor]()
@@ -35,7 +35,7 @@ class Residuals:
             for i, norm in enumerate(norms)
         ]
 
-    @between_graphs("what a hook keeps is there for the layer only between two graphs")
+    @between_graphs("the layer reads the inputs that a hook stores, which works only between two graphs")
     def _note(self, layer: int, _norm: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if layer != self._of:
             self._of, self._given = layer, []
@@ -43,7 +43,11 @@ class Residuals:
         self._given.append(rows.detach().flatten(0, -2))
 
     def take(self, layer: int, rows: Sequence[Tensor]) -> list[Tensor]:
-        """[T, H] of every owned rank: the last that a layer's norm was given, which must be as many as its rows."""
+        """Return the last inputs [T, H] of a layer's norm for every owned rank, and drop them.
+
+        Raises:
+            ValueError: the norm had another number of rows than the layer.
+        """
         sizes, parts, count = [len(row) for row in rows], list[Tensor](), 0
         left = self._given if layer == self._of else []
         while left and count < sum(sizes):
@@ -57,6 +61,7 @@ class Residuals:
         return list(torch.cat(parts).split(sizes)) if parts else list(rows)
 
     def drop(self) -> None:
+        """Drop the stored inputs."""
         self._of, self._given = -1, []
 
     def close(self) -> None:
@@ -65,38 +70,38 @@ class Residuals:
 
 
 class Feed:
-    """One predictor beside the layers 0, 1, .. of a stack. All ranks make the same calls.
+    """A predictor together with its inputs from the layers of a stack. All ranks make the same calls.
 
-    The first layer is predicted by its loads of the batch before (:class:`isoload.balancing.prediction.Last`).
+    The first layer is predicted from its loads in the previous batch (:class:`isoload.balancing.prediction.Last`).
 
     Args:
-        predictor: for the layers after the first.
-        num_routed: E.
-        num_shared: columns behind those of the routed experts, in choices and loads.
+        predictor: for all layers but the first.
+        num_routed: number E of routed experts.
+        num_shared: columns of shared experts, after those of the routed experts, in choices and loads.
     """
 
     def __init__(self, predictor: Predictor, num_routed: int, num_shared: int) -> None:
         self.predictor, self.num_routed, self.num_shared = predictor, num_routed, num_shared
         self._last = predictor if isinstance(predictor, Last) else Last(1)
         self._keep = max(1, *map(predictor.depth_of, range(predictor.num_layers)))
-        self._loads: list[Tensor] = []  # [R, E] of this batch's layers so far, the nearest first
-        self._choices: list[list[Tensor]] = []  # [T, K] of every owned rank, likewise
-        # One from elsewhere may say other things on other ranks.
+        self._loads: list[Tensor] = []  # [R, E] of this batch's layers so far, the latest first
+        self._choices: list[list[Tensor]] = []  # [T, K] of every owned rank, the latest layer first
+        # A user's predictor may return different loads on different ranks.
         self.may_differ = not isinstance(predictor, Last | Linear | TokensPredictor)
         norms = predictor.norms if isinstance(predictor, Lookahead) else None
         self._residuals = None if norms is None else Residuals(norms)  # type: ignore[arg-type]
 
     def restart(self) -> None:
-        """The layers so far are not those right before the next one."""
+        """Drop the inputs so far, because the next layer does not follow them."""
         self._loads, self._choices = [], []
 
     def close(self) -> None:
-        """Removes the hooks."""
+        """Remove the hooks."""
         if self._residuals is not None:
             self._residuals.close()
 
     def count(self, layer: int, chosen: Chosen) -> list[Tensor] | None:
-        """[E] int32 of every owned rank: the next layer's predicted counts, to be gathered; None if none travel."""
+        """Return the predicted counts [E] int32 of the next layer per owned rank, to be gathered; None: no counts."""
         predictor, target = self.predictor, (layer + 1) % self.predictor.num_layers
         travels = isinstance(predictor, TokensPredictor) and self._reaches(target, len(self._choices))
         counts: list[Tensor] = []
@@ -108,7 +113,7 @@ class Feed:
         return (counts or [torch.zeros(self.num_routed, dtype=torch.int32)]) if travels else None
 
     def _reaches(self, target: int, before: int) -> bool:
-        """Whether this layer and so many before it are all that a prediction reads."""
+        """Return whether this layer and `before` earlier ones suffice to predict the target layer."""
         return target != 0 and before + 1 >= self.predictor.depth_of(target)
 
     def _count(self, layer: int, rows: list[Tensor]) -> list[Tensor]:
@@ -126,11 +131,11 @@ class Feed:
         guesses = [predictor.choose(target, tensor) for tensor in tokens]
         if versions != [tensor._version for tensor in mine]:
             raise ValueError(
-                f"{type(predictor).__name__}.choose must not write to the tokens that it is given, which are the "
-                "layer's own rows: clone them first, got rows that changed"
+                f"{type(predictor).__name__}.choose must not write to its tokens, which are the layer's own rows: "
+                "clone them first, got rows that changed"
             )
         if self._residuals is not None:
-            self._residuals.drop()  # the predictor called norms, too
+            self._residuals.drop()  # the predictor's own calls of norms were stored
         padding = [(ids < 0).all(1, keepdim=True) for ids in self._choices[0]]
         return [
             ops.count(guess.masked_fill(absent, -1), self.num_routed).counts
@@ -138,7 +143,7 @@ class Feed:
         ]
 
     def predict(self, layer: int, gathered: Gathered) -> Tensor | None:
-        """[R, E] int32 loads of the next layer, shared experts' columns included; None where nothing can be said."""
+        """Return the loads [R, E] int32 of the next layer, with shared experts; None without a prediction."""
         if not gathered.planned:
             self.restart()
             return None
@@ -160,6 +165,6 @@ class Feed:
             raise ValueError(
                 f"predict must return {list(loads.shape)} torch.int32, got {list(guess.shape)} {guess.dtype}"
             )
-        shared = gathered.loads.narrow(1, self.num_routed, self.num_shared)  # known: every token needs them
+        shared = gathered.loads.narrow(1, self.num_routed, self.num_shared)  # known: every token uses them
         whole = torch.cat([guess, shared], dim=1)
         return whole.clamp(0, MOST // whole.numel())

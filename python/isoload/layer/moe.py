@@ -1,4 +1,4 @@
-"""MoE: an expert-parallel Mixture-of-Experts layer that balances itself, batch by batch."""
+"""MoE: an expert-parallel Mixture-of-Experts layer that rebalances every batch."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ from isoload.weights.layout import count_rows, layouts, shard_layouts
 from isoload.weights.shard import Shard
 
 Gate = Callable[[Tensor], tuple[Tensor, Tensor]]
-# What must be the same on all ranks in a batch
+# Facts that must be equal on all ranks in a batch
 ROW_FACTS = ("hidden size of x", "dtype of x", "top-k")
-# a bit each: in backward ranks exchange gradients of nothing else
+# One bit per stack: in backward ranks exchange gradients of these stacks only.
 TRAINED = "requires_grad of the expert stacks"
 
 
 @dataclass(frozen=True, eq=False)
 class Chosen:
-    """The owned ranks' rows [T, H] and what they chose, shared experts included; nothing where the call has failed."""
+    """Rows [T, H] and choices of the owned ranks, shared experts included; empty if the call has failed."""
 
     rows: list[Tensor]
     routings: list[Routing]
@@ -54,63 +54,61 @@ class Chosen:
 
     @property
     def ids(self) -> list[Tensor]:
-        """[T, K] each."""
+        """Chosen experts [T, K] of each owned rank."""
         return [ids for ids, _ in self.routings]
 
     @property
     def weights(self) -> list[Tensor]:
-        """[T, K] each."""
+        """Gate weights [T, K] of each owned rank."""
         return [weights for _, weights in self.routings]
 
     def kept(self, slots: list[Tensor]) -> list[Received]:
-        """The rows as if they had been received, with local slots [T, K] on their own rank; -1 = elsewhere."""
+        """Return the rows as if dispatch had delivered them to their own rank's slots [T, K]; -1 = another rank."""
         of_ranks = zip(self.rows, slots, self.weights, strict=True)
         return [Received(row, local, gates, None) for row, local, gates in of_ranks]
 
 
 def as_list(tensors: Tensor | Sequence[Tensor]) -> list[Tensor]:
-    """Of every owned rank; what is neither is refused where the other ranks hear of it."""
+    """Return one entry per owned rank. Other types are rejected later, where the error reaches all ranks."""
     return list(tensors) if isinstance(tensors, list | tuple) else [tensors]  # type: ignore[list-item]
 
 
 class MoE(StoredExperts):
-    """One MoE layer over the ranks of a transport; the dense layer's mathematics, whatever the policy.
+    """Expert-parallel MoE layer that rebalances every batch, with the dense layer's result under every policy.
 
-    Lists run over the ranks that this process owns (one for torch.distributed, all for the local transport); a
-    process that owns one rank may pass and gets plain tensors.
+    Lists have one entry per rank that this process owns: one with torch.distributed, all ranks with a LocalTransport. A
+    process that owns one rank may pass plain tensors, and gets plain tensors back.
 
     Args:
-        gate: rows [T, H] -> (topk_ids [T, K] int64, weights [T, K] float32): a router, see isoload.layer.routers.Gate.
-        experts: the stacks of all E experts, shared ones last, of which each rank copies its own; or their Checkpoint,
-            of which each rank reads its own; or a Shard, a list of them in process order, of the owned ranks' home
-            experts, which stay in the memory where they are.
-        transport: joins the ranks.
-        placement: where the experts lie.
+        gate: maps rows [T, H] to topk_ids [T, K] int64 and weights [T, K] float32, see isoload.layer.routers.Gate.
+        experts: the stacks of all E experts, shared experts last, from which each rank copies its own. Or a Checkpoint,
+            from which each rank reads its own. Or a Shard of the rank's home experts (a list of them in rank order),
+            which stay in their memory.
+        transport: connects the ranks.
+        placement: slots of every expert.
         layer: position of this layer in the placement.
-        layer_id: in place of layer, the model's own number of this layer.
-        policy: a name in isoload.POLICIES or a Policy; options go with the name. One that samples draws anew in
-            every batch.
+        layer_id: the model's own number of this layer, instead of layer.
+        policy: name in isoload.POLICIES with its options, or a Policy. Sampling policies draw again in every batch.
         activation: SwiGLU, or gpt-oss's ClampedGLU. None: the checkpoint's, else SwiGLU.
-        shared: a module for all local rows, added to the result, outside of dispatch. Shared experts of the
-            placement need none: the layer adds them to every token's choices, with weight 1.
-        min_tokens: with fewer tokens over all ranks nothing is gathered or planned: each expert goes to its
-            ``static`` replica, shared ones stay home, and last_plan is None. What is compared must be known on the
-            host: see num_tokens of :meth:`forward`. The same on all ranks.
-        loads: by which a batch is planned, see :class:`isoload.Balancer`. "node" and "own" need
-            :meth:`exchange` now and then; their policy is ``exact``, which borrows nothing and leaves shared experts
-            at home.
-        weight_rows: experts that every rank has memory for, for :meth:`load_placement`. None: as many as the
-            placement's slots hold on it.
-        borrow: the backend that brings the weights of spare slots: "pull", "copy", "all_to_all" or, over a
-            DeepEPTransport, "deep_ep", see isoload.weights.backends. None: "pull" where ranks can read each other's
-            memory, else "all_to_all"; ``borrowing.backend.name`` says which.
-        compute_dtype: in which rows travel, experts compute and borrowed weights travel, whatever the experts' dtype;
-            Parameters and their gradients keep the experts' dtype. None: autocast's dtype where autocast is on (but
-            for float64), else the experts'. "pull" and "copy" bring borrowed weights in the experts' dtype. Not for
-            quantised experts, which compute in the rows' dtype.
+        shared: module that runs on all local rows without dispatch; its output is added. Shared experts of the
+            placement need no module: the layer adds them to every token's choices, with weight 1.
+        min_tokens: batches with fewer tokens over all ranks are neither gathered nor planned. Each expert then uses its
+            ``static`` replica, shared experts stay local, and last_plan is None. The number of tokens must be known on
+            the host, see num_tokens of :meth:`forward`. The same on all ranks.
+        loads: loads by which a batch is planned, see :class:`isoload.Balancer`. "node" and "own" need regular calls of
+            :meth:`exchange`; their policy is ``exact``, which borrows nothing and keeps shared experts local.
+        weight_rows: experts for which every rank has memory, for :meth:`load_placement`. None: as many as the
+            placement assigns to the rank.
+        borrow: back end that fetches the weights of spare slots: "pull", "copy", "all_to_all" or, with a
+            DeepEPTransport, "deep_ep", see isoload.weights.backends. None: "pull" if ranks can read each other's
+            memory, else "all_to_all"; ``borrowing.backend.name`` is the choice.
+        compute_dtype: dtype in which rows travel, experts compute and borrowed weights travel. Parameters and gradients
+            keep their dtype. None: autocast's dtype if autocast is on (except for float64 experts), else the experts'.
+            "pull" and "copy" fetch weights in the experts' dtype. Quantised experts compute in the rows' dtype.
 
     Raises:
-        ValueError: naming the argument, the rule and the value; on the other ranks naming the rank and the stage.
+        ValueError: an argument is wrong, or differs between ranks. The rank at fault names argument, rule and value,
+            other ranks name that rank and the stage.
     """
 
     def __init__(
@@ -168,7 +166,7 @@ class MoE(StoredExperts):
 
     @property
     def policy(self) -> Policy:
-        """What plans; another may be set between batches, the same on all ranks."""
+        """Policy of the next batches. It may be set between batches, the same on all ranks."""
         return self.balancer.policy
 
     @policy.setter
@@ -177,19 +175,30 @@ class MoE(StoredExperts):
 
     @property
     def last_plan(self) -> Plan | None:
-        """Of the last batch; None where nothing was planned."""
+        """Plan of the last batch; None if the batch was not planned."""
         return self.balancer.last_plan
 
     def exchange(self, *others: MoE) -> Exchanged:
-        """:func:`isoload.balancing.targets.exchange` of this layer and of others. All ranks call it."""
+        """Renew the targets of this layer and of other layers, see :func:`isoload.balancing.targets.exchange`.
+
+        All ranks call it together, for loads="own" and loads="node", outside of CUDA graphs.
+        """
         return self.balancer.exchange(*(other.balancer for other in others))
 
     def forward(self, x: Tensor | Sequence[Tensor], num_tokens: int | None = None) -> Tensor | list[Tensor]:
-        """[T, H] -> [T, H] on every owned rank, in the dtype of x; T may differ and be 0.
+        """Return the layer's output [T, H] for rows [T, H] on every owned rank.
 
-        x has the experts' dtype or the one that they compute in, see compute_dtype.
-        num_tokens: tokens over all ranks, or an upper bound of them, the same on all ranks; compared with min_tokens.
-            None: what max_tokens_per_rank allows, else unknown, and the batch is planned.
+        Args:
+            x: [T, H] of the owned ranks; T may differ between ranks and be 0. In the experts' dtype, or the dtype in
+                which they compute.
+            num_tokens: tokens over all ranks or an upper bound, the same on all ranks, compared with min_tokens.
+                None: R times max_tokens_per_rank, or unknown; then the batch is planned.
+
+        Returns:
+            [T, H] in the dtype of x.
+
+        Raises:
+            ValueError: on all ranks, with the rank at fault and its error.
         """
         rows = as_list(x)
         combined = self._run(rows, lambda: [self.gate(row) for row in rows], num_tokens)
@@ -204,13 +213,13 @@ class MoE(StoredExperts):
         weights: Tensor | Sequence[Tensor],
         num_tokens: int | None = None,
     ) -> Tensor | list[Tensor]:
-        """The experts' part of :meth:`forward`, for choices made elsewhere: neither gate nor `shared` is called.
+        """Return the experts' output [T, H] for choices that were made elsewhere, without gate and `shared`.
 
         Args:
-            x: [T, H] on every owned rank, a list as in forward.
-            topk_ids: [T, K] routed experts, -1 = masked; lists as x is.
-            weights: [T, K], see isoload.layer.routers.Gate.
-            num_tokens: as in forward.
+            x: [T, H] of the owned ranks, as in :meth:`forward`.
+            topk_ids: [T, K] routed experts, -1 = masked; a list if x is a list.
+            weights: [T, K] gate weights; a list if x is a list.
+            num_tokens: as in :meth:`forward`.
         """
         rows, ids, gates = map(as_list, (x, topk_ids, weights))
         combined = self._run(rows, lambda: list(zip(ids, gates, strict=True)), num_tokens)
@@ -222,20 +231,20 @@ class MoE(StoredExperts):
         return self.run(rows, choose, num_tokens)
 
     def run(self, rows: list[Tensor], choose: Choose, num_tokens: int | None) -> list[Tensor]:
-        """The pipeline, a line per stage, for the rows and choices of every owned rank: see :meth:`compute`.
+        """Run the stages for the rows and choices of every owned rank, see :meth:`compute`.
 
-        A LibraStack has the same stages in another order.
+        A LibraStack runs the same stages in another order.
         """
         run = self._stages if self.run_by is None else self.run_by
         outputs = run(rows, choose, num_tokens)
         if not torch.is_grad_enabled() and any(p.grad is not None for p in self.weights.parameters()):
-            self.meet_readers()  # An optimizer step may come next, without another backward that makes ranks meet.
+            self.meet_readers()  # An optimizer step may follow without a backward, which would synchronise the ranks.
         return [y.to(row.dtype) for y, row in zip(outputs, rows, strict=True)]
 
     def _stages(self, rows: list[Tensor], choose: Choose, num_tokens: int | None) -> list[Tensor]:
         chosen = self.choices(rows, choose)  # [T, K] ids and weights
         batch = self.balancer.plan(self.gather(chosen, num_tokens))  # loads [R, E], quota [P]
-        borrowed = self.borrow(batch.plan, chosen)  # on their way from here on
+        borrowed = self.borrow(batch.plan, chosen)  # starts the transfer
         slots = self.balancer.route(batch)  # [T, K]
         received = self.dispatcher.dispatch(*self.sent(chosen, slots))
         if borrowed is not None:
@@ -244,10 +253,10 @@ class MoE(StoredExperts):
         return self.dispatcher.combine(computed, received)  # [T, H]
 
     def choices(self, rows: list[Tensor], choose: Choose) -> Chosen:
-        """Every owned rank's choices, or why there are none.
+        """Return every owned rank's choices, or the failure that prevented them.
 
-        A rank that fails tells the others in the gather or, without one, in dispatch; on a GPU with max_tokens_per_rank
-        nothing there is read, and the others wait for the group's timeout.
+        A failure reaches the other ranks in the gather or, without a gather, in dispatch. On a GPU with
+        max_tokens_per_rank dispatch reads nothing on the host, and the other ranks wait until the group's timeout.
         """
         ranks, routings = self._ranks(), list[Routing]()
         device, facts = ranks[0].row_of_slot.device, {TRAINED: 0}
@@ -266,37 +275,37 @@ class MoE(StoredExperts):
         return Chosen(rows, routings, call)
 
     def gather(self, chosen: Chosen, num_tokens: int | None, more: list[Tensor] | None = None) -> Gathered:
-        """The batch counted and gathered; num_tokens as in :meth:`forward`, more as in :meth:`Balancer.gather`."""
+        """Count and gather the batch; num_tokens as in :meth:`forward`, more as in :meth:`Balancer.gather`."""
         max_tokens = self.dispatcher.max_tokens_per_rank
         if num_tokens is None and max_tokens is not None:
             num_tokens = max_tokens * self.group.topology.num_ranks
         return self.balancer.gather(chosen.ids, num_tokens, chosen.call, more)
 
     def borrow(self, plan: Plan | None, chosen: Chosen) -> Borrowed | None:
-        """Begins to bring the experts in the plan's spare slots."""
+        """Start to fetch the experts in the plan's spare slots; None if there are none."""
         if plan is None or self.borrowing is None or plan.placed.unfilled is None:
             return None
         return self.borrowing.borrow(plan.placed, dtype=self._dtype_of(chosen.rows))
 
     def _dtype_of(self, rows: Sequence[Tensor]) -> torch.dtype | None:
-        """The dtype in which experts compute with rows on their way; None where they are quantised."""
+        """Return the dtype in which experts compute with these rows; None for quantised experts."""
         return rows[0].dtype if self._ranks()[0].stored_down.dtype in DTYPES else None
 
     def sent(
         self, chosen: Chosen, slots: list[Tensor]
     ) -> tuple[list[Tensor], list[Tensor], list[Tensor], int, Call]:
-        """What dispatch takes, for copies that go to slots [T, K]."""
+        """Return the arguments of dispatch, for copies that go to slots [T, K]."""
         return chosen.rows, slots, chosen.weights, self.placement.slots_per_rank, chosen.call
 
     def stacks(self, chosen: Chosen, borrowed: Borrowed | None) -> list[list[ExpertWeights]]:
-        """Every owned rank's weights, resident, then borrowed, where no gradients are recorded."""
+        """Return every owned rank's weights, resident and then borrowed, without recording gradients."""
         dtype = self._dtype_of(chosen.rows)
         return join_rows(self.group, self._ranks(), [], self.replica_moves, borrowed, {}, dtype)[1]
 
     def run_local(
         self, received: Sequence[Received], stacks: Sequence[Sequence[ExpertWeights]]
     ) -> list[Tensor]:
-        """[N, H] of every owned rank: its experts on the rows that it received, or has itself."""
+        """Return [N, H] of every owned rank: the output of its experts for received or local rows."""
         outputs = []
         for rank, got, groups in zip(self._ranks(), received, stacks, strict=True):
             ends = None if got.ends is None else rank.row_ends(got.ends)
@@ -305,7 +314,7 @@ class MoE(StoredExperts):
                 continue
             local = rank.weight_rows(got.slots)
             max_copies = None if got.max_copies is None else [got.max_copies] * len(groups)
-            if values_readable(local):  # on a device the count would be one more wait
+            if values_readable(local):  # on a device the host would wait once more for the count
                 max_copies = count_copies(local, groups)
             outputs.append(run_experts(got.rows, local, got.weights, groups, self.activation, max_copies))
         return outputs
@@ -313,7 +322,7 @@ class MoE(StoredExperts):
     def _compute(
         self, received: list[Received], loads: Tensor, slots: list[Tensor], borrowed: Borrowed | None
     ) -> list[Tensor]:
-        """Resident experts first, while borrowed weights still travel."""
+        """Run resident experts while borrowed weights travel, then borrowed ones."""
         noted = {f"route of rank {r}": s for r, s in zip(self.group.ranks, slots, strict=True)}
         noted = {"loads": loads, **noted} if values_readable(loads) else {}
         rows = [got.rows for got in received]
@@ -324,7 +333,7 @@ class MoE(StoredExperts):
         return outputs if borrowed is None else list(BringAgain.apply(borrowed, *outputs))
 
     def _complete(self, topk_ids: Tensor, weights: Tensor) -> Routing:
-        """One rank's choices, checked, with the shared experts after them."""
+        """Return one rank's choices, checked, followed by the shared experts."""
         placement = self.placement
         routing = given_choices(topk_ids, weights, num_experts=placement.num_routed)
         if not placement.num_shared:

@@ -1,7 +1,7 @@
-"""Gradient clipping and DistributedDataParallel for models whose layers share experts over ranks.
+"""Gradient clipping and DistributedDataParallel for models whose experts are distributed over ranks.
 
-Everything but the experts is replicated: clipping sums the experts' norms over ranks, and DistributedDataParallel
-must neither broadcast nor reduce what one rank owns.
+All other Parameters are replicated. Clipping therefore sums only the experts' norms over ranks, and
+DistributedDataParallel must neither broadcast nor reduce experts.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from isoload.transport import Group
 
 @torch.no_grad()
 def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
-    """Scale all gradients so that their common norm is at most max_norm. All ranks call it together.
+    """Scale all gradients so that their total norm is at most max_norm. All ranks call it together.
 
-    The norm is that of one model: it counts each expert once, on its own rank, and each other Parameter once, though
-    every rank has a copy or a part (fully_shard). So all ranks scale by the same number, and copies stay equal.
+    The norm counts each expert once, on its home rank. It counts each other Parameter once, although every rank has a
+    copy or a shard (fully_shard). All ranks therefore scale by the same number, and copies remain equal.
 
     Args:
-        model: with isoload layers anywhere inside, after backward and after gradients of copies are added up.
+        model: model with isoload layers, after backward and after the all-reduce of replicated Parameters' gradients.
         max_norm: largest norm afterwards.
 
     Returns:
-        [] the norm before clipping, the same on all ranks.
+        The norm before clipping, [], the same on all ranks.
 
     Raises:
-        ValueError: for a layer whose experts are a Shard given as a function.
+        ValueError: the experts of a layer are a Shard given as a function.
     """
     squares, experts = list[Tensor](), set[int]()
     by_group: dict[Group, list[list[Tensor]]] = {}  # gradients of every owned rank
@@ -69,23 +69,23 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def ignore_in_ddp(model: Model) -> Model:
-    """Makes DistributedDataParallel leave the experts of all MoE layers in a model alone. To be called before it.
+    """Exclude the experts of all MoE layers of a model from DistributedDataParallel. Call it before wrapping.
 
         ddp = DistributedDataParallel(isoload.layer.ignore_in_ddp(model))
 
-    Each rank keeps its own experts, whose gradients are sums over the tokens of all ranks. From now on the layers
-    divide them by the number of ranks, as DistributedDataParallel divides the others': both are gradients of the mean
-    of the ranks' losses, so no loss has to be divided. Layers over ranks of one process (LocalTransport) stay as they
-    are: each process has all of their experts.
+    The gradients of experts are sums over the tokens of all ranks. From now on the layers divide them by the number of
+    ranks, as DistributedDataParallel divides the other gradients. All gradients then belong to the mean of the ranks'
+    losses, and no loss has to be divided. Layers over virtual ranks (LocalTransport) do not change, because each
+    process has all of their experts.
 
     Args:
-        model: that is wrapped, itself or with the layers anywhere inside. What it ignored before stays ignored.
+        model: module that will be wrapped. Parameters that it ignored before remain ignored.
 
     Returns:
         The model.
 
     Raises:
-        ValueError: for a layer whose experts are a Shard given as a function: which Parameters it reads is not known.
+        ValueError: the experts of a layer are a Shard given as a function, so that its Parameters are unknown.
     """
     owned: set[int] = set()
     for layer in model.modules():

@@ -1,6 +1,6 @@
-"""save_pretrained of a transformers model whose experts are spread over the ranks of several processes.
+"""save_pretrained for transformers models whose experts are distributed over processes.
 
-One process writes: rank 0 of the default process group. Stacks of all experts exist for one layer at a time.
+Rank 0 of the default process group writes. Stacks of all experts exist for one layer at a time.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from isoload.transport import Call, CollectiveGroup, Group, LocalGroup, await_al
 from isoload.weights.checkpoints import FileTensors
 from isoload.weights.storage import check_whole
 
-WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # of torch.compile and checkpoint_wrapper
+WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # torch.compile, checkpoint_wrapper
 
 
 def all_processes(call: str) -> Group:
-    """Wait until all processes of the program make a call, and return the group of all of them."""
+    """Wait until all processes of the program make a call, and return the group of all processes."""
     await_all(call)
     if not dist.is_available() or not dist.is_initialized():
         return LocalGroup(Topology(1))
@@ -36,12 +36,12 @@ def all_processes(call: str) -> Group:
 
 
 def is_writer() -> bool:
-    """Whether this process writes what the program saves."""
+    """Return whether this process writes the files."""
     return not dist.is_available() or not dist.is_initialized() or dist.get_rank() == 0
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the model inside of DistributedDataParallel and torch.compile, whose names the saved program has."""
+    """Return the model inside DistributedDataParallel and torch.compile; saved programs use its names."""
     while True:
         inner = (
             model.module if isinstance(model, DistributedDataParallel) else getattr(model, "_orig_mod", None)
@@ -52,7 +52,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def plain_name(name: str) -> str:
-    """Return the name of a module or Parameter without those of wrappers."""
+    """Return the name of a module or Parameter without the names of wrappers."""
     for wrapper in WRAPPERS:
         name = name.replace(wrapper, "")
     return name
@@ -83,7 +83,7 @@ def check_layers(layers: dict[str, StoredExperts], processes: Group) -> None:
 
 
 def whole_tensor(value: Any) -> Any:
-    """Return a DTensor as a whole one; all processes together. Other values stay as they are."""
+    """Return the full tensor of a DTensor, for which all processes call it together; other values as they are."""
     gather: Callable[[], Tensor] | None = getattr(value, "full_tensor", None)
     return value if gather is None else gather()
 
@@ -91,13 +91,13 @@ def whole_tensor(value: Any) -> Any:
 def whole_state(model: nn.Module) -> dict[str, Any]:
     """Return a model's state_dict with the experts of all ranks, in host memory, on the process that writes.
 
-    The other processes, which all call it together, get no tensors.
+    All processes call it together; the other processes get no tensors.
     """
     return {key: value for part in whole_parts(model) for key, value in part.items()}
 
 
 def whole_parts(model: nn.Module) -> Iterator[dict[str, Any]]:
-    """Yield the same state in parts: what is no expert, then the experts of one layer after the other."""
+    """Yield the same state in parts: first without experts, then the experts of each layer."""
     yield other_state(model)
     for name, module in holders(model).items():
         stacks = {name + key: stack.cpu() for key, stack in module.whole_experts().items()}
@@ -115,7 +115,7 @@ def other_state(model: nn.Module) -> dict[str, Any]:
 
 
 def other_entries(model: nn.Module) -> dict[str, Any]:
-    """Return the entries of this process's state_dict that are no experts."""
+    """Return the entries of this process's state_dict except experts."""
     prefixes = tuple(name + module.part_keys for name, module in holders(model).items())
     experts = {id(p) for layer in stored_layers(model).values() for p in layer.weights.parameters()}
     return {
@@ -126,7 +126,7 @@ def other_entries(model: nn.Module) -> dict[str, Any]:
 
 
 def holders(model: nn.Module) -> dict[str, Any]:
-    """Return the modules that save experts, with the prefix of their keys: BlockExperts and layers outside of these."""
+    """Return the modules that save experts, by the prefix of their keys: BlockExperts, and layers outside of them."""
     modules: dict[str, Any] = {}
     for name, module in model.named_modules():
         name = f"{plain_name(name)}." if name else ""
@@ -137,7 +137,7 @@ def holders(model: nn.Module) -> dict[str, Any]:
 
 @contextmanager
 def written_aside(target: Path) -> Iterator[Path]:
-    """Yield a new folder next to its target, which takes the target's place afterwards; if anything fails, nothing."""
+    """Yield a new folder that replaces the target on success; on failure the target does not change."""
     part, old = (target.with_name(f"{target.name}.{os.getpid()}.{kind}") for kind in ("part", "old"))
     try:
         part.mkdir(parents=True)
@@ -164,19 +164,19 @@ def save_pretrained(
 ) -> None:
     """Write a checkpoint with all experts, which stock transformers loads. All ranks call it together; rank 0 writes.
 
-    All ranks need host memory for the experts of one layer. Each layer's experts have files of their own, of at most
+    Every rank needs host memory for the experts of one layer. Each layer's experts have their own files of at most
     ``max_shard_size``. Files appear in the folder once all of them are written.
 
     Args:
-        model: a transformers model, see :func:`isoload.balance`.
-        save_directory: folder of the checkpoint, made if it does not exist.
-        is_main_process: not used where the state is gathered.
-        state_dict: a whole state that was gathered before; each process then writes as transformers does.
-        push_to_hub: must be False where the state is gathered.
-        **how: what else transformers' save_pretrained takes.
+        model: transformers model, see :func:`isoload.balance`.
+        save_directory: folder of the checkpoint, created if missing.
+        is_main_process: not used if the state is gathered.
+        state_dict: complete state that was gathered before; each process then writes as in transformers.
+        push_to_hub: must be False if the state is gathered.
+        **options: other arguments of transformers' save_pretrained.
 
     Raises:
-        ValueError: on all ranks: the state is one rank's part, or the state cannot be gathered.
+        ValueError: on all ranks: state_dict is one rank's part, or the state cannot be gathered.
         RuntimeError: other ranks have not called it within the timeout of the default process group.
     """
     kind: Any = type(model)  # the instance attribute save_pretrained is this function
@@ -196,7 +196,7 @@ def save_pretrained(
     written = target.with_name(f"{target.name}.{os.getpid()}.written")
     call = Call(
         processes, "save_pretrained"
-    )  # a failure of the writer waits: the other ranks are in exchanges
+    )  # raised later if the writer fails, because the other ranks are in exchanges
     with ExitStack() as aside:
         parts: list[Path] = []
         for number, part in enumerate(whole_parts(model)):
@@ -216,14 +216,13 @@ def save_pretrained(
 
 
 def check_folder(target: Path) -> None:
-    """Raise ValueError for a file in the place of the folder."""
+    """Raise ValueError if the target is a file."""
     if target.exists() and not target.is_dir():
         raise ValueError(f"save_directory must be a folder, got a file: {target}")
 
 
 def join_parts(parts: list[Path], variant: str | None) -> None:
-    """Move the weights of all parts into the folder of the first one, under the names and with the index of one
-    checkpoint."""
+    """Move the weights of all parts into the first part's folder, with the names and the index of one checkpoint."""
     stem = "model" if variant is None else f"model.{variant}"
     files = [file for part in parts for file in sorted(part.glob(f"{stem}*.safetensors"))]
     weight_map: dict[str, str] = {}
@@ -234,7 +233,7 @@ def join_parts(parts: list[Path], variant: str | None) -> None:
         with open_regular(file) as opened:
             header = int.from_bytes(opened.read(8), "little")
         size += file.stat().st_size - 8 - header
-        file.rename(parts[0] / f"{name}.new")  # a part of several files has such names, too
+        file.rename(parts[0] / f"{name}.new")  # parts of several files use such names, too
     for file in list(parts[0].glob("*.new")):
         file.rename(file.with_suffix(""))
     for part in parts[1:]:
@@ -247,7 +246,7 @@ def join_parts(parts: list[Path], variant: str | None) -> None:
 
 
 def take_files(target: Path, written: Path) -> None:
-    """Move files into a folder, in place of older weights, and remove the folder where they were."""
+    """Move files into the target, remove its older weights, and remove the folder of the files."""
     target.mkdir(parents=True, exist_ok=True)
     names = {path.name for path in written.iterdir()}
     for old in target.glob("model*.safetensors*"):

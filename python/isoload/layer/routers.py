@@ -1,6 +1,6 @@
 """Routers: from logits to each token's logical experts and gate weights.
 
-Shapes: T tokens, E logical experts, K experts per token. Ties go to the lowest expert, on every device.
+Shapes: T tokens, E logical experts, K experts per token. Ties go to the lowest expert on every device.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from isoload.checks import values_readable
 from isoload.wording import not_one_of
 
 Style = Literal["softmax_topk", "topk_softmax", "sigmoid"]
-TINY = 1e-20  # keeps a renormalised token whose scores are all 0 from dividing 0 by 0
+TINY = 1e-20  # avoids 0 / 0 when a token whose scores are all 0 is renormalised
 
 
 class Routing(NamedTuple):
-    """What a router chose. ``topk_ids [T, K]`` int64, none twice in a token; ``weights [T, K]`` float32."""
+    """Choices of a router: ``topk_ids`` [T, K] int64, distinct within a token; ``weights`` [T, K] float32."""
 
     topk_ids: Tensor
     weights: Tensor
@@ -28,19 +28,22 @@ class Routing(NamedTuple):
 
 @dataclass(frozen=True)
 class Router:
-    """How experts are chosen and weighed.
+    """Rule by which experts are chosen and weighted.
 
     Args:
-        num_experts: E.
-        top_k: K.
+        num_experts: number E of logical experts.
+        top_k: number K of experts per token.
         style: "softmax_topk": the K largest of softmax(logits) (Qwen3-MoE, OLMoE; Mixtral renormalises).
             "topk_softmax": softmax over the K largest logits (gpt-oss).
-            "sigmoid": the K largest of sigmoid(logits) + score_bias inside the best groups; the bias only
-            chooses, weights are the unbiased scores (DeepSeek-V3).
-        renormalise: divides a token's weights by their sum.
-        routed_scaling_factor: multiplies the weights at the end.
-        num_groups, top_groups: sigmoid only: E is cut into groups of neighbours; a token may use the
-            ``top_groups`` groups whose two best biased scores add up highest.
+            "sigmoid": the K largest of sigmoid(logits) + score_bias in the best groups. The bias affects only the
+            choice; weights are the unbiased scores (DeepSeek-V3).
+        renormalise: whether to divide a token's weights by their sum.
+        routed_scaling_factor: factor of all weights, applied last.
+        num_groups, top_groups: for "sigmoid": the experts are divided into num_groups groups of neighbours. A token
+            uses the top_groups groups with the largest sum of the two best biased scores.
+
+    Raises:
+        ValueError: an argument is out of range or does not fit the style.
     """
 
     num_experts: int
@@ -72,14 +75,17 @@ class Router:
             )
 
     def __call__(self, logits: Tensor, score_bias: Tensor | None = None) -> Routing:
-        """Chooses for every token; weights are differentiable in the logits, in max(fp32, logits' dtype).
+        """Return choices and weights of every token.
 
         Args:
-            logits: [T, E]; -inf rules an expert out.
-            score_bias: [E], style sigmoid only.
+            logits: [T, E] floating point; -inf excludes an expert.
+            score_bias: [E], for style "sigmoid" only.
+
+        Returns:
+            Choices [T, K] and weights [T, K] in max(float32, dtype of logits), differentiable in the logits.
 
         Raises:
-            ValueError: for nan and inf, too, where values are readable (CPU, or ISOLOAD_CHECK=1).
+            ValueError: wrong shapes or dtypes; nan and inf where values are readable (CPU, or ISOLOAD_CHECK=1).
         """
         self._check(logits, score_bias)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -95,7 +101,7 @@ class Router:
         return Routing(topk_ids, weights * self.routed_scaling_factor)
 
     def _choosable(self, scores: Tensor, score_bias: Tensor | None) -> Tensor:
-        """[T, E] what the choice is made by: biased scores, -inf outside the best groups."""
+        """Return the scores [T, E] that determine the choice: biased, and -inf outside the best groups."""
         scores = scores.detach() if score_bias is None else scores.detach() + score_bias.detach()
         if self.top_groups == self.num_groups:
             return scores
@@ -121,14 +127,17 @@ class Router:
 
 
 class Gate(nn.Module):
-    """The projection in front of a router: the whole first box of a layer.
+    """Projection to logits, followed by a router.
 
     Args:
-        router: how experts are chosen.
-        weight: [E, H]; a Parameter that does not require a gradient stays so, and so does the bias.
+        router: rule by which experts are chosen.
+        weight: [E, H]. A Parameter keeps its requires_grad, as does the bias.
         bias: [E] added to the logits (gpt-oss), or None.
-        score_bias: [E] for style sigmoid, or None. A buffer: it is set by load, not by gradients.
-        project_in_fp32: whether the product itself is in fp32 (DeepSeek-V3) or in the weight's dtype.
+        score_bias: [E] for style "sigmoid", or None. A buffer, which is set by loading and not by gradients.
+        project_in_fp32: whether the projection is computed in float32 (DeepSeek-V3) or in the weight's dtype.
+
+    Raises:
+        ValueError: a tensor has another shape.
     """
 
     bias: nn.Parameter | None
@@ -153,7 +162,7 @@ class Gate(nn.Module):
         self.register_buffer("score_bias", score_bias)
 
     def forward(self, rows: Tensor) -> Routing:
-        """[T, H] -> the choices and gate weights of every token."""
+        """Return the choices and gate weights [T, K] of every token, for rows [T, H]."""
         dtype = self.weight.dtype
         if self.project_in_fp32:
             dtype = torch.promote_types(dtype, torch.float32)
@@ -166,18 +175,18 @@ def _as_parameter(tensor: Tensor) -> nn.Parameter:
 
 
 def given_choices(topk_ids: Tensor, weights: Tensor, num_experts: int) -> Routing:
-    """Choices made elsewhere, checked.
+    """Check choices that were made elsewhere.
 
     Args:
         topk_ids: [T, K] int32 or int64 logical experts, none twice in a token; -1 = masked.
         weights: [T, K] floating point gate weights.
-        num_experts: E.
+        num_experts: number E of logical experts.
 
     Returns:
-        int64 choices and weights in max(fp32, dtype).
+        The choices as int64, and the weights in max(float32, their dtype).
 
     Raises:
-        ValueError: for expert numbers, too, where values are readable (CPU, or ISOLOAD_CHECK=1).
+        ValueError: wrong shapes or dtypes; wrong expert numbers where values are readable (CPU, or ISOLOAD_CHECK=1).
     """
     if topk_ids.dim() != 2 or topk_ids.dtype not in (torch.int32, torch.int64):
         raise ValueError(
@@ -204,5 +213,5 @@ def given_choices(topk_ids: Tensor, weights: Tensor, num_experts: int) -> Routin
 
 
 def lowest_first_topk(scores: Tensor, k: int) -> Tensor:
-    """[T, k] columns of the k largest, largest first, the lowest column first among equals (topk promises none)."""
+    """Return the columns [T, k] of the k largest scores, ties to the lowest column, which torch.topk does not do."""
     return torch.sort(scores.detach(), dim=1, descending=True, stable=True).indices[:, :k]

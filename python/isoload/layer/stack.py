@@ -1,6 +1,6 @@
-"""LibraStack: MoE layers called in order; each gets its replicas while the layer before it computes.
+"""LibraStack: MoE layers called in order; each layer's borrowed experts travel while the previous layer computes.
 
-At construction a stack rejects layers that cannot follow one another and predictors of other layers.
+At construction a stack rejects layers that cannot share a stack and predictors for other layers.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ LOCALS = ("planned", "held")
 
 
 def check_layers(layers: Sequence[MoE]) -> None:
-    """Raises ValueError unless layers can share a stack."""
+    """Raise ValueError unless the layers can share a stack."""
     facts, ids = facts_of(layers[0]), set[int]()
     for i, layer in enumerate(layers):
         if layer.run_by is not None or id(layer) in ids:
-            raise ValueError(f"layers must be in one stack at a time, and once, got layer {i} again")
+            raise ValueError(f"layers must be in one stack at a time and only once, got layer {i} again")
         ids.add(id(layer))
         if (counts := layer.balancer.own_counts) is not None:
             raise ValueError(
@@ -59,7 +59,7 @@ def check_layers(layers: Sequence[MoE]) -> None:
 
 
 def facts_of(layer: MoE) -> dict[str, object]:
-    """What must be the same in all layers, by name."""
+    """Return the facts that must be equal in all layers, by name."""
     placement, stored = layer.placement, layer._ranks()[0].stored()
     shapes = ", ".join(f"{name} {list(stack.shape[1:])}" for name, stack in stored.items())
     return {
@@ -73,7 +73,7 @@ def facts_of(layer: MoE) -> dict[str, object]:
 
 
 def check_local(local: str, layers: Sequence[MoE], predicts: bool) -> None:
-    """Raises ValueError unless the layers can run in this order of the two stages."""
+    """Raise ValueError unless the layers can run in this order of the two stages."""
     if local not in LOCALS:
         raise ValueError(not_one_of("local", LOCALS, local))
     if local == "planned":
@@ -82,23 +82,23 @@ def check_local(local: str, layers: Sequence[MoE], predicts: bool) -> None:
     by_rank = isinstance(dispatcher, RowDispatcher) and not dispatcher.adds_in_nodes
     if not by_rank or dispatcher.max_tokens_per_rank is None:
         raise ValueError(
-            "local must not be held without a LocalTransport or CollectiveTransport with max_tokens_per_rank and "
+            "local='held' needs a LocalTransport or CollectiveTransport with max_tokens_per_rank and "
             f"dispatch='rank', got a {type(dispatcher).__name__} with "
             f"max_tokens_per_rank={dispatcher.max_tokens_per_rank}"
         )
     for policy in (layer.policy for layer in layers):
         if policy.borrows and not (policy.ahead and predicts):
             raise ValueError(
-                f"local must not be held where policy {policy.name} fills spare slots from the batch's own loads"
+                f"local='held' needs slots filled ahead, but policy {policy.name} fills them from the batch's own loads"
             )
         if not may_keep_local(policy):
             raise ValueError(
-                f"local must not be held with policy {policy.name}, which draws or fixes the share"
+                f"local='held' does not support policy {policy.name}, which samples or fixes the share"
             )
 
 
 def check_host_plans(local: str, layers: Sequence[MoE], predicts: bool) -> None:
-    """Raises ValueError unless the host's waits of a policy that plans on the CPU fall beside local compute."""
+    """Raise ValueError unless the host waits of a policy that plans on the CPU overlap local compute."""
     for policy in (layer.policy for layer in layers):
         if not policy.plans_on_host or not runs_apart(layers[0]._ranks()[0].row_of_slot.device):
             continue
@@ -106,7 +106,7 @@ def check_host_plans(local: str, layers: Sequence[MoE], predicts: bool) -> None:
         early = local == "planned" and borrowing is not None and borrowing.waits_for_plan
         if not (policy.ahead and predicts and (policy.keeps_local or local == "held")) or early:
             raise ValueError(
-                f"policy {policy.name} must plan beside local compute, because the host waits for the loads: it needs "
+                f"policy {policy.name} must plan during local compute, because the host waits for the loads: it needs "
                 "predict, slots filled ahead, copies that stay local and borrow='pull' or local='held', got "
                 f"ahead={policy.ahead}, keeps_local={policy.keeps_local}, local={local!r} and predict="
                 f"{'given' if predicts else 'None'}: use libra, hedge or llep"
@@ -116,7 +116,7 @@ def check_host_plans(local: str, layers: Sequence[MoE], predicts: bool) -> None:
 def make_predictor(
     predict: str | Predictor | None, layers: Sequence[MoE], norms: Sequence[nn.Module] | None
 ) -> Predictor | None:
-    """The predictor of a stack, on its device."""
+    """Return the predictor of a stack, on the layers' device; None without prediction."""
     if norms is not None and predict != "lookahead":
         raise ValueError(f"norms must be None unless predict is 'lookahead', got {len(norms)}")
     if predict is None:
@@ -131,7 +131,8 @@ def make_predictor(
         raise ValueError(f"predict must be lookahead, last or a Predictor, got {predict!r}")
     if not any(layer.policy.ahead for layer in layers):
         raise ValueError(
-            f"predict must be None where no policy fills ahead, got {predict.describe()} for {layers[0].policy.name}"
+            "predict= needs a policy that prefetches experts (hedge, libra, libra_published), got "
+            f"{predict.describe()} for {layers[0].policy.name}"
         )
     num_experts = layers[0].placement.num_routed
     if predict.num_layers != len(layers) or predict.num_experts not in (None, num_experts):
@@ -170,7 +171,7 @@ def count_slots(
     copies_per_rank: int | None,
     memory: float | None,
 ) -> tuple[int | None, str | None]:
-    """Most spare slots of a rank that a stack fills, and what bounds them; see :class:`isoload.LibraStack`."""
+    """Return the most spare slots of a rank that a stack fills, and the limit's name, see :class:`LibraStack`."""
     placement, down = layers[0].placement, layers[0]._ranks()[0].stored_down
     if slots == "auto":
         if times is None or copies_per_rank is None:
@@ -192,7 +193,7 @@ def count_slots(
             "time": times.moves_in_time(copies_per_rank, resident),
             "spare slots": placement.spare_slots,
         }
-        if memory is not None:  # one layer's are fetched while those of the one before are in use
+        if memory is not None:  # one layer's weights are fetched while those of the previous layer are in use
             expert_bytes = sum(stack[0].nbytes for stack in layers[0]._ranks()[0].stored_rows())
             bounds["memory"] = int(memory // (2 * expert_bytes))
         least = min(bounds, key=bounds.__getitem__)
@@ -210,8 +211,8 @@ def count_slots(
     return slots, None
 
 
-AHEAD = "slots filled ahead"  # what ranks compare
-# Decoders' names of the norm before the block; the last is not it where there is AFTER, too
+AHEAD = "slots filled ahead"  # fact that ranks compare
+# Names of the norm before the block in decoder layers. The last name means another norm if AFTER is there, too.
 NORMS = (
     "pre_feedforward_layernorm",
     "pre_mlp_layernorm",
@@ -224,12 +225,13 @@ AFTER = "post_feedforward_layernorm"
 
 @dataclass(frozen=True, eq=False)
 class Fetched:
-    """What one layer has got ahead.
+    """Prefetched spare slots of one layer.
 
-    layer     whose spare slots they are
-    filled    the slots
-    borrowed  their weights; None where nothing is borrowed
-    marks     the owned ranks' Parameters as they were sent, see :meth:`isoload.weights.storage.RankWeights.marks`
+    layer     layer of the spare slots
+    filled    experts of all slots
+    borrowed  weights of the spare slots; None if nothing is borrowed
+    marks     versions of the owned ranks' Parameters when they were sent, see
+              :meth:`isoload.weights.storage.RankWeights.marks`
     """
 
     layer: MoE
@@ -238,7 +240,7 @@ class Fetched:
     marks: list[list[tuple[Tensor, int]]]
 
     def check(self) -> None:
-        """Raises ValueError if the layer's Parameters have changed since."""
+        """Raise ValueError if the layer's Parameters have changed since."""
         ranks = self.layer._ranks()
         if not all(rank.is_marked(marks) for rank, marks in zip(ranks, self.marks, strict=True)):
             raise ValueError(
@@ -248,35 +250,36 @@ class Fetched:
 
 
 class LibraStack:
-    """Runs layers in two stages, with spare slots filled ahead. Inference only.
+    """Stack of MoE layers that runs each layer in two stages and prefetches borrowed experts. Inference only.
 
-    The model calls its layers as before, in order; each call goes through the stack until :meth:`close`. While layer i
-    computes, the spare slots of layer i + 1 are filled from predicted loads and their weights travel, into the buffer
-    of the pool that layer i leaves alone; those of the first layer while the last one computes. Spare slots of a layer
-    for which nothing was fetched stay empty: of one that is called out of order, of the first batch's first layer.
+    The model calls its layers in order, and each call goes through the stack until :meth:`close`. While layer i
+    computes, the spare slots of layer i + 1 are filled from predicted loads, and their weights travel into the buffer
+    that layer i does not use. The first layer's weights travel while the last layer computes. Spare slots without
+    prefetched weights stay empty: in a layer that is called out of order, and in the first layer of the first batch.
 
     Args:
-        layers: of one transport, with equal experts and spare slots.
-        predict: "lookahead" (each layer's own gate on the rows of the one before), "last" or a Predictor. None: nothing
-            is filled ahead, policies that borrow fill from the batch's loads.
-        norms: for "lookahead": of every layer the module that makes its rows from the residual, and is called right
-            before it. The gate then reads the next norm of the residual.
-        local: "planned": plan, start dispatch, compute copies that stay on their rank, then the others. "held" (the
-            paper's): rows, choices and weights go to all ranks, and what a rank holds of its own copies is computed
-            before the plan, which keeps it there. Needs a transport with max_tokens_per_rank.
-        slots: most spare slots of a rank that are filled; None = as the policy says; "auto" = so many as can travel
-            while a rank computes copies_per_rank copies, by `times`, and fit in `memory`, at most the spare ones.
-        times: of experts of the layers' size, for "auto": isoload.times.load(file).
-        copies_per_rank: that a rank computes in a layer, for "auto".
-        memory: bytes of a rank for borrowed weights, for "auto": of two layers at once. None: any.
+        layers: layers of one transport, with equal experts and spare slots.
+        predict: "lookahead" (each layer's gate on the rows of the previous layer), "last" (the previous batch) or a
+            Predictor. None: no prefetching; policies that borrow fill from the batch's loads.
+        norms: for "lookahead": for every layer the module that computes its rows from the residual right before the
+            layer. The gate then reads the next norm of the residual.
+        local: "planned": plan, start dispatch, compute local copies, then received ones. "held" (the paper's): rows,
+            choices and weights go to all ranks, and local copies are computed before the plan, which keeps them local.
+            Needs a transport with max_tokens_per_rank.
+        slots: most spare slots of a rank that are filled. None: the policy's option. "auto": as many as can travel
+            while a rank computes copies_per_rank copies, by `times`, and fit into `memory`.
+        times: for "auto": measured times of experts of this size, from isoload.times.load(file).
+        copies_per_rank: for "auto": copies that a rank computes in a layer.
+        memory: for "auto": bytes of a rank for the borrowed weights of two layers. None: no limit.
 
     Attributes:
-        slots: as above, "auto" as a number.
-        bounded_by: what bounds "auto": "time", "memory" or "spare slots"; None without it.
-        events: of every layer when the stages of its last batch began and ended, see :class:`Span`.
+        slots: the argument, with "auto" as a number.
+        bounded_by: limit of "auto": "time", "memory" or "spare slots"; else None.
+        events: for every layer the begin and end of the stages of its last batch, by stage, see :class:`Span`.
 
     Raises:
-        ValueError: naming the argument, the rule and the value; on the other ranks naming the rank and the stage.
+        ValueError: an argument is wrong, or differs between ranks. The rank at fault names argument, rule and value,
+            other ranks name that rank and the stage.
     """
 
     def __init__(
@@ -335,22 +338,22 @@ class LibraStack:
         cost: object = None,
         **options: Any,
     ) -> LibraStack:
-        """The stack of a Hugging Face decoder whose experts transformers fuses, see docs/integrations.md.
+        """Create the stack of a Hugging Face decoder whose experts transformers fuses, see docs/transformers.md.
 
-        A BlockExperts takes the place of each MoE block's `experts`; router, auxiliary loss, outputs and the keys of
-        state_dict() stay the model's. Hooks on the norms before the blocks keep the residual, for "lookahead".
+        BlockExperts replace the `experts` of each MoE block. Router, auxiliary loss, outputs and the keys of
+        state_dict() do not change. For "lookahead", hooks on the norms before the blocks store the residual.
 
         Args:
-            layers: ``model.model.layers``, with the weights of all experts in every process; dense ones are skipped.
-            topology: R ranks, or the number R.
-            transport: None = all ranks in this process, which the tokens are dealt to evenly.
-            placement: of the routed experts, a layer for each MoE block; None = in order.
-            spare_slots: experts that a rank can borrow at a time, where there is no placement. None: 2.
-            predict, local, slots, times, copies_per_rank, memory: as of the class.
-            **options: policy (default "hedge"), its options, and what else :class:`MoE` takes.
+            layers: ``model.model.layers``, with the weights of all experts in every process; dense layers are skipped.
+            topology: the ranks, or their number R.
+            transport: None: all ranks are virtual ranks of this process, and tokens are split evenly over them.
+            placement: placement of the routed experts, one layer per MoE block. None: experts in order.
+            spare_slots: experts that a rank can borrow at a time, if no placement is given. None: 2.
+            predict, local, slots, times, copies_per_rank, memory: as for the class.
+            **options: policy (default "hedge"), its options, and other arguments of :class:`MoE`.
 
         Raises:
-            ValueError: before any block has changed: naming the argument, the rule and the value.
+            ValueError: before any block has changed, with the argument, the rule and the value.
         """
         refuse_cost(cost)
         decoder = list(layers)
@@ -379,20 +382,20 @@ class LibraStack:
         return stack
 
     def close(self) -> None:
-        """Gives the layers back: from now on each runs by itself."""
+        """Detach the layers from the stack, so that each runs by itself, and remove the hooks."""
         for layer, run in zip(self.layers, self._runs, strict=True):
-            if layer.run_by is run:  # not of another stack since
+            if layer.run_by is run:  # the layer is not in another stack meanwhile
                 layer.run_by = None
         if self.feed is not None:
             self.feed.close()
         self.forget()
 
     def forget(self) -> None:
-        """Drops what was fetched ahead: on all ranks, after expert Parameters have changed."""
+        """Drop prefetched weights. All ranks call it after expert Parameters have changed."""
         self._fetched = None
 
     def _run(self, index: int, rows: list[Tensor], choose: Choose, num_tokens: int | None) -> list[Tensor]:
-        """One layer's batch; what MoE.run is without a stack."""
+        """Run one layer's batch, instead of the layer's own stages."""
         try:
             return self._stages(index, rows, choose, num_tokens)
         except BaseException:
@@ -412,37 +415,37 @@ class LibraStack:
         elif gathered.planned and (self._fills_ahead(layer) or self.local == "held"):
             filled = layer.balancer.placed_on(gathered.loads.device)
         if borrowed is not None:
-            borrowed.begin("borrow")  # again, if others took its buffer
+            borrowed.begin("borrow")  # fetches again if other layers have used the buffer
         batch = Batch(layer, chosen, gathered, filled, borrowed, partial(self._fetch, index, gathered))
         self.events[index] = batch.spans
         return (run_held if self.local == "held" and gathered.planned else run_planned)(batch)
 
     def _take(self, index: int) -> Fetched | None:
-        """What was fetched for a layer, if it is the one that comes next."""
+        """Return the prefetched slots of a layer, if it is called in order and its placement has not changed."""
         fetched, self._fetched = self._fetched, None
         in_order, self._next = index == self._next, (index + 1) % len(self.layers)
         if self.feed is not None and (index == 0 or not in_order):
             self.feed.restart()
         if not in_order or fetched is None or fetched.filled.host is not fetched.layer.placement:
             return None
-        if index == 0 and capturing(fetched.filled.slot_to_expert.device):  # replays have none of that batch
+        if index == 0 and capturing(fetched.filled.slot_to_expert.device):  # replays do not have them
             return None
         return fetched
 
     def _checked(
         self, index: int, fetched: Fetched | None, choose: Choose
     ) -> Sequence[tuple[Tensor, Tensor]]:
-        """The layer's choices, once nothing on this rank stands against its run or the fetch that follows."""
+        """Check that the layer and the following fetch can run on this rank, and return the layer's choices."""
         if torch.is_grad_enabled():
             raise ValueError("a LibraStack must run under torch.no_grad(), got gradients recorded")
         predictor = None if self.feed is None else self.feed.predictor
         if (
             isinstance(predictor, LoadsPredictor)
-            and type(predictor).note is not LoadsPredictor.note  # it remembers batches
+            and type(predictor).note is not LoadsPredictor.note  # it stores loads of earlier batches
             and capturing(self.layers[index]._ranks()[0].row_of_slot.device)
         ):
             raise ValueError(
-                "predict must read nothing of batches before while a CUDA graph is captured, which would replay them, "
+                "predict must not read earlier batches while a CUDA graph is captured, which would replay them, "
                 f"got {predictor.describe()}"
             )
         if fetched is not None:
@@ -454,12 +457,12 @@ class LibraStack:
         return self.feed is not None and layer.policy.ahead
 
     def _replays(self, device: torch.device) -> bool:
-        """Whether a CUDA graph is captured, or replays may write to the buffers between one batch and the next."""
+        """Return whether a CUDA graph is being captured, or replays may overwrite the buffers between batches."""
         borrowing = self.layers[0].borrowing
         return capturing(device) or (borrowing is not None and borrowing.pool.in_graphs)
 
     def _fetch(self, index: int, gathered: Gathered, in_use: Borrowed | None) -> Borrowed | None:
-        """Fetches for the layer after this one."""
+        """Fetch weights for the next layer."""
         layer, filled = self.layers[self._next], None
         if self.feed is None or (self._next == 0 and self._replays(gathered.loads.device)):
             return None
@@ -470,7 +473,7 @@ class LibraStack:
                 options = {} if self.slots is None else {"slots": self.slots}
                 policy = replace(layer.policy, **options)  # type: ignore[arg-type]
                 filled = fill(loads, layer.balancer.placed_on(loads.device), None, policy)
-        # No exchange can be begun with slots that differ: that of weights would abort the process.
+        # Ranks compare their slots first: an exchange of weights for different slots would abort the process.
         if self.feed.may_differ and gathered.planned and values_readable(gathered.loads):
             call.facts[AHEAD] = fact_of(filled)
             call.agree("fetch")
@@ -484,26 +487,26 @@ class LibraStack:
 
 
 def norm_before(layer: nn.Module, block: nn.Module) -> nn.Module:
-    """The norm of a decoder's layer whose output is a block's rows.
+    """Return the norm of a decoder layer whose output is the block's rows.
 
     Raises:
-        ValueError: there is none that is known.
+        ValueError: no such norm is known.
     """
     name = next((n for n in NORMS if isinstance(getattr(layer, n, None), nn.Module)), "")
-    # FlexOlmo norms what comes out of attention and of the block, not the block's rows
+    # FlexOlmo normalises the outputs of attention and of the block, not the block's rows.
     of_attention = name == NORMS[-1] and hasattr(layer, AFTER)
-    # ERNIE-4.5-VL's two blocks get a part of the tokens each
+    # Each of ERNIE-4.5-VL's two blocks receives only a part of the tokens.
     shared = sum(is_known(module) for module in layer.modules()) > 1
     if block is layer or not name or of_attention or shared:
         raise ValueError(
-            "predict must not be 'lookahead' where no norm before the block is known ('last' needs none), got a "
+            "predict='lookahead' needs a known norm before the block ('last' does not), got a "
             f"{type(block).__name__} in a {type(layer).__name__}"
         )
     return layer.get_submodule(name)
 
 
 def fact_of(filled: PlacedLayers | None) -> int:
-    """A number that is the same on ranks with the same slots, where the host may read them; 0 without any."""
+    """Return a number that is equal on ranks with equal slots: 0 without slots, 1 if the host cannot read them."""
     if filled is None:
         return 0
     slots = filled.slot_to_expert

@@ -1,8 +1,7 @@
-"""save and load: a whole program in a folder, with experts and optimizer state, on any number of ranks.
+"""Save and load a whole program, with experts and optimizer state, for any placement and number of ranks.
 
-The folder holds ``isoload.json`` (layers, optimizer, a format number), ``others.pt`` (the other Parameters and
-buffers, their optimizer state, the parameter groups) and ``experts-0.pt`` and so on, one per layer, with stacks [E,
-...].
+The folder contains ``isoload.json`` (layers and a format number), ``others.pt`` (the other Parameters and buffers,
+their optimizer state, the parameter groups) and one file per layer with stacks [E, ...], from ``experts-0.pt`` on.
 """
 
 from __future__ import annotations
@@ -38,25 +37,25 @@ from isoload.weights.shard import FACTS, state_fields
 from isoload.weights.storage import FULL, RankWeights
 from isoload.wording import shown
 
-State = dict[str, dict[str, Any]]  # by stack and key
+State = dict[str, dict[str, Any]]  # optimizer state by stack and key
 
 
 def full_optimizer_state(layer: StoredExperts, optimizer: Optimizer, reader: int | None = None) -> State:
-    """What an optimizer keeps of the layer's experts, whatever the placement: all ranks together.
+    """Return the optimizer state of a layer's experts, independent of the placement. All ranks call it together.
 
-    ``optimizer.state_dict()`` keeps it by row, and the rows are other experts' under another placement.
+    ``optimizer.state_dict()`` stores the state by row, and rows belong to other experts under another placement.
 
     Args:
-        layer: whose expert Parameters the optimizer holds.
-        optimizer: of this process; with the same state on all ranks, by names and dtypes.
-        reader: the only rank that gets the rows; the others get [0, ...]. None: every process.
+        layer: layer whose expert Parameters the optimizer updates.
+        optimizer: this process's optimizer; names and dtypes of its state are the same on all ranks.
+        reader: the only rank that gets rows; other ranks get [0, ...]. None: every process gets them.
 
     Returns:
-        By stack (``experts.gate_up`` and so on) and key (``exp_avg``): [E, ...] on every process where the state has
-        the Parameter's shape, else as it is (``step``). Empty by stack before the first step.
+        State by stack (for example ``experts.gate_up``) and key (``exp_avg``). State of the Parameter's shape is
+        [E, ...] on every process; other state (``step``) is copied. Before the first step each stack is empty.
 
     Raises:
-        ValueError: on all ranks, naming what does not fit on the rank at fault.
+        ValueError: on all ranks, with the rank at fault and its error.
     """
     ranks, fields = layer._ranks(), list[list[tuple[str, str, str]]]()
     call = Call(layer.group, "placement", ranks[0].row_of_slot.device)
@@ -85,13 +84,17 @@ def full_optimizer_state(layer: StoredExperts, optimizer: Optimizer, reader: int
 
 @torch.no_grad()
 def load_full_optimizer_state(layer: StoredExperts, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Loads what :func:`full_optimizer_state` made, under any placement and number of ranks. Each rank by itself.
+    """Load the result of :func:`full_optimizer_state`, for any placement and number of ranks.
 
-    Options such as the learning rate, and the state of other Parameters, stay as they are.
+    Each rank loads by itself. Options such as the learning rate, and the state of other Parameters, do not change.
+
+    Args:
+        layer: layer whose expert Parameters the optimizer updates.
+        optimizer: this process's optimizer.
+        state: state by stack and key, with rows [E, ...].
 
     Raises:
-        ValueError: before anything is changed: a missing stack, another shape, or Parameters that the optimizer does
-            not hold.
+        ValueError: before anything changes: a missing stack, another shape, or Parameters that the optimizer lacks.
     """
     ranks, num_experts = layer._ranks(), layer.placement.num_experts
     check_plain(ranks)
@@ -118,7 +121,7 @@ def load_full_optimizer_state(layer: StoredExperts, optimizer: Optimizer, state:
 
 
 def single_value(value: Any, parameter: Tensor, options: Mapping[str, Any]) -> Any:
-    """Return a copy of a value of an optimizer's state that has not its Parameter's shape, such as the step."""
+    """Return a copy of a value of optimizer state that has not its Parameter's shape, for example the step."""
     if not isinstance(value, Tensor):
         return copy.deepcopy(value)
     counts_there = options.get("capturable", False) or options.get("fused", False)
@@ -126,7 +129,7 @@ def single_value(value: Any, parameter: Tensor, options: Mapping[str, Any]) -> A
 
 
 def trained(ranks: list[RankWeights]) -> Iterator[tuple[RankWeights, str, nn.Parameter]]:
-    """Names and Parameters of the stacks that train, by rank."""
+    """Yield rank, name and Parameter of every stack with requires_grad."""
     for rank in ranks:
         for name, parameter in rank.named_parameters(recurse=False):
             if parameter.requires_grad:
@@ -134,13 +137,14 @@ def trained(ranks: list[RankWeights]) -> Iterator[tuple[RankWeights, str, nn.Par
 
 
 def check_plain(ranks: list[RankWeights]) -> None:
-    """Raises ValueError unless all stacks are plain Parameters of the layer."""
+    """Raise ValueError unless all stacks are plain Parameters of the layer."""
     for rank in ranks:
         plain = [name for name, p in rank.named_parameters(recurse=False) if not hasattr(p, "to_local")]
         if len(plain) != len(rank.stored()):
             raise ValueError(
                 f"experts must be plain Parameters of the layer for their optimizer state, {list(rank.stored())}, got "
-                f"{plain} beside parametrized ones, DTensors or a Shard given as a function: keep it by its owner"
+                f"only {plain}; the rest are parametrized, DTensors or a Shard given as a function: save their state "
+                "with the module that owns them"
             )
 
 
@@ -148,20 +152,19 @@ MANIFEST, FORMAT = "isoload.json", 1
 
 
 def save(model: nn.Module, optimizer: Optimizer | None, folder: str | Path) -> None:
-    """Save a model and its optimizer's state for :func:`load`, on any number of ranks. All ranks call it together.
+    """Save a model and its optimizer's state for :func:`load` on any number of ranks. All ranks call it together.
 
-    Rank 0 writes, and needs memory for the experts of one layer and their optimizer state. The folder appears once all
-    of it is written; a folder that an earlier call wrote is replaced.
+    Rank 0 writes and needs memory for the experts of one layer and their optimizer state. The folder appears once it is
+    complete, and replaces a folder of an earlier call.
 
     Args:
-        model: with isoload layers anywhere inside. Parameters outside of the experts are the same on all ranks, or
-            DTensors (fully_shard).
-        optimizer: of these Parameters; None saves no optimizer state.
-        folder: to write, on a file system that all ranks can read.
+        model: model with isoload layers. Other Parameters are equal on all ranks, or DTensors (fully_shard).
+        optimizer: optimizer of these Parameters. None: no optimizer state is saved.
+        folder: folder to write, on a file system that all ranks can read.
 
     Raises:
-        ValueError: on all ranks, before anything is written, naming what cannot be saved on the rank at fault.
-        OSError: on rank 0, where files cannot be written; a ValueError on the others.
+        ValueError: on all ranks and before anything is written, with the rank at fault and the reason.
+        OSError: on rank 0 if files cannot be written; other ranks raise a ValueError.
         RuntimeError: other ranks have not called it within the timeout of the default process group.
     """
     model, target = unwrapped(model), Path(folder)
@@ -174,7 +177,7 @@ def save(model: nn.Module, optimizer: Optimizer | None, folder: str | Path) -> N
             if is_writer():
                 check_target(target)
                 part = aside.enter_context(written_aside(target))
-        call = Call(processes, "save")  # a failure of the writer waits: the other ranks are in exchanges
+        call = Call(processes, "save")  # an error of the writer is raised later: other ranks are in exchanges
         for name, content in contents(model, optimizer):
             with call:
                 if is_writer() and call.failure is None:
@@ -188,18 +191,18 @@ def save(model: nn.Module, optimizer: Optimizer | None, folder: str | Path) -> N
 
 
 def load(model: nn.Module, optimizer: Optimizer | None, folder: str | Path) -> None:
-    """Load what :func:`save` wrote, under any placement and number of ranks. All ranks call it together.
+    """Load a program that :func:`save` wrote, for any placement and number of ranks. All ranks call it together.
 
-    Replicas are refreshed, too.
+    Replicas are refreshed too.
 
     Args:
-        model: with layers of the same names, sizes and dtypes as the saved one.
-        optimizer: with the same parameter groups as the saved one; None leaves the saved optimizer state out.
-        folder: the same saved program on all ranks.
+        model: model whose layers have the same names, sizes and dtypes as the saved ones.
+        optimizer: optimizer with the same parameter groups as the saved one. None: no optimizer state is loaded.
+        folder: the saved program, the same on all ranks.
 
     Raises:
-        ValueError: on all ranks and before anything changes: the folder is no saved program, differs between ranks or
-            does not fit the model or the optimizer. Where a file is damaged, the state of the model is undefined.
+        ValueError: on all ranks and before anything changes: the folder is not a saved program, differs between ranks,
+            or does not fit the model or the optimizer. If a file is damaged, the state of the model is undefined.
         RuntimeError: other ranks have not called it within the timeout of the default process group.
     """
     model, source = unwrapped(model), Path(folder)
@@ -233,7 +236,7 @@ def load(model: nn.Module, optimizer: Optimizer | None, folder: str | Path) -> N
 
 
 def contents(model: nn.Module, optimizer: Optimizer | None) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield name and content of every file, in host memory, on the process that writes. All processes together."""
+    """Yield name and content of every file, in host memory of the process that writes. All processes call it."""
     for number, layer in enumerate(stored_layers(model).values()):
         experts = {FULL + name: stack.cpu() for name, stack in layer.full_experts(layer.writer).items()}
         state = {} if optimizer is None else full_optimizer_state(layer, optimizer, layer.writer)
@@ -256,14 +259,14 @@ def file_of(number: int) -> str:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Return the content of a file, whose tensors stay on disk until they are read."""
+    """Return the content of a file. Its tensors are memory-mapped."""
     open_regular(path).close()  # a pipe would block
     content: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     return content
 
 
 def describe(layers: Mapping[str, StoredExperts]) -> dict[str, Any]:
-    """Return number, sizes and dtypes of the experts of every layer, in plain values."""
+    """Return number, sizes and dtypes of the experts of every layer, as values for JSON."""
     return {
         name: {
             "experts": layer.placement.num_experts,
@@ -274,7 +277,7 @@ def describe(layers: Mapping[str, StoredExperts]) -> dict[str, Any]:
 
 
 def check_described(saved: Mapping[str, Any], described: Mapping[str, Any]) -> None:
-    """Raise ValueError unless the layers are like those that were saved."""
+    """Raise ValueError unless the layers have the names, sizes and dtypes of the saved ones."""
     if list(saved) != list(described):
         raise ValueError(f"model must have the layers {list(saved)}, as saved, got {list(described)}")
     for name, value in saved.items():
@@ -283,13 +286,13 @@ def check_described(saved: Mapping[str, Any], described: Mapping[str, Any]) -> N
 
 
 def check_target(target: Path) -> None:
-    """Raise ValueError for a folder of something else, which a saved program would replace."""
+    """Raise ValueError if the target is neither missing, empty nor a saved program, because it would be replaced."""
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         manifest_of(target)
 
 
 def manifest_of(folder: Path) -> dict[str, Any]:
-    """Return what a saved program says about itself."""
+    """Return the manifest of a saved program."""
     path = folder / MANIFEST
     if not path.is_file():
         advice = ": a state that one rank saved is loaded by model.load_state_dict on that rank"
@@ -320,16 +323,16 @@ def names_of(model: nn.Module) -> dict[int, str]:
 
 
 def group_names(group: Mapping[str, Any], names: Mapping[int, str]) -> list[str]:
-    """Return the names of a parameter group's Parameters, without repetition."""
+    """Return the distinct names of a parameter group's Parameters."""
     if strange := [list(p.shape) for p in group["params"] if id(p) not in names]:
         raise ValueError(
-            f"optimizer must hold Parameters of the model alone, got another of shape {strange[0]}"
+            f"optimizer must hold only Parameters of the model, got another of shape {strange[0]}"
         )
     return list(dict.fromkeys(names[id(p)] for p in group["params"]))
 
 
 def optimizer_facts(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
-    """Return what must be the same on all ranks of an optimizer: one copy of its state is saved."""
+    """Return the facts of an optimizer that must be equal on all ranks, because one copy of its state is saved."""
     if optimizer is None:
         return {"optimizer": None}
     names, experts = names_of(model), expert_ids(model)
@@ -344,7 +347,7 @@ def optimizer_facts(model: nn.Module, optimizer: Optimizer | None) -> dict[str, 
 
 
 def check_groups(model: nn.Module, optimizer: Optimizer, saved: Mapping[str, Any] | None) -> None:
-    """Raise ValueError unless an optimizer has the parameter groups that were saved."""
+    """Raise ValueError unless an optimizer has the saved parameter groups."""
     if saved is None:
         raise ValueError("optimizer must be None for a program that was saved without one")
     names = names_of(model)
@@ -357,7 +360,7 @@ def check_groups(model: nn.Module, optimizer: Optimizer, saved: Mapping[str, Any
 
 
 def load_groups(model: nn.Module, optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
-    """Load the options of all parameter groups, and the state of all Parameters but those of experts."""
+    """Load the options of all parameter groups, and the state of all Parameters except experts."""
     names, experts = names_of(model), expert_ids(model)
     for group, saved_group in zip(optimizer.param_groups, saved["groups"], strict=True):
         group.update({key: value for key, value in saved_group.items() if key != "params"})
@@ -372,7 +375,7 @@ def load_groups(model: nn.Module, optimizer: Optimizer, saved: Mapping[str, Any]
 
 
 def placed_as(value: Any, like: Any) -> Any:
-    """Return a copy of a saved value on another's device, a whole tensor as the DTensor that the other one is."""
+    """Return a copy of a saved value on the device of `like`, sharded like it if it is a DTensor."""
     if not isinstance(value, Tensor) or not isinstance(like, Tensor):
         return value
     if not hasattr(like, "full_tensor"):

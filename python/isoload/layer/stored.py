@@ -1,4 +1,4 @@
-"""StoredExperts: what a layer keeps of its experts, saved, loaded and moved; all that lasts longer than a batch."""
+"""StoredExperts stores a layer's expert weights: state that outlives a batch, with saving, loading and moving."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ from isoload.weights.storage import (
 
 
 class StoredExperts(nn.Module):
-    """Base of :class:`isoload.MoE`: every owned rank's weight rows where the placement says.
+    """Base of :class:`isoload.MoE` with the weight rows of every owned rank, arranged by the placement.
 
-    layouts, replica_moves  what the rows of all ranks hold, and which rows are copies of others
-    num_rows                weight rows that every rank has memory for
-    borrowing               how spare slots get their weights; None without spare slots
-    compute_dtype           in which experts compute; None: in autocast's dtype, or in their own without autocast
+    layouts, replica_moves  expert of every row on all ranks, and the moves from home rows to replicas
+    num_rows                number of weight rows for which each rank has memory
+    borrowing               fetches the weights of spare slots; None without spare slots
+    compute_dtype           dtype in which experts compute; None: autocast's dtype, or their own without autocast
     """
 
     group: Group
@@ -60,12 +60,12 @@ class StoredExperts(nn.Module):
 
     @property
     def has_replicas(self) -> bool:
-        """Whether any expert lies on several ranks."""
+        """Whether any expert has slots on several ranks."""
         return bool(self.replica_moves)
 
     @property
     def placement(self) -> Placement:
-        """Where the experts lie; see :meth:`load_placement`."""
+        """Current placement; change it by :meth:`load_placement`."""
         return self.balancer.placement
 
     @property
@@ -78,7 +78,7 @@ class StoredExperts(nn.Module):
         if backend is not None and backend.reads_peers and not self.group.owns_all:
             raise TypeError(
                 f"a layer with borrow={backend.name!r}, whose weights other processes read in place, cannot be copied: "
-                "load its full_state_dict() into a layer made anew"
+                "load its full_state_dict() into a new layer"
             )
         return {**super().__getstate__(), "borrowing": None if backend is None else backend.name}
 
@@ -97,7 +97,7 @@ class StoredExperts(nn.Module):
         self._replicated = {move.source.rank for move in self.replica_moves}
 
     def _hold(self, experts: Experts, borrow: str | None) -> None:
-        """Takes memory for the ranks' weights and, with spare slots, for borrowed ones."""
+        """Allocate the ranks' weights and, with spare slots, the memory for borrowed weights."""
         spare, group, new, self.borrowing = self.placement.spare_slots, self.group, new_stack, None
         if spare:
             with group.agreeing("construction"):
@@ -106,7 +106,7 @@ class StoredExperts(nn.Module):
             new = backend.new_stack
             if backend.reads_peers:
                 self.num_rows = [max(self.num_rows)] * len(self.num_rows)
-        # else only inference could write them
+        # tensors that are created in inference mode could not be written outside of it
         with group.agreeing("construction"), torch.inference_mode(False):
             self.weights = OwnedRanks(
                 ShardWeights(self.layouts[rank], part, self.num_rows[rank], spare, new)
@@ -121,20 +121,20 @@ class StoredExperts(nn.Module):
 
     @property
     def part_name(self) -> str:
-        """Marks the keys of this process's part of a state; empty where the process owns all ranks."""
+        """Mark in the keys of this process's part of a state, or "" if the process owns all ranks."""
         group = self.group
         return "" if group.owns_all else part_name(group.ranks[0], group.topology.num_ranks)
 
     def expert_parameters(self) -> list[nn.Parameter]:
-        """The owned ranks' expert Parameters.
+        """Return the expert Parameters of the owned ranks.
 
-        Their gradients are sums over the tokens of all ranks, so data parallelism must leave them alone; those of all
-        other Parameters are sums over the own rank's tokens and need an all-reduce. See docs/borrowing.md.
+        Their gradients are sums over the tokens of all ranks, so data parallelism must not reduce them. Those of all
+        other Parameters are sums over the rank's own tokens and need an all-reduce: docs/training-and-borrowing.md.
         """
         return list(self.weights.parameters())
 
     def dtype_now(self) -> torch.dtype | None:
-        """The dtype in which rows travel and experts compute now; None for quantised experts: the rows' own."""
+        """Return the dtype in which rows travel and experts compute now; None: the rows' own (quantised experts)."""
         down = self._ranks()[0].stored_down
         if down.dtype not in DTYPES:
             return None
@@ -143,23 +143,23 @@ class StoredExperts(nn.Module):
         device = down.device.type
         follows = down.dtype != torch.float64 and torch.is_autocast_enabled(
             device
-        )  # autocast leaves float64 alone
+        )  # autocast does not apply to float64
         return torch.get_autocast_dtype(device) if follows else down.dtype
 
     def refresh_replicas(self) -> None:
-        """Copies home rows to their replicas: after every optimizer step, by all ranks together."""
+        """Copy home rows to their replicas. All ranks call it together after every optimizer step."""
         if self.has_replicas:
             refresh_replicas(self.group, self._ranks(), self.replica_moves)
 
     def meet_readers(self) -> None:
-        """Make later writes to the experts wait for ranks that still read them in place; all ranks call it together."""
+        """Wait until no rank reads the experts in place, so that they can be written. All ranks call it together."""
         if self.borrowing is not None:
             self.borrowing.backend.meet()
 
     def full_state_dict(self) -> dict[str, Any]:
-        """The state on every rank, whatever the placement: all ranks together.
+        """Return the state of all experts on every rank, independent of the placement. All ranks call it together.
 
-        ``experts.gate_up`` and so on are stacks [E, ...]; a rank's own state_dict() holds only the rows of its homes.
+        Entries such as ``experts.gate_up`` are stacks [E, ...]. A rank's state_dict() has only its home slots.
         """
         entries = {
             name: value for name, value in self.state_dict().items() if not name.startswith("weights.")
@@ -167,29 +167,36 @@ class StoredExperts(nn.Module):
         return entries | {FULL + name: stack for name, stack in self.full_experts().items()}
 
     def full_experts(self, reader: int | None = None) -> dict[str, Tensor]:
-        """[E, ...] of every stack, on every process: all ranks together; with a reader on that rank, else [0, ...]."""
+        """Return every stack [E, ...]. All ranks call it together.
+
+        Args:
+            reader: the only rank that gets rows; other ranks get [0, ...]. None: every process gets them.
+        """
         ranks = self._ranks()
         homes = [rank.home_rows() for rank in ranks]
         return ranks[0].by_name(gather_rows(self.group, self.layouts, homes, reader))
 
     @property
     def part_keys(self) -> str:
-        """How the keys of this module's state begin that are a part of the experts."""
+        """Prefix of the keys of this module's state that belong to the experts."""
         return "weights."
 
     @property
     def writer(self) -> int:
-        """The rank, in the layer's group, of the process that writes a saved program: rank 0 of the default group."""
+        """Rank in the layer's group of the process that writes a saved program: rank 0 of the default group."""
         group = self.group
         processes = group.process_group if isinstance(group, CollectiveGroup) else None
         return 0 if processes is None else dist.get_group_rank(processes, 0)
 
     def whole_experts(self) -> dict[str, Tensor]:
-        """Return the stacks of all experts on the writer, by the keys of a whole state: all ranks together."""
+        """Return the stacks of all experts on the writer, by key of the full state. All ranks call it together."""
         return {FULL + name: stack for name, stack in self.full_experts(self.writer).items()}
 
     def load_full_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Loads what :meth:`full_state_dict` made, replicas included, under any number of ranks.
+        """Load the result of :meth:`full_state_dict` for any number of ranks, replicas included.
+
+        Args:
+            state: entries of the layer, and stacks [E, ...] of its experts.
 
         Raises:
             ValueError: before anything is copied: a missing or unknown key, or another shape.
@@ -197,7 +204,7 @@ class StoredExperts(nn.Module):
         entries = {name: value for name, value in state.items() if not name.startswith(FULL)}
         names = {name for name in self.state_dict() if not name.startswith("weights.")}
         if entries.keys() != names:
-            raise ValueError(f"state must hold {sorted(names)} beside experts, got {sorted(entries)}")
+            raise ValueError(f"state must hold {sorted(names)} and experts, got {sorted(entries)}")
         self.meet_readers()
         load_full(self._ranks(), self.placement.num_experts, state)
         self.load_state_dict(entries, strict=False)
@@ -209,24 +216,24 @@ class StoredExperts(nn.Module):
         rows_per_chunk: int | None = None,
         optimizer: torch.optim.Optimizer | Literal["none"] | None = None,
     ) -> None:
-        """Moves the layer to a new placement: between batches, by all ranks together.
+        """Move the layer to a new placement. All ranks call it together, between batches.
 
-        Only rows that change travel. Memory stays where it is: the Parameters are the same objects on the same
-        memory, with the rows of their new experts; what planning reads is written in place. Layers that share a
-        Placement may be moved one by one, with batches between.
+        Only rows that change travel. The Parameters remain the same objects on the same memory and get the rows of
+        their new experts; planning tables are written in place. Layers that share a Placement may be moved one by one,
+        with batches between.
 
         Args:
-            placement: with the same topology, layers, experts and slots. Replicas must be fresh
-                (:meth:`refresh_replicas`): any of an expert's rows may be the one that is copied.
-            rows_per_chunk: most rows, over all ranks, that are copied at a time; bounds the memory needed on the way.
+            placement: placement with the same topology, layers, experts and slots. Replicas must be up to date
+                (:meth:`refresh_replicas`), because any row of an expert may be copied.
+            rows_per_chunk: most rows, over all ranks, that are copied at a time, which limits temporary memory.
                 None: R, at least 2.
-            optimizer: whose state of the expert Parameters moves along, wherever it has their shape; "none" where none
-                keeps any. None: that too, but refused where experts move that a backward has given gradients to.
+            optimizer: optimizer whose state of the expert Parameters moves too, if it has their shape. "none": no
+                optimizer keeps such state. None: the same, but rejected if experts move that have had gradients.
 
         Raises:
-            ValueError: on all ranks and before anything moves: naming the argument, the rule and the value on the rank
-                at fault, that rank or the fact they differ in on the others.
-            RuntimeError: naming the stage, if a rank is gone. The layer's weights are then undefined.
+            ValueError: on all ranks and before anything moves. The rank at fault names argument, rule and value, other
+                ranks name that rank or the fact that differs.
+            RuntimeError: a rank is gone; the message names the stage. The layer's weights are then undefined.
         """
         ranks, before = self._ranks(), self.layouts
         moved = None if isinstance(optimizer, str) else optimizer
@@ -258,7 +265,7 @@ class StoredExperts(nn.Module):
         return list(self.weights)  # type: ignore[arg-type]
 
     def _check_weights(self) -> None:
-        """Raises ValueError if an owned rank's Parameters cannot be computed from as they are now."""
+        """Raise ValueError if the Parameters of an owned rank are stale, replaced or changed by a wrapper."""
         check_wrappers(self.group, self._ranks())
         for rank, weights in zip(self.group.ranks, self._ranks(), strict=True):
             weights.check(rank in self._replicated)
@@ -277,7 +284,7 @@ class OwnedRanks(nn.ModuleList):
 
 
 def _mark_part(layer: StoredExperts, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """Mark the keys of one process's part of a state, which other processes would save under the same names."""
+    """Add the rank to the keys of one process's part of a state, which would be the same on other processes."""
     if not (part := layer.part_name):
         return
     inner, marked = f"{prefix}weights.0.", f"{prefix}weights.{part}"
@@ -288,7 +295,7 @@ def _mark_part(layer: StoredExperts, state: dict[str, Any], prefix: str, metadat
 
 
 def _read_part(layer: StoredExperts, state: dict[str, Any], prefix: str, *unused: Any) -> None:
-    """Take a marked part for that of the first owned rank, whose experts are then compared with the state's."""
+    """Rename a marked part to the first owned rank's keys; loading then compares its experts with the rank's."""
     layer.meet_readers()
     inner = f"{prefix}weights."
     for key in [key for key in state if key.startswith(inner) and PART.match(key, len(inner))]:
@@ -298,12 +305,16 @@ def _read_part(layer: StoredExperts, state: dict[str, Any], prefix: str, *unused
 def gather_rows(
     group: Group, layouts: Sequence[Layout], homes: Sequence[Sequence[Tensor]], reader: int | None = None
 ) -> list[Tensor]:
-    """[E, ...] on every process, from stacks [homes, ...] of every owned rank. All ranks call it together.
+    """Return stacks [E, ...] of all experts, from stacks [homes, ...] of every rank. All ranks call it together.
 
-    reader: the only rank that gets the rows; the others get [0, ...]. None: every process.
+    Args:
+        group: connects the ranks.
+        layouts: experts of the rows of all ranks.
+        homes: stacks of the home rows of every owned rank.
+        reader: the only rank that gets rows; other ranks get [0, ...]. None: every process gets them.
     """
     home = home_addresses(layouts)
-    # a process that owns all ranks needs one copy
+    # A process that owns all ranks needs one copy.
     readers = [0] if group.owns_all else range(len(layouts)) if reader is None else [reader]
     moves = [Move(home[expert], Address(rank, expert)) for rank in readers for expert in range(len(home))]
     full = [
@@ -316,7 +327,7 @@ def gather_rows(
 
 @torch.no_grad()
 def load_full(ranks: Sequence[RankWeights], num_experts: int, state: Mapping[str, Any]) -> None:
-    """Copies every rank's rows, replicas included, out of a full state."""
+    """Copy every rank's rows, replicas included, from a full state."""
     for rank in ranks:
         rank.check_load()
         for name in NAMES:

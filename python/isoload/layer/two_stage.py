@@ -1,8 +1,9 @@
-"""The two stages of a layer's batch: copies on their own rank are computed while the others travel (Libra, papers/004).
+"""The two stages of a layer's batch: local copies are computed while other copies travel (Libra, papers/004).
 
-Both orders make the same calls as MoE's pipeline, and the same sums: a rank's own part joins at the rank's place.
-:func:`run_held` is the paper's (section 3.1): rows, choices and weights go to all ranks, so they need not wait for the
-plan; every rank then routes the copies of all sources. A copy is *held* if its expert has a slot on its token's rank.
+A copy is local ("held") if its expert has a slot on its token's rank. Both orders make the same calls and the same sums
+as MoE's pipeline: combine adds a rank's own part in that rank's position. :func:`run_held` is the paper's order
+(section 3.1): rows, choices and weights go to all ranks and need not wait for the plan; every rank then routes all
+copies.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from isoload.transport import Group, Received
 from isoload.transport.transport import GatheredTokens, start_gather_tokens
 from isoload.weights.borrowing import Borrowed
 
-# Fetches for the next layer, given what this one computes with.
+# Fetches weights for the next layer, given the borrowed weights that this layer uses.
 Ahead = Callable[[Borrowed | None], Borrowed | None]
 
 
 @dataclass
 class Span:
-    """When a stage began and ended, in seconds of time.perf_counter: as the host sees it, so on a device enqueued."""
+    """Begin and end of a stage on the host, in seconds of time.perf_counter; on a device, the times of enqueueing."""
 
     begin: float
     end: float = 0.0
@@ -38,13 +39,13 @@ class Span:
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """One layer's batch on its way through the stages.
+    """One layer's batch during the stages.
 
-    chosen, gathered  the rows and choices, and the loads
-    filled            the slots it is planned with; None: the policy fills them from the loads
-    borrowed          the weights of filled slots
-    ahead             called once, when this batch's rows are on their way
-    spans             by stage: dispatch (until the rows are there), fetch, local, remote, combine
+    chosen, gathered  rows and choices, and loads
+    filled            slots for the plan; None: the policy fills them from the loads
+    borrowed          weights of filled slots
+    ahead             fetches for the next layer; called once, when this batch's rows have been sent
+    spans             times by stage: dispatch (until rows have arrived), fetch, local, remote, combine
     """
 
     layer: MoE
@@ -73,20 +74,20 @@ class Batch:
 
 
 def runs_apart(device: torch.device) -> bool:
-    """Whether a device has streams: on the CPU nothing runs beside what the host computes."""
+    """Return whether a device has streams; on the CPU nothing runs in parallel to the host."""
     return device.type == "cuda"
 
 
 class Beside:
-    """A context whose kernels run on a side stream, after those that the current stream had when this was made.
+    """Context whose kernels run on a side stream, after all kernels that the current stream had at construction.
 
-    On leaving, the current stream waits for them: only work that is enqueued in between runs at the same time. The
-    caller keeps alive until then what they read. What they make belongs to the side stream, which uses its memory again
-    behind the next fork alone, and so behind all uses before. Forks and joins are events: a CUDA graph captures them.
+    On exit the current stream waits for the side stream, so only work that was enqueued meanwhile overlaps. Until then
+    the caller keeps the inputs of these kernels alive. Their results belong to the side stream, whose memory is reused
+    only after the next fork, and so after all uses. Forks and joins are events, which a CUDA graph captures.
 
     Args:
-        group: keeps a side stream for each stream that layers run on.
-        device: without streams the context does nothing.
+        group: stores one side stream for each stream that layers run on.
+        device: on a device without streams the context does nothing.
     """
 
     def __init__(self, group: Group, device: torch.device) -> None:
@@ -109,9 +110,9 @@ class Beside:
 
 
 def run_planned(batch: Batch) -> list[Tensor]:
-    """[T, H] of every owned rank: plan, start dispatch of remote copies, compute local ones, then the remote ones."""
+    """Return [T, H] of every owned rank: plan, start dispatch, compute local copies, then the received ones."""
     layer, chosen = batch.layer, batch.chosen
-    # A plan that the host must read first gets there while it waits for the row counts.
+    # A plan that the host must read is copied while the host waits for the row counts.
     early = layer.borrowing is not None and layer.borrowing.waits_for_plan
     device = batch.gathered.loads.device
     if runs_apart(device) and not early and batch.filled is not None and layer.policy.keeps_local:
@@ -148,7 +149,7 @@ def run_planned(batch: Batch) -> list[Tensor]:
 
 
 def run_held(batch: Batch) -> list[Tensor]:
-    """[T, H] of every owned rank: gather, compute held copies, plan the others around them, compute these."""
+    """Return [T, H] of every owned rank: gather rows, compute local copies, plan and compute the rest."""
     layer, chosen = batch.layer, batch.chosen
     capacity = layer.dispatcher.max_tokens_per_rank
     assert capacity is not None
@@ -158,13 +159,14 @@ def run_held(batch: Batch) -> list[Tensor]:
 
 
 def run_local_first(batch: Batch, bring: Callable[[Tensor], list[Received]]) -> list[Tensor]:
-    """[T, H] of every owned rank: compute held copies; plan and bring the others, on a GPU meanwhile; compute these.
+    """Return [T, H] of every owned rank: compute local copies, plan and fetch the rest, compute the rest.
 
-    On a GPU the next layer's weights are fetched once the others are on their way, elsewhere before anything computes.
+    On a GPU planning overlaps local compute, and the next layer's weights are fetched after the rest has been sent.
+    On the CPU they are fetched before any computation.
 
     Args:
-        batch: with slots filled before.
-        bring: held slots as of :func:`held_slots` -> what arrived of the copies without one.
+        batch: batch whose slots were filled before.
+        bring: maps local slots, see :func:`held_slots`, to the received rows of all copies without a local slot.
     """
     layer, chosen, borrowed = batch.layer, batch.chosen, batch.borrowed
     assert batch.filled is not None
@@ -196,7 +198,7 @@ def run_local_first(batch: Batch, bring: Callable[[Tensor], list[Received]]) -> 
 def take_gathered(
     batch: Batch, arriving: Callable[[], GatheredTokens], local_slots: Tensor
 ) -> list[Received]:
-    """Plans around what is held, and takes the rest of what comes to the owned ranks from the tokens of all."""
+    """Plan with local copies fixed, and select the remaining copies of the owned ranks from the tokens of all ranks."""
     layer, chosen = batch.layer, batch.chosen
     balanced = layer.balancer.plan(batch.gathered, batch.filled, keep_local=True)
     assert balanced.plan is not None
@@ -210,7 +212,7 @@ def take_gathered(
 
 
 def send_planned(batch: Batch, local_slots: Tensor) -> list[Received]:
-    """Plans by a policy that leaves alone what is held, and dispatches the rest."""
+    """Plan by a policy that keeps local copies, and dispatch the rest."""
     layer, chosen = batch.layer, batch.chosen
     balanced = layer.balancer.plan(batch.gathered, batch.filled)
     of_ranks = zip(layer.group.ranks, chosen.ids, layer.balancer.route(balanced), strict=True)
@@ -220,9 +222,9 @@ def send_planned(batch: Batch, local_slots: Tensor) -> list[Received]:
 
 
 def held_slots(filled: PlacedLayers) -> Tensor:
-    """[R, E + 1] int64 every rank's lowest local slot of an expert, shared ones included, -1 = none.
+    """Return every rank's lowest local slot of an expert, shared ones included: [R, E + 1] int64, -1 = none.
 
-    The last column is -1: there index -1 leads, of a copy that is not there.
+    The last column is -1, which index -1 of a masked copy selects.
     """
     host = filled.host
     experts = filled.slot_to_expert.view(host.topology.num_ranks, -1).long()
