@@ -211,7 +211,7 @@ class EngineLayers(ABC, Generic[AnyLayer]):
         if self.settings.times is not None:
             experts = measured(self.settings.times).experts
             timed = 3 * experts.hidden * experts.intermediate
-            if not 0.9 < size.num_weights / timed < 1.1:
+            if not 0.8 < size.num_weights / timed < 1.25:  # kernels pad, gpt-oss by 14 %
                 raise ValueError(
                     f"{TIMES.name}={self.settings.times} is of experts of {timed} weights but the model's have "
                     f"{size.num_weights}: run isoload measure with this model, or unset {TIMES.name}"
