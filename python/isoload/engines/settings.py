@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from isoload.engines.worth import RebalanceRule
 from isoload.placers import make_placer, parse_placer
 from isoload.policies import Policy, make_policy, parse_policy
 from isoload.policies.shared import SharedPolicy
+from isoload.times.file import load
 from isoload.wording import not_one_of
 
 
@@ -31,6 +33,8 @@ MODE = Variable("ISOLOAD_MODE", "on")
 RECORD, RECORD_EVERY = Variable("ISOLOAD_RECORD"), Variable("ISOLOAD_RECORD_EVERY", "64")
 SWITCH = Variable("ISOLOAD_SWITCH")  # a file
 PLACEMENT = Variable("ISOLOAD_PLACEMENT")  # a file
+REBALANCE = Variable("ISOLOAD_REBALANCE")
+TIMES = Variable("ISOLOAD_TIMES")  # a file
 MODES = ("on", "off", "shadow")
 ALL_LOADS = ("gathered", "own", "node")
 PHASES = ("prefill", "decode")
@@ -51,6 +55,8 @@ class Settings:
     record_every    passes
     switch          None = none
     placement       file from which vLLM starts; None = none
+    rebalance       when a new map is applied; None = always
+    times           file of isoload measure; None = none
     """
 
     strict: bool
@@ -65,6 +71,8 @@ class Settings:
     record_every: int = int(RECORD_EVERY.default)
     switch: str | None = None
     placement: str | None = None
+    rebalance: RebalanceRule | None = None
+    times: str | None = None
 
     @classmethod
     def read(cls, environ: Mapping[str, str] | None = None) -> Settings:
@@ -89,6 +97,7 @@ class Settings:
         return cls(
             is_on(STRICT, environ), policy, loads, placer, report, is_on(CHECK, environ), stalled,
             mode, record or None, int(every), switch or None, _text(PLACEMENT, environ) or None,
+            _rule(_text(REBALANCE, environ)), _times(_text(TIMES, environ)),
         )  # fmt: skip
 
     @property
@@ -212,6 +221,24 @@ def _check_placer(text: str) -> None:
             f"{PLACER.name} must fill all slots of the engine, {placer.name} with these options leaves some empty, "
             f"got {text!r}"
         )
+
+
+def _rule(text: str) -> RebalanceRule | None:
+    try:
+        return RebalanceRule.parse(text) if text else None
+    except ValueError as error:
+        raise ValueError(f"{REBALANCE.name} {error}") from None
+
+
+def _times(path: str) -> str | None:
+    """Return the path of a times file that can be read, None without one."""
+    if not path:
+        return None
+    try:
+        load(path)
+    except ValueError as error:
+        raise ValueError(f"{TIMES.name}: {error}") from None
+    return path
 
 
 def is_on(variable: Variable, environ: Mapping[str, str]) -> bool:

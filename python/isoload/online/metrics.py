@@ -79,6 +79,9 @@ METRICS = {
     ),
     "errors_total": Metric("counter", "lines of level ERROR or above that isoload logged"),
     "rebalances_total": Metric("counter", "rebalances of the engine that have moved experts and ended"),
+    "rebalances_skipped_total": Metric(
+        "counter", "new maps that were not applied, because ISOLOAD_REBALANCE found that they do not pay"
+    ),
     "experts_moved_total": Metric("counter", "experts that came to this rank from others, over all layers"),
     "bytes_moved_total": Metric("counter", "bytes of weights and scales of these experts"),
     "plan_seconds": Metric(
