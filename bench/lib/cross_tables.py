@@ -1,4 +1,4 @@
-"""Tables of docs/placement.md, results.md and balancing.md that lay many rows of a results file beside each other."""
+"""Tables of the pages on placers, results and own counts that compare many rows of a results file."""
 
 from __future__ import annotations
 
@@ -304,7 +304,7 @@ def node_dispatch() -> Table:
 
 @shown
 def loads() -> Table:
-    """docs/balancing.md: the busiest rank by what a rank may know in the forward."""
+    """docs/own-counts.md: the busiest rank by what a rank may know in the forward."""
     protocols = ("hash", "static", "last step, sampled", "own", "own + targets", "node")
     found: dict[tuple[int, str, str], list[float]] = {}
     for row in read("bench_loads", "all", "busy"):
@@ -323,7 +323,7 @@ def _mean(settings: dict[tuple[str, str, int, int], dict[str, float]], protocol:
 
 @shown
 def loads_idle() -> Table:
-    """docs/balancing.md: the same with idle ranks, by own counts, and the most that targets lose in a setting."""
+    """docs/own-counts.md: the same with idle ranks, by own counts, and the most that targets lose in a setting."""
     protocols = ("own", "own + targets", "node, no targets", "node")
     rows = []
     for busy in ("half", "turns", "bursts", "one", "leave"):

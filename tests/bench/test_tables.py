@@ -40,7 +40,7 @@ def test_measured_figures_stand_in_generated_tables_only(tables):
 
 
 def copy_of_the_documents(folder):
-    for page in ("README.md", "docs/results.md", "docs/training-and-borrowing.md", "docs/balancing.md"):
+    for page in ("README.md", "docs/results.md", "docs/training-and-borrowing.md", "docs/own-counts.md"):
         (folder / page).parent.mkdir(exist_ok=True)
         (folder / page).write_text((ROOT / page).read_text())
 

@@ -16,7 +16,7 @@ from isoload.wording import not_one_of
 
 
 class Variable(NamedTuple):
-    """One environment variable; docs/sglang.md and docs/vllm.md define each."""
+    """One environment variable; docs/environment.md defines each."""
 
     name: str
     default: str = ""
