@@ -26,7 +26,7 @@ def test_every_table_of_the_documents_is_current(tables):
     )
     assert done.returncode == 0, done.stdout
     shown = [name for page in tables.pages() for name, _ in GENERATED.findall(page.read_text())]
-    assert sorted(shown) == sorted(tables.TABLES)
+    assert sorted({*shown}) == sorted(tables.TABLES)  # replay is in README and on the first page
 
 
 def test_measured_figures_stand_in_generated_tables_only(tables):
