@@ -11,6 +11,8 @@ from urllib.parse import unquote
 
 import pytest
 
+import isoload
+
 ROOT = Path(__file__).parents[2]
 SITE = ROOT / "build" / "docs"
 PAGES = sorted(path.name for path in SITE.glob("*.html"))
@@ -75,3 +77,10 @@ def test_search_has_every_page_and_needs_no_server() -> None:
     assert (SITE / "search" / "search_index.js").read_text().startswith("var __index = ")
     for name in PAGES:
         assert any(of.get("src", "").endswith("assets/iframe-worker.js") for _, of in read(name).tags)
+
+
+def test_references_were_generated() -> None:
+    assert not any("generated:" in (SITE / name).read_text() for name in PAGES)
+    assert {f"isoload.{name}" for name in isoload.__all__} <= read("api.html").ids
+    assert not re.search(r":(class|meth|func|mod|attr|data):<", (SITE / "api.html").read_text())
+    assert {"isoload-replay", "isoload-doctor"} <= read("cli.html").ids
