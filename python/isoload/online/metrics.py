@@ -42,8 +42,8 @@ class Metric(NamedTuple):
 METRICS = {
     "attached": Metric(
         "gauge",
-        "1: isoload chooses replicas, or counts in shadow mode; 0: the engine chooses, because isoload has detached, is "
-        "switched off or did not attach",
+        "1: isoload chooses replicas, or counts in shadow mode; 0: the engine chooses, because isoload has detached, "
+        "is switched off or did not attach",
         counts="min",
     ),
     "info": Metric(
@@ -53,9 +53,9 @@ METRICS = {
     ),
     "imbalance": Metric(
         "gauge",
-        "max/mean rank load, at least 1: quantile over layers of each layer's mean since the last report. plan=isoload: "
-        "isoload's plans, in shadow mode those that it would make; plan=even: copies spread evenly over replicas; "
-        "plan=engine: the engine's own choice",
+        "max/mean rank load, at least 1: quantile over layers of each layer's mean since the last report. "
+        "plan=isoload: isoload's plans, in shadow mode those that it would make; plan=even: copies spread evenly over "
+        "replicas; plan=engine: the engine's own choice",
         ("phase", "plan", "quantile"),
     ),
     "balancedness": Metric(
