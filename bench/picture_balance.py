@@ -1,4 +1,4 @@
-"""The pictures of docs/results.md and README.md, from the shipped trace: docs/pictures/*.svg.
+"""The pictures of docs/results-cpu.md and README.md, from the shipped trace: docs/pictures/*.svg.
 
 They show what was routed, on 8 ranks of 2 nodes with replicas and one shared expert, placed by `eplb` on the first
 half of the trace and replayed on the second: the same batches, plans and slots as `isoload replay` counts.

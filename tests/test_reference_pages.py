@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import sys
 from dataclasses import MISSING, fields
@@ -113,6 +114,14 @@ def test_every_public_name_is_in_the_api_reference() -> None:
     targets = re.findall(r"^::: (\S+)$", (DOCS / "api.md").read_text(), re.M)
     assert len(targets) == len({*targets})
     assert [t.removeprefix("isoload.") for t in targets if t.count(".") == 1] == [*isoload.__all__, "ops"]
+
+
+@pytest.mark.parametrize("name", [name for name in isoload.__all__ if name not in ("PLACERS", "POLICIES")])
+def test_a_public_name_and_its_methods_are_described(name: str) -> None:
+    value = getattr(isoload, name)
+    members = vars(value).items() if isinstance(value, type) else ()
+    methods = {f"{name}.{key}": each for key, each in members if callable(each) and key[0] != "_"}
+    assert [key for key, each in {name: value, **methods}.items() if not inspect.getdoc(each)] == []
 
 
 @pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda page: page.name)
