@@ -130,7 +130,7 @@ def line(x1: float, y1: float, x2: float, y2: float, style: str) -> str:
 
 KINDS = (
     ("routed", "routed"),
-    ("home", "shared, at home"),
+    ("home", "shared, on its own rank"),
     ("met", "shared, on a rank its token visits"),
     ("other", "shared, elsewhere"),
 )

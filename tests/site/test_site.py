@@ -84,3 +84,10 @@ def test_references_were_generated() -> None:
     assert {f"isoload.{name}" for name in isoload.__all__} <= read("api.html").ids
     assert not re.search(r":(class|meth|func|mod|attr|data):<", (SITE / "api.html").read_text())
     assert {"isoload-replay", "isoload-doctor"} <= read("cli.html").ids
+
+
+def test_the_build_is_strict() -> None:
+    """With -q mkdocs counts no warning, and strict lets every broken link pass."""
+    commands = (ROOT / "Makefile").read_text().split("\ndocs: ")[1].split("\n\n")[0]
+    assert "$(DOCS) build\n" in commands
+    assert "\nstrict: true\n" in (ROOT / "mkdocs.yml").read_text()
