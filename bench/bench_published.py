@@ -154,7 +154,7 @@ def dispatch_time(given: Recorded) -> list[dict[str, Any]]:
         "red0": ("EPLB without redundant experts over none", [1.62, 5.11, 3.48]),
         "lp": ("LPLB over static, 32 redundant experts", [0.86, 0.32, 2.01]),
         "waterfill": (
-            "Waterfill over shared experts at home, EPLB, no redundant experts",
+            "Waterfill over shared experts on their own rank, EPLB, no redundant experts",
             [1.08, 0.91, 1.29],
         ),
     }

@@ -1,4 +1,4 @@
-"""Tables of the pages on placers, results and own counts that compare many rows of a results file."""
+"""Tables of docs/results-*.md and others in which a row joins many rows of a results file."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ FORECASTS = ("perfect", "0.8", "0.45", "0.12", "0.45 partner", "last", "linear",
 FILLS = {
     "`hedge` 2": ("hedge", 2),
     "`hedge` 4": ("hedge", 4),
-    "`hedge` held 2": ("hedge held", 2),
+    "`hedge` 2, local kept": ("hedge held", 2),
     "`libra_published` 8": ("libra_published", 8),
     "`libra` 8": ("libra", 8),
     "lina 8": ("lina", 8),

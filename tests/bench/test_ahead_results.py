@@ -1,4 +1,4 @@
-"""What docs/results.md says of bench_libra's and bench_route's results: goals that hold, and losses that are named."""
+"""docs/results-ahead.md on the results of bench_libra and bench_route: goals that hold, losses that are named."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGE = " ".join((ROOT / "docs" / "results.md").read_text().split())
+PAGE = " ".join((ROOT / "docs" / "results-ahead.md").read_text().split())
 EIGHT = [("DeepSeek-V2-Lite", 8, "even"), ("gpt-oss-20b", 8, "even"), ("GLM-5.2", 8, "even")]
 MORE = [("DeepSeek-V2-Lite", 8, "sequence"), ("gpt-oss-20b", 8, "sequence"), ("GLM-5.2", 32, "even")]
 Stream = tuple[str, int, str]

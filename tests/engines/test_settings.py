@@ -10,20 +10,9 @@ import pytest
 
 import isoload
 from isoload.engines.settings import (
-    CHECK,
-    LOADS,
-    MODE,
+    COMMON,
     PHASES,
-    PLACEMENT,
-    PLACER,
-    POLICY,
-    RECORD,
-    RECORD_EVERY,
-    REPORT,
     SGLANG,
-    STALLED,
-    STRICT,
-    SWITCH,
     VLLM,
     Settings,
     Variable,
@@ -31,9 +20,6 @@ from isoload.engines.settings import (
 )
 
 ROOT = Path(__file__).parents[2]
-COMMON = (
-    MODE, STRICT, PLACEMENT, POLICY, LOADS, PLACER, REPORT, RECORD, RECORD_EVERY, SWITCH, CHECK, STALLED,
-)  # fmt: skip
 
 
 def test_defaults() -> None:

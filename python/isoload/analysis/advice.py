@@ -149,9 +149,9 @@ def _dynamic(loads: Tensor, placement: Placement, seed: int) -> Tensor:
 
 Span = tuple[float, float]
 NO_DIFFERENCE = 0.03  # of a step: less is within what any such model can say
-# Microseconds of a layer until its slots are there, measured on one H100 (docs/gpu.md; 16 to 64 ranks, 128 to 16,384
-# tokens of each): own counts in one op; count, plan and route behind each other. GATHER_US: of the loads ahead of
-# them, which takes several GPUs and was not measured.
+# Microseconds until the slots of a layer are known, measured on one H100 (docs/results-gpu.md; 16 to 64 ranks, 128 to
+# 16,384 tokens of each): own counts in one op; count, plan and route one after another. GATHER_US: the gather of loads
+# before them, which takes several GPUs and was not measured.
 GATHER_US = (10.0, 25.0)
 SAME_PLAN = {"node": "exact"}  # whose measured time stands for another one's
 PLAN_US = {

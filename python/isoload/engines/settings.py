@@ -16,25 +16,76 @@ from isoload.wording import not_one_of
 
 
 class Variable(NamedTuple):
-    """One environment variable; docs/environment.md defines each."""
+    """One environment variable. docs/environment.md has a table of all, made from these fields."""
 
     name: str
     default: str = ""
+    values: str = "0 or 1"
+    meaning: str = ""
 
 
-SGLANG, VLLM = Variable("ISOLOAD_SGLANG", "0"), Variable("ISOLOAD_VLLM", "0")
-STRICT = Variable("ISOLOAD_STRICT", "0")
-POLICY, LOADS = Variable("ISOLOAD_POLICY"), Variable("ISOLOAD_LOADS")
-PLACER = Variable("ISOLOAD_PLACER", "eplb")
-REPORT = Variable("ISOLOAD_REPORT_SECONDS", "0")
-CHECK = Variable("ISOLOAD_CHECK_WEIGHTS", "0")
-STALLED = Variable("ISOLOAD_STALLED_SECONDS", "60")
-MODE = Variable("ISOLOAD_MODE", "on")
-RECORD, RECORD_EVERY = Variable("ISOLOAD_RECORD"), Variable("ISOLOAD_RECORD_EVERY", "64")
-SWITCH = Variable("ISOLOAD_SWITCH")  # a file
-PLACEMENT = Variable("ISOLOAD_PLACEMENT")  # a file
-REBALANCE = Variable("ISOLOAD_REBALANCE")
-TIMES = Variable("ISOLOAD_TIMES")  # a file
+SGLANG = Variable("ISOLOAD_SGLANG", "0", meaning="attach to SGLang; with 0 isoload is not imported")
+VLLM = Variable("ISOLOAD_VLLM", "0", meaning="attach to vLLM; with 0 isoload is not imported")
+MODE = Variable(
+    "ISOLOAD_MODE", "on", "on, off or shadow",
+    "on: isoload chooses the replicas; off: isoload attaches to nothing; shadow: the engine chooses, isoload counts",
+)  # fmt: skip
+STRICT = Variable(
+    "ISOLOAD_STRICT", "0",
+    meaning="1: do not start where the engine differs from what isoload expects; 0: leave what differs to the engine",
+)  # fmt: skip
+PLACEMENT = Variable(
+    "ISOLOAD_PLACEMENT", "", "file",
+    "placement file that vLLM starts from, also without ISOLOAD_VLLM=1; SGLang does not start with it, since it has "
+    "--init-expert-location; empty: the engine's own start",
+)  # fmt: skip
+POLICY = Variable(
+    "ISOLOAD_POLICY", "", "name, name:option=value or, in SGLang, prefill=name,decode=name",
+    "how copies are split over replicas; empty: exact, and joint with SGLang's Waterfill",
+)  # fmt: skip
+LOADS = Variable(
+    "ISOLOAD_LOADS", "", "gathered, own or node",
+    "whose counts plan a batch where each rank has its own tokens; empty: the default of the engine's option",
+)  # fmt: skip
+PLACER = Variable(
+    "ISOLOAD_PLACER", "eplb", "name or name:option=value", "placer that isoload uses when the engine rebalances"
+)  # fmt: skip
+REPORT = Variable(
+    "ISOLOAD_REPORT_SECONDS", "0", "number",
+    "seconds between two reports of imbalance, as a log line and as Prometheus metrics; 0: nothing is measured",
+)  # fmt: skip
+RECORD = Variable(
+    "ISOLOAD_RECORD", "", "folder", "where each rank writes its counts in shadow mode; empty: no files"
+)  # fmt: skip
+RECORD_EVERY = Variable(
+    "ISOLOAD_RECORD_EVERY", "64", "number", "shadow mode keeps the counts of one forward pass in so many"
+)  # fmt: skip
+SWITCH = Variable(
+    "ISOLOAD_SWITCH", "", "file",
+    "the first rank reads on or off from this file while the engine serves; empty: nothing is switched",
+)  # fmt: skip
+CHECK = Variable(
+    "ISOLOAD_CHECK_WEIGHTS", "0",
+    meaning="compare the weights of every slot with those of its expert, at load and after each rebalance; where they "
+    "differ isoload detaches, and with ISOLOAD_STRICT=1 the process ends",
+)  # fmt: skip
+STALLED = Variable(
+    "ISOLOAD_STALLED_SECONDS", "60", "number",
+    "seconds without progress after which the log reports a stalled rebalance; 0: never",
+)  # fmt: skip
+REBALANCE = Variable(
+    "ISOLOAD_REBALANCE", "", "gain_ms=NUMBER,move_ms=NUMBER or move_ms=auto",
+    "apply a new map only if it saves gain_ms milliseconds in a forward pass and, until the next rebalance, more than "
+    "the move takes (auto: the busiest rank's bytes over its link); empty: apply every new map",
+)  # fmt: skip
+TIMES = Variable(
+    "ISOLOAD_TIMES", "", "file",
+    "file of isoload measure: its speeds are those of the ranks if they differ by 1 % or more, its times those of "
+    "ISOLOAD_REBALANCE; empty: equal ranks, an H100's times by arithmetic",
+)  # fmt: skip
+COMMON = (
+    MODE, STRICT, PLACEMENT, POLICY, LOADS, PLACER, REPORT, RECORD, RECORD_EVERY, SWITCH, CHECK, STALLED, REBALANCE, TIMES,
+)  # fmt: skip
 MODES = ("on", "off", "shadow")
 ALL_LOADS = ("gathered", "own", "node")
 PHASES = ("prefill", "decode")
