@@ -27,6 +27,7 @@ from isoload.analysis.advice import (
 from isoload.analysis.details import flags
 from isoload.analysis.loads import Judged, guessed_trace, judge_by
 from isoload.analysis.models import MODELS, WEIGHT_BYTES, Model, find_model, layer_time
+from isoload.analysis.node_share import share_of_node
 from isoload.analysis.timeline import rows_between
 from isoload.balancing.planning import plan_layers
 from isoload.times import AllToAllTime, ExpertTime, LayerTime
@@ -83,6 +84,37 @@ def test_rows_are_those_of_routed_tokens() -> None:
         exact = [len(np.unique(np.nonzero(slots // (experts // groups) == g)[0])) for g in range(groups)]
         assert np.abs(rows / exact - 1).max() < 0.1
         assert (rows <= tokens + 1e-9).all()
+
+
+def test_rows_of_whole_copies_are_those_of_the_same_copies_as_fractions() -> None:
+    """Whole copies take their logarithms from a table, fractions do not; a source may have more copies than tokens."""
+    moved = np.random.default_rng(0).integers(0, 20, (3, 8, 32))
+    assert (rows_between(moved, 16, 4) == rows_between(moved.astype(np.float64), 16, 4)).all()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_node_shares_as_the_op_does_for_all_ranks(seed: int) -> None:
+    """Experts twice on a rank and empty slots included."""
+    draw = np.random.default_rng(seed)
+    nodes, size, slots, layers = (int(draw.integers(1, most)) for most in (5, 5, 5, 4))
+    all_slots, num_ranks = nodes * size * slots, nodes * size
+    experts = int(draw.integers(1, all_slots + 1))
+    rows = [np.arange(experts), draw.integers(-1, experts, all_slots - experts)]
+    table = torch.tensor(
+        np.stack([draw.permutation(np.concatenate(rows)) for _ in range(layers)]), dtype=torch.int32
+    )
+    tables = isoload.ops.replica_tables(table, num_ranks, experts)
+    loads = torch.tensor(
+        draw.poisson(draw.choice([0.3, 30]), (layers, num_ranks, experts)), dtype=torch.int32
+    )
+    for node in range(nodes):
+        ranks = slice(node * size, (node + 1) * size)
+        inside = torch.zeros_like(loads)
+        inside[:, ranks] = loads[:, ranks]
+        offset = torch.tensor(draw.integers(0, 2**18, (layers, num_ranks)), dtype=torch.int32)
+        quota = isoload.ops.plan_own(inside.sum(1, dtype=torch.int32), tables, offset, node)
+        mine = share_of_node(loads[:, ranks], quota, table, slice(ranks.start * slots, ranks.stop * slots))
+        assert mine.equal(isoload.ops.share(inside, quota, tables, size)[:, ranks])
 
 
 def test_rows_of_one_slot_are_its_copies_and_none_are_none() -> None:

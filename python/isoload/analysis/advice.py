@@ -19,6 +19,7 @@ from torch import Tensor
 from isoload import ops
 from isoload.analysis.loads import Judged
 from isoload.analysis.models import Model
+from isoload.analysis.node_share import share_of_node
 from isoload.analysis.timeline import ENDS, Floats, rows_between, timeline
 from isoload.balancing.planning import plan_layers, share_routed
 from isoload.balancing.targets import offsets
@@ -119,14 +120,15 @@ def targets(split: str, counts: Tensor, placement: Placement) -> list[Tensor]:
 
 
 def _node(loads: Tensor, placement: Placement, renewed: list[Tensor]) -> Tensor:
-    tables, size = placement.layers("cpu").tables, placement.topology.ranks_per_node
-    parts = []
+    """Every node splits the loads of its own ranks."""
+    layers, size = placement.layers("cpu"), placement.topology.ranks_per_node
+    sent = loads.new_empty(*loads.shape[:2], placement.num_slots)
     for node, offset in enumerate(renewed):
-        inside, node_ranks = torch.zeros_like(loads), slice(node * size, (node + 1) * size)
-        inside[:, node_ranks] = loads[:, node_ranks]
-        wanted = ops.plan_own(inside.sum(1, dtype=torch.int32), tables, offset, node)
-        parts.append(ops.share(inside, wanted, tables, size)[:, node_ranks])
-    return torch.cat(parts, 1)
+        ranks = slice(node * size, (node + 1) * size)
+        slots = slice(ranks.start * placement.slots_per_rank, ranks.stop * placement.slots_per_rank)
+        wanted = ops.plan_own(loads[:, ranks].sum(1, dtype=torch.int32), layers.tables, offset, node)
+        sent[:, ranks] = share_of_node(loads[:, ranks], wanted, layers.slot_to_expert, slots)
+    return sent
 
 
 def _dynamic(loads: Tensor, placement: Placement, seed: int) -> Tensor:
@@ -209,12 +211,14 @@ class Run(NamedTuple):
     """What a candidate makes of B judged batches.
 
     copies     [B, L, R, S]  that each slot computes
-    rows       [B, L, R, R]  that each rank sends to each, itself included
+    received   [B, L, R]  rows that each rank receives, its own included
+    rows       [R, R]  that each rank sends to each, itself included, in all layers and batches
     node_rows  of all rows, the part to another node
     """
 
     candidate: Candidate
     copies: Ints
+    received: Floats
     rows: Floats
     node_rows: float
 
@@ -393,18 +397,21 @@ def run(candidate: Candidate, judged: Judged, question: Question, placement: Pla
 def run_of(candidate: Candidate, batches: Iterable[NDArray[np.integer]], question: Question) -> Run:
     """A candidate by what it sends: [L, R, P] copies of each rank to each slot, batch by batch."""
     topology = question.topology
-    copies, rows, across = [], [], []
+    copies, received, across = [], [], []
+    total = np.zeros((topology.num_ranks, topology.num_ranks))
     for moved in batches:
         copies.append(moved.sum(1).reshape(len(moved), topology.num_ranks, -1))
-        rows.append(rows_between(moved, question.tokens, topology.num_ranks))
+        rows = rows_between(moved, question.tokens, topology.num_ranks)
+        received.append(rows.sum(1))
+        total += rows.sum(0)
         across.append(_to_other_nodes(rows_between(moved, question.tokens, topology.num_nodes), topology))
-    return Run(candidate, np.stack(copies), np.stack(rows), float(np.mean(across)))
+    return Run(candidate, np.stack(copies), np.stack(received), total, float(np.mean(across)))
 
 
 def layer_ms(result: Run, question: Question) -> Floats:
     """[2] from and to what a layer takes on average, planning apart."""
     tokens = np.full(result.copies.shape[:2], question.tokens)
-    seconds = question.layer.seconds(result.copies, result.rows.sum(2), tokens)
+    seconds = question.layer.seconds(result.copies, result.received, tokens)
     return np.asarray(seconds.mean((0, 1)) * 1e3)
 
 

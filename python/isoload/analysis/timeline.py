@@ -167,12 +167,22 @@ def rows_between(sent: NDArray[np.number[Any]], tokens: int, groups: int) -> Flo
         tokens: of a source.
         groups: of equal size, over which the P slots lie in order.
     """
-    rows = np.empty((*sent.shape[:2], groups))
+    rows, largest = np.empty((*sent.shape[:2], groups)), int(sent.max(initial=0))
+    # Logarithms cost most. Where copies are whole and few they are computed once for each number of them.
+    table = (
+        _missing(np.arange(largest + 1), tokens)
+        if sent.dtype.kind in "iu" and largest < sent[0].size
+        else None
+    )
     for layer, of_layer in enumerate(sent):  # one by one: of 256 ranks all slots are large
-        # Of a token, that no copy of it goes to the slot.
-        missed = np.log1p(-np.minimum(of_layer / tokens, 1 - 1e-12))
+        missed = _missing(of_layer, tokens) if table is None else table[of_layer]
         rows[layer] = -tokens * np.expm1(missed.reshape(len(of_layer), groups, -1).sum(-1))
     return rows
+
+
+def _missing(copies: NDArray[np.number[Any]], tokens: int) -> Floats:
+    """Return the logarithm of the chance that a token sends none of a slot's copies to it."""
+    return np.asarray(np.log1p(-np.minimum(copies / tokens, 1 - 1e-12)))
 
 
 def _spread(name: str, values: ArrayLike, shape: tuple[int, ...]) -> Floats:

@@ -250,7 +250,7 @@ def loads_section(runs: Mapping[str, Run], best: str, layers: Sequence[int], of_
         lines("Imbalance by layer", MEAN, series, layers, best="isoload"),
         leaving("Where rows go", ROWS, {name: (_leaving(run), run.node_rows) for name, run in runs.items()}),
         *(part for name in shown for part in rank_heats(name, loads[name], layers)),
-        *(sending_heat(name, runs[name].rows.sum((0, 1))) for name in shown),
+        *(sending_heat(name, runs[name].rows) for name in shown),
     ]
     said = ". ".join(f"{name}: {run.candidate.label}" for name, run in runs.items())
     return section(f"Where the load is{of_phase}", *parts, said=f"{said}.")
@@ -258,7 +258,7 @@ def loads_section(runs: Mapping[str, Run], best: str, layers: Sequence[int], of_
 
 def _leaving(run: Run) -> float:
     """Of all rows, those to another rank."""
-    return 1 - float(run.rows.diagonal(axis1=-2, axis2=-1).sum() / run.rows.sum())
+    return 1 - float(run.rows.trace() / run.rows.sum())
 
 
 def saving_section(
