@@ -24,12 +24,13 @@ from isoload.analysis.advice import (
     sent,
     targets,
 )
-from isoload.analysis.details import flags
+from isoload.analysis.details import flags, placeholders
 from isoload.analysis.loads import Judged, guessed_trace, judge_by
 from isoload.analysis.models import MODELS, WEIGHT_BYTES, Model, find_model, layer_time
 from isoload.analysis.node_share import share_of_node
 from isoload.analysis.timeline import rows_between
 from isoload.balancing.planning import plan_layers
+from isoload.cli.advise_output import verdict_lines
 from isoload.times import AllToAllTime, ExpertTime, LayerTime
 from isoload.times.exchanges import Curve
 from isoload.traces import Trace
@@ -272,14 +273,63 @@ def test_flags_name_the_ranks_and_the_all_to_all_that_were_modelled(phase: str) 
 
 def test_sglang_starts_from_a_file_that_place_makes() -> None:
     candidate = grid(4)[3]
-    first, *others = flags("sglang", candidate, isoload.Topology(8, 4), 3, "'my trace.npz'")
+    first, start = flags("sglang", candidate, isoload.Topology(8, 4), 3, "'my trace.npz'")
     assert first == (
         "isoload place 'my trace.npz' -o placement.json --format sglang --ranks 8 --ranks-per-node 4 "
         f"--slots-per-rank 3 --placer {candidate.placer}"
     )
-    assert "--init-expert-location placement.json" in others
+    assert start.endswith(" --init-expert-location placement.json")
     assert not any(
         "placement.json" in line for line in flags("vllm", candidate, isoload.Topology(8), 3, "t.npz")
+    )
+
+
+def test_a_start_is_one_line_whose_placeholders_are_explained() -> None:
+    candidate, topology = Candidate("eplb", 2, "own"), isoload.Topology(16, 8)
+    place, start = flags("sglang", candidate, topology, 3, "TRACE")
+    assert start.startswith(
+        "ISOLOAD_SGLANG=1 ISOLOAD_LOADS=own python -m sglang.launch_server --model-path MODEL --tp 16 --ep-size 16 "
+        "--nnodes 2 --node-rank NODE_RANK --dist-init-addr HEAD_NODE_IP:PORT --moe-a2a-backend deepep "
+    )
+    assert placeholders([place, start]) == (
+        "Replace the words in capitals: TRACE is the files of the trace, MODEL is the model's folder or its name on "
+        "Hugging Face, NODE_RANK is 0 on the first node, 1 on the second and so on, HEAD_NODE_IP is the address of the "
+        "first node, PORT is a free port of the first node. Run the last command on every node."
+    )
+    (alone,) = flags("vllm", Candidate("eplb", 0, "none"), isoload.Topology(8), 2, "t.npz")
+    assert alone.startswith("vllm serve MODEL --data-parallel-size 8 ")
+    assert placeholders([alone]) == (
+        "Replace the words in capitals: MODEL is the model's folder or its name on Hugging Face."
+    )
+    assert placeholders(flags("vllm", candidate, topology, 3, None)).endswith(
+        "Run the last command on every node, with --headless on every node but the first."
+    )
+
+
+def test_like_for_like_compares_with_as_many_slots() -> None:
+    found = advise(question(), judge_by(skewed(), SMALL, 4, 64))
+    ms = {"own": (4.0, 4.5), "dynamic": (5.0, 5.5), "static": (7.0, 8.0)}
+    more = {"own": 4, "dynamic": 1, "static": 4}
+    made = [replace(found.now, candidate=Candidate("eplb", more[split], split), ms=ms[split]) for split in ms]
+    free, equal = (
+        replace(found, question=question(like_for_like=same), answers=(*made, found.now))
+        for same in (False, True)
+    )
+    assert (free.theirs, equal.theirs) == (made[1], made[2]) == (equal.rival(False), free.rival(True))
+    assert (free.gain_ms, equal.gain_ms) == ((1.0, 1.0), (3.0, 3.5)) and free.gain_over(made[2]) == (3.0, 3.5)
+    assert verdict_lines(free, {"prefill": free})[2].startswith(
+        "Both sides choose their number of slots. With +4 slots on both sides isoload saves 3.0 to 3.5 ms a step"
+    )
+    assert verdict_lines(equal, {"prefill": equal})[2].startswith(
+        "Both sides have +4 slots. Where both choose their number of slots isoload saves 1.0 ms a step"
+    )
+    same = replace(free, answers=(made[0], made[2], found.now))
+    assert verdict_lines(same, {"prefill": same})[2] == (
+        "Both sides choose their number of slots, and both choose +4."
+    )
+    assert advise(question(memory=1.0, like_for_like=True), judge_by(skewed(), SMALL, 4, 64)).gain_ms == (
+        0,
+        0,
     )
 
 

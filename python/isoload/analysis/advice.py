@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ from isoload import ops
 from isoload.analysis.loads import Judged
 from isoload.analysis.models import Model
 from isoload.analysis.node_share import share_of_node
-from isoload.analysis.timeline import ENDS, Floats, rows_between, timeline
+from isoload.analysis.timeline import ENDS, Floats, rows_between, rows_by_size, timeline
 from isoload.balancing.planning import plan_layers, share_routed
 from isoload.balancing.targets import offsets
 from isoload.placement.placement import Placement
@@ -101,8 +102,17 @@ def sent(
 def sent_batches(candidate: Candidate, placement: Placement, judged: Judged) -> Iterator[NDArray[np.integer]]:
     """[L, R, P] copies that each rank sends to each slot, batch by batch."""
     renewed = targets(candidate.split, torch.from_numpy(judged.calibration), placement)
-    for seed, loads in enumerate(judged.loads):
-        yield sent(candidate, loads, placement, renewed, seed).numpy()
+
+    def batch(seed: int) -> NDArray[np.integer]:
+        return np.asarray(sent(candidate, judged.loads[seed], placement, renewed, seed).numpy())
+
+    if candidate.split != "dynamic":
+        yield from map(batch, range(len(judged.loads)))
+        return
+    with ThreadPoolExecutor(
+        2
+    ) as pool:  # most of the time of large groups is in its draws, which hold no lock
+        yield from pool.map(batch, range(len(judged.loads)))
 
 
 def targets(split: str, counts: Tensor, placement: Placement) -> list[Tensor]:
@@ -177,6 +187,7 @@ class Question:
     rebalance_s, every: seconds that a rebalance takes, and the steps between two. context: tokens of a request.
     gathers: whether the engine gathers all ranks' loads for this model, as "exact" needs. plan_us: by who chooses the
     replicas, microseconds of a layer that were measured, the gather of loads included; None: PLAN_US.
+    like_for_like: whether isoload is compared with the best without it of as many slots, in place of any number.
     """
 
     model: Model
@@ -191,6 +202,7 @@ class Question:
     gathers: bool = True
     dense_ms: float | None = None
     plan_us: Mapping[str, float] | None = None
+    like_for_like: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "topology", as_topology(self.topology))
@@ -274,13 +286,23 @@ class Advice:
 
     @property
     def theirs(self) -> Answer:
-        """The best without isoload."""
-        return next(answer for answer in self.answers if not answer.candidate.ours)
+        """The best without isoload, with like_for_like that of as many slots as isoload's best."""
+        return self.rival(self.question.like_for_like)
+
+    def rival(self, like_for_like: bool) -> Answer:
+        """Return the best without isoload: of any number of slots, or of as many as isoload's best."""
+        more = self.ours.candidate.more if self.ours and like_for_like else None
+        engines = (answer for answer in self.answers if not answer.candidate.ours)
+        return next(answer for answer in engines if more in (None, answer.candidate.more))
 
     @property
     def gain_ms(self) -> tuple[float, float]:
         """What isoload saves beyond the best without it."""
-        return less(self.theirs.ms, self.ours.ms) if self.ours else (0.0, 0.0)
+        return self.gain_over(self.theirs)
+
+    def gain_over(self, other: Answer) -> tuple[float, float]:
+        """Return what isoload's best saves beyond another answer."""
+        return less(other.ms, self.ours.ms) if self.ours else (0.0, 0.0)
 
     def share(self, saved_ms: tuple[float, float]) -> tuple[float, float]:
         """As a part of the step as it runs now: the measured one, else the modelled one; without dense_ms of its MoE
@@ -401,10 +423,10 @@ def run_of(candidate: Candidate, batches: Iterable[NDArray[np.integer]], questio
     total = np.zeros((topology.num_ranks, topology.num_ranks))
     for moved in batches:
         copies.append(moved.sum(1).reshape(len(moved), topology.num_ranks, -1))
-        rows = rows_between(moved, question.tokens, topology.num_ranks)
+        rows, to_nodes = rows_by_size(moved, question.tokens, topology.num_ranks, topology.num_nodes)
         received.append(rows.sum(1))
         total += rows.sum(0)
-        across.append(_to_other_nodes(rows_between(moved, question.tokens, topology.num_nodes), topology))
+        across.append(_to_other_nodes(to_nodes, topology))
     return Run(candidate, np.stack(copies), np.stack(received), total, float(np.mean(across)))
 
 

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from isoload.analysis import pages
+from isoload.analysis.details import placeholders
 from isoload.analysis.pages import code, figure, page, prose, section
 from isoload.cli.pages import MEAN, ROWS, leaving, lines, rank_heats, sending_heat
 from isoload.cli.tables import Column, Figure, Row, columns_of, say
@@ -120,7 +121,7 @@ def rows_of(advice: Advice, phases: Mapping[str, Advice]) -> list[Row]:
 
 
 def verdict_lines(advice: Advice, phases: Mapping[str, Advice]) -> list[str]:
-    """Return two sentences: what can be saved without isoload, and what isoload adds."""
+    """Return what can be saved without isoload, what isoload adds, and the same by the other comparison of slots."""
     ours, theirs, asked, is_server = advice.ours, advice.theirs, advice.question, len(phases) > 1
     whole = "a modelled step" if advice.steps else "the MoE layers, at most"
     whole = "a step" if advice.question.step_ms else whole
@@ -145,7 +146,16 @@ def verdict_lines(advice: Advice, phases: Mapping[str, Advice]) -> list[str]:
     if is_server:
         gains = [f"{saving(*part.gain_ms, 'ms')} a step of {name}" for name, part in phases.items()]
         second += f": it {' and '.join(gains)}"
-    return [first, f"{second}."]
+    other = advice.rival(not asked.like_for_like)
+    compared = f"isoload {sentence(advice.gain_over(other))} against {other.candidate.label}."
+    third = (
+        f"Both sides choose their number of slots. With +{ours.candidate.more} slots on both sides {compared}"
+    )
+    if asked.like_for_like:
+        third = f"Both sides have +{ours.candidate.more} slots. Where both choose their number of slots {compared}"
+    elif other is theirs:
+        third = f"Both sides choose their number of slots, and both choose +{ours.candidate.more}."
+    return [first, f"{second}.", third]
 
 
 def question_lines(advice: Advice, phases: Mapping[str, Advice], weights: Mapping[str, float]) -> list[str]:
@@ -220,6 +230,7 @@ def print_advice(
         say(console, ("", [f"To run {advice.answers[0].candidate.label}:"]))
         for line in launch:  # to be copied: never broken
             console.print(Text(f"  {printable(line)}"), soft_wrap=True)
+        say(console, ("", [placeholders(launch)]))
     say(console, ("dim", unit_notes(advice, batches, len(phases) > 1)), ("yellow", warned))
 
 
@@ -392,7 +403,9 @@ def advise_page(
     body = [
         *first,
         section("The candidates", text.candidates),
-        section(f"To run {best.label}", code(text.launch)) if text.launch else "",
+        section(f"To run {best.label}", code(text.launch), prose([placeholders(text.launch)]))
+        if text.launch
+        else "",
         *(
             part
             for name, page_phase in phases.items()
