@@ -20,8 +20,11 @@ from isoload.analysis.advice import (
     Question,
     advise,
     grid,
+    over_even,
     placed,
+    run,
     sent,
+    step_ms,
     targets,
 )
 from isoload.analysis.details import flags, placeholders
@@ -91,6 +94,26 @@ def test_rows_of_whole_copies_are_those_of_the_same_copies_as_fractions() -> Non
     """Whole copies take their logarithms from a table, fractions do not; a source may have more copies than tokens."""
     moved = np.random.default_rng(0).integers(0, 20, (3, 8, 32))
     assert (rows_between(moved, 16, 4) == rows_between(moved.astype(np.float64), 16, 4)).all()
+
+
+@pytest.mark.parametrize(("kernel", "even"), [("normal", 0.75), ("low_latency", 1.0)])
+def test_rows_to_other_nodes_are_those_of_even_routing_where_routing_is_even(
+    kernel: str, even: float
+) -> None:
+    """top-2 on 2 nodes: 3 of 4 tokens have an expert on the other node, and one copy of each goes there."""
+    curve = Curve(30.0, 0.5, 1.0)
+    steps = [AllToAllTime("gpu", kernel, name, 4, 2, curve, curve) for name in ("dispatch", "combine")]
+    asked = question(layer=LayerTime(steps[0], EXPERTS, steps[1]))
+    found = run(NOW, Judged(np.ones((3, 16)), torch.full((1, 3, 4, 16), 8, dtype=torch.int32), False), asked)
+    assert over_even(found.crossing, asked) == pytest.approx(np.ones((1, 3)))
+    assert found.crossing[..., 1] == pytest.approx(np.ones((1, 3))), (
+        "of two copies one goes to the other node"
+    )
+    half = found._replace(crossing=found.crossing / 2)
+    saved = 3e-3 * 2 * 0.5 * 64 / 2
+    assert step_ms(found, asked)[0] - step_ms(half, asked)[0] == pytest.approx(saved)
+    one_node = replace(asked, topology=isoload.Topology(4))
+    assert over_even(found.crossing, one_node) == 1.0
 
 
 @pytest.mark.parametrize("seed", range(8))

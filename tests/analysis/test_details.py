@@ -15,6 +15,7 @@ from isoload.analysis.advice import (
     Question,
     advise,
     layer_ms,
+    over_even,
     run,
     saved_ms,
     step_ms,
@@ -53,7 +54,9 @@ def test_a_run_is_what_an_answer_sums_up() -> None:
     assert own.rows.sum(0) == pytest.approx(own.received.sum((0, 1)))
     assert step_ms(own, ASKED) == answer.ms and saved_ms(now, own, ASKED) == answer.saved_ms
     one = [
-        TIMES.seconds(own.copies[b, layer], own.received[b, layer], 64)
+        TIMES.seconds(
+            own.copies[b, layer], own.received[b, layer], 64, over_even(own.crossing, ASKED)[b, layer]
+        )
         for b in range(8)
         for layer in range(3)
     ]

@@ -21,12 +21,13 @@ from isoload import ops
 from isoload.analysis.loads import Judged
 from isoload.analysis.models import Model
 from isoload.analysis.node_share import share_of_node
-from isoload.analysis.timeline import ENDS, Floats, rows_between, rows_by_size, timeline
+from isoload.analysis.timeline import ENDS, Floats, Timeline, rows_by_size, timeline
 from isoload.balancing.planning import plan_layers, share_routed
 from isoload.balancing.targets import offsets
 from isoload.placement.placement import Placement
 from isoload.placers import place
 from isoload.times import LayerTime
+from isoload.times.exchanges import rows_leaving, sends_copies
 from isoload.topology import Topology, as_topology, over_mean
 from isoload.traces import Ints
 
@@ -226,6 +227,7 @@ class Run(NamedTuple):
     received   [B, L, R]  rows that each rank receives, its own included
     rows       [R, R]  that each rank sends to each, itself included, in all layers and batches
     node_rows  of all rows, the part to another node
+    crossing   [B, L, 2]  of a token, rows to other nodes: once for each node, and once for each copy
     """
 
     candidate: Candidate
@@ -233,6 +235,12 @@ class Run(NamedTuple):
     received: Floats
     rows: Floats
     node_rows: float
+    crossing: Floats
+
+    @property
+    def rank_rows(self) -> float:
+        """Of all rows, the part to another rank."""
+        return 1 - float(self.rows.trace() / self.rows.sum())
 
 
 @dataclass(frozen=True)
@@ -240,7 +248,7 @@ class Answer:
     """A candidate's figures; ranges are [from, to]. ms: of a step's MoE layers, planning and moving included.
 
     saved_ms: against the candidate that runs now. imbalance: max / mean copies of a rank, over layers and batches.
-    slots_bytes: of a rank's additional slots. node_rows: of the rows that are sent, those to another node.
+    slots_bytes: of a rank's additional slots. node_rows, rank_rows: parts of all rows that go to another node or rank.
     """
 
     candidate: Candidate
@@ -250,6 +258,7 @@ class Answer:
     imbalance: float
     slots_bytes: float
     node_rows: float
+    rank_rows: float
 
     def to_json(self) -> dict[str, Any]:
         return {**vars(self), "candidate": self.candidate._asdict()}
@@ -374,8 +383,7 @@ def _whole(
     layers, dense_s = question.model.layers, 1e-3 * question.dense_ms / question.model.layers
     totals: dict[str, Floats] = defaultdict(lambda: np.zeros(2))  # seconds at both ends
     for sent in batches:
-        rows = rows_between(sent, question.tokens, question.topology.num_ranks)
-        of_batch = partial(timeline, question.layer, sent, question.tokens, question.topology, rows=rows)
+        of_batch = timeline_of(sent, question)
         for at, end in enumerate(ENDS):
             gather_s, plan_s = 1e-6 * gather_us[at], 1e-6 * plan_us[at]
             step = partial(of_batch, end=end, dense_s=dense_s, gather_s=gather_s, plan_s=plan_s)
@@ -388,6 +396,14 @@ def _whole(
     spans = {name: (to_ms * float(ends[0]), to_ms * float(ends[1])) for name, ends in totals.items()}
     ms, halved = ((low + moving, high + moving) for low, high in (spans.pop("whole"), spans.pop("halved")))
     return Step(ms, {**spans, "rebalance": (moving, moving)}, halved)
+
+
+def timeline_of(sent: NDArray[np.integer], question: Question) -> partial[Timeline]:
+    """Return :func:`isoload.analysis.timeline.timeline` given the rows of sent [L, R, P]."""
+    topology = question.topology
+    rows, to_nodes = rows_by_size(sent, question.tokens, topology.num_ranks, topology.num_nodes)
+    crossing = over_even(_crossing(sent, to_nodes, question), question)
+    return partial(timeline, question.layer, sent, question.tokens, topology, rows=rows, crossing=crossing)
 
 
 def planning_us(split: str, question: Question) -> tuple[Span, Span]:
@@ -419,7 +435,7 @@ def run(candidate: Candidate, judged: Judged, question: Question, placement: Pla
 def run_of(candidate: Candidate, batches: Iterable[NDArray[np.integer]], question: Question) -> Run:
     """A candidate by what it sends: [L, R, P] copies of each rank to each slot, batch by batch."""
     topology = question.topology
-    copies, received, across = [], [], []
+    copies, received, across, crossing = [], [], [], []
     total = np.zeros((topology.num_ranks, topology.num_ranks))
     for moved in batches:
         copies.append(moved.sum(1).reshape(len(moved), topology.num_ranks, -1))
@@ -427,13 +443,17 @@ def run_of(candidate: Candidate, batches: Iterable[NDArray[np.integer]], questio
         received.append(rows.sum(1))
         total += rows.sum(0)
         across.append(_to_other_nodes(to_nodes, topology))
-    return Run(candidate, np.stack(copies), np.stack(received), total, float(np.mean(across)))
+        crossing.append(_crossing(moved, to_nodes, question))
+    return Run(
+        candidate, np.stack(copies), np.stack(received), total, float(np.mean(across)), np.stack(crossing)
+    )
 
 
 def layer_ms(result: Run, question: Question) -> Floats:
     """[2] from and to what a layer takes on average, planning apart."""
     tokens = np.full(result.copies.shape[:2], question.tokens)
-    seconds = question.layer.seconds(result.copies, result.received, tokens)
+    crossing = over_even(result.crossing, question)
+    seconds = question.layer.seconds(result.copies, result.received, tokens, crossing)
     return np.asarray(seconds.mean((0, 1)) * 1e3)
 
 
@@ -458,14 +478,69 @@ def _answer(result: Run, question: Question, per_slot: float) -> Answer:
         float(over_mean(loads).max(-1).mean()),
         result.candidate.more * per_slot,
         result.node_rows,
+        result.rank_rows,
     )
 
 
 def _to_other_nodes(rows: Floats, topology: Topology) -> float:
     """Of rows [L, R, nodes], the part to another node."""
+    return float(rows[:, _other_nodes(topology)].sum() / rows.sum())
+
+
+def _other_nodes(topology: Topology) -> NDArray[np.bool_]:
+    """[R, nodes] whether a node is another one than the rank's."""
     node_of_rank = np.arange(topology.num_ranks) // topology.ranks_per_node
-    other = node_of_rank[:, None] != np.arange(topology.num_nodes)
-    return float(rows[:, other].sum() / rows.sum())
+    return np.asarray(node_of_rank[:, None] != np.arange(topology.num_nodes))
+
+
+def _crossing(sent: NDArray[np.integer], to_nodes: Floats, question: Question) -> Floats:
+    """[L, 2] rows of a token to other nodes, once for each node and once for each copy.
+
+    Args:
+        sent: [L, R, P]. to_nodes: [L, R, nodes] rows, once for each node.
+    """
+    topology = question.topology
+    copies = sent.reshape(*to_nodes.shape, -1).sum(-1)
+    other = _other_nodes(topology)
+    sums = [rows[:, other].sum(1) for rows in (to_nodes, copies)]
+    return np.stack(sums, 1) / (question.tokens * topology.num_ranks)
+
+
+def over_even(crossing: Floats, question: Question) -> Floats | float:
+    """Return [...] of crossing [..., 2] what the question's dispatch sends, over the same of even routing.
+
+    Rows of even routing are counted as :func:`isoload.analysis.timeline.rows_between` does, so that its error cancels.
+    """
+    nodes, dispatch, model = question.topology.num_nodes, question.layer.dispatch, question.model
+    if nodes == 1 or dispatch is None:
+        return 1.0
+    if sends_copies(dispatch.kernel):
+        return np.asarray(crossing[..., 1] / rows_leaving(dispatch.kernel, model.top_k, nodes))
+    reached = 1 - (1 - model.top_k / model.experts) ** (model.experts / nodes)
+    return np.asarray(crossing[..., 0] / ((nodes - 1) * reached))
+
+
+def near_saves(
+    question: Question, judged: Judged, placements: tuple[Placement, Placement], rows: tuple[float, float]
+) -> Span:
+    """Return the milliseconds of a step that a placement saves over another by its rows to other nodes and its loads.
+
+    Args:
+        placements: the other one, and the one that saves; copies are split exactly.
+        rows: of a token to other nodes, once for each node, on recorded tokens: of the other one, and of the one that
+            saves.
+    """
+    even = rows_leaving("", question.model.top_k, question.topology.num_nodes)
+    spans = []
+    for placement, of_token in zip(placements, rows, strict=True):
+        placed_run = run(Candidate("eplb", 1, "exact"), judged, question, placement)
+        tokens = np.full(placed_run.copies.shape[:2], question.tokens)
+        seconds = question.layer.seconds(
+            placed_run.copies, placed_run.received, tokens, of_token / even
+        ).mean((0, 1))
+        low, high = (1e3 * question.model.layers * seconds).tolist()
+        spans.append((low, high))
+    return less(spans[0], spans[1])
 
 
 def saved_ms(before: Run, after: Run, question: Question, planning: float = 1.0) -> Span:

@@ -18,9 +18,10 @@ from isoload.analysis.advice import (
     saved_ms,
     sent_batches,
     step_ms,
+    timeline_of,
 )
 from isoload.analysis.loads import Judged
-from isoload.analysis.timeline import Timeline, timeline
+from isoload.analysis.timeline import Timeline
 from isoload.times import AllToAllTime, LayerTime
 from isoload.topology import Topology
 
@@ -122,8 +123,8 @@ def few_layers(candidate: Candidate, question: Question, judged: Judged, layers:
     sent = next(sent_batches(candidate, placed(candidate, judged, question.topology), judged))
     (_, plan), (_, gather) = planning_us(candidate.split, question)
     dense = 1e-3 * (question.dense_ms or 0.0) / question.model.layers
-    inputs = question.layer, sent[:layers], question.tokens, question.topology
-    return timeline(*inputs, end="high", dense_s=dense, plan_s=1e-6 * plan, gather_s=1e-6 * gather)
+    step = timeline_of(sent[:layers], question)
+    return step(end="high", dense_s=dense, plan_s=1e-6 * plan, gather_s=1e-6 * gather)
 
 
 FILE = "placement.json"

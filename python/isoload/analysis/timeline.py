@@ -92,6 +92,7 @@ def timeline(
     *,
     end: str = "high",
     rows: ArrayLike | None = None,
+    crossing: ArrayLike = 1.0,
     dense_s: ArrayLike = 0.0,
     gather_s: ArrayLike = 0.0,
     plan_s: ArrayLike = 0.0,
@@ -108,6 +109,7 @@ def timeline(
         topology: of R ranks, or the number R; with speeds, a slow rank's experts take longer.
         end: of the all-to-all's range: "low", as if rows were even; "high", as if all ranks had as many as the busiest.
         rows: [L, R, R] distinct tokens from source to rank, where routing is known. Default: :func:`rows_between`.
+        crossing: [L] rows to other nodes over those of even routing, see :meth:`isoload.times.AllToAllTime.seconds`.
         dense_s: seconds of attention and all else of a layer before its router's choice is used; as all seconds here of
             every layer and rank, or what broadcasts to [L, R].
         gather_s: of the gather of loads; 0: none, and no waiting for it.
@@ -141,7 +143,7 @@ def timeline(
         raise ValueError(f"rows must be {[len(copies), ranks, ranks]}, got {list(known.shape)}")
     halves = 1 + two_batch
     per_slot = copies.sum(1).reshape(len(copies), ranks, copies.shape[2] // ranks) / halves
-    experts, *exchanges = layer.parts(per_slot, known.sum(1) / halves, tokens / halves)
+    experts, *exchanges = layer.parts(per_slot, known.sum(1) / halves, tokens / halves, crossing)
     if topology.ticks is not None:
         experts *= topology.ticks.numpy() / NOMINAL_TICKS
     took = {

@@ -37,7 +37,8 @@ FIGURES = (
     Figure("imbalance", "", "max/mean", ".3f"),
     Figure("gib", "slots", "GiB"),
     Figure("requests", "slots", "requests"),
-    Figure("node_rows", "rows", "to nodes", "%"),
+    Figure("rank_rows", "rows to other", "ranks", "%"),
+    Figure("node_rows", "rows to other", "nodes", "%"),
 )
 MODELLED = (
     "Times are modelled from measured kernels, as the mean over {batches} batches that no placement has seen, and have "
@@ -114,6 +115,7 @@ def rows_of(advice: Advice, phases: Mapping[str, Advice]) -> list[Row]:
                 "gib": f"{size / GIB:.1f}" if size else "-",
                 "requests": None if is_server else requests,
                 "imbalance": None if is_server else answer.imbalance,
+                "rank_rows": answer.rank_rows if asked.topology.num_nodes > 1 else None,
                 "node_rows": answer.node_rows if asked.topology.num_nodes > 1 else None,
             }
         )
@@ -259,17 +261,12 @@ def loads_section(runs: Mapping[str, Run], best: str, layers: Sequence[int], of_
     shown = dict.fromkeys(("now", best))
     parts = [
         lines("Imbalance by layer", MEAN, series, layers, best="isoload"),
-        leaving("Where rows go", ROWS, {name: (_leaving(run), run.node_rows) for name, run in runs.items()}),
+        leaving("Where rows go", ROWS, {name: (run.rank_rows, run.node_rows) for name, run in runs.items()}),
         *(part for name in shown for part in rank_heats(name, loads[name], layers)),
         *(sending_heat(name, runs[name].rows) for name in shown),
     ]
     said = ". ".join(f"{name}: {run.candidate.label}" for name, run in runs.items())
     return section(f"Where the load is{of_phase}", *parts, said=f"{said}.")
-
-
-def _leaving(run: Run) -> float:
-    """Of all rows, those to another rank."""
-    return 1 - float(run.rows.trace() / run.rows.sum())
 
 
 def saving_section(
