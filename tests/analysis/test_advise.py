@@ -316,8 +316,8 @@ def test_a_start_is_one_line_whose_placeholders_are_explained() -> None:
     )
     assert placeholders([place, start]) == (
         "Replace the words in capitals: TRACE is the files of the trace, MODEL is the model's folder or its name on "
-        "Hugging Face, NODE_RANK is 0 on the first node, 1 on the second and so on, HEAD_NODE_IP is the address of the "
-        "first node, PORT is a free port of the first node. Run the last command on every node."
+        "Hugging Face, NODE_RANK is 0 on the first node, 1 on the second, HEAD_NODE_IP is the address of the first "
+        "node, PORT is a free port of the first node. Run the last command on every node."
     )
     (alone,) = flags("vllm", Candidate("eplb", 0, "none"), isoload.Topology(8), 2, "t.npz")
     assert alone.startswith("vllm serve MODEL --data-parallel-size 8 ")

@@ -117,9 +117,9 @@ def sent_batches(candidate: Candidate, placement: Placement, judged: Judged) -> 
 
 
 def targets(split: str, counts: Tensor, placement: Placement) -> list[Tensor]:
-    """What an exchange tells ranks that have all had tokens alike, counts seen [L, E].
+    """Return the offsets that an exchange gives every rank ("own") or node ("node"), each [L, R]; [] for other splits.
 
-    Of every rank ("own") or node ("node") its offset [L, R]; for other splits nothing.
+    counts: [L, E] of recent tokens, of which every source had the same part.
     """
     layers, topology = placement.layers("cpu"), placement.topology
     sources = {"own": topology.num_ranks, "node": topology.num_nodes}.get(split, 0)
@@ -143,7 +143,7 @@ def _node(loads: Tensor, placement: Placement, renewed: list[Tensor]) -> Tensor:
 
 
 def _dynamic(loads: Tensor, placement: Placement, seed: int) -> Tensor:
-    """Every copy draws a replica, all alike."""
+    """Return [L, R, P] copies where every copy draws a replica with equal chances."""
     draw, slots = np.random.default_rng(seed), placement.arrays[0]
     drawn = np.zeros((*loads.shape[:2], slots.shape[1]), dtype=np.int32)
     for layer, row in enumerate(slots):
@@ -161,12 +161,12 @@ def _dynamic(loads: Tensor, placement: Placement, seed: int) -> Tensor:
 
 
 Span = tuple[float, float]
-NO_DIFFERENCE = 0.03  # of a step: less is within what any such model can say
+NO_DIFFERENCE = 0.03  # of a step: a smaller difference is within the error of the model
 # Microseconds of a layer until its slots are there, measured on one H100 (docs/gpu.md; 16 to 64 ranks, 128 to 16,384
 # tokens of each): own counts in one op; count, plan and route behind each other. GATHER_US: of the loads ahead of
 # them, which takes several GPUs and was not measured.
 GATHER_US = (10.0, 25.0)
-SAME_PLAN = {"node": "exact"}  # whose measured time stands for another one's
+SAME_PLAN = {"node": "exact"}  # whose measured time is taken for another split
 PLAN_US = {
     "none": (0.0, 0.0),
     "static": (0.0, 0.0),
@@ -179,7 +179,7 @@ PLAN_US = {
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked.
+    """The setting that advice is about.
 
     layer: constants of the GPU. topology: R ranks, or the number R. tokens: of a rank in a step.
     step_ms: that was measured, by which percentages are;
@@ -290,7 +290,7 @@ class Advice:
 
     @property
     def ours(self) -> Answer | None:
-        """The best in which isoload chooses the replicas; None where memory leaves no room for any."""
+        """The best in which isoload chooses the replicas; None where memory holds no added slot."""
         return next((answer for answer in self.answers if answer.candidate.ours), None)
 
     @property
@@ -433,7 +433,7 @@ def run(candidate: Candidate, judged: Judged, question: Question, placement: Pla
 
 
 def run_of(candidate: Candidate, batches: Iterable[NDArray[np.integer]], question: Question) -> Run:
-    """A candidate by what it sends: [L, R, P] copies of each rank to each slot, batch by batch."""
+    """Return a candidate's run, given batches [L, R, P] of the copies that each rank sends to each slot."""
     topology = question.topology
     copies, received, across, crossing = [], [], [], []
     total = np.zeros((topology.num_ranks, topology.num_ranks))

@@ -39,7 +39,7 @@ PLANNING = "planning"
 
 
 def scaled(layer: LayerTime, name: str, factor: float) -> LayerTime:
-    """Constants of which the one of this name, of EXPERTS or EXCHANGE, is so many times what it was.
+    """Return the layer with one constant of EXPERTS or EXCHANGE multiplied by a factor.
 
     The power of EXPERTS stays at 1 or above, where reading and multiplying add up.
     """
@@ -134,7 +134,7 @@ STARTS = {"sglang": "python -m sglang.launch_server --model-path MODEL", "vllm":
 PLACEHOLDERS = {
     "TRACE": "the files of the trace",
     "MODEL": "the model's folder or its name on Hugging Face",
-    "NODE_RANK": "0 on the first node, 1 on the second and so on",
+    "NODE_RANK": "0 on the first node, 1 on the second",
     "HEAD_NODE_IP": "the address of the first node",
     "PORT": "a free port of the first node",
 }

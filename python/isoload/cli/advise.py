@@ -29,7 +29,7 @@ OWN_EXCHANGE = (
 
 
 class PhaseQuestion(NamedTuple):
-    """What is asked about the steps of one phase; notes: which of the constants were measured for another setting."""
+    """The question about the steps of one phase; notes: which of the constants were measured for another setting."""
 
     question: Question
     trace: Trace
@@ -42,7 +42,7 @@ class Answered(NamedTuple):
 
     figures: dict[str, Any]
     show: Callable[..., None]  # of a console, and whether wide
-    page: Callable[..., str]  # of sections to stand first
+    page: Callable[..., str]  # of sections that come first
 
 
 def phase_times(

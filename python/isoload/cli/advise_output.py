@@ -249,7 +249,7 @@ def named_runs(advice: Advice, judged: Judged) -> dict[str, Run]:
     for name, answer in answers.items():
         if answer is not None and answer.candidate not in [named.candidate for named in runs.values()]:
             runs[name] = run(answer.candidate, judged, advice.question)
-    if len(runs) == 1:  # nothing beats it: beside it stands what comes next
+    if len(runs) == 1:  # nothing beats it: the second best is shown, too
         runs["without isoload"] = run(advice.answers[1].candidate, judged, advice.question)
     return runs
 
