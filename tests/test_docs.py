@@ -139,7 +139,7 @@ def test_shown_replays_are_what_replay_prints(page, monkeypatch):
     pairs = re.findall(
         r"^```sh\nisoload ((?:replay|advise) .*?)\n```\n+```text\n(.*?)^```$", page.read_text(), re.S | re.M
     )
-    assert len(pairs) == len(blocks(page, "text")) == {"results-cpu.md": 3, "advise.md": 3}.get(page.name, 0)
+    assert len(pairs) == len(blocks(page, "text")) == {"results-cpu.md": 3, "advise.md": 2}.get(page.name, 0)
     monkeypatch.chdir(ROOT)
     for command, shown in pairs:
         assert without_times(shown) == without_times(printed(shlex.split(command.replace("\\\n", ""))))

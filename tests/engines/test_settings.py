@@ -11,7 +11,9 @@ import pytest
 import isoload
 from isoload.engines.settings import (
     COMMON,
+    MODE,
     PHASES,
+    REPORT,
     SGLANG,
     VLLM,
     Settings,

@@ -82,10 +82,10 @@ def test_printed_flags_start(candidate: Candidate, nodes: str, model: str, model
     if candidate.split in GATHERED and model != "DeepSeek-V3":
         return
     topology = TOPOLOGIES[nodes]
-    place, *lines = flags("sglang", candidate, topology, 20, "trace.npz")
+    place, start = flags("sglang", candidate, topology, 20, "trace.npz")
     assert place.startswith("isoload place ")
-    options = [word for word in launch_words(" ".join(lines)) if not word.startswith("ISOLOAD_")]
-    args = resolve(options, models[model])
+    words = launch_words(start)
+    args = resolve(words[words.index("MODEL") + 1 :], models[model])
     assert args.moe_a2a_backend == "deepep" and args.init_expert_location == "placement.json"
     assert args.ep_num_redundant_experts == topology.num_ranks * candidate.more
     assert args.tp_size == args.ep_size == topology.num_ranks and args.nnodes == topology.num_nodes

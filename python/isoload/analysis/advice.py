@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -19,12 +20,14 @@ from torch import Tensor
 from isoload import ops
 from isoload.analysis.loads import Judged
 from isoload.analysis.models import Model
-from isoload.analysis.timeline import ENDS, Floats, rows_between, timeline
+from isoload.analysis.node_share import share_of_node
+from isoload.analysis.timeline import ENDS, Floats, Timeline, rows_by_size, timeline
 from isoload.balancing.planning import plan_layers, share_routed
 from isoload.balancing.targets import offsets
 from isoload.placement.placement import Placement
 from isoload.placers import place
 from isoload.times import LayerTime
+from isoload.times.exchanges import rows_leaving, sends_copies
 from isoload.topology import Topology, as_topology, over_mean
 from isoload.traces import Ints
 
@@ -100,14 +103,23 @@ def sent(
 def sent_batches(candidate: Candidate, placement: Placement, judged: Judged) -> Iterator[NDArray[np.integer]]:
     """[L, R, P] copies that each rank sends to each slot, batch by batch."""
     renewed = targets(candidate.split, torch.from_numpy(judged.calibration), placement)
-    for seed, loads in enumerate(judged.loads):
-        yield sent(candidate, loads, placement, renewed, seed).numpy()
+
+    def batch(seed: int) -> NDArray[np.integer]:
+        return np.asarray(sent(candidate, judged.loads[seed], placement, renewed, seed).numpy())
+
+    if candidate.split != "dynamic":
+        yield from map(batch, range(len(judged.loads)))
+        return
+    with ThreadPoolExecutor(
+        2
+    ) as pool:  # most of the time of large groups is in its draws, which hold no lock
+        yield from pool.map(batch, range(len(judged.loads)))
 
 
 def targets(split: str, counts: Tensor, placement: Placement) -> list[Tensor]:
-    """What an exchange tells ranks that have all had tokens alike, counts seen [L, E].
+    """Return the offsets that an exchange gives every rank ("own") or node ("node"), each [L, R]; [] for other splits.
 
-    Of every rank ("own") or node ("node") its offset [L, R]; for other splits nothing.
+    counts: [L, E] of recent tokens, of which every source had the same part.
     """
     layers, topology = placement.layers("cpu"), placement.topology
     sources = {"own": topology.num_ranks, "node": topology.num_nodes}.get(split, 0)
@@ -119,18 +131,19 @@ def targets(split: str, counts: Tensor, placement: Placement) -> list[Tensor]:
 
 
 def _node(loads: Tensor, placement: Placement, renewed: list[Tensor]) -> Tensor:
-    tables, size = placement.layers("cpu").tables, placement.topology.ranks_per_node
-    parts = []
+    """Every node splits the loads of its own ranks."""
+    layers, size = placement.layers("cpu"), placement.topology.ranks_per_node
+    sent = loads.new_empty(*loads.shape[:2], placement.num_slots)
     for node, offset in enumerate(renewed):
-        inside, node_ranks = torch.zeros_like(loads), slice(node * size, (node + 1) * size)
-        inside[:, node_ranks] = loads[:, node_ranks]
-        wanted = ops.plan_own(inside.sum(1, dtype=torch.int32), tables, offset, node)
-        parts.append(ops.share(inside, wanted, tables, size)[:, node_ranks])
-    return torch.cat(parts, 1)
+        ranks = slice(node * size, (node + 1) * size)
+        slots = slice(ranks.start * placement.slots_per_rank, ranks.stop * placement.slots_per_rank)
+        wanted = ops.plan_own(loads[:, ranks].sum(1, dtype=torch.int32), layers.tables, offset, node)
+        sent[:, ranks] = share_of_node(loads[:, ranks], wanted, layers.slot_to_expert, slots)
+    return sent
 
 
 def _dynamic(loads: Tensor, placement: Placement, seed: int) -> Tensor:
-    """Every copy draws a replica, all alike."""
+    """Return [L, R, P] copies where every copy draws a replica with equal chances."""
     draw, slots = np.random.default_rng(seed), placement.arrays[0]
     drawn = np.zeros((*loads.shape[:2], slots.shape[1]), dtype=np.int32)
     for layer, row in enumerate(slots):
@@ -148,12 +161,12 @@ def _dynamic(loads: Tensor, placement: Placement, seed: int) -> Tensor:
 
 
 Span = tuple[float, float]
-NO_DIFFERENCE = 0.03  # of a step: less is within what any such model can say
+NO_DIFFERENCE = 0.03  # of a step: a smaller difference is within the error of the model
 # Microseconds until the slots of a layer are known, measured on one H100 (docs/results-gpu.md; 16 to 64 ranks, 128 to
 # 16,384 tokens of each): own counts in one op; count, plan and route one after another. GATHER_US: the gather of loads
 # before them, which takes several GPUs and was not measured.
 GATHER_US = (10.0, 25.0)
-SAME_PLAN = {"node": "exact"}  # whose measured time stands for another one's
+SAME_PLAN = {"node": "exact"}  # whose measured time is taken for another split
 PLAN_US = {
     "none": (0.0, 0.0),
     "static": (0.0, 0.0),
@@ -166,7 +179,7 @@ PLAN_US = {
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked.
+    """The setting that advice is about.
 
     layer: constants of the GPU. topology: R ranks, or the number R. tokens: of a rank in a step.
     step_ms: that was measured, by which percentages are;
@@ -175,6 +188,7 @@ class Question:
     rebalance_s, every: seconds that a rebalance takes, and the steps between two. context: tokens of a request.
     gathers: whether the engine gathers all ranks' loads for this model, as "exact" needs. plan_us: by who chooses the
     replicas, microseconds of a layer that were measured, the gather of loads included; None: PLAN_US.
+    like_for_like: whether isoload is compared with the best without it of as many slots, in place of any number.
     """
 
     model: Model
@@ -189,6 +203,7 @@ class Question:
     gathers: bool = True
     dense_ms: float | None = None
     plan_us: Mapping[str, float] | None = None
+    like_for_like: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "topology", as_topology(self.topology))
@@ -209,14 +224,23 @@ class Run(NamedTuple):
     """What a candidate makes of B judged batches.
 
     copies     [B, L, R, S]  that each slot computes
-    rows       [B, L, R, R]  that each rank sends to each, itself included
+    received   [B, L, R]  rows that each rank receives, its own included
+    rows       [R, R]  that each rank sends to each, itself included, in all layers and batches
     node_rows  of all rows, the part to another node
+    crossing   [B, L, 2]  of a token, rows to other nodes: once for each node, and once for each copy
     """
 
     candidate: Candidate
     copies: Ints
+    received: Floats
     rows: Floats
     node_rows: float
+    crossing: Floats
+
+    @property
+    def rank_rows(self) -> float:
+        """Of all rows, the part to another rank."""
+        return 1 - float(self.rows.trace() / self.rows.sum())
 
 
 @dataclass(frozen=True)
@@ -224,7 +248,7 @@ class Answer:
     """A candidate's figures; ranges are [from, to]. ms: of a step's MoE layers, planning and moving included.
 
     saved_ms: against the candidate that runs now. imbalance: max / mean copies of a rank, over layers and batches.
-    slots_bytes: of a rank's additional slots. node_rows: of the rows that are sent, those to another node.
+    slots_bytes: of a rank's additional slots. node_rows, rank_rows: parts of all rows that go to another node or rank.
     """
 
     candidate: Candidate
@@ -234,6 +258,7 @@ class Answer:
     imbalance: float
     slots_bytes: float
     node_rows: float
+    rank_rows: float
 
     def to_json(self) -> dict[str, Any]:
         return {**vars(self), "candidate": self.candidate._asdict()}
@@ -265,18 +290,28 @@ class Advice:
 
     @property
     def ours(self) -> Answer | None:
-        """The best in which isoload chooses the replicas; None where memory leaves no room for any."""
+        """The best in which isoload chooses the replicas; None where memory holds no added slot."""
         return next((answer for answer in self.answers if answer.candidate.ours), None)
 
     @property
     def theirs(self) -> Answer:
-        """The best without isoload."""
-        return next(answer for answer in self.answers if not answer.candidate.ours)
+        """The best without isoload, with like_for_like that of as many slots as isoload's best."""
+        return self.rival(self.question.like_for_like)
+
+    def rival(self, like_for_like: bool) -> Answer:
+        """Return the best without isoload: of any number of slots, or of as many as isoload's best."""
+        more = self.ours.candidate.more if self.ours and like_for_like else None
+        engines = (answer for answer in self.answers if not answer.candidate.ours)
+        return next(answer for answer in engines if more in (None, answer.candidate.more))
 
     @property
     def gain_ms(self) -> tuple[float, float]:
         """What isoload saves beyond the best without it."""
-        return less(self.theirs.ms, self.ours.ms) if self.ours else (0.0, 0.0)
+        return self.gain_over(self.theirs)
+
+    def gain_over(self, other: Answer) -> tuple[float, float]:
+        """Return what isoload's best saves beyond another answer."""
+        return less(other.ms, self.ours.ms) if self.ours else (0.0, 0.0)
 
     def share(self, saved_ms: tuple[float, float]) -> tuple[float, float]:
         """As a part of the step as it runs now: the measured one, else the modelled one; without dense_ms of its MoE
@@ -348,8 +383,7 @@ def _whole(
     layers, dense_s = question.model.layers, 1e-3 * question.dense_ms / question.model.layers
     totals: dict[str, Floats] = defaultdict(lambda: np.zeros(2))  # seconds at both ends
     for sent in batches:
-        rows = rows_between(sent, question.tokens, question.topology.num_ranks)
-        of_batch = partial(timeline, question.layer, sent, question.tokens, question.topology, rows=rows)
+        of_batch = timeline_of(sent, question)
         for at, end in enumerate(ENDS):
             gather_s, plan_s = 1e-6 * gather_us[at], 1e-6 * plan_us[at]
             step = partial(of_batch, end=end, dense_s=dense_s, gather_s=gather_s, plan_s=plan_s)
@@ -362,6 +396,14 @@ def _whole(
     spans = {name: (to_ms * float(ends[0]), to_ms * float(ends[1])) for name, ends in totals.items()}
     ms, halved = ((low + moving, high + moving) for low, high in (spans.pop("whole"), spans.pop("halved")))
     return Step(ms, {**spans, "rebalance": (moving, moving)}, halved)
+
+
+def timeline_of(sent: NDArray[np.integer], question: Question) -> partial[Timeline]:
+    """Return :func:`isoload.analysis.timeline.timeline` given the rows of sent [L, R, P]."""
+    topology = question.topology
+    rows, to_nodes = rows_by_size(sent, question.tokens, topology.num_ranks, topology.num_nodes)
+    crossing = over_even(_crossing(sent, to_nodes, question), question)
+    return partial(timeline, question.layer, sent, question.tokens, topology, rows=rows, crossing=crossing)
 
 
 def planning_us(split: str, question: Question) -> tuple[Span, Span]:
@@ -391,20 +433,27 @@ def run(candidate: Candidate, judged: Judged, question: Question, placement: Pla
 
 
 def run_of(candidate: Candidate, batches: Iterable[NDArray[np.integer]], question: Question) -> Run:
-    """A candidate by what it sends: [L, R, P] copies of each rank to each slot, batch by batch."""
+    """Return a candidate's run, given batches [L, R, P] of the copies that each rank sends to each slot."""
     topology = question.topology
-    copies, rows, across = [], [], []
+    copies, received, across, crossing = [], [], [], []
+    total = np.zeros((topology.num_ranks, topology.num_ranks))
     for moved in batches:
         copies.append(moved.sum(1).reshape(len(moved), topology.num_ranks, -1))
-        rows.append(rows_between(moved, question.tokens, topology.num_ranks))
-        across.append(_to_other_nodes(rows_between(moved, question.tokens, topology.num_nodes), topology))
-    return Run(candidate, np.stack(copies), np.stack(rows), float(np.mean(across)))
+        rows, to_nodes = rows_by_size(moved, question.tokens, topology.num_ranks, topology.num_nodes)
+        received.append(rows.sum(1))
+        total += rows.sum(0)
+        across.append(_to_other_nodes(to_nodes, topology))
+        crossing.append(_crossing(moved, to_nodes, question))
+    return Run(
+        candidate, np.stack(copies), np.stack(received), total, float(np.mean(across)), np.stack(crossing)
+    )
 
 
 def layer_ms(result: Run, question: Question) -> Floats:
     """[2] from and to what a layer takes on average, planning apart."""
     tokens = np.full(result.copies.shape[:2], question.tokens)
-    seconds = question.layer.seconds(result.copies, result.rows.sum(2), tokens)
+    crossing = over_even(result.crossing, question)
+    seconds = question.layer.seconds(result.copies, result.received, tokens, crossing)
     return np.asarray(seconds.mean((0, 1)) * 1e3)
 
 
@@ -429,14 +478,69 @@ def _answer(result: Run, question: Question, per_slot: float) -> Answer:
         float(over_mean(loads).max(-1).mean()),
         result.candidate.more * per_slot,
         result.node_rows,
+        result.rank_rows,
     )
 
 
 def _to_other_nodes(rows: Floats, topology: Topology) -> float:
     """Of rows [L, R, nodes], the part to another node."""
+    return float(rows[:, _other_nodes(topology)].sum() / rows.sum())
+
+
+def _other_nodes(topology: Topology) -> NDArray[np.bool_]:
+    """[R, nodes] whether a node is another one than the rank's."""
     node_of_rank = np.arange(topology.num_ranks) // topology.ranks_per_node
-    other = node_of_rank[:, None] != np.arange(topology.num_nodes)
-    return float(rows[:, other].sum() / rows.sum())
+    return np.asarray(node_of_rank[:, None] != np.arange(topology.num_nodes))
+
+
+def _crossing(sent: NDArray[np.integer], to_nodes: Floats, question: Question) -> Floats:
+    """[L, 2] rows of a token to other nodes, once for each node and once for each copy.
+
+    Args:
+        sent: [L, R, P]. to_nodes: [L, R, nodes] rows, once for each node.
+    """
+    topology = question.topology
+    copies = sent.reshape(*to_nodes.shape, -1).sum(-1)
+    other = _other_nodes(topology)
+    sums = [rows[:, other].sum(1) for rows in (to_nodes, copies)]
+    return np.stack(sums, 1) / (question.tokens * topology.num_ranks)
+
+
+def over_even(crossing: Floats, question: Question) -> Floats | float:
+    """Return [...] of crossing [..., 2] what the question's dispatch sends, over the same of even routing.
+
+    Rows of even routing are counted as :func:`isoload.analysis.timeline.rows_between` does, so that its error cancels.
+    """
+    nodes, dispatch, model = question.topology.num_nodes, question.layer.dispatch, question.model
+    if nodes == 1 or dispatch is None:
+        return 1.0
+    if sends_copies(dispatch.kernel):
+        return np.asarray(crossing[..., 1] / rows_leaving(dispatch.kernel, model.top_k, nodes))
+    reached = 1 - (1 - model.top_k / model.experts) ** (model.experts / nodes)
+    return np.asarray(crossing[..., 0] / ((nodes - 1) * reached))
+
+
+def near_saves(
+    question: Question, judged: Judged, placements: tuple[Placement, Placement], rows: tuple[float, float]
+) -> Span:
+    """Return the milliseconds of a step that a placement saves over another by its rows to other nodes and its loads.
+
+    Args:
+        placements: the other one, and the one that saves; copies are split exactly.
+        rows: of a token to other nodes, once for each node, on recorded tokens: of the other one, and of the one that
+            saves.
+    """
+    even = rows_leaving("", question.model.top_k, question.topology.num_nodes)
+    spans = []
+    for placement, of_token in zip(placements, rows, strict=True):
+        placed_run = run(Candidate("eplb", 1, "exact"), judged, question, placement)
+        tokens = np.full(placed_run.copies.shape[:2], question.tokens)
+        seconds = question.layer.seconds(
+            placed_run.copies, placed_run.received, tokens, of_token / even
+        ).mean((0, 1))
+        low, high = (1e3 * question.model.layers * seconds).tolist()
+        spans.append((low, high))
+    return less(spans[0], spans[1])
 
 
 def saved_ms(before: Run, after: Run, question: Question, planning: float = 1.0) -> Span:

@@ -186,10 +186,16 @@ def by_tokens(
     rows: Sequence[tuple[int, float, float, str, bool]], extent: tuple[float, float], colour: str
 ) -> Spec:
     """Return saved fractions, from and to, by tokens per rank; rows: (tokens, low, high, label, whether measured)."""
-    values = [
-        {"x": n, "from": low, "to": high, "y": (low + high) / 2, "said": said, "measured": measured}
-        for n, low, high, said, measured in rows
-    ]
+    values, above, last = list[Spec](), True, 0
+    for n, low, high, said, measured in rows:
+        above = not above or n >= 4 * last  # a label is as wide as a factor of 4 on this axis at most
+        values.append(
+            {
+                **{"x": n, "from": low, "to": high, "y": (low + high) / 2},
+                **{"said": said, "measured": measured, "above": above},
+            }
+        )
+        last = n
     counts = {"grid": False, "values": [row[0] for row in rows], "labelOverlap": True}
     x = _number("x", "tokens per rank", axis=counts, scale={"type": "log", "base": 2, "padding": 26})
     share = {"format": ".0%", "tickCount": 5}
@@ -211,7 +217,14 @@ def by_tokens(
                 "mark": {"type": "point", "size": 60, "opacity": 1, "strokeWidth": 1.8},
                 "encoding": {"y": y, "stroke": constant, "fill": fill},
             },
-            {"mark": {"type": "text", "dx": -14, "dy": -12}, "encoding": {"y": y, "text": {"field": "said"}}},
+            *(
+                {
+                    "transform": [{"filter": f"datum.above == {side}"}],
+                    "mark": {"type": "text", "dx": dx, "dy": dy},
+                    "encoding": {"y": y, "text": {"field": "said"}},
+                }
+                for side, dx, dy in (("true", -14, -12), ("false", 14, 16))
+            ),
         ],
     }
 

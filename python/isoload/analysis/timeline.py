@@ -9,6 +9,7 @@ of a node has a stream of its own: exchanges over nodes were measured at their r
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, ClassVar
 
 import numpy as np
@@ -91,6 +92,7 @@ def timeline(
     *,
     end: str = "high",
     rows: ArrayLike | None = None,
+    crossing: ArrayLike = 1.0,
     dense_s: ArrayLike = 0.0,
     gather_s: ArrayLike = 0.0,
     plan_s: ArrayLike = 0.0,
@@ -107,6 +109,7 @@ def timeline(
         topology: of R ranks, or the number R; with speeds, a slow rank's experts take longer.
         end: of the all-to-all's range: "low", as if rows were even; "high", as if all ranks had as many as the busiest.
         rows: [L, R, R] distinct tokens from source to rank, where routing is known. Default: :func:`rows_between`.
+        crossing: [L] rows to other nodes over those of even routing, see :meth:`isoload.times.AllToAllTime.seconds`.
         dense_s: seconds of attention and all else of a layer before its router's choice is used; as all seconds here of
             every layer and rank, or what broadcasts to [L, R].
         gather_s: of the gather of loads; 0: none, and no waiting for it.
@@ -140,7 +143,7 @@ def timeline(
         raise ValueError(f"rows must be {[len(copies), ranks, ranks]}, got {list(known.shape)}")
     halves = 1 + two_batch
     per_slot = copies.sum(1).reshape(len(copies), ranks, copies.shape[2] // ranks) / halves
-    experts, *exchanges = layer.parts(per_slot, known.sum(1) / halves, tokens / halves)
+    experts, *exchanges = layer.parts(per_slot, known.sum(1) / halves, tokens / halves, crossing)
     if topology.ticks is not None:
         experts *= topology.ticks.numpy() / NOMINAL_TICKS
     took = {
@@ -167,12 +170,32 @@ def rows_between(sent: NDArray[np.number[Any]], tokens: int, groups: int) -> Flo
         tokens: of a source.
         groups: of equal size, over which the P slots lie in order.
     """
-    rows = np.empty((*sent.shape[:2], groups))
+    return rows_by_size(sent, tokens, groups)[0]
+
+
+def rows_by_size(sent: NDArray[np.number[Any]], tokens: int, *sizes: int) -> list[Floats]:
+    """Return :func:`rows_between` for each number of groups."""
+    rows, largest = [np.empty((*sent.shape[:2], groups)) for groups in sizes], int(sent.max(initial=0))
+    # Logarithms cost most. Where copies are whole and few they are computed once for each number of them.
+    table = (
+        _missing(np.arange(largest + 1), tokens)
+        if sent.dtype.kind in "iu" and largest < sent[0].size
+        else None
+    )
     for layer, of_layer in enumerate(sent):  # one by one: of 256 ranks all slots are large
-        # Of a token, that no copy of it goes to the slot.
-        missed = np.log1p(-np.minimum(of_layer / tokens, 1 - 1e-12))
-        rows[layer] = -tokens * np.expm1(missed.reshape(len(of_layer), groups, -1).sum(-1))
+        missed = _missing(of_layer, tokens) if table is None else table[of_layer]
+        for result in rows:
+            grouped = missed.reshape(*result.shape[1:], -1)
+            # NumPy adds fewer than 8 numbers in their order; by columns that takes a fifth of the time.
+            few = grouped.shape[-1] < 8
+            summed = reduce(np.add, np.moveaxis(grouped, -1, 0)) if few else grouped.sum(-1)
+            result[layer] = -tokens * np.expm1(summed)
     return rows
+
+
+def _missing(copies: NDArray[np.number[Any]], tokens: int) -> Floats:
+    """Return the logarithm of the chance that a token sends none of a slot's copies to it."""
+    return np.asarray(np.log1p(-np.minimum(copies / tokens, 1 - 1e-12)))
 
 
 def _spread(name: str, values: ArrayLike, shape: tuple[int, ...]) -> Floats:

@@ -22,10 +22,14 @@ if TYPE_CHECKING:
     from isoload.traces import Trace
 
 GIB = 2.0**30
+OWN_EXCHANGE = (
+    "The commands start DeepEP, but the times of dispatch and combine are those of isoload's own exchange over "
+    "torch.distributed. isoload measure times DeepEP where deep_ep is installed."
+)
 
 
 class PhaseQuestion(NamedTuple):
-    """What is asked about the steps of one phase; notes: which of the constants were measured for another setting."""
+    """The question about the steps of one phase; notes: which of the constants were measured for another setting."""
 
     question: Question
     trace: Trace
@@ -38,7 +42,7 @@ class Answered(NamedTuple):
 
     figures: dict[str, Any]
     show: Callable[..., None]  # of a console, and whether wide
-    page: Callable[..., str]  # of sections to stand first
+    page: Callable[..., str]  # of sections that come first
 
 
 def phase_times(
@@ -120,7 +124,10 @@ def answer(
     phase = next(iter(phases))  # prefill, where both are asked about
     launch = [] if best is advice.now else flags(engine, best.candidate, topology, slots, source, phase)
     notes = list(dict.fromkeys(note for part in asked.values() for note in part.notes))
+    exchange = None if isinstance(gpu, str) or gpu.dispatch is None else gpu.dispatch.kernel
     warned = warnings(advice, notes, guessed=guessed)
+    if launch and exchange == "isoload":
+        warned.append(OWN_EXCHANGE)
     kernels = {
         name: advice_of_phase.question.layer.experts.kernel for name, advice_of_phase in phases.items()
     }
@@ -131,6 +138,10 @@ def answer(
         "verdict": advice.verdict,
         "gain_ms": advice.gain_ms,
         "gain_share": advice.share(advice.gain_ms),
+        "gain_ms_by_slots": {
+            "chosen": advice.gain_over(advice.rival(False)),
+            "equal": advice.gain_over(advice.rival(True)),
+        },
         "answers": [answer.to_json() for answer in advice.answers],
         "steps": dict(zip(("now", "best"), map(vars, advice.steps or ()), strict=False)),
         "flags": launch,
@@ -317,6 +328,13 @@ def advise(
         options.Range(0, 1),
         typer.Option(help="Of --skew: the part of a batch whose experts are others."),
     ] = 0.3,
+    like_for_like: Annotated[
+        bool,
+        typer.Option(
+            "--like-for-like",
+            help="Compare isoload with the engine at equal numbers of slots. Default: each side chooses its number.",
+        ),
+    ] = False,
     stages: options.Stages = False,
     same_layers: options.SameLayers = False,
     allow_missing_ranks: options.AllowMissingRanks = False,
@@ -373,6 +391,7 @@ def advise(
             gathers,
             dense_ms,
             None if isinstance(device, str) else device.plan_us,
+            like_for_like,
         )
         asked[name] = PhaseQuestion(question, loaded, judge_by(loaded, chosen, ranks, tokens[name]), notes)
     source = reading.shell_words(traces, loaded, model) if traces else None

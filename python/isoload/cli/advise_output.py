@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from isoload.analysis import pages
+from isoload.analysis.details import placeholders
 from isoload.analysis.pages import code, figure, page, prose, section
 from isoload.cli.pages import MEAN, ROWS, leaving, lines, rank_heats, sending_heat
 from isoload.cli.tables import Column, Figure, Row, columns_of, say
@@ -36,7 +37,8 @@ FIGURES = (
     Figure("imbalance", "", "max/mean", ".3f"),
     Figure("gib", "slots", "GiB"),
     Figure("requests", "slots", "requests"),
-    Figure("node_rows", "rows", "to nodes", "%"),
+    Figure("rank_rows", "rows to other", "ranks", "%"),
+    Figure("node_rows", "rows to other", "nodes", "%"),
 )
 MODELLED = (
     "Times are modelled from measured kernels, as the mean over {batches} batches that no placement has seen, and have "
@@ -113,6 +115,7 @@ def rows_of(advice: Advice, phases: Mapping[str, Advice]) -> list[Row]:
                 "gib": f"{size / GIB:.1f}" if size else "-",
                 "requests": None if is_server else requests,
                 "imbalance": None if is_server else answer.imbalance,
+                "rank_rows": answer.rank_rows if asked.topology.num_nodes > 1 else None,
                 "node_rows": answer.node_rows if asked.topology.num_nodes > 1 else None,
             }
         )
@@ -120,7 +123,7 @@ def rows_of(advice: Advice, phases: Mapping[str, Advice]) -> list[Row]:
 
 
 def verdict_lines(advice: Advice, phases: Mapping[str, Advice]) -> list[str]:
-    """Return two sentences: what can be saved without isoload, and what isoload adds."""
+    """Return what can be saved without isoload, what isoload adds, and the same by the other comparison of slots."""
     ours, theirs, asked, is_server = advice.ours, advice.theirs, advice.question, len(phases) > 1
     whole = "a modelled step" if advice.steps else "the MoE layers, at most"
     whole = "a step" if advice.question.step_ms else whole
@@ -145,7 +148,16 @@ def verdict_lines(advice: Advice, phases: Mapping[str, Advice]) -> list[str]:
     if is_server:
         gains = [f"{saving(*part.gain_ms, 'ms')} a step of {name}" for name, part in phases.items()]
         second += f": it {' and '.join(gains)}"
-    return [first, f"{second}."]
+    other = advice.rival(not asked.like_for_like)
+    compared = f"isoload {sentence(advice.gain_over(other))} against {other.candidate.label}."
+    third = (
+        f"Both sides choose their number of slots. With +{ours.candidate.more} slots on both sides {compared}"
+    )
+    if asked.like_for_like:
+        third = f"Both sides have +{ours.candidate.more} slots. Where both choose their number of slots {compared}"
+    elif other is theirs:
+        third = f"Both sides choose their number of slots, and both choose +{ours.candidate.more}."
+    return [first, f"{second}.", third]
 
 
 def question_lines(advice: Advice, phases: Mapping[str, Advice], weights: Mapping[str, float]) -> list[str]:
@@ -220,6 +232,7 @@ def print_advice(
         say(console, ("", [f"To run {advice.answers[0].candidate.label}:"]))
         for line in launch:  # to be copied: never broken
             console.print(Text(f"  {printable(line)}"), soft_wrap=True)
+        say(console, ("", [placeholders(launch)]))
     say(console, ("dim", unit_notes(advice, batches, len(phases) > 1)), ("yellow", warned))
 
 
@@ -236,7 +249,7 @@ def named_runs(advice: Advice, judged: Judged) -> dict[str, Run]:
     for name, answer in answers.items():
         if answer is not None and answer.candidate not in [named.candidate for named in runs.values()]:
             runs[name] = run(answer.candidate, judged, advice.question)
-    if len(runs) == 1:  # nothing beats it: beside it stands what comes next
+    if len(runs) == 1:  # nothing beats it: the second best is shown, too
         runs["without isoload"] = run(advice.answers[1].candidate, judged, advice.question)
     return runs
 
@@ -248,17 +261,12 @@ def loads_section(runs: Mapping[str, Run], best: str, layers: Sequence[int], of_
     shown = dict.fromkeys(("now", best))
     parts = [
         lines("Imbalance by layer", MEAN, series, layers, best="isoload"),
-        leaving("Where rows go", ROWS, {name: (_leaving(run), run.node_rows) for name, run in runs.items()}),
+        leaving("Where rows go", ROWS, {name: (run.rank_rows, run.node_rows) for name, run in runs.items()}),
         *(part for name in shown for part in rank_heats(name, loads[name], layers)),
-        *(sending_heat(name, runs[name].rows.sum((0, 1))) for name in shown),
+        *(sending_heat(name, runs[name].rows) for name in shown),
     ]
     said = ". ".join(f"{name}: {run.candidate.label}" for name, run in runs.items())
     return section(f"Loads by rank{of_phase}", *parts, said=f"{said}.")
-
-
-def _leaving(run: Run) -> float:
-    """Of all rows, those to another rank."""
-    return 1 - float(run.rows.diagonal(axis1=-2, axis2=-1).sum() / run.rows.sum())
 
 
 def saving_section(
@@ -392,7 +400,9 @@ def advise_page(
     body = [
         *first,
         section("The candidates", text.candidates),
-        section(f"To run {best.label}", code(text.launch)) if text.launch else "",
+        section(f"To run {best.label}", code(text.launch), prose([placeholders(text.launch)]))
+        if text.launch
+        else "",
         *(
             part
             for name, page_phase in phases.items()

@@ -139,12 +139,16 @@ class Reading(NamedTuple):
     model: str | None = None
 
     def shell_words(self, paths: Sequence[Path], trace: Trace, model: str) -> str:
-        """Return files and options with which `isoload place` reads them and writes a file for SGLang."""
+        """Return files and options with which `isoload place` reads them and writes a file for SGLang.
+
+        Long paths are written as TRACE, one of isoload.analysis.details.PLACEHOLDERS.
+        """
         names = ("stages", "same_layers", "allow_missing_ranks")
         options = [f"--{name.replace('_', '-')}" for name in names if getattr(self, name)]
         if trace.identity.numbering != "model":
             options += ["--model", model]
-        return shlex.join([*map(str, paths), *options])
+        files = shlex.join(min(str(path), os.path.relpath(path), key=len) for path in paths)
+        return " ".join(["TRACE" if len(files) > LONGEST_FILES else files, *map(shlex.quote, options)])
 
     def stated(self, record: Record) -> Record:
         """Return a trace or placement with the statement."""
@@ -158,6 +162,7 @@ class Reading(NamedTuple):
         return record.with_moe_layers(moe_layers=moe_layers, model=name)
 
 
+LONGEST_FILES = 60  # characters of a trace's files in a printed command
 AS_FOUND = Reading()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,9 +15,12 @@ from isoload.cli import options
 from isoload.cli.options import ExtraLayers, FirstMoeLayer, Force, FormatName, ModelLayers, Range
 from isoload.cli.tables import NO_FREEDOM, Figure, Row, columns_of, page_table, say, write_out
 from isoload.files import descriptor_of, printable
+from isoload.wording import saving
 
 if TYPE_CHECKING:
+    from isoload.analysis.advice import Span
     from isoload.placement.placement import Placement
+    from isoload.times import Times
     from isoload.topology import Topology
     from isoload.traces import Trace
 
@@ -66,14 +69,49 @@ BY_COUNTS = (
 )
 
 
-def near_line(before: float, after: float) -> str:
-    """Return what the placer's option near saves, from the rows of a token to other nodes without and with it."""
-    if after >= before:
+def near_line(rows: tuple[float, float], peaks: tuple[float, float], saved: Span | None = None) -> str:
+    """Return what the placer's option near saves and costs.
+
+    Args:
+        rows: of a token to other nodes, without near and with it.
+        peaks: max/mean rank load of unseen batches, split exactly, without near and with it.
+        saved: milliseconds of a step, from and to.
+    """
+    if rows[1] >= rows[0]:
         return (
-            f"; near saves none of the {before:.2f} rows to other nodes: no exchange of slots sends fewer under the "
+            f"; near saves none of the {rows[0]:.2f} rows to other nodes: no exchange of slots sends fewer under the "
             "load caps"
         )
-    return f"; a seen token sends about {after:.2f} rows to other nodes (with near=False {before:.2f})"
+    modelled = "" if saved is None else f"; near {saving(*saved, 'ms')} a step"
+    return (
+        f"; a seen token sends about {rows[1]:.2f} rows to other nodes (with near=False {rows[0]:.2f}), and the "
+        f"busiest rank has {peaks[1]:.3f} times the mean load (with near=False {peaks[0]:.3f}){modelled}"
+    )
+
+
+def near_ms(
+    trace: Trace,
+    placements: tuple[Placement, Placement],
+    rows: tuple[float, float],
+    device: str | Times,
+    model: str,
+    tokens: int,
+) -> Span:
+    """Return the milliseconds of a prefill step that the second placement saves, see advice.near_saves."""
+    from isoload.analysis.advice import Question, near_saves
+    from isoload.analysis.loads import judge_by
+    from isoload.analysis.models import find_model, layer_time, measured_layer
+
+    topology = placements[0].topology
+    dtype = None if isinstance(device, str) else device.experts.dtype
+    chosen = find_model(model, dtype)
+    layer, _ = (
+        layer_time(device, "sglang", "prefill", chosen, topology)
+        if isinstance(device, str)
+        else measured_layer(device, chosen, topology)
+    )
+    judged = judge_by(trace, chosen, topology.num_ranks, tokens)
+    return near_saves(Question(chosen, layer, topology, tokens), judged, placements, rows)
 
 
 def without_lost(ranks: int, lost: list[int] | None) -> tuple[bool, ...] | None:
@@ -239,6 +277,20 @@ def place(
     first_moe_layer: options.FirstMoeLayer = None,
     model: options.ModelLayers = None,
     extra_layers: options.ExtraLayers = None,
+    gpu: Annotated[
+        str | None, typer.Option(help="With --model, print in milliseconds what near saves on this GPU.")
+    ] = None,
+    times: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE", help="In place of --gpu: times that isoload measure wrote of your GPUs."
+        ),
+    ] = None,
+    tokens_per_rank: Annotated[
+        int,
+        options.Range(1),
+        typer.Option(help="With --gpu or --times: tokens of a rank in a step of prefill."),
+    ] = 4096,
     json: options.JsonTarget = None,
     html: options.HtmlTarget = None,
     force: options.Force = False,
@@ -254,10 +306,18 @@ def place(
     from isoload.cli.options import load_plugins
     from isoload.placement.files import check_format, read_placement, write_placement
     from isoload.placers import PLACERS, parse_placer
+    from isoload.times import load
     from isoload.topology import Topology
 
     load_plugins(plugin)
-    check_targets([*traces, before, against], force, json, str(output), html)
+    check_targets([*traces, before, against, times], force, json, str(output), html)
+    if gpu is not None and times is not None:
+        raise ValueError("gpu must be left out with times, which are of your GPUs")
+    device = gpu if times is None else load(times)
+    if device is not None and model is None:
+        raise ValueError(
+            f"model must be given with gpu or times, whose experts are computed, got {gpu or times} alone"
+        )
     check_format(file_format, output, "output")
     reading = Reading(stages, same_layers, allow_missing_ranks, first_moe_layer, model)
     loaded = load_traces(traces, reading)
@@ -303,6 +363,9 @@ def place(
         }
 
     compared = [Way(options.BASELINE, "trivial", None), Way("eplb", "eplb", placement.slots_per_rank)]
+    near_rows = placement.provenance.get("rows_to_other_nodes")
+    plain = replace(best, label=f"{best.label}, near=False", options=best.options | {"near": False})
+    compared += [plain] if near_rows else []
     every = placers == "all"
     for text in PLACERS if every else filter(None, map(str.strip, (placers or "").split(","))):
         name, more = parse_placer(text)
@@ -329,8 +392,14 @@ def place(
     start_with = start_of(written, str(output), file_format)
     figures["start"] = start_with
     line = f"{placement_line(placement, str(output))}, placer {best.label}"
-    if note := placement.provenance.get("rows_to_other_nodes"):
-        line += near_line(*note)
+    if near_rows:
+        peaks = {row["placer"]: row["exact"] for row in rows}
+        saved = None
+        if device is not None and model is not None:
+            pair = plain.place(loaded, topology), placement
+            saved = near_ms(first, pair, near_rows, device, model, tokens_per_rank)
+            figures["near_saved_ms"] = saved
+        line += near_line(near_rows, (peaks[plain.label], peaks[best.label]), saved)
     if start is not None:
         line += arrival_line(start, placement, expert_bytes)
         figures["arrivals"] = judge.arrivals(start, placement).sum(0).tolist()
@@ -340,7 +409,7 @@ def place(
 
     def show(console: Console) -> None:
         reasons = [f"{label}: n/a: {reason}" for label, reason in refused.items()]
-        if note and held_back != "all" and not judge.tokens_are_batches(first):
+        if near_rows and held_back != "all" and not judge.tokens_are_batches(first):
             reasons.append(BY_COUNTS)
         say(console, ("", [line, *source_line(loaded)]), columns, ("", units), ("yellow", reasons))
         if not any(placement.has_freedom):

@@ -84,7 +84,8 @@ TIMES = Variable(
     "ISOLOAD_REBALANCE; empty: equal ranks, an H100's times by arithmetic",
 )  # fmt: skip
 COMMON = (
-    MODE, STRICT, PLACEMENT, POLICY, LOADS, PLACER, REPORT, RECORD, RECORD_EVERY, SWITCH, CHECK, STALLED, REBALANCE, TIMES,
+    MODE, STRICT, PLACEMENT, POLICY, LOADS, PLACER, REPORT, RECORD, RECORD_EVERY, SWITCH, CHECK, STALLED,
+    REBALANCE, TIMES,
 )  # fmt: skip
 MODES = ("on", "off", "shadow")
 ALL_LOADS = ("gathered", "own", "node")

@@ -78,7 +78,9 @@ class ExpertSize(NamedTuple):
     def of(cls, tensors: Sequence[Tensor]) -> ExpertSize:
         """Return the size of an expert from a layer's stacks [slots, ...]; its matrices are the two largest."""
         sizes = sorted((t.nbytes // len(t), BYTES_PER_WEIGHT.get(t.dtype, t.element_size())) for t in tensors)
-        return cls(sum(size for size, _ in sizes), int(sum(size / each for size, each in sizes[-2:])))
+        return cls(
+            sum(size for size, _ in sizes), int(sum(size / per_weight for size, per_weight in sizes[-2:]))
+        )
 
 
 class Worth(NamedTuple):
