@@ -144,7 +144,7 @@ class OwnCounts:
             source_loads = loads.narrow(0, source * self.size if self.by_node else i, self.size)
             routed = source_loads.narrow(1, 0, placed.tables.num_experts)
             counts = routed.sum(0, dtype=torch.int32) if self.by_node else routed[0]
-            fixed = None if placed.shared_home is None else at_home(source_loads, source, placed)
+            fixed = None if placed.shared_home is None else local_shared(source_loads, source, placed)
             split.counts.append(counts)
             split.fixed.append(fixed)
             sent = ops.plan_own(
@@ -227,7 +227,7 @@ class OwnCounts:
                 )
 
 
-def at_home(counts: Tensor, source: int, placed: PlacedLayers) -> Tensor:
+def local_shared(counts: Tensor, source: int, placed: PlacedLayers) -> Tensor:
     """Return the [R] int32 shared copies that stay on each of a source's ranks, from counts [n, E] with shared
     experts.
     """
