@@ -145,7 +145,24 @@ def rebalance_placers() -> Table:
         "after `exact`": "{exact:.3f}",
         "slots changed by a plan": "{changed:.1f*100} %",
     }
-    return table(columns, read("bench_rebalance"))
+    return table(columns, [row for row in read("bench_rebalance") if "even" in row])
+
+
+@shown
+def rebalance_rule() -> Table:
+    """Rebalances of an engine that are always applied, and those that pay."""
+    columns: Columns = {
+        "traffic": "{traffic}",
+        "placer": "`{placer}`",
+        "new maps applied": "{rule}",
+        "moves in 20": "{moves}",
+        "slots changed by a move": "{changed:.1f*100} %",
+        "saves, s": "{gain_s:.1f}",
+        "takes, s": "{cost_s:.1f}",
+    }
+    rules = {"always": "always", "gain_ms=0": "if they pay"}
+    rows = [row | {"rule": rules[row["rule"]]} for row in read("bench_rebalance") if "rule" in row]
+    return table(columns, rows)
 
 
 def took(row: Row) -> str:
