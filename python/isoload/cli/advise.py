@@ -246,12 +246,13 @@ def tokens_by_phase(
 
 def advise(
     model: Annotated[str, typer.Option(metavar="NAME|FILE", help="A model's name, or its config.json.")],
-    ranks: Annotated[int, options.Range(1), typer.Option(help="R, ranks of the expert-parallel group.")],
+    ranks: Annotated[
+        int, options.Range(1), typer.Option(help="Number of ranks of the expert-parallel group.")
+    ],
     traces: Annotated[
         list[Path] | None,
         typer.Argument(
-            metavar="[TRACE...]",
-            help="Recorded routing, in any form that replay reads. Omit it to use --skew.",
+            metavar="[TRACE...]", help="Recorded trace, in a format that replay reads. Omit it to use --skew."
         ),
     ] = None,
     gpu: Annotated[
@@ -315,7 +316,7 @@ def advise(
     memory_per_rank: Annotated[
         float | None,
         options.Range(0, 10**6),
-        typer.Option(help="GiB per rank that additional slots may take, all layers."),
+        typer.Option(help="Upper limit of the added slots' memory on a rank, all layers, in GiB."),
     ] = None,
     rebalance_seconds: Annotated[
         float, options.Range(0, 10**6), typer.Option(help="Seconds that a rebalance takes.")

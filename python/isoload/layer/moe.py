@@ -275,7 +275,7 @@ class MoE(StoredExperts):
         return Chosen(rows, routings, call)
 
     def gather(self, chosen: Chosen, num_tokens: int | None, more: list[Tensor] | None = None) -> Gathered:
-        """Count and gather the batch; num_tokens as in :meth:`forward`, more as in :meth:`Balancer.gather`."""
+        """Count the batch and gather the loads; see :meth:`Balancer.gather` for num_tokens and more."""
         max_tokens = self.dispatcher.max_tokens_per_rank
         if num_tokens is None and max_tokens is not None:
             num_tokens = max_tokens * self.group.topology.num_ranks
@@ -305,7 +305,7 @@ class MoE(StoredExperts):
     def run_local(
         self, received: Sequence[Received], stacks: Sequence[Sequence[ExpertWeights]]
     ) -> list[Tensor]:
-        """Return [N, H] of every owned rank: the output of its experts for received or local rows."""
+        """Compute the experts of every owned rank on received or local rows, and return their outputs, [N, H] each."""
         outputs = []
         for rank, got, groups in zip(self._ranks(), received, stacks, strict=True):
             ends = None if got.ends is None else rank.row_ends(got.ends)

@@ -129,7 +129,7 @@ class Recorder:
         return experts.register_forward_pre_hook(record, with_kwargs=True)
 
     def step(self) -> None:
-        """End a batch. Call it after all layers have run, on every rank. No host wait."""
+        """End a batch. Call it after all layers have run, on every rank. The host does not wait."""
         self._steps += 1
         if self._steps < self.steps_per_batch:
             return

@@ -175,7 +175,7 @@ def _step(record: dict[str, Any], redundant: int | None, first: Ints | None) -> 
         )
     if redundant is not None and experts + redundant != slot_to_expert.shape[1]:
         raise ValueError(
-            f"{MAP} must have {experts + redundant} slots, {redundant} ({REDUNDANT}) more than experts, "
+            f"{MAP} must have {experts + redundant} slots ({experts} experts and {REDUNDANT}={redundant}), "
             f"got {slot_to_expert.shape[1]}"
         )
     check_covered(MAP, slot_to_expert, experts)
