@@ -341,9 +341,10 @@ class DeepEPTransport(Transport):
                 LIMITS[name].check(name, shape)
                 if borrow_bytes and name != "EPBuffer":
                     raise ValueError(f"borrow_bytes must be 0 for DeepEP's {name}, got {borrow_bytes}")
-            buffer = make_buffer(
-                buffer_class, joined.process_group, shape, low_latency, deterministic, borrow_bytes
-            )
+            with joined.agreeing("construction of the buffer"):
+                buffer = make_buffer(
+                    buffer_class, joined.process_group, shape, low_latency, deterministic, borrow_bytes
+                )
         dispatcher = DeepEPDispatcher(joined, buffer, shape, waits, expert_major)
         joined.memo(_BUFFER, lambda: buffer)
         super().__init__(joined, dispatcher)
