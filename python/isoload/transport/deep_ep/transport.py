@@ -56,7 +56,8 @@ class DeepEPDispatcher(Dispatcher):
 
     Args:
         group: the ranks.
-        buffer: DeepEP's EPBuffer, ElasticBuffer or Buffer over the same processes, made for at least this shape.
+        buffer: DeepEP's EPBuffer, ElasticBuffer or Buffer, or an object with the methods of Buffer, over the same
+            processes and made for at least this shape.
         shape: of a batch.
         waits: whether the host waits for the number of received rows. False: N = R * C always (S * R * C in the
             low-latency mode), for CUDA graphs.
