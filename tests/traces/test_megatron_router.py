@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import isoload
 from isoload.traces import Trace, read_trace
@@ -222,3 +224,38 @@ def test_damaged_lines_and_sizes_are_refused(tmp_path: Path) -> None:
     path.write_bytes(whole[:300].replace(b"[[", b"[", 1) + b"}\n" + whole)
     with pytest.raises(ValueError, match=r"rank1.jsonl: line 1: "):
         read_trace(folder)
+
+
+def writer() -> Any:
+    """Megatron-Core's router_trace.py, which imports torch alone; the test is skipped where it is absent."""
+    found = importlib.util.find_spec("megatron")
+    folders = list(found.submodule_search_locations or []) if found else []
+    path = next(
+        iter(Path(folder, "core/transformer/moe/router_trace.py") for folder in folders), Path("none")
+    )
+    if not path.exists():
+        pytest.skip("needs megatron-core from 0.19 on")
+    spec = importlib.util.spec_from_file_location("router_trace", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_what_megatron_core_writes_is_read(tmp_path: Path) -> None:
+    """Its hook is called with the maps of a router, over a training run of two ranks."""
+    made, ids = writer(), choices(10)
+    router = type("Router", (), {"topk": TOP_K})()
+    for rank, steps in enumerate(ids):
+        tracer = made.RouterTracer(str(tmp_path), STEPS + 1, rank, training_mode=True)
+        for step, microbatches in enumerate(steps, 1):
+            for chosen in torch.from_numpy(microbatches):
+                for at, layer in enumerate(LAYERS):
+                    map_ = torch.zeros(TOKENS, EXPERTS, dtype=torch.bool).scatter(1, chosen[:, at], True)
+                    name = made._parse_router_module_name(f"decoder.layers.{layer}.mlp.router")
+                    tracer._record(router, (), (None, map_), name)
+            tracer.advance_step(step)
+        tracer.flush()
+    trace = read_trace(tmp_path)
+    np.testing.assert_array_equal(trace.topk_ids, np.sort(in_order(ids), -1))
+    assert trace.provenance["layers_in_files"] == list(LAYERS)

@@ -389,7 +389,8 @@ def _united(traces: list[Trace], stages: bool, same_layers: bool) -> list[Trace]
     if (stages or same_layers) and len(vague) < 2:
         option = "stages" if stages else "same_layers"
         raise ValueError(
-            f"{option} needs several files whose layers are numbered from 0 (vLLM, vllm-ascend), got {len(vague)}"
+            f"{option} needs several recordings whose layers are numbered from 0 (vLLM, vllm-ascend, Megatron-Core), "
+            f"got {len(vague)}"
         )
     if len(vague) > 1 and not (stages or same_layers):
         names = ", ".join(trace.name for trace in vague[:4])
