@@ -7,7 +7,7 @@
 # make fuzz   random placements, policies, layers and lost processes, SECONDS=60 long; SEED=N is one case again
 # make build  rebuild the compiled ops in place (seconds)
 # make wheels  dist/: one wheel for Python 3.10 to 3.13, or newer, and any torch from 2.11 on
-# make lint   ruff, mypy, import-linter, codespell, clang-format
+# make lint   ruff, mypy, import-linter, codespell, avoided words, clang-format
 # make docs   the documentation site in build/docs, without a warning; its tests (a minute)
 # make docs-serve  the same at http://127.0.0.1:8000, built again when a page changes
 # make cuda-check  compiles the CUDA ops for three architectures; needs nvcc, no GPU (a quarter of an hour;
@@ -116,6 +116,7 @@ lint: $(TESTED)
 	$(PY) -m mypy
 	PYTHONPATH=python $(LINT_IMPORTS) --no-cache
 	git ls-files -z | xargs -0 $(CODESPELL)
+	$(PY) tests/tools/prose.py
 	$(CLANG_FORMAT) --dry-run --Werror $(SOURCES) $(shell find tests/native -type f)
 
 # Not in .venv, which no test of the package needs it for. mkdocs with -q counts no warning, so that nothing is strict.

@@ -141,7 +141,7 @@ def rebalance_placers() -> Table:
     """Placing anew while loads drift, by placer."""
     columns: Columns = {
         "placer": "`{placer}`",
-        "imbalance, replicas alike": "{even:.3f}",
+        "imbalance, even split": "{even:.3f}",
         "after `exact`": "{exact:.3f}",
         "slots changed by a plan": "{changed:.1f*100} %",
     }

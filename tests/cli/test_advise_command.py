@@ -192,8 +192,8 @@ def test_tokens_that_do_not_go_together_are_refused(words: list[str], said: str)
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "skew must be given in place of a trace, got None and None"),
-        ([TRACE, "--skew", "zipf:1"], "skew must be given in place of a trace, got 'zipf:1'"),
+        ([], "skew must be given without a trace, and only then, got None and None"),
+        ([TRACE, "--skew", "zipf:1"], "skew must be given without a trace, and only then, got 'zipf:1'"),
         ([TRACE, "--step-ms", "0"], "--step-ms must be in 0.001..10000000, got 0.0"),
         (
             [TRACE, "--step-ms", "40", "--dense-ms", "9"],

@@ -144,18 +144,14 @@ def test_shadow_mode_is_of_exact_and_writes_where_a_folder_is(tmp_path: Path) ->
     assert (settings.mode, settings.record, settings.record_every) == ("shadow", str(tmp_path), 8)
     with pytest.raises(ValueError, match="ISOLOAD_RECORD must be an existing folder, got '/gone'"):
         Settings.read(shadow | {"ISOLOAD_RECORD": "/gone"})
-    with pytest.raises(
-        ValueError, match="ISOLOAD_POLICY must be exact where ISOLOAD_MODE is shadow, got 'lp'"
-    ):
+    with pytest.raises(ValueError, match="ISOLOAD_POLICY must be exact if ISOLOAD_MODE is shadow, got 'lp'"):
         Settings.read(shadow | {"ISOLOAD_POLICY": "lp"})
     with pytest.raises(ValueError, match="ISOLOAD_SWITCH must come with ISOLOAD_MODE=on, got 'shadow'"):
         Settings.read(shadow | {"ISOLOAD_SWITCH": "file"})
-    with pytest.raises(
-        ValueError, match="ISOLOAD_POLICY must be exact where ISOLOAD_SWITCH is given, got 'lp'"
-    ):
+    with pytest.raises(ValueError, match="ISOLOAD_POLICY must be exact if ISOLOAD_SWITCH is given, got 'lp'"):
         Settings.read({"ISOLOAD_SWITCH": "file", "ISOLOAD_POLICY": "lp"})
     for given in (shadow, {"ISOLOAD_SWITCH": "file"}):
-        with pytest.raises(ValueError, match="ISOLOAD_POLICY must be exact where .*, got 'prefill=exact,"):
+        with pytest.raises(ValueError, match="ISOLOAD_POLICY must be exact if .*, got 'prefill=exact,"):
             Settings.read(given | {"ISOLOAD_POLICY": "prefill=exact,decode=exact_active"})
     with pytest.raises(ValueError, match="ISOLOAD_RECORD must come with ISOLOAD_MODE=shadow, got 'on'"):
         Settings.read({"ISOLOAD_SWITCH": "file", "ISOLOAD_RECORD": str(tmp_path)})
@@ -175,7 +171,7 @@ def test_refuses(name: str, value: str) -> None:
 def test_a_policy_of_all_counts_needs_them(loads: str, policy: str) -> None:
     """Set by the variable or by the argument."""
     given = {"ISOLOAD_POLICY": policy}
-    message = f"ISOLOAD_POLICY must be exact where ISOLOAD_LOADS is {loads}: .*, got '{policy}'"
+    message = f"ISOLOAD_POLICY must be exact if ISOLOAD_LOADS is {loads}: .*, got '{policy}'"
     with pytest.raises(ValueError, match=message):
         Settings.read(given | {"ISOLOAD_LOADS": loads})
     with pytest.raises(ValueError, match=message):

@@ -1,4 +1,4 @@
-"""Advice: each candidate's time on the user's GPUs, by measured constants, on batches it was not made from.
+"""Advice: each candidate's time on the user's GPUs, by measured constants, on batches from which it was not made.
 
 A candidate is a placement with a number of added slots, and the policy that chooses the replica of a copy.
 """
@@ -31,17 +31,17 @@ from isoload.times.exchanges import rows_leaving, sends_copies
 from isoload.topology import Topology, as_topology, over_mean
 from isoload.traces import Ints
 
-MORE_SLOTS = (0, 1, 2, 4)  # of a rank, beyond one for each expert
+MORE_SLOTS = (0, 1, 2, 4)  # of a rank, in addition to one for each expert
 
 
 class Candidate(NamedTuple):
     """One way to run.
 
-    placer: "trivial" lays experts in order, as engines do by default; "eplb" packs them by their loads.
+    placer: "trivial" places experts in order, as engines do by default; "eplb" packs them by their loads.
     more: slots of a rank beyond those that hold each expert once.
-    split: who chooses replicas: "static" and "dynamic" (a random one) are engines' own; isoload's "exact" is planned by
-        all ranks' loads, "node" by those of a node, "own" by each rank's own.
-        "none" where there are no replicas.
+    split: the choice of replicas. "static" and "dynamic" (a random one) are engines' own. isoload's "exact" plans
+    from all
+        ranks' loads, "node" from those of a node, "own" from each rank's own. "none" if there are no replicas.
     """
 
     placer: str
@@ -64,7 +64,7 @@ ISOLOADS = ("exact", "node", "own")
 
 
 def grid(max_slots: int, gathers: bool = True, nodes: int = 1) -> list[Candidate]:
-    """All candidates with at most so many more slots: experts in order first.
+    """Return all candidates with at most max_slots more slots, experts in order first.
 
     gathers: whether the engine gathers loads, of all ranks for "exact", inside of each of several nodes for "node".
     """
@@ -84,7 +84,9 @@ def placed(candidate: Candidate, judged: Judged, topology: Topology) -> Placemen
 def sent(
     candidate: Candidate, loads: Tensor, placement: Placement, renewed: list[Tensor], seed: int
 ) -> Tensor:
-    """[L, R, P] copies that each rank sends to each slot in a batch of loads [L, R, E]; renewed: of :func:`targets`."""
+    """Return [L, R, P] copies that each rank sends to each slot for loads [L, R, E]; renewed: result of
+    :func:`targets`.
+    """
     split = candidate.split
     if split == "dynamic":
         return _dynamic(loads, placement, seed)
@@ -101,7 +103,7 @@ def sent(
 
 
 def sent_batches(candidate: Candidate, placement: Placement, judged: Judged) -> Iterator[NDArray[np.integer]]:
-    """[L, R, P] copies that each rank sends to each slot, batch by batch."""
+    """Yield [L, R, P] copies that each rank sends to each slot, batch by batch."""
     renewed = targets(candidate.split, torch.from_numpy(judged.calibration), placement)
 
     def batch(seed: int) -> NDArray[np.integer]:
@@ -126,12 +128,12 @@ def targets(split: str, counts: Tensor, placement: Placement) -> list[Tensor]:
     recent = counts.unsqueeze(1).expand(-1, sources, -1)
     if not sources:
         return []
-    # Sources that have had the same counts have the same offset.
+    # Sources with the same counts have the same offset.
     return [offsets(recent, recent.sum(2), 0, layers.tables, layers.slot_to_expert, topology)] * sources
 
 
 def _node(loads: Tensor, placement: Placement, renewed: list[Tensor]) -> Tensor:
-    """Every node splits the loads of its own ranks."""
+    """Return the copies if every node splits the loads of its own ranks."""
     layers, size = placement.layers("cpu"), placement.topology.ranks_per_node
     sent = loads.new_empty(*loads.shape[:2], placement.num_slots)
     for node, offset in enumerate(renewed):
@@ -143,16 +145,18 @@ def _node(loads: Tensor, placement: Placement, renewed: list[Tensor]) -> Tensor:
 
 
 def _dynamic(loads: Tensor, placement: Placement, seed: int) -> Tensor:
-    """Return [L, R, P] copies where every copy draws a replica with equal chances."""
+    """Return [L, R, P] copies if every copy draws a replica with equal chances."""
     draw, slots = np.random.default_rng(seed), placement.arrays[0]
     drawn = np.zeros((*loads.shape[:2], slots.shape[1]), dtype=np.int32)
     for layer, row in enumerate(slots):
-        order = np.argsort(row, kind="stable")  # of an expert its slots, one after the other
+        order = np.argsort(row, kind="stable")  # the slots of an expert, one after the other
         order = order[row[order] >= 0]
         copies = np.bincount(row[order], minlength=loads.shape[2])
         first = np.cumsum(copies) - copies
         left = loads[layer].numpy().copy()  # [R, E]
-        for turn in range(int(copies.max())):  # of those that are left, a binomial part to the next replica
+        for turn in range(
+            int(copies.max())
+        ):  # a binomial part of the remaining copies goes to the next replica
             more = np.flatnonzero(copies > turn)
             took = draw.binomial(left[:, more], 1 / (copies[more] - turn))
             drawn[layer][:, order[first[more] + turn]] = took
@@ -179,16 +183,17 @@ PLAN_US = {
 
 @dataclass(frozen=True)
 class Question:
-    """The setting that advice is about.
+    """The setting of an advice.
 
     layer: constants of the GPU. topology: R ranks, or the number R. tokens: of a rank in a step.
-    step_ms: that was measured, by which percentages are;
-    None: of the modelled MoE layers alone, which is their upper end. dense_ms: in its place attention and the dense
-    part of a step, all layers, with which a whole one is modelled. memory: bytes of a rank for more slots; None: any.
-    rebalance_s, every: seconds that a rebalance takes, and the steps between two. context: tokens of a request.
-    gathers: whether the engine gathers all ranks' loads for this model, as "exact" needs. plan_us: by who chooses the
-    replicas, microseconds of a layer that were measured, the gather of loads included; None: PLAN_US.
-    like_for_like: whether isoload is compared with the best without it of as many slots, in place of any number.
+    step_ms: a measured step, to which percentages refer; None: they refer to the modelled MoE layers alone, an upper
+    limit.
+    dense_ms: instead of step_ms, attention and the dense part of a step, all layers, with which a whole step is
+    modelled.
+    memory: bytes of a rank for more slots; None: no limit. rebalance_s, every: seconds that a rebalance takes, and the
+    steps between two. context: tokens of a request. gathers: whether the engine gathers all ranks' loads for this
+    model, as "exact" needs. plan_us: by choice of replicas, measured microseconds of a layer with the gather of loads;
+    None: PLAN_US. like_for_like: compare isoload with the best candidate without it that has equally many slots.
     """
 
     model: Model
@@ -221,13 +226,13 @@ class Question:
 
 
 class Run(NamedTuple):
-    """What a candidate makes of B judged batches.
+    """A candidate's run on B judged batches.
 
     copies     [B, L, R, S]  that each slot computes
     received   [B, L, R]  rows that each rank receives, its own included
     rows       [R, R]  that each rank sends to each, itself included, in all layers and batches
-    node_rows  of all rows, the part to another node
-    crossing   [B, L, 2]  of a token, rows to other nodes: once for each node, and once for each copy
+    node_rows  fraction of all rows to another node
+    crossing   [B, L, 2]  rows of a token to other nodes: once for each node, and once for each copy
     """
 
     candidate: Candidate
@@ -239,16 +244,16 @@ class Run(NamedTuple):
 
     @property
     def rank_rows(self) -> float:
-        """Of all rows, the part to another rank."""
+        """Fraction of all rows to another rank."""
         return 1 - float(self.rows.trace() / self.rows.sum())
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A candidate's figures; ranges are [from, to]. ms: of a step's MoE layers, planning and moving included.
+    """A candidate's figures; ranges are [from, to]. ms: of a step's MoE layers, with planning and moving.
 
-    saved_ms: against the candidate that runs now. imbalance: max / mean copies of a rank, over layers and batches.
-    slots_bytes: of a rank's additional slots. node_rows, rank_rows: parts of all rows that go to another node or rank.
+    saved_ms: against the present candidate. imbalance: max / mean copies of a rank, over layers and batches.
+    slots_bytes: of a rank's additional slots. node_rows, rank_rows: fractions of all rows to another node or rank.
     """
 
     candidate: Candidate
@@ -268,8 +273,8 @@ class Answer:
 class Step:
     """Milliseconds from the low to the high end of the all-to-all's range, a mean over batches.
 
-    stages: of a rank in the mean, in the order of :class:`isoload.analysis.timeline.Timeline`, then "waiting"; their
-    sum is the step's. halved_ms: of the step in two half batches, of which one computes while the other exchanges.
+    stages: of a mean rank, in the order of :class:`isoload.analysis.timeline.Timeline`, then "waiting"; their sum is
+    the step's. halved_ms: of the step in two half batches, the first of which computes while the second exchanges.
     """
 
     ms: Span
@@ -279,23 +284,23 @@ class Step:
 
 @dataclass(frozen=True)
 class Advice:
-    """Answers, the one with the least time first; `now` is what they are compared with."""
+    """Answers, fastest first; `now` is the candidate to which they are compared."""
 
     question: Question
     answers: tuple[Answer, ...]
     now: Answer
     extrapolated: bool  # whether the constants were measured on fewer or more tokens
     drawn: bool
-    steps: tuple[Step, Step] | None = None  # whole ones: as it runs now, and of the best; with dense_ms
+    steps: tuple[Step, Step] | None = None  # whole steps, of now and of the best; with dense_ms
 
     @property
     def ours(self) -> Answer | None:
-        """The best in which isoload chooses the replicas; None where memory holds no added slot."""
+        """The best candidate in which isoload chooses the replicas; None if memory allows no added slot."""
         return next((answer for answer in self.answers if answer.candidate.ours), None)
 
     @property
     def theirs(self) -> Answer:
-        """The best without isoload, with like_for_like that of as many slots as isoload's best."""
+        """The best candidate without isoload; with like_for_like, of as many slots as isoload's best."""
         return self.rival(self.question.like_for_like)
 
     def rival(self, like_for_like: bool) -> Answer:
@@ -306,7 +311,7 @@ class Advice:
 
     @property
     def gain_ms(self) -> tuple[float, float]:
-        """What isoload saves beyond the best without it."""
+        """What isoload saves in addition to the best candidate without it."""
         return self.gain_over(self.theirs)
 
     def gain_over(self, other: Answer) -> tuple[float, float]:
@@ -314,8 +319,9 @@ class Advice:
         return less(other.ms, self.ours.ms) if self.ours else (0.0, 0.0)
 
     def share(self, saved_ms: tuple[float, float]) -> tuple[float, float]:
-        """As a part of the step as it runs now: the measured one, else the modelled one; without dense_ms of its MoE
-        layers alone, which is an upper end."""
+        """Return a saving as a fraction of the present step: the measured one, else the modelled one; without dense_ms
+        of its MoE layers alone, which is an upper limit.
+        """
         modelled = self.steps[0].ms if self.steps else self.now.ms
         step = self.question.step_ms
         low, high = sorted(saved / (step or now) for saved, now in zip(saved_ms, modelled, strict=True))
@@ -342,14 +348,14 @@ def advise(
     on_candidate: Callable[[int, int], None] = lambda done, total: None,
     placements: dict[tuple[str, int], Placement] | None = None,
 ) -> Advice:
-    """Every candidate of the grid on the judged batches, by the middle of its range.
+    """Return the candidates of the grid on the judged batches, ordered by the middle of their range.
 
-    placements: by placer and additional slots, those that are made already; what is missing is added, once for each
-    number of slots.
+    placements: by placer and additional slots, those that exist already; missing ones are added, once for each number
+    of slots.
     """
     model = question.model
     per_slot = model.expert_bytes * model.layers
-    # A rank has a slot for each expert at most.
+    # A rank has at most one slot for each expert.
     max_slots = model.experts - -(-model.experts // question.topology.num_ranks)
     max_slots = max_slots if question.memory is None else min(max_slots, int(question.memory // per_slot))
     in_order, placements = list[Answer](), {} if placements is None else placements
@@ -375,8 +381,9 @@ def advise(
 def _whole(
     candidate: Candidate, placements: dict[tuple[str, int], Placement], question: Question, judged: Judged
 ) -> Step:
-    """The mean of the judged batches: the MoE layers by their timeline, all as the mean of those that are known, with
-    attention and the dense part spread evenly between them."""
+    """Return the mean of the judged batches: the MoE layers by their timeline, unknown layers as the mean of known
+    ones, with attention and the dense part spread evenly between them.
+    """
     assert question.dense_ms is not None
     batches = list(sent_batches(candidate, placements[candidate.placer, candidate.more], judged))
     plan_us, gather_us = planning_us(candidate.split, question)
@@ -407,7 +414,9 @@ def timeline_of(sent: NDArray[np.integer], question: Question) -> partial[Timeli
 
 
 def planning_us(split: str, question: Question) -> tuple[Span, Span]:
-    """Of a layer, from and to: the plan's kernels, and the gather of loads ahead of them where it is known apart."""
+    """Return microseconds of a layer, from and to: the plan's kernels, and the gather of loads if it is known
+    separately.
+    """
     low, high = _plan_us(split, question)
     gather = GATHER_US if split in ("exact", "node") and question.plan_us is None else (0.0, 0.0)
     return (low - gather[0], high - gather[1]), gather
@@ -421,13 +430,13 @@ def _plan_us(split: str, question: Question) -> Span:
 
 
 def _moving_ms(candidate: Candidate, question: Question) -> float:
-    """Of a step, its part of a rebalance."""
+    """Return a step's part of a rebalance."""
     moves = question.every and candidate.placer != "trivial"
     return 1e3 * question.rebalance_s / question.every if moves else 0.0
 
 
 def run(candidate: Candidate, judged: Judged, question: Question, placement: Placement | None = None) -> Run:
-    """A candidate on the judged batches; placement: made for it before."""
+    """Run a candidate on the judged batches; placement: made for it before."""
     chosen = placement or placed(candidate, judged, question.topology)
     return run_of(candidate, sent_batches(candidate, chosen, judged), question)
 
@@ -450,7 +459,7 @@ def run_of(candidate: Candidate, batches: Iterable[NDArray[np.integer]], questio
 
 
 def layer_ms(result: Run, question: Question) -> Floats:
-    """[2] from and to what a layer takes on average, planning apart."""
+    """Return [2] from and to what a layer takes on average, without planning."""
     tokens = np.full(result.copies.shape[:2], question.tokens)
     crossing = over_even(result.crossing, question)
     seconds = question.layer.seconds(result.copies, result.received, tokens, crossing)
@@ -458,7 +467,7 @@ def layer_ms(result: Run, question: Question) -> Floats:
 
 
 def step_ms(result: Run, question: Question, planning: float = 1.0) -> tuple[float, float]:
-    """What a step's MoE layers take; planning: times what is taken for it."""
+    """Return what a step's MoE layers take; planning: factor of the planning time."""
     moving = _moving_ms(result.candidate, question)
     plan = [planning * us * 1e-3 for us in _plan_us(result.candidate.split, question)]
     low, high = (
@@ -483,18 +492,18 @@ def _answer(result: Run, question: Question, per_slot: float) -> Answer:
 
 
 def _to_other_nodes(rows: Floats, topology: Topology) -> float:
-    """Of rows [L, R, nodes], the part to another node."""
+    """Return the fraction of rows [L, R, nodes] to another node."""
     return float(rows[:, _other_nodes(topology)].sum() / rows.sum())
 
 
 def _other_nodes(topology: Topology) -> NDArray[np.bool_]:
-    """[R, nodes] whether a node is another one than the rank's."""
+    """Return [R, nodes] whether a node is not the rank's own."""
     node_of_rank = np.arange(topology.num_ranks) // topology.ranks_per_node
     return np.asarray(node_of_rank[:, None] != np.arange(topology.num_nodes))
 
 
 def _crossing(sent: NDArray[np.integer], to_nodes: Floats, question: Question) -> Floats:
-    """[L, 2] rows of a token to other nodes, once for each node and once for each copy.
+    """Return [L, 2] rows of a token to other nodes, once for each node and once for each copy.
 
     Args:
         sent: [L, R, P]. to_nodes: [L, R, nodes] rows, once for each node.
@@ -544,11 +553,11 @@ def near_saves(
 
 
 def saved_ms(before: Run, after: Run, question: Question, planning: float = 1.0) -> Span:
-    """Milliseconds of a step that one run saves over another, from and to."""
+    """Return the milliseconds of a step that one run saves over another, from and to."""
     return less(step_ms(before, question, planning), step_ms(after, question, planning))
 
 
 def less(before: Span, after: Span) -> Span:
-    """What is saved by one over the other; both ranges follow one all-to-all, so low goes with low."""
+    """Return the difference; both ranges follow one all-to-all, so the low ends are subtracted and the high ends."""
     low, high = sorted(old - new for old, new in zip(before, after, strict=True))
     return low, high

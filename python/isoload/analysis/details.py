@@ -1,4 +1,4 @@
-"""Details of an answer: saving by tokens, sensitivity to each constant, a step's events, what to type."""
+"""Details of an answer: saving by tokens, sensitivity to each constant, a step's events, commands."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def scaled(layer: LayerTime, name: str, factor: float) -> LayerTime:
 
 
 def sensitivity(before: Run, after: Run, question: Question) -> dict[str, tuple[Span, Span]]:
-    """By constant, the saving where it is half and where it is double; those that matter most first."""
+    """Return by constant the saving if it is halved and if it is doubled; the most important constants first."""
     savings = {PLANNING: (saved_ms(before, after, question, 0.5), saved_ms(before, after, question, 2.0))}
     for name in (*EXPERTS, *EXCHANGE):
         half, double = (
@@ -74,11 +74,11 @@ def sensitivity(before: Run, after: Run, question: Question) -> dict[str, tuple[
 
 
 class Saving(NamedTuple):
-    """What a candidate saves with so many tokens on a rank."""
+    """What a candidate saves with a number of tokens per rank."""
 
     tokens: int
-    ms: Span  # of a step, saved
-    share: Span  # of what the step's MoE layers take without it
+    ms: Span  # of a step
+    share: Span  # of the time of the step's MoE layers without the candidate
     extrapolated: bool  # whether the constants were measured on fewer or more tokens
 
 
@@ -89,12 +89,12 @@ def by_tokens(
     judge: Callable[[int], Judged],
     on_count: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, list[Saving]]:
-    """By phase, what the second of a pair saves over the first, for TOKENS and the question's own count.
+    """Return by phase what the second of a pair saves over the first, for TOKENS and the question's own number.
 
     Args:
         layers: constants by phase.
-        judge: batches with so many tokens on a rank, as :func:`judge_by` makes them. Two of them are taken, of the
-            question's own count all, so that its figures are those of the answer.
+        judge: returns batches with a number of tokens per rank, as :func:`judge_by` makes them. Two of them are used;
+            for the question's own number all, so that the figures are those of the answer.
     """
     counts = sorted({*TOKENS, question.tokens})
     savings: dict[str, list[Saving]] = {phase: [] for phase in layers}
@@ -119,7 +119,9 @@ def by_tokens(
 
 
 def few_layers(candidate: Candidate, question: Question, judged: Judged, layers: int = 3) -> Timeline:
-    """The first layers of the first judged batch, at the high end of every range; without dense_ms no dense part."""
+    """Return the first layers of the first judged batch, at the high end of every range; without dense_ms no dense
+    part.
+    """
     sent = next(sent_batches(candidate, placed(candidate, judged, question.topology), judged))
     (_, plan), (_, gather) = planning_us(candidate.split, question)
     dense = 1e-3 * (question.dense_ms or 0.0) / question.model.layers
@@ -128,7 +130,7 @@ def few_layers(candidate: Candidate, question: Question, judged: Judged, layers:
 
 
 FILE = "placement.json"
-# The all-to-all whose measured times a phase is modelled with (constants.ALL_TO_ALL), as vLLM's option names it.
+# The all-to-all whose measured times model a phase (models.ALL_TO_ALL), as vLLM's option names it.
 VLLM_BACKENDS = {"prefill": "deepep_high_throughput", "decode": "deepep_low_latency"}
 STARTS = {"sglang": "python -m sglang.launch_server --model-path MODEL", "vllm": "vllm serve MODEL"}
 PLACEHOLDERS = {

@@ -1,4 +1,4 @@
-"""Shares of one node's ranks where every node splits its own loads: rows of ops.share, without the other nodes."""
+"""Shares of one node's ranks if every node splits its own loads: rows of ops.share, without the other nodes."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from torch import Tensor
 
 
 def share_of_node(loads: Tensor, quota: Tensor, slot_to_expert: Tensor, node: slice) -> Tensor:
-    """Return [L, n, P] copies that the n ranks of a node send to each slot, as :func:`isoload.ops.share` deals them.
+    """Return [L, n, P] copies that the n ranks of a node send to each slot, as in :func:`isoload.ops.share`.
 
-    The op returns the rows of all ranks, and those of the other nodes would be 0: for 40 nodes 40 times the work.
+    The op returns the rows of all ranks, and those of other nodes would be 0: for 40 nodes 40 times the work.
 
     Args:
         loads: [L, n, E] int32 copies of the node's ranks.
@@ -35,7 +35,7 @@ def share_of_node(loads: Tensor, quota: Tensor, slot_to_expert: Tensor, node: sl
 
 
 def _dealt(left: Tensor, room: Tensor, experts: Tensor) -> Tensor:
-    """Return [L, n, P] copies: sources fill an expert's slots, both lowest first, as far as both last.
+    """Return [L, n, P] copies: sources fill an expert's slots, both in ascending order, until either is used up.
 
     Args:
         left: [L, n, E] copies that each source has. room: [L, P] that each slot takes. experts: [L, P] of the slots.

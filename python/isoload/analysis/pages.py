@@ -322,9 +322,9 @@ def text(value: Any) -> str:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[Any]], marked: Sequence[int] = ()) -> str:
-    """A table of cells as they are said; the first column names its row. marked: rows that stand out.
+    """Return a table of these cells; the first column names its row. marked: highlighted rows.
 
-    Where the screen is narrow a short table becomes a card for each row.
+    On a narrow screen a short table becomes a card for each row.
     """
     head = "".join(f'<th scope="col">{text(name)}</th>' for name in header)
     cards = len(rows) <= CARDS and len(header) <= CARDS
@@ -364,11 +364,11 @@ def prose(notes: Sequence[str]) -> str:
 def page(
     title: str, what: Sequence[str], heading: str, lead: Sequence[str], body: Sequence[str], figures: Any
 ) -> str:
-    """The file's text.
+    """Return the file's text.
 
     Args:
         title: of the window.
-        what: lines that say what the page is of.
+        what: lines about the subject of the page.
         heading, lead: what follows from it all, in a word and in two sentences.
         body: sections, as they were made.
         figures: plain values, as --json writes them.

@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from isoload.traces import Trace
 
 
-BOTH = ("eplb", "scenario")  # the default placers; of equal ones the last
+BOTH = ("eplb", "scenario")  # the default placers; if they are equal, the last
 UNITS = (
-    "max/mean rank load, mean over batches and layers. even: replicas share alike; exact: the best split, as isoload's "
-    "policy exact makes it. The file is made of all batches; files given with --before or --against may have seen the "
-    "judged ones."
+    "max/mean rank load, mean over batches and layers. even: copies spread evenly over replicas; exact: the best "
+    "split, as policy exact makes it. The file is made from all batches; files given with --before or --against may "
+    "have been made from the judged ones."
 )
 FIGURES = (
     Figure("placer", "", "placer"),
@@ -42,13 +42,13 @@ FIGURES = (
 
 
 def placement_line(placement: Placement, path: str) -> str:
-    """What a file holds."""
+    """Return a line with the content of a file."""
     slots = f"{placement.slots_per_rank} slots on each of {placement.topology.num_ranks} ranks"
     return f"{path}: {placement.num_layers} layers, {placement.num_routed} experts, {slots}"
 
 
 def start_of(placement: Placement, path: str, file_format: str) -> dict[str, str] | None:
-    """Return the engine that starts from the file, and what to type; None where no engine can, or there is no file."""
+    """Return the engine that starts from the file, and the command; None if no engine can, or there is no file."""
     from isoload.placement.engine_files import ENGINES, launch_line
 
     if descriptor_of(path) is not None:
@@ -58,7 +58,7 @@ def start_of(placement: Placement, path: str, file_format: str) -> dict[str, str
 
 
 def say_start(start: dict[str, str] | None, console: Console) -> None:
-    """Print what to type, in one line however long, so that it can be copied."""
+    """Print the command in one line, so that it can be copied."""
     if start is not None:
         console.print(Text(printable(f"Start {start['engine']}: {start['type']}")), soft_wrap=True)
 
@@ -125,7 +125,7 @@ def without_lost(ranks: int, lost: list[int] | None) -> tuple[bool, ...] | None:
 
 
 def read_before(path: str, ranks: int) -> Placement:
-    """Return the placement of a file, whose own number of ranks counts where it states one."""
+    """Return the placement of a file; if the file states a number of ranks, that number is used."""
     from isoload.placement.engine_files import UnknownRanks
     from isoload.placement.files import read_placement
 
@@ -136,7 +136,7 @@ def read_before(path: str, ranks: int) -> Placement:
 
 
 def slots_of_before(start: Placement, topology: Topology) -> int:
-    """Return the default slots per rank: those of the placement, or as many in all on another number of ranks."""
+    """Return the default slots per rank: those of the placement, or the same total on another number of ranks."""
     if start.topology.num_ranks == topology.num_ranks:
         return start.slots_per_rank
     added = start.spare_slots + start.num_shared
@@ -156,7 +156,7 @@ def arrival_line(start: Placement, placement: Placement, expert_bytes: int) -> s
 def memory_budget(
     memory: int, size: int, name: str, options: dict[str, Any], num_layers: int
 ) -> dict[str, int]:
-    """The placer's option ``replicas`` from bytes of a rank and of an expert, if they are given."""
+    """Return the placer's option ``replicas`` from bytes of a rank and of an expert, if they are given."""
     from isoload.placers import PLACERS
 
     if memory == 0:
@@ -174,7 +174,7 @@ def memory_budget(
 
 @dataclass(frozen=True, eq=False)
 class Way:
-    """A placer with its options, and the slots per rank (None: as many as it chooses): one row of the table."""
+    """A placer with its options, and the slots per rank (None: the placer chooses them): one row of the table."""
 
     label: str
     name: str
@@ -191,7 +191,7 @@ class Way:
 
 
 def shown_row(row: Row) -> Row:
-    """Return the row of a table, where the placer of the file is marked."""
+    """Return the row of a table, with a mark on the placer of the file."""
     return row | {"placer": f"{row['placer']} (written)"} if row["written"] else row
 
 
@@ -226,14 +226,14 @@ def place(
         str | None,
         typer.Option(
             help=f"One of {options.PLACERS}, with options as name:option=value. Default: {' or '.join(BOTH)}, "
-            "whichever has the lower imbalance on unseen batches, split exactly."
+            "the one with the lower imbalance on unseen batches, split exactly."
         ),
     ] = None,
     placers: Annotated[
         str | None,
         typer.Option(
             metavar="LIST|all",
-            help="More placers to compare with, as --placer names them; all: every one, with the reason where one "
+            help="More placers to compare with, named as for --placer; all: every placer, with the reason if one "
             "cannot place this trace.",
         ),
     ] = None,
@@ -242,34 +242,34 @@ def place(
     before: Annotated[
         str | None,
         typer.Option(
-            metavar="FILE", help="A placement to start from, of as many ranks or of another number."
+            metavar="FILE", help="A placement to start from, on the same or another number of ranks."
         ),
     ] = None,
     before_ranks: Annotated[
         int | None,
         options.Range(1),
-        typer.Option(help="R of the file of --before, where it does not state R. Default: --ranks."),
+        typer.Option(help="R of the --before file, if the file does not state it. Default: --ranks."),
     ] = None,
     lost_rank: Annotated[
         list[int] | None,
-        typer.Option(
-            metavar="RANK", help="A rank that is lost and gets no expert; may be given several times."
-        ),
+        typer.Option(metavar="RANK", help="A lost rank, which gets no expert; may be given several times."),
     ] = None,
     against: Annotated[str | None, typer.Option(metavar="FILE", help="A placement to compare with.")] = None,
     calibrate: Annotated[
         str | None,
         typer.Option(
-            help=f"Batches of the first trace held back to judge: {options.CALIBRATIONS}. {options.CALIBRATE_DEFAULT}"
+            help=f"Batches of the first trace held out for judging: {options.CALIBRATIONS}. {options.CALIBRATE_DEFAULT}"
         ),
     ] = None,
     expert_bytes: Annotated[
-        int, options.Range(0, 2**50), typer.Option(help="Of one expert's weights; 0: not known.")
+        int, options.Range(0, 2**50), typer.Option(help="Bytes of one expert's weights; 0: unknown.")
     ] = 0,
     replica_memory: Annotated[
         int,
         options.Range(0, 2**50),
-        typer.Option(help="Bytes of a rank for replicas of all layers: fewer, where they help. Ragged."),
+        typer.Option(
+            help="Bytes per rank for replicas of all layers: fewer slots, where they help most. Ragged placement."
+        ),
     ] = 0,
     stages: options.Stages = False,
     same_layers: options.SameLayers = False,
@@ -278,27 +278,25 @@ def place(
     model: options.ModelLayers = None,
     extra_layers: options.ExtraLayers = None,
     gpu: Annotated[
-        str | None, typer.Option(help="With --model, print in milliseconds what near saves on this GPU.")
+        str | None, typer.Option(help="With --model: print the milliseconds that near saves on this GPU.")
     ] = None,
     times: Annotated[
         str | None,
-        typer.Option(
-            metavar="FILE", help="In place of --gpu: times that isoload measure wrote of your GPUs."
-        ),
+        typer.Option(metavar="FILE", help="File of isoload measure with times of your GPUs; replaces --gpu."),
     ] = None,
     tokens_per_rank: Annotated[
         int,
         options.Range(1),
-        typer.Option(help="With --gpu or --times: tokens of a rank in a step of prefill."),
+        typer.Option(help="With --gpu or --times: tokens per rank in a step of prefill."),
     ] = 4096,
     json: options.JsonTarget = None,
     html: options.HtmlTarget = None,
     force: options.Force = False,
 ) -> None:
-    """Turn recorded loads into a placement file, and print what it buys.
+    """Turn recorded loads into a placement file, and print the imbalance that it achieves.
 
-    Experts are placed on all batches; the figures are of placements made without the batches they are judged on.
-    Recordings weigh alike.
+    Experts are placed by all batches; the figures are of placements made without the batches on which they are judged.
+    All recordings have the same weight.
     """
     from isoload.analysis import judge
     from isoload.analysis.batches import strictest
@@ -352,7 +350,7 @@ def place(
             "written": candidate is placement,
             "even": float(
                 even.mean()
-            ),  # imbalance, mean over unseen batches and layers, replicas sharing alike
+            ),  # imbalance, mean over unseen batches and layers, copies spread evenly
             "exact": float(exact.mean()),  # the same, split exactly
             "replicas": judge.count_replicas(candidate),
             "replica_bytes": round(judge.most_replicas(candidate) * expert_bytes) if expert_bytes else None,
@@ -417,7 +415,7 @@ def place(
         say_start(start_with, console)
 
     text = ""
-    if html:  # before anything is written: it may fail
+    if html:  # before anything is written, because it may fail
         from isoload.cli.pages import place_page
 
         text = place_page(first, placement, rows, line, page_table(columns), units, figures)
@@ -430,7 +428,7 @@ def convert(
     source: Annotated[Path, typer.Argument(metavar="FILE", help="A placement file, of any format.")],
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The new file.")],
     file_format: FormatName,
-    ranks: Annotated[int | None, Range(1), typer.Option(help="R, where the file does not say it.")] = None,
+    ranks: Annotated[int | None, Range(1), typer.Option(help="R, if the file does not state it.")] = None,
     first_moe_layer: FirstMoeLayer = None,
     model: ModelLayers = None,
     extra_layers: ExtraLayers = None,

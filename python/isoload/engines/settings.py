@@ -209,7 +209,7 @@ def _check_mode(mode: str, record: str, seconds: float, policy: str | None, swit
         raise ValueError(f"{MODE.name}=shadow must come with {RECORD.name} or {REPORT.name}, got neither")
     if (mode == "shadow" or switch) and policy not in (None, "exact"):
         where = f"{SWITCH.name} is given" if switch else f"{MODE.name} is shadow"
-        raise ValueError(f"{POLICY.name} must be exact where {where}, got {policy!r}")
+        raise ValueError(f"{POLICY.name} must be exact if {where}, got {policy!r}")
 
 
 def _check_loads(loads: str, policy: str | None) -> None:
@@ -221,7 +221,7 @@ def _check_loads(loads: str, policy: str | None) -> None:
         phase_policy.name != "exact" for phase_policy in _policies(policy).values()
     ):
         raise ValueError(
-            f"{POLICY.name} must be exact where {LOADS.name} is {loads}: other policies need the counts of all ranks "
+            f"{POLICY.name} must be exact if {LOADS.name} is {loads}: other policies need the counts of all ranks "
             f"({LOADS.name}=gathered), got {policy!r}"
         )
 

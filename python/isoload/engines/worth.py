@@ -1,7 +1,7 @@
 """Whether an engine's new map of experts pays: the time that it saves against the time of moving the experts.
 
 The saving is modelled: the slowest rank's experts of every layer, by the counts of the engine's last window, under the
-present and under the new map. The window stands for the passes until the next rebalance.
+present and under the new map. The window is taken to be like the passes until the next rebalance.
 """
 
 from __future__ import annotations

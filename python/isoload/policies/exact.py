@@ -60,7 +60,7 @@ class ExactPolicy(Policy):
         per_node = placed.topology.ranks_per_node
         how: dict[str, Any] = {"ticks": placed.ticks, "ranks_per_node": per_node, "objective": self.objective}
         split = ops.plan_exact(
-            demand.loads, placed.tables, demand.at_home, self.tolerance, self.budget, rank=rank, **how
+            demand.loads, placed.tables, demand.local_shared, self.tolerance, self.budget, rank=rank, **how
         )
         send_counts = None if rank is None else split.send_counts
         return Plan(

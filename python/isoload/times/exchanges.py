@@ -83,7 +83,7 @@ class AllToAllTime:
             nodes: 1 to 128; they divide ranks.
 
         Raises:
-            ValueError: naming the argument and what it may be.
+            ValueError: names the argument and its choices.
         """
         if step not in STEPS:
             raise ValueError(not_one_of("step", STEPS, step))
@@ -277,7 +277,7 @@ class LayerTime:
         """
         slot_copies, received = numbers("copies", copies), numbers("rows", rows)
         if slot_copies.ndim < 2 or received.shape != slot_copies.shape[:-1]:
-            shapes = f"{list(received.shape)} beside copies {list(slot_copies.shape)}"
+            shapes = f"{list(received.shape)} with copies {list(slot_copies.shape)}"
             raise ValueError(f"rows must be [..., ranks] and copies [..., ranks, slots], got {shapes}")
         experts = self.experts.seconds(slot_copies, received)
         busiest = np.maximum(received.max(-1) / np.maximum(received.mean(-1), 1e-300), 1)
