@@ -24,7 +24,11 @@ if TYPE_CHECKING:
 GIB = 2.0**30
 OWN_EXCHANGE = (
     "The commands start DeepEP, but the times of dispatch and combine are those of isoload's own exchange over "
-    "torch.distributed. isoload measure times DeepEP where deep_ep is installed."
+    "torch.distributed. isoload measure times DeepEP on GPUs where deep_ep is installed and starts."
+)
+NORMAL_MODE = (
+    "The commands start DeepEP's low-latency mode for decode, but the times of dispatch and combine are those of its "
+    "normal mode, which isoload measure times."
 )
 
 
@@ -128,6 +132,8 @@ def answer(
     warned = warnings(advice, notes, guessed=guessed)
     if launch and exchange == "isoload":
         warned.append(OWN_EXCHANGE)
+    if launch and exchange == "deep_ep" and "decode" in (phases if engine == "sglang" else [phase]):
+        warned.append(NORMAL_MODE)
     kernels = {
         name: advice_of_phase.question.layer.experts.kernel for name, advice_of_phase in phases.items()
     }
