@@ -20,6 +20,7 @@ from isoload.layer.checks import (
     check_parts,
     check_rows,
     experts_by_rank,
+    infers_shapes,
     name_of,
 )
 from isoload.layer.compiled import Choose, handle_of, run_in_graph
@@ -268,8 +269,12 @@ class MoE(StoredExperts):
     def run(self, rows: list[Tensor], choose: Choose, num_tokens: int | None) -> list[Tensor]:
         """Run the stages for the rows and choices of every owned rank, see :meth:`compute`.
 
-        A LibraStack runs the same stages in another order.
+        A LibraStack runs the same stages in another order. A forward that only infers shapes is no batch.
         """
+        if infers_shapes():
+            return [
+                row + 0 * self.handle for row in rows
+            ]  # the handle requires a gradient, as the experts do
         run = self._stages if self.run_by is None else self.run_by
         outputs = run(rows, choose, num_tokens)
         if not torch.is_grad_enabled() and any(p.grad is not None for p in self.weights.parameters()):
