@@ -21,7 +21,9 @@ STAGES, RANKS, PARTS, TOKENS, EXPERTS, HIDDEN, TOP_K = 2, 2, 4, 3, 8, 8, 2
 
 
 class Stage(nn.Module):
-    """A linear map and a layer with replicas."""
+    """A linear map and a layer with replicas, whose gate may be called outside of the layer."""
+
+    outside = False
 
     def __init__(self, number: int, transport: Any, **how: Any) -> None:
         super().__init__()
@@ -34,7 +36,10 @@ class Stage(nn.Module):
 
     def forward(self, rows: Any) -> Any:
         if isinstance(rows, Tensor):
-            return rows + self.layer(self.first(rows))
+            inner = self.first(rows)
+            return rows + (
+                self.layer.compute(inner, *self.layer.gate(inner)) if self.outside else self.layer(inner)
+            )
         return [row + y for row, y in zip(rows, self.layer([self.first(r) for r in rows]), strict=True)]
 
 
@@ -48,7 +53,7 @@ def squares(y: Tensor, _target: Tensor) -> Tensor:
 
 
 def pipelined(
-    rank: int, schedule: Any, how: dict[str, Any]
+    rank: int, schedule: Any, how: dict[str, Any], outside: bool
 ) -> tuple[list[Tensor], int, Tensor, Tensor, float]:
     """Gradients, batches of the layer, its counts, the recorder's counts, and passes of the log."""
     torch.use_deterministic_algorithms(True)  # fills uninitialised memory with nan
@@ -56,6 +61,7 @@ def pipelined(
     number, position = mesh.get_coordinate() or [0, 0]
     transport = isoload.CollectiveTransport(isoload.Topology(RANKS), mesh["experts"].get_group())
     module = Stage(number, transport, **how)
+    module.outside = outside
     recorder = isoload.Recorder(1, EXPERTS)
     module.layer.balancer.recorder, log = recorder, BalanceLog(module)
     stage = PipelineStage(module, number, STAGES, torch.device("cpu"), group=mesh["stages"].get_group())
@@ -87,9 +93,9 @@ def dense() -> list[Stage]:
 
 
 @pytest.mark.parametrize("schedule", [Schedule1F1B, *slow(ScheduleGPipe)])
-@pytest.mark.parametrize("how", [{}, *slow({"loads": "own"})], ids=["gathered", "own"])
-def test_the_forward_for_shapes_is_no_batch(schedule: Any, how: dict[str, Any]) -> None:
-    stages, outcomes = dense(), run_ranks(pipelined, STAGES * RANKS, schedule, how)
+@pytest.mark.parametrize(("how", "outside"), [({}, False), ({}, True), *slow(({"loads": "own"}, False))])
+def test_the_forward_for_shapes_is_no_batch(schedule: Any, how: dict[str, Any], outside: bool) -> None:
+    stages, outcomes = dense(), run_ranks(pipelined, STAGES * RANKS, schedule, how, outside)
     for rank, (gradients, batches, counts, recorded, passes) in enumerate(outcomes):
         wanted = stages[rank // RANKS]
         assert batches == passes == PARTS
