@@ -248,11 +248,13 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
     "slots that cannot hold the experts": (
         f"place {TRACE} -o p.json --ranks 8 --slots-per-rank 3",
-        "error: output must be a new file, or --force be given to replace a placement, got 'p.json'",
+        "error: --slots-per-rank must be at least 4 for 32 experts on 8 live ranks with 0 spare and 0 shared "
+        "slots, got 3",
     ),
     "a format": (
         f"place {TRACE} -o p.json --ranks 8 --format sg-lang",
-        "error: output must be a new file, or --force be given to replace a placement, got 'p.json'",
+        "error: format must be one of isoload, tensorrt-llm, sglang, vllm, vllm-list, vllm-ascend, got "
+        "'sg-lang'; did you mean sglang?",
     ),
     "a GPU": (
         f"advise {TRACE} --gpu h20 --model gpt-oss-20b --ranks 8 --tokens-per-rank 64",

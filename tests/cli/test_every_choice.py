@@ -113,4 +113,4 @@ def test_one_baseline_in_every_command(tmp_path: Path) -> None:
     rows = json.loads(run(*asked).stdout)["policies"]
     assert rows[0]["imbalance"] == first["imbalance"] and rows[1]["policy"] == "none"
     readme = (SHIPPED.parents[2] / "README.md").read_text()
-    assert "1.446 → 1.042, SGLang's static 1.198" in readme
+    assert "| in order, no replicas: 4 slots per rank | 1.446 |" in readme

@@ -144,6 +144,6 @@ def test_a_stack_refuses_it(loads):
 @pytest.mark.parametrize("policy", ["llep", "waterfill", "dynamic"])
 def test_refuses_other_policies(loads, policy):
     with pytest.raises(
-        ValueError, match=f"policy must be exact, of objective spread, for loads={loads!r}, got"
+        ValueError, match=f"policy must be exact with objective spread for loads={loads!r}, got"
     ):
         layer_of(make_setup(4), loads, policy=policy)
