@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from isoload.balancing.balancer import Balancer
     from isoload.balancing.captured import CapturedBalancer
     from isoload.balancing.counting import count
+    from isoload.balancing.known_routes import KnownRoutes
     from isoload.balancing.planning import plan, share
     from isoload.balancing.routing import route
     from isoload.layer import LibraStack, MoE, balance, load, save
@@ -59,12 +60,14 @@ __all__ = [  # noqa: RUF022
     "load",
     "Recorder",
     "Rebalancer",
+    "KnownRoutes",
 ]
 
 _HOMES = {  # modules that define the names of __all__; the block above states the same for type checkers
     "balancing.balancer": ("Balancer",),
     "balancing.captured": ("CapturedBalancer",),
     "balancing.counting": ("count",),
+    "balancing.known_routes": ("KnownRoutes",),
     "balancing.planning": (
         "plan",
         "share",

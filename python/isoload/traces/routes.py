@@ -101,7 +101,8 @@ def dense_layers(ids: Ints) -> npt.NDArray[np.bool_]:
     """
     if ids.shape[2] < 2:
         return np.zeros(ids.shape[1], dtype=bool)
-    return np.logical_and(_constant(ids), (ids == 0).any((0, 2)))
+    dense: npt.NDArray[np.bool_] = _constant(ids) & (ids == 0).any((0, 2))
+    return dense
 
 
 def _constant(ids: Ints, any_id: bool = False) -> npt.NDArray[np.bool_]:
