@@ -217,7 +217,7 @@ class KnownRoutes:
         """Return the loads [micro-batches, L, ranks of routes, E]."""
         num_ranks = self.placement.topology.num_ranks
         if isinstance(routes, Trace):
-            ids = _ids_of(routes, self.placement)
+            ids = placement_ids(routes, self.placement)
             self._tokens = _split(routes, micro_batches, ranks, num_ranks)
             batches = [[torch.from_numpy(ids[tokens]) for tokens in of_ranks] for of_ranks in self._tokens]
             return count_routes([[rows.to(device) for rows in row] for row in batches], self.placement)
@@ -302,7 +302,7 @@ def count_routes(routes: Routes, placement: Placement) -> Tensor:
     return counts[:total].view(num_batches, layers, num_ranks, experts)
 
 
-def _ids_of(trace: Trace, placement: Placement) -> np.ndarray[Any, Any]:
+def placement_ids(trace: Trace, placement: Placement) -> np.ndarray[Any, Any]:
     """Return the trace's ids [tokens, L, K] with the layers of the placement, in its order."""
     if trace.topk_ids is None:
         raise ValueError(f"routes must have topk_ids, trace {trace.name} has only counts")
