@@ -7,7 +7,9 @@
 # make fuzz   random placements, policies, layers and lost processes, SECONDS=60 long; SEED=N is one case again
 # make build  rebuild the compiled ops in place (seconds)
 # make wheels  dist/: one wheel for Python 3.10 to 3.13, or newer, and any torch from 2.11 on
-# make lint   ruff, mypy, import-linter, clang-format
+# make lint   ruff, mypy, import-linter, codespell, avoided words, clang-format
+# make docs   the documentation site in build/docs, without a warning; its tests (a minute)
+# make docs-serve  the same at http://127.0.0.1:8000, built again when a page changes
 # make cuda-check  compiles the CUDA ops for three architectures; needs nvcc, no GPU (a quarter of an hour;
 #             ISOLOAD_CUDA_ARCH=sm_90 for one alone)
 # make kernels-check  runs the Triton kernels in Triton's interpreter and compiles them; needs no GPU (a minute)
@@ -40,6 +42,7 @@ ifeq ($(VENV),0)
 PY := $(PYTHON)
 CLANG_FORMAT := clang-format
 LINT_IMPORTS := lint-imports
+CODESPELL := codespell
 READY := build/.installed
 TESTED := $(READY)
 GPU_READY :=
@@ -47,6 +50,7 @@ else
 PY := $(VENV)/bin/python
 CLANG_FORMAT := $(VENV)/bin/clang-format
 LINT_IMPORTS := $(VENV)/bin/lint-imports
+CODESPELL := $(VENV)/bin/codespell
 READY := $(VENV)/.installed
 TESTED := $(VENV)/.installed-with-tests
 GPU_READY := $(TESTED)
@@ -60,7 +64,7 @@ endef
 SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 TRACE := examples/traces/gptoss20b_decode.npz
 
-.PHONY: run test test-sglang test-serving test-sglang-wheels test-vllm test-vllm-wheels test-megatron test-newest test-deepep test-gate test-all first-hour fuzz build wheels lint cuda-check kernels-check critical-path gpu bench clean
+.PHONY: run test test-sglang test-serving test-sglang-wheels test-vllm test-vllm-wheels test-megatron test-newest test-deepep test-gate test-all first-hour fuzz build wheels lint cuda-check kernels-check critical-path gpu bench docs docs-serve clean
 run: $(READY)
 	$(PY) -m isoload replay $(TRACE) --ranks 8 --ranks-per-node 4
 	@echo "isoload: one layer over four processes, five policies, a few seconds"
@@ -111,7 +115,24 @@ lint: $(TESTED)
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 	PYTHONPATH=python $(LINT_IMPORTS) --no-cache
+	git ls-files -z | xargs -0 $(CODESPELL)
+	$(PY) tests/tools/prose.py
 	$(CLANG_FORMAT) --dry-run --Werror $(SOURCES) $(shell find tests/native -type f)
+
+# Not in .venv, which no test of the package needs it for. mkdocs with -q counts no warning, so that nothing is strict.
+DOCS_PY := .venv-docs/bin/python
+DOCS := PYTHONPATH=python NO_MKDOCS_2_WARNING=1 $(DOCS_PY) -m mkdocs
+docs: .venv-docs/.installed
+	$(DOCS) build
+	$(DOCS_PY) -m pytest tests/site
+
+docs-serve: .venv-docs/.installed
+	$(DOCS) serve
+
+.venv-docs/.installed: $(TESTED) Makefile
+	$(call stand_on,.venv-docs)
+	sed -n 's/^docs = \[\(.*\)\]/\1/p' pyproject.toml | sed 's/", "/" "/g' | xargs $(DOCS_PY) -m pip install -q
+	@touch $@
 
 cuda-check: $(READY)
 	$(PY) tests/tools/cuda_check.py

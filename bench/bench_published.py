@@ -154,7 +154,7 @@ def dispatch_time(given: Recorded) -> list[dict[str, Any]]:
         "red0": ("EPLB without redundant experts over none", [1.62, 5.11, 3.48]),
         "lp": ("LPLB over static, 32 redundant experts", [0.86, 0.32, 2.01]),
         "waterfill": (
-            "Waterfill over shared experts at home, EPLB, no redundant experts",
+            "Waterfill over shared experts on their own rank, EPLB, no redundant experts",
             [1.08, 0.91, 1.29],
         ),
     }
@@ -232,7 +232,7 @@ def rearranging(given: Recorded) -> dict[str, Any]:
     advice = advise(replace(asked, rebalance_s=42.0, every=round(463.11 / 24 / step_s)), judged)
     packed = next(answer for answer in advice.answers if answer.candidate == Candidate("eplb", 0, "none"))
     unknown = (
-        "its loads (DeepSeek-V3's here), tokens a rank (64 here), what a step has besides experts (none here)"
+        "its loads (DeepSeek-V3's here), tokens a rank (64 here), other work of a step (none here)"
     )
     unknown += "; the 42 s are from its own two totals, so this shows only that they are counted"
     source = "[vLLM #50647](https://github.com/vllm-project/vllm/pull/50647)"

@@ -1,4 +1,4 @@
-"""The pictures of docs/results.md and README.md, from the shipped trace: docs/pictures/*.svg.
+"""The pictures of docs/results-cpu.md and README.md, from the shipped trace: docs/pictures/*.svg.
 
 They show what was routed, on 8 ranks of 2 nodes with replicas and one shared expert, placed by `eplb` on the first
 half of the trace and replayed on the second: the same batches, plans and slots as `isoload replay` counts.
@@ -130,7 +130,7 @@ def line(x1: float, y1: float, x2: float, y2: float, style: str) -> str:
 
 KINDS = (
     ("routed", "routed"),
-    ("home", "shared, at home"),
+    ("home", "shared, on its own rank"),
     ("met", "shared, on a rank its token visits"),
     ("other", "shared, elsewhere"),
 )

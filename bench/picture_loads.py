@@ -1,4 +1,4 @@
-"""The picture of docs/balancing.md, from the results of bench_loads: docs/pictures/loads.svg.
+"""The picture of docs/own-counts.md, from the results of bench_loads: docs/pictures/loads.svg.
 
 The busiest rank over the bound of all loads by tokens of a rank, a line for each protocol, mean over traces, dealings
 (hom and het) and ranks, without idle ranks. `static` is left out: it lies above the others by more than they reach.

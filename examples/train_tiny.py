@@ -5,7 +5,7 @@
     python examples/train_tiny.py --policies none,llep:min_chunk=8,exact --replicas 1
     python examples/train_tiny.py --layers 6 --policies none              # predicts choices a layer ahead, too
 
-A model over bytes of docs/balancing.md: blocks of causal attention and an isoload.MoE with a trainable router.
+A model over bytes of docs/policies.md: blocks of causal attention and an isoload.MoE with a trainable router.
 Every rank has sequences of its own (data parallel) and its part of the experts (expert parallel). Three rules make
 that one training run, see :func:`global_gradients`:
 
@@ -57,7 +57,7 @@ from tiny_measure import (
     save_routing,
 )
 
-TEXT = Path(__file__).parents[1] / "docs" / "balancing.md"
+TEXT = Path(__file__).parents[1] / "docs" / "policies.md"
 EXPERTS, TOP_K = 16, 2
 HIDDEN, INNER, HEADS = 64, 128, 4
 SEQUENCES, LENGTH = 8, 64  # of every rank and step

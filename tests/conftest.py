@@ -22,7 +22,8 @@ from support.processes import start_autograd
 torch.set_num_threads(1)  # two beside a busy process make small operations slower, not faster
 start_autograd()
 
-collect_ignore = ["kernels"]  # they need Triton and its interpreter: make kernels-check
+# make kernels-check runs the one with Triton and its interpreter, make docs the other on the built site.
+collect_ignore = ["kernels", "site"]
 
 OWN_DEVICE = {"borrow", "device_errors"}  # their tests hold addresses, or choose the device
 # What only the CPU refuses, what calls no op of isoload.ops, and what forks.

@@ -29,7 +29,9 @@ def documented() -> set[str]:
 
 @pytest.mark.slow
 def test_all_of_the_package_is_reached() -> None:
-    users = [path for folder in ("bench", "examples", "kernels") for path in (ROOT / folder).rglob("*.py")]
+    users = [
+        path for folder in ("bench", "docs", "examples", "kernels") for path in (ROOT / folder).rglob("*.py")
+    ]
     users += (ROOT / "python").glob("*.py")
     hooks = {*dir(torch.nn.Module), *dir(torch.autograd.Function)}
     words = documented() | hooks | set(isoload.__all__)

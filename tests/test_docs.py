@@ -14,22 +14,26 @@ from pathlib import Path
 import pytest
 
 from isoload import POLICIES
+from isoload.placers import PLACERS
 from support.documents import blocks, printed
 from support.processes import run_program
 
 ROOT = Path(__file__).parent.parent
-PAGE = ROOT / "docs" / "balancing.md"
-PAGES = sorted(PAGE.parent.glob("*.md"))
-MEASURED = PAGE.parent / "results.md"
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.glob("*.md"))
+POLICY_PAGE, PLACER_PAGE = DOCS / "policies.md", DOCS / "placers.md"
+MEASURED = DOCS / "results-cpu.md"
 RESULTS = ROOT / "bench" / "results"
-PUBLISHED = PAGE.parent / "published_policies.md"
 
 
-def sections(page):
-    return dict(re.findall(r"^### `(\w+)`\n(.*?)(?=^##|\Z)", page.read_text(), re.S | re.M))
+def rows_of(page, heading):
+    """Return the rows of the tables under a heading, as lists of cells, without the heads."""
+    section = re.search(rf"^## {heading}\n(.*?)(?=^## |\Z)", page.read_text(), re.S | re.M)[1]
+    rows = re.findall(r"^\| (`.*) \|$", section, re.M)
+    return [row.split(" | ") for row in rows]
 
 
-SECTIONS = sections(PAGE) | sections(PUBLISHED)
+POLICY_ROWS = {re.match(r"`(\w+)`", row[0])[1]: row for row in rows_of(POLICY_PAGE, "All policies")}
 
 
 def results(name):
@@ -45,33 +49,49 @@ def anchors(path):
     return {re.sub(r"[^\w -]", "", h).lower().replace(" ", "-") for h in headings}
 
 
-@pytest.mark.parametrize("page", [PAGE, PUBLISHED], ids=lambda page: page.name)
-def test_every_policy_has_its_section_in_order(page):
-    """Those that only compare, in policies/published.py and published_borrowing.py, on a page of their own."""
-    of_page = [
-        name for name, of in POLICIES.items() if (".published" in of.__module__) == (page == PUBLISHED)
-    ]
-    assert list(sections(page)) == of_page
-    assert (
-        re.findall(r"`(\w+)`", re.search(r"## The policies\n\n(.*?)\n\n", page.read_text(), re.S)[1])
-        == of_page
-    )
+def test_every_policy_has_its_row_in_order():
+    assert list(POLICY_ROWS) == list(POLICIES)
+    for name, row in POLICY_ROWS.items():
+        assert len(row) == 4 and all(row) and ". Source: " in row[1], name
+        published = ".published" in POLICIES[name].__module__  # which only compare
+        assert row[0].split("<br>")[0] == f"`{name}`" + " (published)" * published
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_section_says_what_it_must(policy):
-    for heading in ("Formula", "Guarantee", "Cost", "Use it", "Source"):
-        assert f"**{heading}.**" in SECTIONS[policy], heading
+def test_a_policy_that_needs_the_loads_of_each_source_is_marked(policy):
+    if POLICIES[policy].needs == "per_source":
+        assert POLICY_ROWS[policy][2].startswith("`[R, E]`")
+
+
+def check_options(cell, kind):
+    """Compare the options in a cell, with their defaults, with the fields of a policy or placer."""
+    defaults = {
+        field.name: f'"{field.default}"' if isinstance(field.default, str) else repr(field.default)
+        for field in fields(kind)
+    }
+    assert cell == (", ".join(f"`{name}={default}`" for name, default in defaults.items()) or "-")
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_options_are_the_options(policy):
-    (text,) = re.findall(r"\*\*Options\.\*\* (.*?)(?=\n\n)", SECTIONS[policy], re.S) or ["none."]
-    named = re.findall(r"`(\w+)=", text)
-    assert named == [field.name for field in fields(POLICIES[policy])]
-    for field in fields(POLICIES[policy]):
-        default = f'"{field.default}"' if isinstance(field.default, str) else repr(field.default)
-        assert f"`{field.name}={default}`" in text, f"default of {field.name}"
+def test_options_of_a_policy_are_in_its_row_and_explained(policy):
+    check_options(POLICY_ROWS[policy][0].partition("<br>")[2] or "-", POLICIES[policy])
+    explained = {
+        (option, name)
+        for row in rows_of(POLICY_PAGE, "Options")
+        for option in re.findall(r"`(\w+)`", row[0])
+        for name in re.findall(r"`(\w+)`", row[1])
+    }
+    assert {(field.name, policy) for field in fields(POLICIES[policy])} <= explained
+
+
+def test_every_placer_and_each_of_its_options_is_in_the_tables():
+    rows = rows_of(PLACER_PAGE, "All placers")
+    placers = {row[0].strip("`"): row for row in rows if len(row) == 4}
+    explained = {option for row in rows if len(row) == 2 for option in re.findall(r"`(\w+)`", row[0])}
+    assert list(placers) == list(PLACERS)
+    for name, kind in PLACERS.items():
+        check_options(placers[name][3], kind)
+        assert {field.name for field in fields(kind)} <= explained
 
 
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md"], ids=lambda page: page.name)
@@ -119,7 +139,7 @@ def test_shown_replays_are_what_replay_prints(page, monkeypatch):
     pairs = re.findall(
         r"^```sh\nisoload ((?:replay|advise) .*?)\n```\n+```text\n(.*?)^```$", page.read_text(), re.S | re.M
     )
-    assert len(pairs) == len(blocks(page, "text")) == {"results.md": 3, "advise.md": 3}.get(page.name, 0)
+    assert len(pairs) == len(blocks(page, "text")) == {"results-cpu.md": 3, "advise.md": 2}.get(page.name, 0)
     monkeypatch.chdir(ROOT)
     for command, shown in pairs:
         assert without_times(shown) == without_times(printed(shlex.split(command.replace("\\\n", ""))))
@@ -188,7 +208,8 @@ def test_planning_times_are_those_of_the_results_files():
     times = [row["plan_us"] for row in results("bench_lp")]
     for solver, dtype in (("lp32", "float32"), ("lp64", "float64")):
         ratios = [t[solver]["batch"] / t["exact"]["batch"] for t in times]
-        assert re.search(f"{ends(ratios)}( `exact`'s time)? in {dtype}", SECTIONS["lp"]), ends(ratios)
+        said = f"{ends(ratios)}( `exact`'s time)? in {dtype}"
+        assert re.search(said, prose(POLICY_PAGE)), ends(ratios)
     rows = results("bench_plan")
     public = max(row["public_us"]["median"] for row in rows)
     late = next(row["ranks"] for row in rows if row["share_row_us"] > 10)
@@ -215,7 +236,7 @@ def test_training_losses_are_those_of_the_results_file():
 
 
 def test_shares_of_right_predictions_are_those_of_the_results_file():
-    rows, page = results("bench_lookahead"), prose(PAGE.parent / "libra.md")
+    rows, page = results("bench_lookahead"), prose(DOCS / "libra.md")
 
     def ends(name):
         shares = [100 * row[name] for row in rows]
@@ -240,26 +261,22 @@ def test_figures_quoted_from_the_replays_are_in_them():
     def node_rows(row):
         return row[9 if len(row) > 8 else 3].replace("%", " %")
 
-    losses, text = prose(MEASURED), {name: " ".join(section.split()) for name, section in SECTIONS.items()}
+    losses, text = prose(MEASURED), prose(POLICY_PAGE)
     assert f"({node_rows(first['exact'])}) than `static` does ({node_rows(first['static'])})" in losses
     noise = [float(r["dynamic"][0]) - float(r["even"][0]) for r in (first, small)]
-    assert f"by {noise[0]:.3f} imbalance at 512 tokens" in text["dynamic"]
-    assert f"({first['dynamic'][0]} after {first['even'][0]}) and by {noise[1]:.3f} at 16" in text["dynamic"]
+    assert f"by {noise[0]:.3f} at 512 tokens" in text
+    assert f"({first['dynamic'][0]} and {first['even'][0]}) and by {noise[1]:.3f} at 16" in text
     local, spread = small["exact:objective=local"], small["exact"]
-    assert (
-        f"`local` lets {node_rows(local)} of the rows leave their node, `spread` {node_rows(spread)}"
-        in text["exact"]
-    )
+    assert f"{node_rows(local)} of the rows leave their node with `local`, {node_rows(spread)} with" in text
     leave = {policy: [cell.replace("%", " %") for cell in row[11:13]] for policy, row in shared.items()}
     static, waterfill = leave["waterfill_sampled"], leave["waterfill"]
-    sampled = text["waterfill_sampled"]
-    assert f"{static[0]} leave their rank, {static[1]} to one that the token does not visit" in sampled
-    assert f"under `waterfill` {waterfill[0]} and {waterfill[1]}" in sampled
-    assert f"{leave['joint'][0]} against {leave['waterfill:routed=exact'][0]}" in text["joint"]
+    assert f"{static[0]} of the shared copies leave their rank, {static[1]} to a rank that" in text
+    assert f"with `waterfill` it is {waterfill[0]} and {waterfill[1]}" in text
+    assert f"{leave['joint'][0]} against {leave['waterfill:routed=exact'][0]}" in text
 
 
 def test_borrowing_numbers_are_those_of_the_results_file():
-    text, cells = prose(PAGE.parent / "training-and-borrowing.md"), {}
+    text, cells = prose(DOCS / "training-and-borrowing.md"), {}
     for row in results("bench_llep"):
         if row["kind"] == "layer":
             key = row["shape"], f"{100 * row['share']:.0f} % into {row['num_hot']}", row["form"]
@@ -353,14 +370,14 @@ def test_pictures_are_what_the_script_draws(benches, tmp_path, monkeypatch):
     with contextlib.redirect_stdout(None):
         picture_balance.main(), picture_loads.main()
     drawn = {path.name: path.read_text() for path in tmp_path.iterdir()}
-    kept = {path.name: path.read_text() for path in (PAGE.parent / "pictures").iterdir()}
+    kept = {path.name: path.read_text() for path in (DOCS / "pictures").iterdir()}
     assert drawn == kept
-    shown = MEASURED.read_text() + PAGE.read_text()
+    shown = MEASURED.read_text() + (DOCS / "own-counts.md").read_text()
     assert {name for name in kept if f"pictures/{name}" in shown} == set(kept)
 
 
 def test_what_hedge_reaches_is_in_its_results_file():
-    text = " ".join(SECTIONS["hedge"].split())
+    text = prose(POLICY_PAGE)
 
     def most(policy, spare, predict):
         key = {"policy": policy, "spare": spare, "predict": predict, "ranks": 8, "deal": "even"}
@@ -370,8 +387,7 @@ def test_what_hedge_reaches_is_in_its_results_file():
 
     hedge, libra = (("hedge", 2), ("libra_published", 8))
     assert (
-        f"{most(*hedge, '0.8')} at most where 80 %" in text
-        and f"at {most(*hedge, '0.45')} where 45 %" in text
+        f"at most {most(*hedge, '0.8')} if 80 %" in text and f"and {most(*hedge, '0.45')} with 45 %" in text
     )
-    assert f"slots at {most(*libra, '0.8')} and {most(*libra, '0.45')}" in text
-    assert f"{most(*hedge, 'last')} by the batch before" in text
+    assert f"slots gives {most(*libra, '0.8')} and {most(*libra, '0.45')}" in text
+    assert f"{most(*hedge, 'last')} with the loads of the batch before" in text

@@ -85,7 +85,7 @@ def test_an_engines_plug_in() -> None:
     assert torch.equal(torch.where(slots < 0, -1, held), rows.int()) and slots.shape == (len(rows), K)
 
 
-# --- A policy: one file, the registry, and a paragraph in docs/balancing.md.
+# --- A policy: one file, the registry, and a row in docs/policies.md.
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,7 @@ def test_the_replay_file_is_what_make_run_replays():
     makefile = (ROOT / "Makefile").read_text()
     trace = re.search(r"^TRACE := (.+)$", makefile, re.M)[1]
     options = re.search(r"-m isoload (replay .+)$", makefile, re.M)[1].replace("$(TRACE)", trace)
-    assert f"```sh\nisoload {options}\n```" in (ROOT / "docs" / "results.md").read_text()
+    assert f"```sh\nisoload {options}\n```" in (ROOT / "docs" / "results-cpu.md").read_text()
     assert f"`isoload {options} --json FILE`" in " ".join((ROOT / "bench" / "README.md").read_text().split())
 
 

@@ -1,4 +1,4 @@
-"""Tables of docs/placement.md, results.md and balancing.md that lay many rows of a results file beside each other."""
+"""Tables of docs/results-*.md and others in which a row joins many rows of a results file."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def rebalance_placers() -> Table:
     """Placing anew while loads drift, by placer."""
     columns: Columns = {
         "placer": "`{placer}`",
-        "imbalance, replicas alike": "{even:.3f}",
+        "imbalance, even split": "{even:.3f}",
         "after `exact`": "{exact:.3f}",
         "slots changed by a plan": "{changed:.1f*100} %",
     }
@@ -181,7 +181,7 @@ FORECASTS = ("perfect", "0.8", "0.45", "0.12", "0.45 partner", "last", "linear",
 FILLS = {
     "`hedge` 2": ("hedge", 2),
     "`hedge` 4": ("hedge", 4),
-    "`hedge` held 2": ("hedge held", 2),
+    "`hedge` 2, local kept": ("hedge held", 2),
     "`libra_published` 8": ("libra_published", 8),
     "`libra` 8": ("libra", 8),
     "lina 8": ("lina", 8),
@@ -304,7 +304,7 @@ def node_dispatch() -> Table:
 
 @shown
 def loads() -> Table:
-    """docs/balancing.md: the busiest rank by what a rank may know in the forward."""
+    """docs/own-counts.md: the busiest rank by what a rank may know in the forward."""
     protocols = ("hash", "static", "last step, sampled", "own", "own + targets", "node")
     found: dict[tuple[int, str, str], list[float]] = {}
     for row in read("bench_loads", "all", "busy"):
@@ -323,7 +323,7 @@ def _mean(settings: dict[tuple[str, str, int, int], dict[str, float]], protocol:
 
 @shown
 def loads_idle() -> Table:
-    """docs/balancing.md: the same with idle ranks, by own counts, and the most that targets lose in a setting."""
+    """docs/own-counts.md: the same with idle ranks, by own counts, and the most that targets lose in a setting."""
     protocols = ("own", "own + targets", "node, no targets", "node")
     rows = []
     for busy in ("half", "turns", "bursts", "one", "leave"):

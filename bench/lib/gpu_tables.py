@@ -1,4 +1,4 @@
-"""The tables of docs/gpu.md: what bench_cuda, bench_kernels and bench_dispatch measured on a GPU."""
+"""The tables of docs/results-gpu.md: what bench_cuda, bench_kernels and bench_dispatch measured on a GPU."""
 
 from __future__ import annotations
 

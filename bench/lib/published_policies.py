@@ -69,7 +69,7 @@ class LpAffinePolicy(LpPolicy):
     def relax(self, demand: Demand, placed: PlacedLayers) -> ops.LpSplit:
         loads, ranks = sum_sources(demand.loads, placed), placed.topology.num_ranks
         steps = 5 if self.iterations is None else self.iterations
-        return plan_affine(loads, placed.slot_to_expert, ranks, demand.at_home, steps)
+        return plan_affine(loads, placed.slot_to_expert, ranks, demand.local_shared, steps)
 
 
 @contextmanager

@@ -283,7 +283,7 @@ def balance() -> Table:
     travel = (*drawn.values(), "waterfill", "joint")
     columns["rows"] = lambda cell: " / ".join(f"{cell[p]['rows'] / 0.01:+.1f}" for p in travel)
     where = same(("trace", "placement", "tokens"), "{shared_local[NAME]}")
-    columns = {**where, "at home": "{shared_local[imbalance_mean]:.3f}", **columns}
+    columns = {**where, "own rank": "{shared_local[imbalance_mean]:.3f}", **columns}
     return table(columns, [cells[key] for key in BALANCE])
 
 

@@ -86,8 +86,8 @@ class StackClock(StageClock):
             ("experts", isoload.layer.moe, "run_sorted"),
             ("combine", layer.dispatcher, "combine"),
         ]
-        if self.stack is not None and self.stack.feed is not None:
-            called += [("predict", self.stack.feed, "count"), ("fetch", self.stack, "_fetch")]
+        if self.stack is not None and self.stack.predictor_inputs is not None:
+            called += [("predict", self.stack.predictor_inputs, "count"), ("fetch", self.stack, "_fetch")]
         return called
 
     def _timed(self, stage: str, call: Callable[..., Any], *args: Any, **options: Any) -> Any:

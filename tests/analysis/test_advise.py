@@ -20,15 +20,20 @@ from isoload.analysis.advice import (
     Question,
     advise,
     grid,
+    over_even,
     placed,
+    run,
     sent,
+    step_ms,
     targets,
 )
-from isoload.analysis.details import flags
+from isoload.analysis.details import flags, placeholders
 from isoload.analysis.loads import Judged, guessed_trace, judge_by
 from isoload.analysis.models import MODELS, WEIGHT_BYTES, Model, find_model, layer_time
+from isoload.analysis.node_share import share_of_node
 from isoload.analysis.timeline import rows_between
 from isoload.balancing.planning import plan_layers
+from isoload.cli.advise_output import verdict_lines
 from isoload.times import AllToAllTime, ExpertTime, LayerTime
 from isoload.times.exchanges import Curve
 from isoload.traces import Trace
@@ -83,6 +88,57 @@ def test_rows_are_those_of_routed_tokens() -> None:
         exact = [len(np.unique(np.nonzero(slots // (experts // groups) == g)[0])) for g in range(groups)]
         assert np.abs(rows / exact - 1).max() < 0.1
         assert (rows <= tokens + 1e-9).all()
+
+
+def test_rows_of_whole_copies_are_those_of_the_same_copies_as_fractions() -> None:
+    """Whole copies take their logarithms from a table, fractions do not; a source may have more copies than tokens."""
+    moved = np.random.default_rng(0).integers(0, 20, (3, 8, 32))
+    assert (rows_between(moved, 16, 4) == rows_between(moved.astype(np.float64), 16, 4)).all()
+
+
+@pytest.mark.parametrize(("kernel", "even"), [("normal", 0.75), ("low_latency", 1.0)])
+def test_rows_to_other_nodes_are_those_of_even_routing_where_routing_is_even(
+    kernel: str, even: float
+) -> None:
+    """top-2 on 2 nodes: 3 of 4 tokens have an expert on the other node, and one copy of each goes there."""
+    curve = Curve(30.0, 0.5, 1.0)
+    steps = [AllToAllTime("gpu", kernel, name, 4, 2, curve, curve) for name in ("dispatch", "combine")]
+    asked = question(layer=LayerTime(steps[0], EXPERTS, steps[1]))
+    found = run(NOW, Judged(np.ones((3, 16)), torch.full((1, 3, 4, 16), 8, dtype=torch.int32), False), asked)
+    assert over_even(found.crossing, asked) == pytest.approx(np.ones((1, 3)))
+    assert found.crossing[..., 1] == pytest.approx(np.ones((1, 3))), (
+        "of two copies one goes to the other node"
+    )
+    half = found._replace(crossing=found.crossing / 2)
+    saved = 3e-3 * 2 * 0.5 * 64 / 2
+    assert step_ms(found, asked)[0] - step_ms(half, asked)[0] == pytest.approx(saved)
+    one_node = replace(asked, topology=isoload.Topology(4))
+    assert over_even(found.crossing, one_node) == 1.0
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_node_shares_as_the_op_does_for_all_ranks(seed: int) -> None:
+    """Experts twice on a rank and empty slots included."""
+    draw = np.random.default_rng(seed)
+    nodes, size, slots, layers = (int(draw.integers(1, most)) for most in (5, 5, 5, 4))
+    all_slots, num_ranks = nodes * size * slots, nodes * size
+    experts = int(draw.integers(1, all_slots + 1))
+    rows = [np.arange(experts), draw.integers(-1, experts, all_slots - experts)]
+    table = torch.tensor(
+        np.stack([draw.permutation(np.concatenate(rows)) for _ in range(layers)]), dtype=torch.int32
+    )
+    tables = isoload.ops.replica_tables(table, num_ranks, experts)
+    loads = torch.tensor(
+        draw.poisson(draw.choice([0.3, 30]), (layers, num_ranks, experts)), dtype=torch.int32
+    )
+    for node in range(nodes):
+        ranks = slice(node * size, (node + 1) * size)
+        inside = torch.zeros_like(loads)
+        inside[:, ranks] = loads[:, ranks]
+        offset = torch.tensor(draw.integers(0, 2**18, (layers, num_ranks)), dtype=torch.int32)
+        quota = isoload.ops.plan_own(inside.sum(1, dtype=torch.int32), tables, offset, node)
+        mine = share_of_node(loads[:, ranks], quota, table, slice(ranks.start * slots, ranks.stop * slots))
+        assert mine.equal(isoload.ops.share(inside, quota, tables, size)[:, ranks])
 
 
 def test_rows_of_one_slot_are_its_copies_and_none_are_none() -> None:
@@ -240,14 +296,63 @@ def test_flags_name_the_ranks_and_the_all_to_all_that_were_modelled(phase: str) 
 
 def test_sglang_starts_from_a_file_that_place_makes() -> None:
     candidate = grid(4)[3]
-    first, *others = flags("sglang", candidate, isoload.Topology(8, 4), 3, "'my trace.npz'")
+    first, start = flags("sglang", candidate, isoload.Topology(8, 4), 3, "'my trace.npz'")
     assert first == (
         "isoload place 'my trace.npz' -o placement.json --format sglang --ranks 8 --ranks-per-node 4 "
         f"--slots-per-rank 3 --placer {candidate.placer}"
     )
-    assert "--init-expert-location placement.json" in others
+    assert start.endswith(" --init-expert-location placement.json")
     assert not any(
         "placement.json" in line for line in flags("vllm", candidate, isoload.Topology(8), 3, "t.npz")
+    )
+
+
+def test_a_start_is_one_line_whose_placeholders_are_explained() -> None:
+    candidate, topology = Candidate("eplb", 2, "own"), isoload.Topology(16, 8)
+    place, start = flags("sglang", candidate, topology, 3, "TRACE")
+    assert start.startswith(
+        "ISOLOAD_SGLANG=1 ISOLOAD_LOADS=own python -m sglang.launch_server --model-path MODEL --tp 16 --ep-size 16 "
+        "--nnodes 2 --node-rank NODE_RANK --dist-init-addr HEAD_NODE_IP:PORT --moe-a2a-backend deepep "
+    )
+    assert placeholders([place, start]) == (
+        "Replace the words in capitals: TRACE is the files of the trace, MODEL is the model's folder or its name on "
+        "Hugging Face, NODE_RANK is 0 on the first node, 1 on the second, HEAD_NODE_IP is the address of the first "
+        "node, PORT is a free port of the first node. Run the last command on every node."
+    )
+    (alone,) = flags("vllm", Candidate("eplb", 0, "none"), isoload.Topology(8), 2, "t.npz")
+    assert alone.startswith("vllm serve MODEL --data-parallel-size 8 ")
+    assert placeholders([alone]) == (
+        "Replace the words in capitals: MODEL is the model's folder or its name on Hugging Face."
+    )
+    assert placeholders(flags("vllm", candidate, topology, 3, None)).endswith(
+        "Run the last command on every node, with --headless on every node but the first."
+    )
+
+
+def test_like_for_like_compares_with_as_many_slots() -> None:
+    found = advise(question(), judge_by(skewed(), SMALL, 4, 64))
+    ms = {"own": (4.0, 4.5), "dynamic": (5.0, 5.5), "static": (7.0, 8.0)}
+    more = {"own": 4, "dynamic": 1, "static": 4}
+    made = [replace(found.now, candidate=Candidate("eplb", more[split], split), ms=ms[split]) for split in ms]
+    free, equal = (
+        replace(found, question=question(like_for_like=same), answers=(*made, found.now))
+        for same in (False, True)
+    )
+    assert (free.theirs, equal.theirs) == (made[1], made[2]) == (equal.rival(False), free.rival(True))
+    assert (free.gain_ms, equal.gain_ms) == ((1.0, 1.0), (3.0, 3.5)) and free.gain_over(made[2]) == (3.0, 3.5)
+    assert verdict_lines(free, {"prefill": free})[2].startswith(
+        "Both sides choose their number of slots. With +4 slots on both sides isoload saves 3.0 to 3.5 ms a step"
+    )
+    assert verdict_lines(equal, {"prefill": equal})[2].startswith(
+        "Both sides have +4 slots. Where both choose their number of slots isoload saves 1.0 ms a step"
+    )
+    same = replace(free, answers=(made[0], made[2], found.now))
+    assert verdict_lines(same, {"prefill": same})[2] == (
+        "Both sides choose their number of slots, and both choose +4."
+    )
+    assert advise(question(memory=1.0, like_for_like=True), judge_by(skewed(), SMALL, 4, 64)).gain_ms == (
+        0,
+        0,
     )
 
 

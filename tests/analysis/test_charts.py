@@ -83,6 +83,16 @@ def test_lines_by_tokens_and_layers_name_what_they_show() -> None:
     assert 'stroke="var(--c0)"' in svg and f'stroke="{pages.OWN}"' in svg
 
 
+def test_labels_of_near_token_counts_lie_on_both_sides_of_the_line() -> None:
+    rows = [(n, 0.1, 0.1, f"{n} ms", True) for n in (16, 64, 1024, 3000, 4096)]
+    marks = pages.by_tokens(rows, (0.0, 0.2), "var(--c2)")
+    above = {row["x"]: row["above"] for row in marks["data"]["values"]}
+    assert above == {16: True, 64: True, 1024: True, 3000: False, 4096: True}
+    svg = pages.draw(marks, "t", "s")
+    height = {int(n): float(y) for y, n in re.findall(r'translate\([^,]*,([^)]*)\)"[^>]*>(\d+) ms<', svg)}
+    assert len(height) == 5 and height[3000] > height[1024] + 20 == height[4096] + 20
+
+
 def test_what_comes_from_files_is_text() -> None:
     evil = "<script>alert('x')</script>&\"</title>"
     spec = pages.by_number({evil: [1, 2]}, [0, 1], "layer", evil)

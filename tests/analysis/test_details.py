@@ -15,6 +15,7 @@ from isoload.analysis.advice import (
     Question,
     advise,
     layer_ms,
+    over_even,
     run,
     saved_ms,
     step_ms,
@@ -48,11 +49,14 @@ def test_a_run_is_what_an_answer_sums_up() -> None:
     found = advise(ASKED, judged)
     answer = next(answer for answer in found.answers if answer.candidate == OWN)
     own, now = run(OWN, judged, ASKED), run(NOW, judged, ASKED)
-    assert own.copies.shape == (8, 3, 4, 6) and own.rows.shape == (8, 3, 4, 4)
-    assert (own.copies.sum((2, 3)) == 4 * 64 * 2).all() and own.rows.sum(3).min() >= 64 - 1e-6
+    assert own.copies.shape == (8, 3, 4, 6) and own.received.shape == (8, 3, 4)
+    assert (own.copies.sum((2, 3)) == 4 * 64 * 2).all() and own.rows.sum(1).min() >= 8 * 3 * (64 - 1e-6)
+    assert own.rows.sum(0) == pytest.approx(own.received.sum((0, 1)))
     assert step_ms(own, ASKED) == answer.ms and saved_ms(now, own, ASKED) == answer.saved_ms
     one = [
-        TIMES.seconds(own.copies[b, layer], own.rows[b, layer].sum(0), 64)
+        TIMES.seconds(
+            own.copies[b, layer], own.received[b, layer], 64, over_even(own.crossing, ASKED)[b, layer]
+        )
         for b in range(8)
         for layer in range(3)
     ]

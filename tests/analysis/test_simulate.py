@@ -370,7 +370,7 @@ def test_threads_are_given_back():
         ({"loads": "own", "times": times()}, "times must be none for loads='own'"),
         (
             {"loads": "own", "policies": ("exact:objective=local",)},
-            "policy must be exact, of objective spread",
+            "policy must be exact with objective spread",
         ),
     ],
 )

@@ -314,7 +314,7 @@ def test_compiles_whole_with_what_a_policy_derived_before() -> None:
 
 BAD = {
     "tokens": (lambda p, g: Balancer(p, tokens="some", group=g), "tokens must be own or same, got 'some'"),
-    "no group": (lambda p, g: Balancer(p), "group must join the 8 ranks for tokens='own', got None"),
+    "no group": (lambda p, g: Balancer(p), "group must be given for 8 ranks with tokens of their own"),
     "ranks": (
         lambda p, g: Balancer(p, group=LocalGroup(isoload.Topology(2))),
         "placement must be for the group's 2 ranks, got 8",

@@ -246,8 +246,8 @@ def test_refuses_nodes_of_another_topology() -> None:
 @pytest.mark.parametrize(
     ("per_node", "message"),
     [
-        (1, "loads must be own where a node has one rank, got 'node' for ranks_per_node=1"),
-        (4, "loads must be gathered where one node has all ranks, got 'node' for ranks_per_node=4"),
+        (1, "loads must be own, because each node has one rank, got 'node' with ranks_per_node=1"),
+        (4, "loads must be gathered, because one node has all ranks, got 'node' with ranks_per_node=4"),
     ],
 )
 def test_refuses_nodes_that_are_none(per_node: int, message: str) -> None:

@@ -199,11 +199,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "policy": (
         {"policy": "dynamic"},
-        r"policy must be exact, of objective spread, for loads='own', got Dynamic",
+        r"policy must be exact with objective spread for loads='own', got Dynamic",
     ),
     "objective": (
         {"objective": "local"},
-        "policy must be exact, of objective spread, for loads='own', got Exact",
+        "policy must be exact with objective spread for loads='own', got Exact",
     ),
 }
 

@@ -141,7 +141,7 @@ def test_targets_leave_room_for_the_shared_copies_of_others() -> None:
 @pytest.mark.parametrize("policy", ["waterfill", "joint", "llep", "lp_sampled"])
 @BY_COUNTS
 def test_refuses_policies_that_place_shared_copies_borrow_or_draw(policy: str, loads: str) -> None:
-    message = f"policy must be exact, of objective spread, for loads={loads!r}, got .*; others need loads='gathered'"
+    message = f"policy must be exact with objective spread for loads={loads!r}, got .*: pass loads='gathered' for other"
     with pytest.raises(ValueError, match=message):
         with_shared(1, loads=loads, policy=policy)
 

@@ -1,4 +1,4 @@
-"""What docs/results.md says of bench_libra's and bench_route's results: goals that hold, and losses that are named."""
+"""docs/results-ahead.md on the results of bench_libra and bench_route: goals that hold, losses that are named."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGE = " ".join((ROOT / "docs" / "results.md").read_text().split())
+PAGE = " ".join((ROOT / "docs" / "results-ahead.md").read_text().split())
 EIGHT = [("DeepSeek-V2-Lite", 8, "even"), ("gpt-oss-20b", 8, "even"), ("GLM-5.2", 8, "even")]
 MORE = [("DeepSeek-V2-Lite", 8, "sequence"), ("gpt-oss-20b", 8, "sequence"), ("GLM-5.2", 32, "even")]
 Stream = tuple[str, int, str]
@@ -136,7 +136,7 @@ def loads_settings(busy: str = "all") -> dict[tuple[str, str, int, int], dict[st
 
 
 def test_where_own_counts_lose() -> None:
-    """docs/balancing.md names each such setting of bench_loads, with both figures; turned domains are apart."""
+    """docs/own-counts.md names each such setting of bench_loads, with both figures; turned domains are apart."""
     settings = {at: of for at, of in loads_settings().items() if at[1] != "turned"}
     lost = []
     for (trace, dealing, ranks, tokens), of in settings.items():
@@ -144,7 +144,7 @@ def test_where_own_counts_lose() -> None:
         if of["own + targets"] > least + 0.0005:
             figures = f"{of['own + targets']:.3f} for {least:.3f}"
             lost.append(f"{trace} {dealing}, {ranks} ranks, {tokens:,} tokens: {figures}")
-    page = " ".join((ROOT / "docs" / "balancing.md").read_text().split())
+    page = " ".join((ROOT / "docs" / "own-counts.md").read_text().split())
     assert f"in {len(lost)} of {len(settings)} settings ({'; '.join(lost)})" in page
 
 
@@ -166,7 +166,7 @@ def test_targets_of_idle_ranks_do_no_harm(busy: str) -> None:
 
 
 def test_targets_that_count_on_ranks_which_leave_lose_little() -> None:
-    """What no rank can know before the next exchange; docs/balancing.md has the most that is lost."""
+    """What no rank can know before the next exchange; docs/own-counts.md has the most that is lost."""
     assert max(of["own + targets"] - of["own"] for of in loads_settings("leave").values()) < 0.02
 
 
@@ -174,6 +174,6 @@ def test_how_near_a_split_of_own_copies_is_to_the_least_sum() -> None:
     rows = results("bench_own_split")
     splits, improvable, above = (sum(r[k] for r in rows) for k in ("splits", "improvable", "above_bound"))
     most = max(r["most_above"] for r in rows)
-    page = " ".join((ROOT / "docs" / "balancing.md").read_text().split())
+    page = " ".join((ROOT / "docs" / "own-counts.md").read_text().split())
     assert f"{improvable} of {splits:,} splits have an improving move" in page
     assert f"{above} have a peak above the bound of the rank's own copies, by at most {most} copies" in page

@@ -81,7 +81,8 @@ def test_what_is_said_of_rows_to_other_nodes():
         for line in (ROOT / "bench" / "results" / "bench_grace.jsonl").read_text().splitlines()
     ]
     placement, dispatch = (
-        " ".join((ROOT / "docs" / name).read_text().split()) for name in ("placement.md", "your-own-loop.md")
+        " ".join((ROOT / "docs" / name).read_text().split())
+        for name in ("results-placement.md", "your-own-loop.md")
     )
 
     def span(values):

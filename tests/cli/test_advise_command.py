@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from typer.testing import CliRunner
 from isoload.cli.app import app
 from isoload.wording import between, two_digits
 from support.documents import PLAIN, printed
+from support.measured_times import written
 
 TRACE = str(Path(__file__).parents[2] / "examples" / "traces" / "gptoss20b_decode.npz")
 SETTING = ["--gpu", "h100", "--model", "gpt-oss-20b", "--ranks", "8"]
@@ -51,6 +53,41 @@ def test_a_whole_step_is_shown_by_its_stages(tmp_path: Path) -> None:
     assert (low, high) == pytest.approx(
         [gain / ms for gain, ms in zip(found["gain_ms"], found["steps"]["now"]["ms"], strict=True)], rel=0.1
     )
+
+
+def test_like_for_like_has_the_verdict_at_equal_slots(tmp_path: Path) -> None:
+    found = {}
+    for words in ([], ["--like-for-like"]):
+        target = tmp_path / f"{len(words)}.json"
+        printed(["advise", TRACE, *ASKED, *words, "--json", str(target)])
+        found[bool(words)] = json.loads(target.read_text())
+    assert found[True]["gain_ms_by_slots"] == found[False]["gain_ms_by_slots"]
+    assert found[False]["gain_ms"] == found[False]["gain_ms_by_slots"]["chosen"]
+    assert found[True]["gain_ms"] == found[True]["gain_ms_by_slots"]["equal"]
+
+
+def test_long_paths_of_a_trace_are_a_word_in_the_command(tmp_path: Path) -> None:
+    folder = tmp_path / ("a-folder-with-a-long-name-" * 3)
+    folder.mkdir()
+    copied = shutil.copy(TRACE, folder / "trace.npz")
+    shown = printed(["advise", str(copied), *ASKED])
+    assert (
+        "isoload place TRACE --model gpt-oss-20b -o" in shown
+        and "TRACE is the files of the trace" in " ".join(shown.split())
+    )
+    assert str(folder) not in shown
+
+
+def test_dispatch_that_was_timed_as_isoloads_own_is_named(tmp_path: Path) -> None:
+    """The printed command starts DeepEP."""
+    times = written(tmp_path / "times.json")
+    config = {"hidden_size": 64, "moe_intermediate_size": 32, "num_experts": 16, "num_experts_per_tok": 2}
+    config |= {"num_hidden_layers": 3, "num_attention_heads": 4, "torch_dtype": "bfloat16"}
+    (tmp_path / "tiny.json").write_text(json.dumps(config))
+    words = ["--times", str(times), "--model", str(tmp_path / "tiny.json"), "--ranks", "4"]
+    shown = printed(["advise", "--skew", "zipf:2", *words, "--tokens-per-rank", "4096"])
+    assert "--moe-a2a-backend deepep" in shown
+    assert "the times of dispatch and combine are those of isoload's own exchange" in " ".join(shown.split())
 
 
 def test_a_guess_says_that_it_is_one() -> None:
@@ -141,8 +178,8 @@ def test_tokens_that_do_not_go_together_are_refused(words: list[str], said: str)
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "skew must be given in place of a trace, got None and None"),
-        ([TRACE, "--skew", "zipf:1"], "skew must be given in place of a trace, got 'zipf:1'"),
+        ([], "skew must be given without a trace, and only then, got None and None"),
+        ([TRACE, "--skew", "zipf:1"], "skew must be given without a trace, and only then, got 'zipf:1'"),
         ([TRACE, "--step-ms", "0"], "--step-ms must be in 0.001..10000000, got 0.0"),
         (
             [TRACE, "--step-ms", "40", "--dense-ms", "9"],

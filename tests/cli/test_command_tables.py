@@ -181,7 +181,8 @@ def test_what_a_replay_cannot_judge_is_said():
     assert replay_warnings(REPLAY) == []
     (unknown,) = replay_warnings(with_settings(top_k=0))
     assert (
-        unknown == "The record does not state top-k: copies are drawn one by one, rows are not counted (--top-k)."
+        unknown
+        == "The record does not state top-k: copies are drawn one by one, rows are not counted (--top-k)."
     )
     (fixed,) = replay_warnings(with_settings(layers_with_freedom=0))
     assert fixed.startswith("Every expert has one slot, so no policy has a choice: --slots-per-rank 6 gives")

@@ -88,6 +88,7 @@ def test_two_ranks_under_torchrun_give_advice_on_two(folder: Path) -> None:
     assert figures["kernel"] == "isoload" and figures["warnings"][0].startswith("No trace was given")
     shown = run(*ask, "--ranks", 2).stdout
     assert "Planning takes, as measured for a layer:" in " ".join(shown.split())
+    assert ("To run" in shown) == any("isoload's own exchange" in text for text in figures["warnings"])
     wider = " ".join(run(*ask, "--ranks", 3).stdout.split())
     assert "The all-to-all of 3 ranks is extrapolated; measured were 2 ranks." in wider
 

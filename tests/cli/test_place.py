@@ -15,6 +15,7 @@ from isoload.cli.app import app
 from isoload.cli.place import near_line
 from isoload.placers import parse_placer
 from isoload.traces import Identity, Trace, write_trace
+from isoload.wording import saving
 from support.documents import PLAIN
 from support.sglang_recording import EXPERTS, MOE, Recording
 
@@ -422,14 +423,34 @@ def test_with_nodes_and_per_token_choices_place_prints_the_rows_that_near_saves(
     result = run(*asked, "scenario", "--ranks-per-node", 2)
     before, after = isoload.read_placement(target).provenance["rows_to_other_nodes"]
     said = f"a seen token sends about {after:.2f} rows to other nodes (with near=False {before:.2f})"
-    assert after < before and said in " ".join(result.stdout.split()), result.output
+    text = " ".join(result.stdout.split())
+    assert after < before and said in text, result.output
+    assert "scenario, near=False" in result.stdout and "times the mean load (with near=False 1." in text
+    config = {"hidden_size": 7168, "moe_intermediate_size": 2048, "num_experts": 16, "num_experts_per_tok": 2}
+    config |= {
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "quantization_config": {"quant_method": "fp8"},
+    }
+    (tmp_path / "tiny.json").write_text(json.dumps(config))
+    timed = ["--model", tmp_path / "tiny.json", "--gpu", "h100", "--tokens-per-rank", 512, "--force"]
+    figures = tmp_path / "figures.json"
+    priced = run(*asked, "scenario", "--ranks-per-node", 2, *timed, "--json", figures)
+    low, high = json.loads(figures.read_text())["near_saved_ms"]
+    assert (
+        low <= high
+        and high > 0
+        and f"; near {saving(low, high, 'ms')} a step" in " ".join(priced.stdout.split())
+    )
+    alone = run(*asked, "scenario", "--gpu", "h100", "--force")
+    assert "error: model must be given with gpu or times" in alone.output.replace("--", "")
     for placer, nodes in (("scenario:near=False", 2), ("scenario", 8)):
         plain = run(*asked, placer, "--ranks-per-node", nodes, "--force")
         assert plain.exit_code == 0 and "other nodes" not in plain.stdout
 
 
 def test_place_says_that_no_exchange_keeps_the_caps():
-    assert near_line(0.5, 0.5).endswith("no exchange of slots sends fewer under the load caps")
+    assert near_line((0.5, 0.5), (1.0, 1.0)).endswith("no exchange of slots sends fewer under the load caps")
 
 
 def test_place_warns_that_other_choices_than_those_of_the_batches_were_not_judged(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections import Counter
 
 import pytest
@@ -10,7 +11,10 @@ from torch import Tensor
 
 import isoload
 from isoload.engines.tables import check_placer, keep_slots
+from isoload.engines.vllm.layers import MODELS
 from isoload.engines.vllm.placement import rebalance
+from isoload.engines.worth import ExpertSize, NewMaps, RebalanceRule
+from isoload.online.metrics import Metrics
 
 EXPERTS, RANKS, SIZE, LAYERS = 16, 4, 6, 3
 TOPOLOGY = isoload.Topology(RANKS)
@@ -83,3 +87,18 @@ def test_a_placer_that_leaves_slots_empty_is_refused() -> None:
     with pytest.raises(ValueError, match="--enable-eplb with ISOLOAD_PLACER=eplb: "):
         check_placer("--enable-eplb", "eplb", layout, EXPERTS, TOPOLOGY)
     check_placer("--enable-eplb", "eplb", first(), EXPERTS, TOPOLOGY)
+
+
+def test_a_new_map_that_does_not_pay_keeps_the_present_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The decision is that of the model whose experts are in these slots; other models have none."""
+    before, loads = rebalance(draw(0), TOPOLOGY, SIZE, "eplb", None), draw(1)
+    models = [Namespace(tables=first(), new_maps=None), Namespace(tables=before.int(), window=10)]
+    monkeypatch.setattr(MODELS, "by_state", dict(enumerate(models)))
+    for rule, pays in (("gain_ms=1000", False), ("move_ms=0", True)):
+        made = NewMaps(
+            "vLLM", RebalanceRule.parse(rule), ExpertSize(10**9, 10**9), 100, False, None, Metrics()
+        )
+        models[1].new_maps = made
+        assert torch.equal(rebalance(loads, TOPOLOGY, SIZE, "eplb", before), before) != pays
+    other = rebalance(draw(2), TOPOLOGY, SIZE, "eplb", None)
+    assert not torch.equal(rebalance(loads, TOPOLOGY, SIZE, "eplb", other), other)

@@ -211,8 +211,8 @@ def test_masked_copies_are_neither_computed_nor_predicted(local: str) -> None:
     layers = model.layers(transport_for(model, local))
     stack = LibraStack(layers, "lookahead", local=local)
     seen: list[Tensor] = []
-    predict_loads = stack.feed.predict
-    stack.feed.predict = lambda *args: seen.append(args[1].more) or predict_loads(*args)
+    predict_loads = stack.predictor_inputs.predict
+    stack.predictor_inputs.predict = lambda *args: seen.append(args[1].more) or predict_loads(*args)
     rows, given, all_weights = model.rows(), [], []
     for row in rows:
         ids, weights = model.gates[0](row)

@@ -76,8 +76,8 @@ def test_lookahead_reads_the_next_norm_of_the_residual() -> None:
         norm.register_forward_pre_hook(lambda _norm, args, i=i: residuals.update({i: args[0].flatten(0, -2)}))
     stack = isoload.LibraStack.from_decoder(model.model.layers, TOPOLOGY)
     counted: list[torch.Tensor] = []
-    predict = stack.feed.predict
-    stack.feed.predict = lambda *args: counted.append(args[1].more) or predict(*args)
+    predict = stack.predictor_inputs.predict
+    stack.predictor_inputs.predict = lambda *args: counted.append(args[1].more) or predict(*args)
     with torch.no_grad():
         model(IDS[0])
         for i in (0, 1):
@@ -95,7 +95,7 @@ def on_rank(rank: int, local: str) -> tuple[list[torch.Tensor], int]:
     stack = isoload.LibraStack.from_decoder(model.model.layers, topology, transport=transport, local=local)
     with torch.no_grad():
         logits = [model(ids[:, : 9 - rank]).logits for ids in IDS]
-    assert stack.feed is not None
+    assert stack.predictor_inputs is not None
     return logits, transport.group.traffic.bytes["borrow"]
 
 

@@ -189,8 +189,8 @@ def test_norms_are_read_by_hooks() -> None:
         layers = model.layers()
         stack = LibraStack(layers, "lookahead", norms)
         seen: list[torch.Tensor] = []
-        predict = stack.feed.predict
-        stack.feed.predict = lambda *args, seen=seen, predict=predict: (
+        predict = stack.predictor_inputs.predict
+        stack.predictor_inputs.predict = lambda *args, seen=seen, predict=predict: (
             seen.append(args[1].more) or predict(*args)
         )
         with torch.no_grad():

@@ -129,13 +129,13 @@ def test_gain_is_the_papers_balance_and_time_the_busiest_ranks_load():
 
 
 REFUSED = [
-    ("replicas must be in 0..2 of a rank over all layers, for which there is room, got 3", {"replicas": 3}),
-    ("replicas must be in 0..2 of a rank over all layers, for which there is room, got -1", {"replicas": -1}),
-    ("replicas must be a number of a rank, gain or knee, got 'all'", {"replicas": "all"}),
+    ("replicas must be in 0..2 per rank over all layers, as many as fit, got 3", {"replicas": 3}),
+    ("replicas must be in 0..2 per rank over all layers, as many as fit, got -1", {"replicas": -1}),
+    ("replicas must be a number per rank, gain or knee, got 'all'", {"replicas": "all"}),
     ("objective must be one of time, gain, printed, got 'best'", {"objective": "best"}),
     ("grid must be one of powers, full, got 'some'", {"grid": "some"}),
     (
-        "replicas must be in 0..0 of a rank over all layers, for which there is room, got 2",
+        "replicas must be in 0..0 per rank over all layers, as many as fit, got 2",
         {"replicas": 2, "slots_per_rank": 2},
     ),
 ]

@@ -74,7 +74,7 @@ def test_compiled_loops_and_numpy_give_the_same_slots(kind, seed, short, monkeyp
 
 
 def counted_rows(ids, slots, node, ranks):
-    """Rows as docs/placement.md defines them, token by token, over all nodes that a token may come from."""
+    """Rows as docs/record-and-place.md defines them, token by token, over all nodes that a token may come from."""
     held = [
         {e for r in range(ranks) if node[r] == n for e in slots[r] if e >= 0} for n in range(max(node) + 1)
     ]

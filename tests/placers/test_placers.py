@@ -311,7 +311,7 @@ REFUSED = [
         {"slots_per_rank": 3, "spare_slots": 2},
     ),
     (
-        "slots_per_rank must be at most 8 besides spare slots, one for each expert "
+        "slots_per_rank must be at most 8 without spare slots, one for each expert "
         "(dedup=False repeats experts), got 9",
         {"slots_per_rank": 10, "spare_slots": 1},
     ),

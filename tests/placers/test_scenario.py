@@ -258,7 +258,7 @@ REFUSED = [
     ("groups must be a multiple of the 2 live nodes, got 1", {"groups": 1}),
     ("moves must come with before, got 2 without", {"moves": 2}),
     (
-        "slots_per_rank must be at most 8 besides spare slots, one for each expert, got 9",
+        "slots_per_rank must be at most 8 without spare slots, one for each expert, got 9",
         {"slots_per_rank": 9},
     ),
 ]
@@ -272,7 +272,7 @@ def test_scenario_names_what_it_refuses(message, options):
 
 BEFORE = isoload.place(np.ones((2, 8)), isoload.Topology(4), 4, spare_slots=1)
 REFUSED_BEFORE = [
-    ("before must be None for placer eplb, which starts anew", {"placer": "eplb"}),
+    ("before must be None for placer eplb, which places from scratch", {"placer": "eplb"}),
     ("before must have 1 layers, got 2", {"counts": np.ones((1, 8))}),
     ("before must have 7 routed experts, got 8", {"counts": np.ones((2, 7))}),
     ("before must have 0 spare slots, got 1", {"spare_slots": 0}),
@@ -321,7 +321,10 @@ def test_place_names_what_it_refuses_of_traces():
         ([trace("c", layer_ids=(1, 2)), trace("b", layer_ids=(3, 4))], "trace b has layers 3..4"),
         ([a, empty], "counts must not be empty, trace empty has no copies"),
         (empty, "counts must not be empty, trace empty has no copies"),
-        ([a, [[1]]], "counts must be an array, a trace, or traces alone, got a list of traces and others"),
+        (
+            [a, [[1]]],
+            "counts must be an array, a trace, or a list of traces only, got a list with other items",
+        ),
         ([a] * 65, "counts must be at most 64 traces, got 65"),
     ):
         with pytest.raises(ValueError, match="^" + re.escape(message)):

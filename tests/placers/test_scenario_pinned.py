@@ -180,13 +180,13 @@ def test_a_rebalancer_moves_replicas_between_shards():
 @pytest.mark.parametrize(
     ("message", "options"),
     [
-        ("groups must be 0 with pinned, whose homes stay, got 2", {"groups": 2, "slots_per_rank": 4}),
+        ("groups must be 0 with pinned, which fixes the homes, got 2", {"groups": 2, "slots_per_rank": 4}),
         (
             "replicas must be None with pinned where 5 ranks do not divide the 12 experts, got 1",
             {"replicas": 1, "topology": isoload.Topology(5)},
         ),
         (
-            "before must have pinned homes on live ranks, that of expert 3 in layer 0 is on none",
+            "before must have pinned homes on live ranks, expert 3 of layer 0 has none",
             {
                 "before": "of four ranks",
                 "slots_per_rank": 5,
@@ -211,6 +211,7 @@ def test_a_shared_expert_whose_home_died_is_refused():
     before = isoload.Placement(before.slot_to_expert, before.topology, 6, home_slot=homes, num_shared=1)
     without = isoload.Topology(4, alive=[True, True, True, False])
     with pytest.raises(
-        ValueError, match="^before must have pinned homes on live ranks, a shared expert's is on rank 3"
+        ValueError,
+        match="^before must have pinned homes on live ranks, the home of a shared expert is on rank 3",
     ):
         isoload.place(counts, without, 3, "scenario", num_shared=1, pinned=True, before=before)

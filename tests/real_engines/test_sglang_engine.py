@@ -19,6 +19,7 @@ from isoload.analysis.server import phases
 from isoload.analysis.simulate import ReplaySettings, replay
 from isoload.cli.app import app
 from isoload.traces import Trace
+from support import measured_times
 
 EPLB = {
     "ep_num_redundant_experts": 4, "ep_dispatch_algorithm": "dynamic", "enable_eplb": True,
@@ -26,6 +27,7 @@ EPLB = {
     "expert_distribution_recorder_mode": "stat",
 }  # fmt: skip
 RANKS, SLOTS, LAYERS = 2, 10, 3
+EXPERTS, HIDDEN, INNER = 16, 64, 64  # padded by SGLang on CPU
 ATTACHED = {
     "ISOLOAD_SGLANG": "1",
     "ISOLOAD_STRICT": "1",
@@ -72,6 +74,16 @@ def balanced(
     """It starts from where isoload placed the experts."""
     start = {"eplb_algorithm": "isoload", "init_expert_location": str(placed)}
     return run_sglang(oracle[0], tmp_path_factory.mktemp("runs") / "isoload", ATTACHED, **EPLB, **start)
+
+
+@pytest.fixture(scope="module")
+def kept(oracle: tuple[Path, list[list[int]]], tmp_path_factory: pytest.TempPathFactory) -> EngineRun:
+    """No new map pays, and rank 1 is measured to be twice as fast as rank 0."""
+    folder = tmp_path_factory.mktemp("kept")
+    experts = measured_times.times().to_json()["experts"] | {"hidden": HIDDEN, "intermediate": INNER}
+    times = measured_times.written(folder / "times.json", ranks=RANKS, speeds=[1.0, 2.0], experts=experts)
+    rule = {"ISOLOAD_POLICY": "exact", "ISOLOAD_REBALANCE": "gain_ms=1000", "ISOLOAD_TIMES": str(times)}
+    return run_sglang(oracle[0], folder / "run", ATTACHED | rule, **EPLB, eplb_algorithm="isoload")
 
 
 @pytest.fixture(scope="module")
@@ -127,6 +139,28 @@ def test_experts_moved_while_tokens_were_generated(stock: EngineRun, balanced: E
         int(slot) for batch in balanced.batches[0] if batch.layer == 1 for slot in batch.slots[batch.ids == 0]
     }
     assert len(one_expert) >= 2
+
+
+def test_a_new_map_that_does_not_pay_is_not_applied(
+    oracle: tuple[Path, list[list[int]]], kept: EngineRun
+) -> None:
+    assert kept.tokens == oracle[1]
+    assert len(kept.lines("TP0 EP0] [EPLBManager] rebalance end")) >= 3
+    assert len(kept.lines("a rebalance was skipped (ISOLOAD_REBALANCE): the new map would save")) == RANKS
+    for layer in range(LAYERS):
+        batches = [batch for batch in kept.batches[0] if batch.layer == layer]
+        assert all(torch.equal(batch.table, batches[0].table) for batch in batches if batch.table.numel())
+        slots_of = [{int(p) for b in batches for p in b.slots[b.ids == e]} for e in range(EXPERTS)]
+        assert sum(map(len, slots_of)) <= RANKS * SLOTS and not set.intersection(*slots_of)
+
+
+def test_a_faster_rank_computes_more_copies(kept: EngineRun, stock: EngineRun) -> None:
+    ranks = [
+        torch.bincount(torch.cat([b.slots.flatten() for b in run.batches[0]]) // SLOTS, minlength=RANKS)
+        for run in (kept, stock)
+    ]
+    (slow, fast), (first, second) = (copies.double() / copies.sum() for copies in ranks)
+    assert fast > slow and fast - slow > second - first
 
 
 def test_every_slot_holds_its_expert_after_each_rebalance(balanced: EngineRun) -> None:

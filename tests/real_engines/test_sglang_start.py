@@ -205,7 +205,7 @@ def test_the_log_says_whose_counts(
         (
             {},
             {"ISOLOAD_POLICY": "lp"},
-            "ISOLOAD_POLICY must be exact where ISOLOAD_LOADS is own.*'lp'",
+            "ISOLOAD_POLICY must be exact if ISOLOAD_LOADS is own.*'lp'",
         ),
         (
             {"elastic_ep_backend": "mooncake"},

@@ -66,9 +66,9 @@ def test_printed_flags_start(
     candidate: Candidate, phase: str, nodes: str, model: str, models: dict[str, Path]
 ) -> None:
     topology = TOPOLOGIES[nodes]
-    lines = flags("vllm", candidate, topology, 20, "trace.npz", phase)
-    options = [word for word in launch_words(" ".join(lines)) if not word.startswith("ISOLOAD_")]
-    made = configure(options, models[model])
+    (start,) = flags("vllm", candidate, topology, 20, "trace.npz", phase)
+    words = launch_words(start)
+    made = configure(words[words.index("MODEL") + 1 :], models[model])
     assert made.enable_eplb and made.enable_expert_parallel and made.data_parallel_size == topology.num_ranks
     assert made.eplb_config.num_redundant_experts == topology.num_ranks * candidate.more
     assert made.all2all_backend == VLLM_BACKENDS[phase] and made.nnodes == topology.num_nodes

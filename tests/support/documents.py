@@ -35,5 +35,8 @@ def launches(path, program):
 
 
 def launch_words(line):
-    """Return the words of a launch as a shell passes them on, with VALUES for the reader's variables."""
-    return shlex.split(re.sub(r"\$\{(\w+)\}", lambda name: VALUES[name[1]], line))
+    """Return the words of a launch as a shell passes them on, with VALUES for the reader's words and variables."""
+    names = "|".join(VALUES)
+    return shlex.split(
+        re.sub(rf"\$\{{({names})\}}|\b({names})\b", lambda name: VALUES[name[1] or name[2]], line)
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -173,3 +174,16 @@ def test_every_shipped_exchange_loads_and_grows(row: dict[str, Any], step: str) 
     time = AllToAllTime.load(step=step, **{name: row[name] for name in names})
     seconds = time.seconds(np.geomspace(1, row["tokens_to"], 50), 1.1)
     assert time.measured and (np.diff(seconds, axis=0) >= 0).all() and 1e-6 < seconds[0, 0] < 1e-3
+
+
+def test_tokens_follow_the_rows_between_nodes_on_several_nodes_alone() -> None:
+    low, high = Curve(10.0, 1.0, 2.0), Curve(20.0, 3.0, 2.0)
+    across = AllToAllTime("gpu", "k", "dispatch", 16, 2, low, high)
+    found = across.seconds(100, 1.5, 0.8)
+    assert found == pytest.approx([1e-6 * float(low(np.float64(80))), 1e-6 * float(high(np.float64(120)))])
+    guessed = replace(across, measured=False).seconds(100, 1.5, 0.8)  # its low end is inside of a node
+    assert guessed == pytest.approx([1e-6 * float(low(np.float64(100))), found[1]])
+    inside = replace(across, nodes=1)
+    assert (inside.seconds(100, 1.5, 0.8) == inside.seconds(100, 1.5)).all()
+    with pytest.raises(ValueError, match="crossing must be finite numbers from 0 on, got -1"):
+        across.seconds(100, 1.5, -1.0)

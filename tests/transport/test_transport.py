@@ -240,7 +240,7 @@ def test_bad_arguments_of_dispatch() -> None:
     refused("slots of rank 0 must be in -1..9, got -2", slots=lambda s: s * 0 - 2)
     refused("weights of rank 0 must be [3, 4] as slots, got [3, 3]", weights=lambda w: w[:, :3])
     refused(
-        "weights of rank 0 must be float32 (or float64 beside float64 x), got torch.float16",
+        "weights of rank 0 must be float32 (or float64 with float64 x), got torch.float16",
         weights=Tensor.half,
     )
     refused("slots_per_rank must be at least 1, got 0", slots_per_rank=lambda s: 0)

@@ -1,4 +1,4 @@
-"""Advice: each candidate's time on the user's GPUs, by measured constants, on batches it was not made from.
+"""Advice: each candidate's time on the user's GPUs, by measured constants, on batches from which it was not made.
 
 A candidate is a placement with a number of added slots, and the policy that chooses the replica of a copy.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -19,26 +20,28 @@ from torch import Tensor
 from isoload import ops
 from isoload.analysis.loads import Judged
 from isoload.analysis.models import Model
-from isoload.analysis.timeline import ENDS, Floats, rows_between, timeline
+from isoload.analysis.node_share import share_of_node
+from isoload.analysis.timeline import ENDS, Floats, Timeline, rows_by_size, timeline
 from isoload.balancing.planning import plan_layers, share_routed
 from isoload.balancing.targets import offsets
 from isoload.placement.placement import Placement
 from isoload.placers import place
 from isoload.times import LayerTime
+from isoload.times.exchanges import rows_leaving, sends_copies
 from isoload.topology import Topology, as_topology, over_mean
 from isoload.traces import Ints
 
-MORE_SLOTS = (0, 1, 2, 4)  # of a rank, beyond one for each expert
+MORE_SLOTS = (0, 1, 2, 4)  # of a rank, in addition to one for each expert
 
 
 class Candidate(NamedTuple):
     """One way to run.
 
-    placer: "trivial" lays experts in order, as engines do by default; "eplb" packs them by their loads.
+    placer: "trivial" places experts in order, as engines do by default; "eplb" packs them by their loads.
     more: slots of a rank beyond those that hold each expert once.
-    split: who chooses replicas: "static" and "dynamic" (a random one) are engines' own; isoload's "exact" is planned by
-        all ranks' loads, "node" by those of a node, "own" by each rank's own.
-        "none" where there are no replicas.
+    split: the choice of replicas. "static" and "dynamic" (a random one) are engines' own. isoload's "exact" plans
+    from all
+        ranks' loads, "node" from those of a node, "own" from each rank's own. "none" if there are no replicas.
     """
 
     placer: str
@@ -61,7 +64,7 @@ ISOLOADS = ("exact", "node", "own")
 
 
 def grid(max_slots: int, gathers: bool = True, nodes: int = 1) -> list[Candidate]:
-    """All candidates with at most so many more slots: experts in order first.
+    """Return all candidates with at most max_slots more slots, experts in order first.
 
     gathers: whether the engine gathers loads, of all ranks for "exact", inside of each of several nodes for "node".
     """
@@ -81,7 +84,9 @@ def placed(candidate: Candidate, judged: Judged, topology: Topology) -> Placemen
 def sent(
     candidate: Candidate, loads: Tensor, placement: Placement, renewed: list[Tensor], seed: int
 ) -> Tensor:
-    """[L, R, P] copies that each rank sends to each slot in a batch of loads [L, R, E]; renewed: of :func:`targets`."""
+    """Return [L, R, P] copies that each rank sends to each slot for loads [L, R, E]; renewed: result of
+    :func:`targets`.
+    """
     split = candidate.split
     if split == "dynamic":
         return _dynamic(loads, placement, seed)
@@ -98,48 +103,60 @@ def sent(
 
 
 def sent_batches(candidate: Candidate, placement: Placement, judged: Judged) -> Iterator[NDArray[np.integer]]:
-    """[L, R, P] copies that each rank sends to each slot, batch by batch."""
+    """Yield [L, R, P] copies that each rank sends to each slot, batch by batch."""
     renewed = targets(candidate.split, torch.from_numpy(judged.calibration), placement)
-    for seed, loads in enumerate(judged.loads):
-        yield sent(candidate, loads, placement, renewed, seed).numpy()
+
+    def batch(seed: int) -> NDArray[np.integer]:
+        return np.asarray(sent(candidate, judged.loads[seed], placement, renewed, seed).numpy())
+
+    if candidate.split != "dynamic":
+        yield from map(batch, range(len(judged.loads)))
+        return
+    with ThreadPoolExecutor(
+        2
+    ) as pool:  # most of the time of large groups is in its draws, which hold no lock
+        yield from pool.map(batch, range(len(judged.loads)))
 
 
 def targets(split: str, counts: Tensor, placement: Placement) -> list[Tensor]:
-    """What an exchange tells ranks that have all had tokens alike, counts seen [L, E].
+    """Return the offsets that an exchange gives every rank ("own") or node ("node"), each [L, R]; [] for other splits.
 
-    Of every rank ("own") or node ("node") its offset [L, R]; for other splits nothing.
+    counts: [L, E] of recent tokens, of which every source had the same part.
     """
     layers, topology = placement.layers("cpu"), placement.topology
     sources = {"own": topology.num_ranks, "node": topology.num_nodes}.get(split, 0)
     recent = counts.unsqueeze(1).expand(-1, sources, -1)
     if not sources:
         return []
-    # Sources that have had the same counts have the same offset.
+    # Sources with the same counts have the same offset.
     return [offsets(recent, recent.sum(2), 0, layers.tables, layers.slot_to_expert, topology)] * sources
 
 
 def _node(loads: Tensor, placement: Placement, renewed: list[Tensor]) -> Tensor:
-    tables, size = placement.layers("cpu").tables, placement.topology.ranks_per_node
-    parts = []
+    """Return the copies if every node splits the loads of its own ranks."""
+    layers, size = placement.layers("cpu"), placement.topology.ranks_per_node
+    sent = loads.new_empty(*loads.shape[:2], placement.num_slots)
     for node, offset in enumerate(renewed):
-        inside, node_ranks = torch.zeros_like(loads), slice(node * size, (node + 1) * size)
-        inside[:, node_ranks] = loads[:, node_ranks]
-        wanted = ops.plan_own(inside.sum(1, dtype=torch.int32), tables, offset, node)
-        parts.append(ops.share(inside, wanted, tables, size)[:, node_ranks])
-    return torch.cat(parts, 1)
+        ranks = slice(node * size, (node + 1) * size)
+        slots = slice(ranks.start * placement.slots_per_rank, ranks.stop * placement.slots_per_rank)
+        wanted = ops.plan_own(loads[:, ranks].sum(1, dtype=torch.int32), layers.tables, offset, node)
+        sent[:, ranks] = share_of_node(loads[:, ranks], wanted, layers.slot_to_expert, slots)
+    return sent
 
 
 def _dynamic(loads: Tensor, placement: Placement, seed: int) -> Tensor:
-    """Every copy draws a replica, all alike."""
+    """Return [L, R, P] copies if every copy draws a replica with equal chances."""
     draw, slots = np.random.default_rng(seed), placement.arrays[0]
     drawn = np.zeros((*loads.shape[:2], slots.shape[1]), dtype=np.int32)
     for layer, row in enumerate(slots):
-        order = np.argsort(row, kind="stable")  # of an expert its slots, one after the other
+        order = np.argsort(row, kind="stable")  # the slots of an expert, one after the other
         order = order[row[order] >= 0]
         copies = np.bincount(row[order], minlength=loads.shape[2])
         first = np.cumsum(copies) - copies
         left = loads[layer].numpy().copy()  # [R, E]
-        for turn in range(int(copies.max())):  # of those that are left, a binomial part to the next replica
+        for turn in range(
+            int(copies.max())
+        ):  # a binomial part of the remaining copies goes to the next replica
             more = np.flatnonzero(copies > turn)
             took = draw.binomial(left[:, more], 1 / (copies[more] - turn))
             drawn[layer][:, order[first[more] + turn]] = took
@@ -148,12 +165,12 @@ def _dynamic(loads: Tensor, placement: Placement, seed: int) -> Tensor:
 
 
 Span = tuple[float, float]
-NO_DIFFERENCE = 0.03  # of a step: less is within what any such model can say
-# Microseconds of a layer until its slots are there, measured on one H100 (docs/gpu.md; 16 to 64 ranks, 128 to 16,384
-# tokens of each): own counts in one op; count, plan and route behind each other. GATHER_US: of the loads ahead of
-# them, which takes several GPUs and was not measured.
+NO_DIFFERENCE = 0.03  # of a step: a smaller difference is within the error of the model
+# Microseconds until the slots of a layer are known, measured on one H100 (docs/results-gpu.md; 16 to 64 ranks, 128 to
+# 16,384 tokens of each): own counts in one op; count, plan and route one after another. GATHER_US: the gather of loads
+# before them, which takes several GPUs and was not measured.
 GATHER_US = (10.0, 25.0)
-SAME_PLAN = {"node": "exact"}  # whose measured time stands for another one's
+SAME_PLAN = {"node": "exact"}  # whose measured time is taken for another split
 PLAN_US = {
     "none": (0.0, 0.0),
     "static": (0.0, 0.0),
@@ -166,15 +183,17 @@ PLAN_US = {
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked.
+    """The setting of an advice.
 
     layer: constants of the GPU. topology: R ranks, or the number R. tokens: of a rank in a step.
-    step_ms: that was measured, by which percentages are;
-    None: of the modelled MoE layers alone, which is their upper end. dense_ms: in its place attention and the dense
-    part of a step, all layers, with which a whole one is modelled. memory: bytes of a rank for more slots; None: any.
-    rebalance_s, every: seconds that a rebalance takes, and the steps between two. context: tokens of a request.
-    gathers: whether the engine gathers all ranks' loads for this model, as "exact" needs. plan_us: by who chooses the
-    replicas, microseconds of a layer that were measured, the gather of loads included; None: PLAN_US.
+    step_ms: a measured step, to which percentages refer; None: they refer to the modelled MoE layers alone, an upper
+    limit.
+    dense_ms: instead of step_ms, attention and the dense part of a step, all layers, with which a whole step is
+    modelled.
+    memory: bytes of a rank for more slots; None: no limit. rebalance_s, every: seconds that a rebalance takes, and the
+    steps between two. context: tokens of a request. gathers: whether the engine gathers all ranks' loads for this
+    model, as "exact" needs. plan_us: by choice of replicas, measured microseconds of a layer with the gather of loads;
+    None: PLAN_US. like_for_like: compare isoload with the best candidate without it that has equally many slots.
     """
 
     model: Model
@@ -189,6 +208,7 @@ class Question:
     gathers: bool = True
     dense_ms: float | None = None
     plan_us: Mapping[str, float] | None = None
+    like_for_like: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "topology", as_topology(self.topology))
@@ -206,25 +226,34 @@ class Question:
 
 
 class Run(NamedTuple):
-    """What a candidate makes of B judged batches.
+    """A candidate's run on B judged batches.
 
     copies     [B, L, R, S]  that each slot computes
-    rows       [B, L, R, R]  that each rank sends to each, itself included
-    node_rows  of all rows, the part to another node
+    received   [B, L, R]  rows that each rank receives, its own included
+    rows       [R, R]  that each rank sends to each, itself included, in all layers and batches
+    node_rows  fraction of all rows to another node
+    crossing   [B, L, 2]  rows of a token to other nodes: once for each node, and once for each copy
     """
 
     candidate: Candidate
     copies: Ints
+    received: Floats
     rows: Floats
     node_rows: float
+    crossing: Floats
+
+    @property
+    def rank_rows(self) -> float:
+        """Fraction of all rows to another rank."""
+        return 1 - float(self.rows.trace() / self.rows.sum())
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A candidate's figures; ranges are [from, to]. ms: of a step's MoE layers, planning and moving included.
+    """A candidate's figures; ranges are [from, to]. ms: of a step's MoE layers, with planning and moving.
 
-    saved_ms: against the candidate that runs now. imbalance: max / mean copies of a rank, over layers and batches.
-    slots_bytes: of a rank's additional slots. node_rows: of the rows that are sent, those to another node.
+    saved_ms: against the present candidate. imbalance: max / mean copies of a rank, over layers and batches.
+    slots_bytes: of a rank's additional slots. node_rows, rank_rows: fractions of all rows to another node or rank.
     """
 
     candidate: Candidate
@@ -234,6 +263,7 @@ class Answer:
     imbalance: float
     slots_bytes: float
     node_rows: float
+    rank_rows: float
 
     def to_json(self) -> dict[str, Any]:
         return {**vars(self), "candidate": self.candidate._asdict()}
@@ -243,8 +273,8 @@ class Answer:
 class Step:
     """Milliseconds from the low to the high end of the all-to-all's range, a mean over batches.
 
-    stages: of a rank in the mean, in the order of :class:`isoload.analysis.timeline.Timeline`, then "waiting"; their
-    sum is the step's. halved_ms: of the step in two half batches, of which one computes while the other exchanges.
+    stages: of a mean rank, in the order of :class:`isoload.analysis.timeline.Timeline`, then "waiting"; their sum is
+    the step's. halved_ms: of the step in two half batches, the first of which computes while the second exchanges.
     """
 
     ms: Span
@@ -254,33 +284,44 @@ class Step:
 
 @dataclass(frozen=True)
 class Advice:
-    """Answers, the one with the least time first; `now` is what they are compared with."""
+    """Answers, fastest first; `now` is the candidate to which they are compared."""
 
     question: Question
     answers: tuple[Answer, ...]
     now: Answer
     extrapolated: bool  # whether the constants were measured on fewer or more tokens
     drawn: bool
-    steps: tuple[Step, Step] | None = None  # whole ones: as it runs now, and of the best; with dense_ms
+    steps: tuple[Step, Step] | None = None  # whole steps, of now and of the best; with dense_ms
 
     @property
     def ours(self) -> Answer | None:
-        """The best in which isoload chooses the replicas; None where memory leaves no room for any."""
+        """The best candidate in which isoload chooses the replicas; None if memory allows no added slot."""
         return next((answer for answer in self.answers if answer.candidate.ours), None)
 
     @property
     def theirs(self) -> Answer:
-        """The best without isoload."""
-        return next(answer for answer in self.answers if not answer.candidate.ours)
+        """The best candidate without isoload; with like_for_like, of as many slots as isoload's best."""
+        return self.rival(self.question.like_for_like)
+
+    def rival(self, like_for_like: bool) -> Answer:
+        """Return the best without isoload: of any number of slots, or of as many as isoload's best."""
+        more = self.ours.candidate.more if self.ours and like_for_like else None
+        engines = (answer for answer in self.answers if not answer.candidate.ours)
+        return next(answer for answer in engines if more in (None, answer.candidate.more))
 
     @property
     def gain_ms(self) -> tuple[float, float]:
-        """What isoload saves beyond the best without it."""
-        return less(self.theirs.ms, self.ours.ms) if self.ours else (0.0, 0.0)
+        """What isoload saves in addition to the best candidate without it."""
+        return self.gain_over(self.theirs)
+
+    def gain_over(self, other: Answer) -> tuple[float, float]:
+        """Return what isoload's best saves beyond another answer."""
+        return less(other.ms, self.ours.ms) if self.ours else (0.0, 0.0)
 
     def share(self, saved_ms: tuple[float, float]) -> tuple[float, float]:
-        """As a part of the step as it runs now: the measured one, else the modelled one; without dense_ms of its MoE
-        layers alone, which is an upper end."""
+        """Return a saving as a fraction of the present step: the measured one, else the modelled one; without dense_ms
+        of its MoE layers alone, which is an upper limit.
+        """
         modelled = self.steps[0].ms if self.steps else self.now.ms
         step = self.question.step_ms
         low, high = sorted(saved / (step or now) for saved, now in zip(saved_ms, modelled, strict=True))
@@ -307,14 +348,14 @@ def advise(
     on_candidate: Callable[[int, int], None] = lambda done, total: None,
     placements: dict[tuple[str, int], Placement] | None = None,
 ) -> Advice:
-    """Every candidate of the grid on the judged batches, by the middle of its range.
+    """Return the candidates of the grid on the judged batches, ordered by the middle of their range.
 
-    placements: by placer and additional slots, those that are made already; what is missing is added, once for each
-    number of slots.
+    placements: by placer and additional slots, those that exist already; missing ones are added, once for each number
+    of slots.
     """
     model = question.model
     per_slot = model.expert_bytes * model.layers
-    # A rank has a slot for each expert at most.
+    # A rank has at most one slot for each expert.
     max_slots = model.experts - -(-model.experts // question.topology.num_ranks)
     max_slots = max_slots if question.memory is None else min(max_slots, int(question.memory // per_slot))
     in_order, placements = list[Answer](), {} if placements is None else placements
@@ -340,16 +381,16 @@ def advise(
 def _whole(
     candidate: Candidate, placements: dict[tuple[str, int], Placement], question: Question, judged: Judged
 ) -> Step:
-    """The mean of the judged batches: the MoE layers by their timeline, all as the mean of those that are known, with
-    attention and the dense part spread evenly between them."""
+    """Return the mean of the judged batches: the MoE layers by their timeline, unknown layers as the mean of known
+    ones, with attention and the dense part spread evenly between them.
+    """
     assert question.dense_ms is not None
     batches = list(sent_batches(candidate, placements[candidate.placer, candidate.more], judged))
     plan_us, gather_us = planning_us(candidate.split, question)
     layers, dense_s = question.model.layers, 1e-3 * question.dense_ms / question.model.layers
     totals: dict[str, Floats] = defaultdict(lambda: np.zeros(2))  # seconds at both ends
     for sent in batches:
-        rows = rows_between(sent, question.tokens, question.topology.num_ranks)
-        of_batch = partial(timeline, question.layer, sent, question.tokens, question.topology, rows=rows)
+        of_batch = timeline_of(sent, question)
         for at, end in enumerate(ENDS):
             gather_s, plan_s = 1e-6 * gather_us[at], 1e-6 * plan_us[at]
             step = partial(of_batch, end=end, dense_s=dense_s, gather_s=gather_s, plan_s=plan_s)
@@ -364,8 +405,18 @@ def _whole(
     return Step(ms, {**spans, "rebalance": (moving, moving)}, halved)
 
 
+def timeline_of(sent: NDArray[np.integer], question: Question) -> partial[Timeline]:
+    """Return :func:`isoload.analysis.timeline.timeline` given the rows of sent [L, R, P]."""
+    topology = question.topology
+    rows, to_nodes = rows_by_size(sent, question.tokens, topology.num_ranks, topology.num_nodes)
+    crossing = over_even(_crossing(sent, to_nodes, question), question)
+    return partial(timeline, question.layer, sent, question.tokens, topology, rows=rows, crossing=crossing)
+
+
 def planning_us(split: str, question: Question) -> tuple[Span, Span]:
-    """Of a layer, from and to: the plan's kernels, and the gather of loads ahead of them where it is known apart."""
+    """Return microseconds of a layer, from and to: the plan's kernels, and the gather of loads if it is known
+    separately.
+    """
     low, high = _plan_us(split, question)
     gather = GATHER_US if split in ("exact", "node") and question.plan_us is None else (0.0, 0.0)
     return (low - gather[0], high - gather[1]), gather
@@ -379,37 +430,44 @@ def _plan_us(split: str, question: Question) -> Span:
 
 
 def _moving_ms(candidate: Candidate, question: Question) -> float:
-    """Of a step, its part of a rebalance."""
+    """Return a step's part of a rebalance."""
     moves = question.every and candidate.placer != "trivial"
     return 1e3 * question.rebalance_s / question.every if moves else 0.0
 
 
 def run(candidate: Candidate, judged: Judged, question: Question, placement: Placement | None = None) -> Run:
-    """A candidate on the judged batches; placement: made for it before."""
+    """Run a candidate on the judged batches; placement: made for it before."""
     chosen = placement or placed(candidate, judged, question.topology)
     return run_of(candidate, sent_batches(candidate, chosen, judged), question)
 
 
 def run_of(candidate: Candidate, batches: Iterable[NDArray[np.integer]], question: Question) -> Run:
-    """A candidate by what it sends: [L, R, P] copies of each rank to each slot, batch by batch."""
+    """Return a candidate's run, given batches [L, R, P] of the copies that each rank sends to each slot."""
     topology = question.topology
-    copies, rows, across = [], [], []
+    copies, received, across, crossing = [], [], [], []
+    total = np.zeros((topology.num_ranks, topology.num_ranks))
     for moved in batches:
         copies.append(moved.sum(1).reshape(len(moved), topology.num_ranks, -1))
-        rows.append(rows_between(moved, question.tokens, topology.num_ranks))
-        across.append(_to_other_nodes(rows_between(moved, question.tokens, topology.num_nodes), topology))
-    return Run(candidate, np.stack(copies), np.stack(rows), float(np.mean(across)))
+        rows, to_nodes = rows_by_size(moved, question.tokens, topology.num_ranks, topology.num_nodes)
+        received.append(rows.sum(1))
+        total += rows.sum(0)
+        across.append(_to_other_nodes(to_nodes, topology))
+        crossing.append(_crossing(moved, to_nodes, question))
+    return Run(
+        candidate, np.stack(copies), np.stack(received), total, float(np.mean(across)), np.stack(crossing)
+    )
 
 
 def layer_ms(result: Run, question: Question) -> Floats:
-    """[2] from and to what a layer takes on average, planning apart."""
+    """Return [2] from and to what a layer takes on average, without planning."""
     tokens = np.full(result.copies.shape[:2], question.tokens)
-    seconds = question.layer.seconds(result.copies, result.rows.sum(2), tokens)
+    crossing = over_even(result.crossing, question)
+    seconds = question.layer.seconds(result.copies, result.received, tokens, crossing)
     return np.asarray(seconds.mean((0, 1)) * 1e3)
 
 
 def step_ms(result: Run, question: Question, planning: float = 1.0) -> tuple[float, float]:
-    """What a step's MoE layers take; planning: times what is taken for it."""
+    """Return what a step's MoE layers take; planning: factor of the planning time."""
     moving = _moving_ms(result.candidate, question)
     plan = [planning * us * 1e-3 for us in _plan_us(result.candidate.split, question)]
     low, high = (
@@ -429,22 +487,77 @@ def _answer(result: Run, question: Question, per_slot: float) -> Answer:
         float(over_mean(loads).max(-1).mean()),
         result.candidate.more * per_slot,
         result.node_rows,
+        result.rank_rows,
     )
 
 
 def _to_other_nodes(rows: Floats, topology: Topology) -> float:
-    """Of rows [L, R, nodes], the part to another node."""
+    """Return the fraction of rows [L, R, nodes] to another node."""
+    return float(rows[:, _other_nodes(topology)].sum() / rows.sum())
+
+
+def _other_nodes(topology: Topology) -> NDArray[np.bool_]:
+    """Return [R, nodes] whether a node is not the rank's own."""
     node_of_rank = np.arange(topology.num_ranks) // topology.ranks_per_node
-    other = node_of_rank[:, None] != np.arange(topology.num_nodes)
-    return float(rows[:, other].sum() / rows.sum())
+    return np.asarray(node_of_rank[:, None] != np.arange(topology.num_nodes))
+
+
+def _crossing(sent: NDArray[np.integer], to_nodes: Floats, question: Question) -> Floats:
+    """Return [L, 2] rows of a token to other nodes, once for each node and once for each copy.
+
+    Args:
+        sent: [L, R, P]. to_nodes: [L, R, nodes] rows, once for each node.
+    """
+    topology = question.topology
+    copies = sent.reshape(*to_nodes.shape, -1).sum(-1)
+    other = _other_nodes(topology)
+    sums = [rows[:, other].sum(1) for rows in (to_nodes, copies)]
+    return np.stack(sums, 1) / (question.tokens * topology.num_ranks)
+
+
+def over_even(crossing: Floats, question: Question) -> Floats | float:
+    """Return [...] of crossing [..., 2] what the question's dispatch sends, over the same of even routing.
+
+    Rows of even routing are counted as :func:`isoload.analysis.timeline.rows_between` does, so that its error cancels.
+    """
+    nodes, dispatch, model = question.topology.num_nodes, question.layer.dispatch, question.model
+    if nodes == 1 or dispatch is None:
+        return 1.0
+    if sends_copies(dispatch.kernel):
+        return np.asarray(crossing[..., 1] / rows_leaving(dispatch.kernel, model.top_k, nodes))
+    reached = 1 - (1 - model.top_k / model.experts) ** (model.experts / nodes)
+    return np.asarray(crossing[..., 0] / ((nodes - 1) * reached))
+
+
+def near_saves(
+    question: Question, judged: Judged, placements: tuple[Placement, Placement], rows: tuple[float, float]
+) -> Span:
+    """Return the milliseconds of a step that a placement saves over another by its rows to other nodes and its loads.
+
+    Args:
+        placements: the other one, and the one that saves; copies are split exactly.
+        rows: of a token to other nodes, once for each node, on recorded tokens: of the other one, and of the one that
+            saves.
+    """
+    even = rows_leaving("", question.model.top_k, question.topology.num_nodes)
+    spans = []
+    for placement, of_token in zip(placements, rows, strict=True):
+        placed_run = run(Candidate("eplb", 1, "exact"), judged, question, placement)
+        tokens = np.full(placed_run.copies.shape[:2], question.tokens)
+        seconds = question.layer.seconds(
+            placed_run.copies, placed_run.received, tokens, of_token / even
+        ).mean((0, 1))
+        low, high = (1e3 * question.model.layers * seconds).tolist()
+        spans.append((low, high))
+    return less(spans[0], spans[1])
 
 
 def saved_ms(before: Run, after: Run, question: Question, planning: float = 1.0) -> Span:
-    """Milliseconds of a step that one run saves over another, from and to."""
+    """Return the milliseconds of a step that one run saves over another, from and to."""
     return less(step_ms(before, question, planning), step_ms(after, question, planning))
 
 
 def less(before: Span, after: Span) -> Span:
-    """What is saved by one over the other; both ranges follow one all-to-all, so low goes with low."""
+    """Return the difference; both ranges follow one all-to-all, so the low ends are subtracted and the high ends."""
     low, high = sorted(old - new for old, new in zip(before, after, strict=True))
     return low, high

@@ -262,13 +262,12 @@ def calibration_folds(
     """Return the folds of a replay.
 
     Args:
-        num_batches: batches are 0..num_batches-1.
-        calibrate:
+        num_batches: batches are 0..num_batches-1. calibrate:
             first-half: the first ``num_batches // 2`` calibrate, the rest is replayed.
             interleaved: every second batch calibrates, from the first on, all others are replayed.
-            all: all calibrate and all are replayed: the test data are the calibration data.
-            leave-one-out: each batch on the placement of all others.
-            leave-cluster-out: each cluster's batches on the placement of all other clusters.
+            all: all calibrate and all are replayed: the test data are the calibration data. leave-one-out: each batch
+            on the placement of all others. leave-cluster-out: each cluster's batches on the placement of all other
+            clusters.
         clusters: [num_batches] labels; leave-cluster-out needs them.
     """
     every = tuple(range(num_batches))

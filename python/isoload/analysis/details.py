@@ -1,7 +1,8 @@
-"""Details of an answer: saving by tokens, sensitivity to each constant, a step's events, what to type."""
+"""Details of an answer: saving by tokens, sensitivity to each constant, a step's events, commands."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import NamedTuple
@@ -17,9 +18,10 @@ from isoload.analysis.advice import (
     saved_ms,
     sent_batches,
     step_ms,
+    timeline_of,
 )
 from isoload.analysis.loads import Judged
-from isoload.analysis.timeline import Timeline, timeline
+from isoload.analysis.timeline import Timeline
 from isoload.times import AllToAllTime, LayerTime
 from isoload.topology import Topology
 
@@ -37,7 +39,7 @@ PLANNING = "planning"
 
 
 def scaled(layer: LayerTime, name: str, factor: float) -> LayerTime:
-    """Constants of which the one of this name, of EXPERTS or EXCHANGE, is so many times what it was.
+    """Return the layer with one constant of EXPERTS or EXCHANGE multiplied by a factor.
 
     The power of EXPERTS stays at 1 or above, where reading and multiplying add up.
     """
@@ -59,7 +61,7 @@ def scaled(layer: LayerTime, name: str, factor: float) -> LayerTime:
 
 
 def sensitivity(before: Run, after: Run, question: Question) -> dict[str, tuple[Span, Span]]:
-    """By constant, the saving where it is half and where it is double; those that matter most first."""
+    """Return by constant the saving if it is halved and if it is doubled; the most important constants first."""
     savings = {PLANNING: (saved_ms(before, after, question, 0.5), saved_ms(before, after, question, 2.0))}
     for name in (*EXPERTS, *EXCHANGE):
         half, double = (
@@ -72,11 +74,11 @@ def sensitivity(before: Run, after: Run, question: Question) -> dict[str, tuple[
 
 
 class Saving(NamedTuple):
-    """What a candidate saves with so many tokens on a rank."""
+    """What a candidate saves with a number of tokens per rank."""
 
     tokens: int
-    ms: Span  # of a step, saved
-    share: Span  # of what the step's MoE layers take without it
+    ms: Span  # of a step
+    share: Span  # of the time of the step's MoE layers without the candidate
     extrapolated: bool  # whether the constants were measured on fewer or more tokens
 
 
@@ -87,12 +89,12 @@ def by_tokens(
     judge: Callable[[int], Judged],
     on_count: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, list[Saving]]:
-    """By phase, what the second of a pair saves over the first, for TOKENS and the question's own count.
+    """Return by phase what the second of a pair saves over the first, for TOKENS and the question's own number.
 
     Args:
         layers: constants by phase.
-        judge: batches with so many tokens on a rank, as :func:`judge_by` makes them. Two of them are taken, of the
-            question's own count all, so that its figures are those of the answer.
+        judge: returns batches with a number of tokens per rank, as :func:`judge_by` makes them. Two of them are used;
+            for the question's own number all, so that the figures are those of the answer.
     """
     counts = sorted({*TOKENS, question.tokens})
     savings: dict[str, list[Saving]] = {phase: [] for phase in layers}
@@ -117,19 +119,27 @@ def by_tokens(
 
 
 def few_layers(candidate: Candidate, question: Question, judged: Judged, layers: int = 3) -> Timeline:
-    """The first layers of the first judged batch, at the high end of every range; without dense_ms no dense part."""
+    """Return the first layers of the first judged batch, at the high end of every range; without dense_ms no dense
+    part.
+    """
     sent = next(sent_batches(candidate, placed(candidate, judged, question.topology), judged))
     (_, plan), (_, gather) = planning_us(candidate.split, question)
     dense = 1e-3 * (question.dense_ms or 0.0) / question.model.layers
-    inputs = question.layer, sent[:layers], question.tokens, question.topology
-    return timeline(*inputs, end="high", dense_s=dense, plan_s=1e-6 * plan, gather_s=1e-6 * gather)
+    step = timeline_of(sent[:layers], question)
+    return step(end="high", dense_s=dense, plan_s=1e-6 * plan, gather_s=1e-6 * gather)
 
 
 FILE = "placement.json"
-
-
-# The all-to-all whose measured times a phase is modelled with (constants.ALL_TO_ALL), as vLLM's option names it.
+# The all-to-all whose measured times model a phase (models.ALL_TO_ALL), as vLLM's option names it.
 VLLM_BACKENDS = {"prefill": "deepep_high_throughput", "decode": "deepep_low_latency"}
+STARTS = {"sglang": "python -m sglang.launch_server --model-path MODEL", "vllm": "vllm serve MODEL"}
+PLACEHOLDERS = {
+    "TRACE": "the files of the trace",
+    "MODEL": "the model's folder or its name on Hugging Face",
+    "NODE_RANK": "0 on the first node, 1 on the second",
+    "HEAD_NODE_IP": "the address of the first node",
+    "PORT": "a free port of the first node",
+}
 
 
 def flags(
@@ -140,10 +150,10 @@ def flags(
     trace: str | None,
     phase: str = "prefill",
 ) -> list[str]:
-    """Return the lines to type: environment variables, options, and the command that makes the initial placement.
+    """Return the commands that make the initial placement, where there is one, and start the engine.
 
-    The options include the ranks and the all-to-all that the candidate was modelled with. On several nodes NODE_RANK,
-    HEAD_NODE_IP and PORT are the reader's.
+    The start includes the ranks and the all-to-all that the candidate was modelled with. Words in capitals are
+    PLACEHOLDERS.
 
     Args:
         engine: "sglang" or "vllm".
@@ -154,46 +164,56 @@ def flags(
         phase: "prefill" or "decode", whose all-to-all was modelled.
     """
     from_file = engine == "sglang" and candidate.placer != "trivial" and trace is not None
-    lines = (
+    options = (
         _vllm(candidate, topology, VLLM_BACKENDS[phase])
         if engine == "vllm"
         else _sglang(candidate, topology, from_file)
     )
+    start = [STARTS[engine], *options]
     if candidate.ours:
         loads = {"exact": "gathered"}.get(candidate.split, candidate.split)
-        lines.insert(0, f"ISOLOAD_{engine.upper()}=1 ISOLOAD_LOADS={loads}")
+        start.insert(0, f"ISOLOAD_{engine.upper()}=1 ISOLOAD_LOADS={loads}")
+    lines = [" ".join(start)]
     if from_file:
         per_node = topology.ranks_per_node
         size = f"--ranks {topology.num_ranks} --ranks-per-node {per_node} --slots-per-rank {slots}"
-        what = f"{trace} -o {FILE} --format sglang {size} --placer {candidate.placer}"
-        lines.insert(0, f"isoload place {what}")
+        lines.insert(0, f"isoload place {trace} -o {FILE} --format sglang {size} --placer {candidate.placer}")
     return lines
+
+
+def placeholders(lines: list[str]) -> str:
+    """Return a sentence on the words in capitals that the reader replaces in these commands."""
+    words = set(re.findall(r"[A-Z_]+", " ".join(lines)))
+    meanings = [f"{name} is {meaning}" for name, meaning in PLACEHOLDERS.items() if name in words]
+    sentence = f"Replace the words in capitals: {', '.join(meanings)}."
+    if "NODE_RANK" in words:
+        headless = " with --headless on every node but the first" if STARTS["vllm"] in lines[-1] else ""
+        sentence += f" Run the last command on every node{',' * bool(headless)}{headless}."
+    return sentence
 
 
 def _sglang(candidate: Candidate, topology: Topology, from_file: bool) -> list[str]:
     ranks, nodes = topology.num_ranks, topology.num_nodes
-    head = f"--nnodes {nodes} --node-rank ${{NODE_RANK}} --dist-init-addr ${{HEAD_NODE_IP}}:${{PORT}}"
-    lines = [f"--tp {ranks} --ep-size {ranks}", *([head] if nodes > 1 else []), "--moe-a2a-backend deepep"]
+    head = f"--nnodes {nodes} --node-rank NODE_RANK --dist-init-addr HEAD_NODE_IP:PORT"
+    options = [f"--tp {ranks} --ep-size {ranks}", *([head] if nodes > 1 else []), "--moe-a2a-backend deepep"]
     if candidate.more:
-        lines.append(f"--ep-num-redundant-experts {ranks * candidate.more}")
+        options.append(f"--ep-num-redundant-experts {ranks * candidate.more}")
         algorithm = {"exact": "lp", "node": "lp"}.get(
             candidate.split, "dynamic" if candidate.ours else candidate.split
         )
-        lines.append(f"--ep-dispatch-algorithm {algorithm}")
+        options.append(f"--ep-dispatch-algorithm {algorithm}")
     if candidate.placer != "trivial":
-        lines.append("--enable-eplb" + (" --eplb-algorithm isoload" if candidate.ours else ""))
-        lines += [f"--init-expert-location {FILE}"] if from_file else []
-    return lines
+        options.append("--enable-eplb" + (" --eplb-algorithm isoload" if candidate.ours else ""))
+        options += [f"--init-expert-location {FILE}"] if from_file else []
+    return options
 
 
 def _vllm(candidate: Candidate, topology: Topology, backend: str) -> list[str]:
     ranks, nodes = topology.num_ranks, topology.num_nodes
-    head = (
-        f"--nnodes {nodes} --node-rank ${{NODE_RANK}} --master-addr ${{HEAD_NODE_IP}} --master-port ${{PORT}}"
-    )
-    lines = [f"--data-parallel-size {ranks} --enable-expert-parallel", *([head] if nodes > 1 else [])]
-    lines.append(f"--all2all-backend {backend}")
+    head = f"--nnodes {nodes} --node-rank NODE_RANK --master-addr HEAD_NODE_IP --master-port PORT"
+    options = [f"--data-parallel-size {ranks} --enable-expert-parallel", *([head] if nodes > 1 else [])]
+    options.append(f"--all2all-backend {backend}")
     if candidate.placer != "trivial":
         config = f"'{{\"num_redundant_experts\": {ranks * candidate.more}}}'"
-        lines.append(f"--enable-eplb --eplb-config {config}")
-    return lines
+        options.append(f"--enable-eplb --eplb-config {config}")
+    return options

@@ -186,10 +186,16 @@ def by_tokens(
     rows: Sequence[tuple[int, float, float, str, bool]], extent: tuple[float, float], colour: str
 ) -> Spec:
     """Return saved fractions, from and to, by tokens per rank; rows: (tokens, low, high, label, whether measured)."""
-    values = [
-        {"x": n, "from": low, "to": high, "y": (low + high) / 2, "said": said, "measured": measured}
-        for n, low, high, said, measured in rows
-    ]
+    values, above, last = list[Spec](), True, 0
+    for n, low, high, said, measured in rows:
+        above = not above or n >= 4 * last  # a label is as wide as a factor of 4 on this axis at most
+        values.append(
+            {
+                **{"x": n, "from": low, "to": high, "y": (low + high) / 2},
+                **{"said": said, "measured": measured, "above": above},
+            }
+        )
+        last = n
     counts = {"grid": False, "values": [row[0] for row in rows], "labelOverlap": True}
     x = _number("x", "tokens per rank", axis=counts, scale={"type": "log", "base": 2, "padding": 26})
     share = {"format": ".0%", "tickCount": 5}
@@ -211,7 +217,14 @@ def by_tokens(
                 "mark": {"type": "point", "size": 60, "opacity": 1, "strokeWidth": 1.8},
                 "encoding": {"y": y, "stroke": constant, "fill": fill},
             },
-            {"mark": {"type": "text", "dx": -14, "dy": -12}, "encoding": {"y": y, "text": {"field": "said"}}},
+            *(
+                {
+                    "transform": [{"filter": f"datum.above == {side}"}],
+                    "mark": {"type": "text", "dx": dx, "dy": dy},
+                    "encoding": {"y": y, "text": {"field": "said"}},
+                }
+                for side, dx, dy in (("true", -14, -12), ("false", 14, 16))
+            ),
         ],
     }
 
@@ -309,9 +322,9 @@ def text(value: Any) -> str:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[Any]], marked: Sequence[int] = ()) -> str:
-    """A table of cells as they are said; the first column names its row. marked: rows that stand out.
+    """Return a table of these cells; the first column names its row. marked: highlighted rows.
 
-    Where the screen is narrow a short table becomes a card for each row.
+    On a narrow screen a short table becomes a card for each row.
     """
     head = "".join(f'<th scope="col">{text(name)}</th>' for name in header)
     cards = len(rows) <= CARDS and len(header) <= CARDS
@@ -351,11 +364,11 @@ def prose(notes: Sequence[str]) -> str:
 def page(
     title: str, what: Sequence[str], heading: str, lead: Sequence[str], body: Sequence[str], figures: Any
 ) -> str:
-    """The file's text.
+    """Return the file's text.
 
     Args:
         title: of the window.
-        what: lines that say what the page is of.
+        what: lines about the subject of the page.
         heading, lead: what follows from it all, in a word and in two sentences.
         body: sections, as they were made.
         figures: plain values, as --json writes them.

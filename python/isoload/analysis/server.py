@@ -111,6 +111,7 @@ def _mean(
         number("imbalance"),
         next(iter(answers.values())).slots_bytes,
         number("node_rows"),
+        number("rank_rows"),
     )
 
 

@@ -1,14 +1,15 @@
-"""A step of a model as events on every rank's streams: who computes, exchanges or waits, and when.
+"""A step of a model as events on every rank's streams: which rank computes, exchanges or waits, and when.
 
-Modelled: what kernels and exchanges take comes from :mod:`isoload.times`, the rest from the caller. Here is only who
-waits for whom. A collective (gather, dispatch) begins when all ranks have arrived. A combine begins on a rank when
-the experts of every rank that has tokens of it are done. A stream runs one thing after the other, as issued. No link
+Times of kernels and exchanges come from :mod:`isoload.times`, all others from the caller; this module models the
+waiting. A collective (gather, dispatch) begins when all ranks have arrived. A combine begins on a rank when the
+experts of every rank that has tokens of it are done. A stream runs one stage after the other, in issue order. No link
 of a node has a stream of its own: exchanges over nodes were measured at their ranks.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, ClassVar
 
 import numpy as np
@@ -28,10 +29,11 @@ EVENT = np.dtype(
 
 @dataclass(frozen=True, eq=False)
 class Timeline:
-    """What the ranks do in a step.
+    """Events of the ranks in a step.
 
     events: [N] of rank, stream (of STREAMS), layer, stage (of STAGES), start and end in seconds from the step's
-        begin, by rank and start. A stage that takes no time has none. With two half batches a stage has two.
+    begin, by
+        rank and start. A stage that takes no time has no event. With two half batches a stage has two.
     rows: [L, R, R] distinct tokens that the dispatch carries from source to rank, those to itself included.
     """
 
@@ -43,12 +45,13 @@ class Timeline:
 
     @property
     def seconds(self) -> float:
-        """Until the last rank's last event has ended."""
+        """Seconds until the last rank's last event has ended."""
         return float(self.events["end"].max(initial=0.0))
 
     def stages(self) -> dict[str, dict[str, float]]:
-        """Seconds by stage, and "waiting", in which a rank does nothing: of the rank that waits least ("slowest"), and
-        the mean of all ("mean")."""
+        """Return seconds by stage, and "waiting", in which a rank is idle: of the rank that waits least ("slowest"),
+        and the mean of all ("mean").
+        """
         spent = np.zeros((self.rows.shape[-1], len(self.STAGES)))
         took = self.events["end"] - self.events["start"]
         np.add.at(spent, (self.events["rank"], self.events["stage"]), took)
@@ -61,19 +64,19 @@ class Timeline:
         }
 
     def _waiting(self) -> Floats:
-        """[R] seconds in which no stream of a rank has anything to do."""
+        """Return [R] seconds in which all streams of a rank are idle."""
         ranks = self.rows.shape[-1]
         waiting = np.full(ranks, self.seconds)
         cuts = np.searchsorted(self.events["rank"], np.arange(ranks + 1))
         for rank in range(ranks):
             of_rank = self.events[cuts[rank] : cuts[rank + 1]]
             ended = np.maximum.accumulate(of_rank["end"])
-            before = np.concatenate([[0.0], ended[:-1]])  # the end of all that began before
+            before = np.concatenate([[0.0], ended[:-1]])  # the end of all earlier events
             waiting[rank] -= (ended - np.maximum(of_rank["start"], before)).clip(min=0).sum()
         return waiting
 
     def to_json(self) -> dict[str, Any]:
-        """Plain lists, an event as a list of its fields."""
+        """Return plain lists, an event as a list of its fields."""
         return {
             "streams": list(self.STREAMS),
             "stages": list(self.STAGES),
@@ -91,6 +94,7 @@ def timeline(
     *,
     end: str = "high",
     rows: ArrayLike | None = None,
+    crossing: ArrayLike = 1.0,
     dense_s: ArrayLike = 0.0,
     gather_s: ArrayLike = 0.0,
     plan_s: ArrayLike = 0.0,
@@ -98,29 +102,31 @@ def timeline(
     beside: bool = False,
     two_batch: bool = False,
 ) -> Timeline:
-    """The step of one batch.
+    """Return the step of one batch.
 
     Args:
-        layer: what experts, dispatch and combine take.
+        layer: times of experts, dispatch and combine.
         sent: [L, R, P] copies that each source rank sends to each slot.
         tokens: of a source rank.
         topology: of R ranks, or the number R; with speeds, a slow rank's experts take longer.
-        end: of the all-to-all's range: "low", as if rows were even; "high", as if all ranks had as many as the busiest.
-        rows: [L, R, R] distinct tokens from source to rank, where routing is known. Default: :func:`rows_between`.
-        dense_s: seconds of attention and all else of a layer before its router's choice is used; as all seconds here of
-            every layer and rank, or what broadcasts to [L, R].
-        gather_s: of the gather of loads; 0: none, and no waiting for it.
+        end: of the all-to-all's range: "low", as if rows were even; "high", as if all ranks had as many as the
+            busiest.
+        rows: [L, R, R] distinct tokens from source to rank, if routing is known. Default: :func:`rows_between`.
+        crossing: [L] rows to other nodes over those of even routing, see :meth:`isoload.times.AllToAllTime.seconds`.
+        dense_s: seconds of attention and all other work of a layer before its router's choice is used. All seconds
+            here are of every layer and rank, or values that broadcast to [L, R].
+        gather_s: of the gather of loads; 0: no gather, and no waiting for it.
         plan_s: of a rank from its loads to its slots.
-        moves_s: in which a rank's weights of a layer arrive, for example its borrowed experts
-            times a times file's move_us. They delay its experts.
-        beside: weights travel from the plan of the layer before on (of the first layer from the step's begin on), as
-            with a fill ahead; else after the layer's own plan and before its dispatch.
+        moves_s: in which a rank's weights of a layer arrive, for example its borrowed experts times a times file's
+            move_us. They delay its experts.
+        beside: weights travel from the plan of the previous layer on (of the first layer from the step's begin on), as
+            with a fill ahead; otherwise after the layer's own plan and before its dispatch.
         two_batch: two halves of the batch, every slot's copies cut in two; one computes while the other exchanges, in
             the order of SGLang's two-batch overlap in prefill. Neither slows the other. A half takes half of dense_s
             and all of gather_s and plan_s; weights move once.
 
     Raises:
-        ValueError: naming the argument, the rule and the value.
+        ValueError: names the argument, the rule and the value.
     """
     if end not in ENDS:
         raise ValueError(not_one_of("end", ENDS, end))
@@ -140,7 +146,7 @@ def timeline(
         raise ValueError(f"rows must be {[len(copies), ranks, ranks]}, got {list(known.shape)}")
     halves = 1 + two_batch
     per_slot = copies.sum(1).reshape(len(copies), ranks, copies.shape[2] // ranks) / halves
-    experts, *exchanges = layer.parts(per_slot, known.sum(1) / halves, tokens / halves)
+    experts, *exchanges = layer.parts(per_slot, known.sum(1) / halves, tokens / halves, crossing)
     if topology.ticks is not None:
         experts *= topology.ticks.numpy() / NOMINAL_TICKS
     took = {
@@ -156,23 +162,43 @@ def timeline(
 
 
 def rows_between(sent: NDArray[np.number[Any]], tokens: int, groups: int) -> Floats:
-    """[L, R, groups] rows that each source sends to each group of ranks (a rank, or a node).
+    """Return [L, R, groups] rows that each source sends to each group of ranks (a rank, or a node).
 
-    A token reaches a group by any of its copies. Which tokens an expert's copies are of is not known from counts: each
-    slot's are taken to be any `tokens` of the source with equal chance, and slots apart from each other. A token's
-    experts are distinct, so this counts a few rows too few.
+    A token reaches a group by any of its copies. Counts do not contain the tokens of the copies: each slot's copies
+    are assumed to be of any `tokens` of the source with equal chance, independent of other slots. A token's experts
+    are distinct, so this counts slightly too few rows.
 
     Args:
         sent: [L, R, P] copies that each source sends to each slot.
         tokens: of a source.
-        groups: of equal size, over which the P slots lie in order.
+        groups: of equal size, over which the P slots are distributed in order.
     """
-    rows = np.empty((*sent.shape[:2], groups))
-    for layer, of_layer in enumerate(sent):  # one by one: of 256 ranks all slots are large
-        # Of a token, that no copy of it goes to the slot.
-        missed = np.log1p(-np.minimum(of_layer / tokens, 1 - 1e-12))
-        rows[layer] = -tokens * np.expm1(missed.reshape(len(of_layer), groups, -1).sum(-1))
+    return rows_by_size(sent, tokens, groups)[0]
+
+
+def rows_by_size(sent: NDArray[np.number[Any]], tokens: int, *sizes: int) -> list[Floats]:
+    """Return :func:`rows_between` for each number of groups."""
+    rows, largest = [np.empty((*sent.shape[:2], groups)) for groups in sizes], int(sent.max(initial=0))
+    # Logarithms cost most. If copies are whole and few, they are computed once for each number of them.
+    table = (
+        _missing(np.arange(largest + 1), tokens)
+        if sent.dtype.kind in "iu" and largest < sent[0].size
+        else None
+    )
+    for layer, of_layer in enumerate(sent):  # one by one: with 256 ranks the array of all slots is large
+        missed = _missing(of_layer, tokens) if table is None else table[of_layer]
+        for result in rows:
+            grouped = missed.reshape(*result.shape[1:], -1)
+            # NumPy adds fewer than 8 numbers in their order; adding columns takes a fifth of the time.
+            few = grouped.shape[-1] < 8
+            summed = reduce(np.add, np.moveaxis(grouped, -1, 0)) if few else grouped.sum(-1)
+            result[layer] = -tokens * np.expm1(summed)
     return rows
+
+
+def _missing(copies: NDArray[np.number[Any]], tokens: int) -> Floats:
+    """Return the logarithm of the chance that a token sends none of a slot's copies to it."""
+    return np.asarray(np.log1p(-np.minimum(copies / tokens, 1 - 1e-12)))
 
 
 def _spread(name: str, values: ArrayLike, shape: tuple[int, ...]) -> Floats:
@@ -184,11 +210,11 @@ def _spread(name: str, values: ArrayLike, shape: tuple[int, ...]) -> Floats:
 
 
 def _scheduled(took: dict[str, Floats], visits: NDArray[np.bool_], halves: int, beside: bool) -> NDArray[Any]:
-    """Events of stages that take [L, R] seconds; visits: [L, R, R] whether tokens of source go to rank."""
+    """Return events of stages that take [L, R] seconds; visits: [L, R, R] whether tokens of source go to rank."""
     layers, ranks = took["experts"].shape
     streams, everyone = _Streams(took), np.ones((ranks, ranks), dtype=np.bool_)
-    done = [np.zeros(ranks)] * halves  # of each half, when its layer before has ended
-    fetch = np.zeros(ranks)  # from when on this layer's weights may travel beside what computes
+    done = [np.zeros(ranks)] * halves  # end of the previous layer, of each half
+    fetch = np.zeros(ranks)  # time from which this layer's weights may travel during compute
     for layer in range(layers):
         partners = visits[layer] | np.eye(ranks, dtype=np.bool_)
         arrived, moved = [], fetch
@@ -211,7 +237,7 @@ def _scheduled(took: dict[str, Floats], visits: NDArray[np.bool_], halves: int, 
 
 
 class _Streams:
-    """When each stream of each rank is free, and what has run on it."""
+    """When each stream of each rank is free, and its events."""
 
     def __init__(self, took: dict[str, Floats]) -> None:
         self._took, self._ranks = took, took["experts"].shape[1]
@@ -221,9 +247,9 @@ class _Streams:
     def run(
         self, stream: str, layer: int, stage: str, ready: Floats, waits: NDArray[np.bool_] | None = None
     ) -> Floats:
-        """[R] when it has ended on each rank, begun when its stream is free and it is ready.
+        """Return [R] ends of a stage on each rank, which starts when its stream is free and it is ready.
 
-        waits: [R, R] the ranks that each rank waits for, until they have arrived likewise.
+        waits: [R, R] ranks for whose arrival each rank waits.
         """
         start = np.maximum(ready, self._free[stream])
         if waits is not None:

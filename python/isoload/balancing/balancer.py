@@ -123,7 +123,10 @@ class Balancer:
             raise ValueError(f"tokens must be own or same, got {tokens!r}")
         num_ranks = placement.topology.num_ranks
         if tokens == "own" and group is None and num_ranks > 1:
-            raise ValueError(f"group must join the {num_ranks} ranks for tokens='own', got None")
+            raise ValueError(
+                f"group must be given for {num_ranks} ranks with tokens of their own: pass LocalGroup or "
+                "CollectiveGroup.own(topology), got None"
+            )
         self.placement, self.layer, self.tokens = placement, layer, tokens
         self.group = LocalGroup(Topology(1)) if group is None else group
         # Ranks whose tokens this process routes. With the same rows on all ranks, every process routes as rank 0.

@@ -100,8 +100,8 @@ class OwnCounts:
         """Raise ValueError unless the policy is ``exact`` with objective spread, which own counts require."""
         if type(policy) is not ExactPolicy or policy.objective != "spread":
             raise ValueError(
-                f"policy must be exact, of objective spread, for loads={self.loads!r}, got {policy}; others need "
-                "loads='gathered'"
+                f"policy must be exact with objective spread for loads={self.loads!r}, got {policy}: pass "
+                "loads='gathered' for other policies"
             )
 
     def join(self) -> None:
@@ -144,7 +144,7 @@ class OwnCounts:
             source_loads = loads.narrow(0, source * self.size if self.by_node else i, self.size)
             routed = source_loads.narrow(1, 0, placed.tables.num_experts)
             counts = routed.sum(0, dtype=torch.int32) if self.by_node else routed[0]
-            fixed = None if placed.shared_home is None else at_home(source_loads, source, placed)
+            fixed = None if placed.shared_home is None else local_shared(source_loads, source, placed)
             split.counts.append(counts)
             split.fixed.append(fixed)
             sent = ops.plan_own(
@@ -227,7 +227,7 @@ class OwnCounts:
                 )
 
 
-def at_home(counts: Tensor, source: int, placed: PlacedLayers) -> Tensor:
+def local_shared(counts: Tensor, source: int, placed: PlacedLayers) -> Tensor:
     """Return the [R] int32 shared copies that stay on each of a source's ranks, from counts [n, E] with shared
     experts.
     """
@@ -274,8 +274,12 @@ def make_own_counts(loads: Loads, tokens: str, placement: Placement, group: Grou
             f"loads must be gathered or, where tokens are own, node or own, got {loads!r} for {tokens!r} tokens"
         )
     if loads == "node" and per_node in (1, ranks):
-        rule = "own where a node has one rank" if per_node == 1 else "gathered where one node has all ranks"
-        raise ValueError(f"loads must be {rule}, got 'node' for ranks_per_node={per_node}")
+        use = (
+            "own, because each node has one rank"
+            if per_node == 1
+            else "gathered, because one node has all ranks"
+        )
+        raise ValueError(f"loads must be {use}, got 'node' with ranks_per_node={per_node}")
     if loads == "gathered":
         return None
     if loads == "node" and group.topology.ranks_per_node != per_node:

@@ -1,4 +1,4 @@
-"""``isoload advise``: whether to turn it on, with which slots and flags, and how many milliseconds it saves."""
+"""``isoload advise``: whether isoload pays, with which slots and flags, and how many milliseconds it saves."""
 
 from __future__ import annotations
 
@@ -22,10 +22,14 @@ if TYPE_CHECKING:
     from isoload.traces import Trace
 
 GIB = 2.0**30
+OWN_EXCHANGE = (
+    "The commands start DeepEP, but the times of dispatch and combine are those of isoload's own exchange over "
+    "torch.distributed. isoload measure times DeepEP where deep_ep is installed."
+)
 
 
 class PhaseQuestion(NamedTuple):
-    """What is asked about the steps of one phase; notes: which of the constants were measured for another setting."""
+    """The question about the steps of one phase; notes: constants that were measured for another setting."""
 
     question: Question
     trace: Trace
@@ -34,11 +38,11 @@ class PhaseQuestion(NamedTuple):
 
 
 class Answered(NamedTuple):
-    """Advice as --json writes it, as a terminal and as a page show it."""
+    """Advice in the form of --json, of a terminal and of a page."""
 
     figures: dict[str, Any]
-    show: Callable[..., None]  # of a console, and whether wide
-    page: Callable[..., str]  # of sections to stand first
+    show: Callable[..., None]  # arguments: console, whether wide
+    page: Callable[..., str]  # argument: sections that come first
 
 
 def phase_times(
@@ -51,10 +55,10 @@ def phase_times(
 ) -> dict[str, tuple[LayerTime, list[str]]]:
     """Return by phase a layer's constants and notes on them.
 
-    vLLM has one all-to-all backend for both phases: where both are asked about, it is that of prefill.
+    vLLM has one all-to-all backend for both phases: if the question is about both, it is that of prefill.
 
     Args:
-        gpu: its name, or times that were measured, which are the same for both phases.
+        gpu: its name, or measured times, which are the same for both phases.
     """
     from isoload.analysis.models import layer_time, measured_layer
 
@@ -117,10 +121,13 @@ def answer(
     first, question = next(iter(asked.values())), advice.question
     best, model, topology = advice.answers[0], question.model, question.topology
     slots = -(-model.experts // topology.num_ranks) + best.candidate.more
-    phase = next(iter(phases))  # prefill, where both are asked about
+    phase = next(iter(phases))  # prefill, if the question is about both
     launch = [] if best is advice.now else flags(engine, best.candidate, topology, slots, source, phase)
     notes = list(dict.fromkeys(note for part in asked.values() for note in part.notes))
+    exchange = None if isinstance(gpu, str) or gpu.dispatch is None else gpu.dispatch.kernel
     warned = warnings(advice, notes, guessed=guessed)
+    if launch and exchange == "isoload":
+        warned.append(OWN_EXCHANGE)
     kernels = {
         name: advice_of_phase.question.layer.experts.kernel for name, advice_of_phase in phases.items()
     }
@@ -131,6 +138,10 @@ def answer(
         "verdict": advice.verdict,
         "gain_ms": advice.gain_ms,
         "gain_share": advice.share(advice.gain_ms),
+        "gain_ms_by_slots": {
+            "chosen": advice.gain_over(advice.rival(False)),
+            "equal": advice.gain_over(advice.rival(True)),
+        },
         "answers": [answer.to_json() for answer in advice.answers],
         "steps": dict(zip(("now", "best"), map(vars, advice.steps or ()), strict=False)),
         "flags": launch,
@@ -212,7 +223,7 @@ def _page(
 def tokens_by_phase(
     phase: str | None, tokens_per_rank: int | None, prefill_tokens: int | None, decode_tokens: int | None
 ) -> dict[str, int]:
-    """Return by phase the tokens of a rank in a step, of the options that give them.
+    """Return by phase the tokens of a rank in a step, from the options that give them.
 
     Raises:
         ValueError: none is given, or some exclude each other.
@@ -239,84 +250,100 @@ def advise(
     traces: Annotated[
         list[Path] | None,
         typer.Argument(
-            metavar="[TRACE...]", help="Recorded routing, as replay takes it. Without one: --skew."
+            metavar="[TRACE...]",
+            help="Recorded routing, in any form that replay reads. Omit it to use --skew.",
         ),
     ] = None,
-    gpu: Annotated[str | None, typer.Option(help="The GPU, as isoload.times.available() names it.")] = None,
+    gpu: Annotated[
+        str | None, typer.Option(help="Kind of GPU, as isoload.times.available() names it.")
+    ] = None,
     times: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE", help="In place of --gpu: times that isoload measure wrote of your GPUs."
-        ),
+        typer.Option(metavar="FILE", help="File of isoload measure with times of your GPUs; replaces --gpu."),
     ] = None,
     tokens_per_rank: Annotated[
         int | None,
         options.Range(1),
         typer.Option(
-            help="Tokens of a rank in a step of one phase: of its prompts, or one for each request."
+            help="Tokens per rank in a step of one phase: of prompts in prefill, one per request in decode."
         ),
     ] = None,
     prefill_tokens: Annotated[
-        int | None, options.Range(1), typer.Option(help="Tokens of a rank in a step of prefill.")
+        int | None, options.Range(1), typer.Option(help="Tokens per rank in a step of prefill.")
     ] = None,
     decode_tokens: Annotated[
         int | None,
         options.Range(1),
         typer.Option(
-            help="Tokens of a rank in a step of decode; with --prefill-tokens one advice for both phases."
+            help="Tokens per rank in a step of decode; with --prefill-tokens one advice for both phases."
         ),
     ] = None,
     prefill_share: Annotated[
         float | None,
         options.Range(0, 1),
-        typer.Option(help="With both phases: the part of all steps that are prefill."),
+        typer.Option(help="With both phases: fraction of all steps that are prefill."),
     ] = None,
     ranks_per_node: options.RanksPerNode = 0,
     engine: Annotated[str, typer.Option(help="sglang or vllm.")] = "sglang",
     phase: Annotated[
         str | None,
-        typer.Option(help="With --tokens-per-rank: prefill or decode, whose kernels run. Default: prefill."),
+        typer.Option(
+            help="With --tokens-per-rank: phase whose kernels run, prefill or decode. Default: prefill."
+        ),
     ] = None,
     dtype: Annotated[
-        str | None, typer.Option(help="Of the experts' weights. Default: the published model's.")
+        str | None, typer.Option(help="Dtype of the experts' weights. Default: that of the published model.")
     ] = None,
     experts: options.Experts = None,
     top_k: options.ExpertsPerToken = None,
     moe_layers: options.MoeLayers = None,
     kernel: Annotated[
-        str | None, typer.Option(help="Of the experts, as isoload.times.available() names it.")
+        str | None, typer.Option(help="Kernel of the experts, as isoload.times.available() names it.")
     ] = None,
     step_ms: Annotated[
         float | None,
         options.Range(0.001, 10**7),
-        typer.Option(help="A whole step's time as you measured it; percentages are of it."),
+        typer.Option(help="Milliseconds of a whole step that you measured; percentages refer to it."),
     ] = None,
     dense_ms: Annotated[
         float | None,
         options.Range(0.001, 10**7),
-        typer.Option(help="Attention and the dense part of a step, all layers: models a whole one."),
+        typer.Option(
+            help="Milliseconds of attention and the dense part of a step, all layers: a whole step is modelled."
+        ),
     ] = None,
     memory_per_rank: Annotated[
         float | None,
         options.Range(0, 10**6),
-        typer.Option(help="GiB of a rank that more slots may take, all layers."),
+        typer.Option(help="GiB per rank that additional slots may take, all layers."),
     ] = None,
     rebalance_seconds: Annotated[
-        float, options.Range(0, 10**6), typer.Option(help="What a rebalance takes.")
+        float, options.Range(0, 10**6), typer.Option(help="Seconds that a rebalance takes.")
     ] = 0.0,
     every: Annotated[int, options.Range(0), typer.Option(help="Steps between two rebalances.")] = 0,
     context: Annotated[
-        int, options.Range(1), typer.Option(help="Tokens of a request, for what its KV cache takes.")
+        int, options.Range(1), typer.Option(help="Tokens per request, for the memory of its KV cache.")
     ] = 4096,
     skew: Annotated[
         str | None,
-        typer.Option(metavar="zipf:POWER", help="In place of a trace, a guess: how shares of experts fall."),
+        typer.Option(
+            metavar="zipf:POWER", help="A guess that replaces a trace: the power law of the experts' shares."
+        ),
     ] = None,
     drift: Annotated[
         float,
         options.Range(0, 1),
-        typer.Option(help="Of --skew: the part of a batch whose experts are others."),
+        typer.Option(
+            help="With --skew: fraction of each batch whose tokens follow another order of experts."
+        ),
     ] = 0.3,
+    like_for_like: Annotated[
+        bool,
+        typer.Option(
+            "--like-for-like",
+            help="Compare isoload with the engine at equal numbers of slots. Default: each side chooses its number.",
+        ),
+    ] = False,
     stages: options.Stages = False,
     same_layers: options.SameLayers = False,
     allow_missing_ranks: options.AllowMissingRanks = False,
@@ -325,7 +352,9 @@ def advise(
     html: options.HtmlTarget = None,
     force: options.Force = False,
 ) -> None:
-    """Whether balancing pays on your GPUs: milliseconds of a step, and the flags for the best way to run."""
+    """Estimate the milliseconds per step that balancing saves on your GPUs, and print the commands of the best way
+    to run.
+    """
     from isoload.analysis.advice import Question
     from isoload.analysis.loads import guessed_trace, judge_by
     from isoload.analysis.models import find_model
@@ -338,7 +367,7 @@ def advise(
     if (gpu is None) == (times is None):
         raise ValueError(
             "gpu or times must be given, and not both: --gpu h100 for the shipped times of a GPU, or --times FILE for "
-            "those that isoload measure wrote of yours"
+            "times of your GPUs from isoload measure"
         )
     if times is not None and kernel is not None:
         raise ValueError(f"kernel must be left out with times, whose file has one kernel, got {kernel}")
@@ -346,13 +375,13 @@ def advise(
     tokens = tokens_by_phase(phase, tokens_per_rank, prefill_tokens, decode_tokens)
     if (prefill_share is None) == (len(tokens) > 1):
         raise ValueError(
-            "prefill_share must be given with prefill_tokens and decode_tokens, and only with both: the part of all "
-            f"steps that are prefill, such as 0.1, got {prefill_share}"
+            "prefill_share must be given with prefill_tokens and decode_tokens, and only with both: the fraction of "
+            f"all steps that are prefill, such as 0.1, got {prefill_share}"
         )
     chosen = find_model(model, dtype, experts, top_k, moe_layers)
     topology = Topology(ranks, ranks_per_node)
     if bool(traces) == (skew is not None):
-        raise ValueError(f"skew must be given in place of a trace, got {skew!r} and {traces}")
+        raise ValueError(f"skew must be given without a trace, and only then, got {skew!r} and {traces}")
     reading = Reading(stages, same_layers, allow_missing_ranks)
     layers = phase_times(device, engine, tokens, chosen, topology, kernel)
     loaded = load_trace(traces, reading=reading) if traces else guessed_trace(str(skew), drift, chosen)
@@ -373,6 +402,7 @@ def advise(
             gathers,
             dense_ms,
             None if isinstance(device, str) else device.plan_us,
+            like_for_like,
         )
         asked[name] = PhaseQuestion(question, loaded, judge_by(loaded, chosen, ranks, tokens[name]), notes)
     source = reading.shell_words(traces, loaded, model) if traces else None

@@ -1,4 +1,4 @@
-"""What ``isoload advise`` and ``isoload report`` print, and the page of ``isoload advise --html``."""
+"""Output of ``isoload advise`` and ``isoload report``, and the page of ``isoload advise --html``."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from isoload.analysis import pages
+from isoload.analysis.details import placeholders
 from isoload.analysis.pages import code, figure, page, prose, section
 from isoload.cli.pages import MEAN, ROWS, leaving, lines, rank_heats, sending_heat
 from isoload.cli.tables import Column, Figure, Row, columns_of, say
@@ -36,7 +37,8 @@ FIGURES = (
     Figure("imbalance", "", "max/mean", ".3f"),
     Figure("gib", "slots", "GiB"),
     Figure("requests", "slots", "requests"),
-    Figure("node_rows", "rows", "to nodes", "%"),
+    Figure("rank_rows", "rows to other", "ranks", "%"),
+    Figure("node_rows", "rows to other", "nodes", "%"),
 )
 MODELLED = (
     "Times are modelled from measured kernels, as the mean over {batches} batches that no placement has seen, and have "
@@ -75,7 +77,7 @@ def step_columns(now: Step, best: Step) -> list[Column]:
             between(*step.halved_ms),
         ]
 
-    group, stages = "ms, a rank in the mean", Column("", "stage", [*figures, "a whole step", "in two halves"])
+    group, stages = "ms, mean rank", Column("", "stage", [*figures, "a whole step", "in two halves"])
     return [stages, Column(group, "now", cells(now)), Column(group, "best", cells(best))]
 
 
@@ -113,6 +115,7 @@ def rows_of(advice: Advice, phases: Mapping[str, Advice]) -> list[Row]:
                 "gib": f"{size / GIB:.1f}" if size else "-",
                 "requests": None if is_server else requests,
                 "imbalance": None if is_server else answer.imbalance,
+                "rank_rows": answer.rank_rows if asked.topology.num_nodes > 1 else None,
                 "node_rows": answer.node_rows if asked.topology.num_nodes > 1 else None,
             }
         )
@@ -120,7 +123,7 @@ def rows_of(advice: Advice, phases: Mapping[str, Advice]) -> list[Row]:
 
 
 def verdict_lines(advice: Advice, phases: Mapping[str, Advice]) -> list[str]:
-    """Return two sentences: what can be saved without isoload, and what isoload adds."""
+    """Return what can be saved without isoload, what isoload adds, and the same by the other comparison of slots."""
     ours, theirs, asked, is_server = advice.ours, advice.theirs, advice.question, len(phases) > 1
     whole = "a modelled step" if advice.steps else "the MoE layers, at most"
     whole = "a step" if advice.question.step_ms else whole
@@ -145,11 +148,20 @@ def verdict_lines(advice: Advice, phases: Mapping[str, Advice]) -> list[str]:
     if is_server:
         gains = [f"{saving(*part.gain_ms, 'ms')} a step of {name}" for name, part in phases.items()]
         second += f": it {' and '.join(gains)}"
-    return [first, f"{second}."]
+    other = advice.rival(not asked.like_for_like)
+    compared = f"isoload {sentence(advice.gain_over(other))} against {other.candidate.label}."
+    third = (
+        f"Both sides choose their number of slots. With +{ours.candidate.more} slots on both sides {compared}"
+    )
+    if asked.like_for_like:
+        third = f"Both sides have +{ours.candidate.more} slots. Where both choose their number of slots {compared}"
+    elif other is theirs:
+        third = f"Both sides choose their number of slots, and both choose +{ours.candidate.more}."
+    return [first, f"{second}.", third]
 
 
 def question_lines(advice: Advice, phases: Mapping[str, Advice], weights: Mapping[str, float]) -> list[str]:
-    """Return what the advice is about: the model, the ranks and tokens, the GPU and its kernels."""
+    """Return lines about the setting: the model, the ranks and tokens, the GPU and its kernels."""
     model, topology = advice.question.model, advice.question.topology
     shape = (
         f"{model.name}, {model.layers} layers of {model.experts} experts, top-{model.top_k}, {model.dtype}"
@@ -169,7 +181,7 @@ def question_lines(advice: Advice, phases: Mapping[str, Advice], weights: Mappin
 
 
 def unit_notes(advice: Advice, batches: int, is_server: bool) -> list[str]:
-    """Return what the figures are: how they were modelled, and what percentages are of."""
+    """Return notes on the figures: how they were modelled, and to what percentages refer."""
     from isoload.analysis.advice import PLAN_US
 
     asked, low, high = advice.question, PLAN_US["own"][0], PLAN_US["exact"][1]
@@ -187,14 +199,16 @@ def unit_notes(advice: Advice, batches: int, is_server: bool) -> list[str]:
 
 
 def warnings(advice: Advice, notes: list[str], guessed: bool = False) -> list[str]:
-    """Return what the figures rest on that was not measured for them, a sentence each."""
+    """Return sentences about inputs of the figures that were not measured for this setting."""
     sentences = [f"{note[0].upper()}{note[1:]}." for note in notes]
     if guessed:
-        sentences.append("No trace was given: how experts are loaded is a guess, and so are all figures.")
+        sentences.append("No trace was given: the loads of the experts are a guess, and so are all figures.")
     elif advice.drawn:
         sentences.append("Tokens were drawn from the counts of whole batches: bursts are understated.")
     if advice.extrapolated:
-        sentences.append("So many copies a rank were not measured on this GPU: times are extrapolated.")
+        sentences.append(
+            "This number of copies per rank was not measured on this GPU: times are extrapolated."
+        )
     if advice.question.rebalance_s == 0 and advice.answers[0].candidate.placer != "trivial":
         sentences.append("These times contain no rebalance: --rebalance-seconds and --every add it.")
     return sentences
@@ -210,7 +224,7 @@ def print_advice(
     console: Console,
     wide: bool = False,
 ) -> None:
-    """Print the table, the verdict, what to type, and what the figures are."""
+    """Print the table, the verdict, the commands, and the notes on the figures."""
     columns = columns_of(FIGURES, rows_of(advice, phases), wide)
     lines = question_lines(advice, phases, weights)
     say(console, ("bold", lines), columns, ("green", verdict_lines(advice, phases)))
@@ -218,8 +232,9 @@ def print_advice(
         say(console, step_columns(*advice.steps))
     if launch:
         say(console, ("", [f"To run {advice.answers[0].candidate.label}:"]))
-        for line in launch:  # to be copied: never broken
+        for line in launch:  # not wrapped, so that it can be copied
             console.print(Text(f"  {printable(line)}"), soft_wrap=True)
+        say(console, ("", [placeholders(launch)]))
     say(console, ("dim", unit_notes(advice, batches, len(phases) > 1)), ("yellow", warned))
 
 
@@ -228,7 +243,7 @@ ENDS = ("var(--c5)", "var(--c3)")  # half and double
 
 
 def named_runs(advice: Advice, judged: Judged) -> dict[str, Run]:
-    """What runs now, the best without isoload, isoload's best; each candidate once."""
+    """Return the runs of now, of the best without isoload and of isoload's best; each candidate once."""
     from isoload.analysis.advice import run
 
     runs: dict[str, Run] = {}
@@ -236,29 +251,26 @@ def named_runs(advice: Advice, judged: Judged) -> dict[str, Run]:
     for name, answer in answers.items():
         if answer is not None and answer.candidate not in [named.candidate for named in runs.values()]:
             runs[name] = run(answer.candidate, judged, advice.question)
-    if len(runs) == 1:  # nothing beats it: beside it stands what comes next
+    if len(runs) == 1:  # nothing is better: the second best is shown, too
         runs["without isoload"] = run(advice.answers[1].candidate, judged, advice.question)
     return runs
 
 
 def loads_section(runs: Mapping[str, Run], best: str, layers: Sequence[int], of_phase: str) -> str:
-    """Imbalance by layer, rank loads of now and of the best, where their rows go."""
+    """Return the section on imbalance by layer, rank loads of now and of the best, and where rows go."""
     loads = {name: run.copies.sum(-1) for name, run in runs.items()}
     series = {name: over_mean(rows).max(-1).mean(0) for name, rows in loads.items()}
     shown = dict.fromkeys(("now", best))
     parts = [
         lines("Imbalance by layer", MEAN, series, layers, best="isoload"),
-        leaving("Where rows go", ROWS, {name: (_leaving(run), run.node_rows) for name, run in runs.items()}),
+        leaving(
+            "Rows by destination", ROWS, {name: (run.rank_rows, run.node_rows) for name, run in runs.items()}
+        ),
         *(part for name in shown for part in rank_heats(name, loads[name], layers)),
-        *(sending_heat(name, runs[name].rows.sum((0, 1))) for name in shown),
+        *(sending_heat(name, runs[name].rows) for name in shown),
     ]
     said = ". ".join(f"{name}: {run.candidate.label}" for name, run in runs.items())
     return section(f"Loads by rank{of_phase}", *parts, said=f"{said}.")
-
-
-def _leaving(run: Run) -> float:
-    """Of all rows, those to another rank."""
-    return 1 - float(run.rows.diagonal(axis1=-2, axis2=-1).sum() / run.rows.sum())
 
 
 def saving_section(
@@ -269,7 +281,7 @@ def saving_section(
     judge: Callable[[int], Judged],
     of_phase: str,
 ) -> str:
-    """What would change the answer: the tokens of a rank, and each constant."""
+    """Return the section on changes of the answer with the tokens per rank and with each constant."""
     from isoload.analysis.details import by_tokens
     from isoload.cli.arguments import progress
 
@@ -293,7 +305,7 @@ def _by_tokens(
     drawn = [
         (row.tokens, *row.share, f"{two_digits(sum(row.ms) / 2)} ms", not row.extrapolated) for row in rows
     ]
-    header = "tokens of a rank", "ms saved, from", "to", "of the layers, from", "to", "measured"
+    header = "tokens per rank", "ms saved, from", "to", "of the layers, from", "to", "measured"
     values = []
     for row in rows:
         parts = [f"{two_digits(100 * part)} %" for part in row.share]
@@ -322,7 +334,7 @@ def _sensitivity(before: Run, after: Run, asked: Question) -> str:
 
 
 def step_section(advice: Advice, judged: Judged, of_phase: str) -> str:
-    """A few layers on their ranks, as they run now and as the best would."""
+    """Return the section on a few layers on their ranks, now and with the best candidate."""
     from isoload.analysis.details import few_layers
     from isoload.analysis.timeline import Timeline
 
@@ -347,9 +359,9 @@ def step_section(advice: Advice, judged: Judged, of_phase: str) -> str:
 
 
 class PageText(NamedTuple):
-    """What the command prints, too."""
+    """Text that the command prints, too."""
 
-    asked: list[str]  # what the advice is about
+    asked: list[str]  # lines about the setting
     verdict: list[str]
     candidates: str  # the table
     launch: list[str]
@@ -357,10 +369,11 @@ class PageText(NamedTuple):
 
 
 class PagePhase(NamedTuple):
-    """The advice on one phase, and what its charts are drawn from.
+    """The advice on one phase, and the data of its charts.
 
     layers: the trace's numbers. times: constants by phase, see :func:`isoload.analysis.details.by_tokens`. judge:
-    batches with so many tokens on a rank.
+    returns
+    batches with a number of tokens per rank.
     """
 
     advice: Advice
@@ -385,20 +398,22 @@ def advise_page(
 ) -> str:
     """Return the file's text.
 
-    advice: on the only phase, or on the mean step of both. first: sections ahead.
+    advice: on the only phase, or on the mean step of both. first: sections that come first.
     """
     best = advice.answers[0].candidate
     is_server = len(phases) > 1
     body = [
         *first,
         section("The candidates", text.candidates),
-        section(f"To run {best.label}", code(text.launch)) if text.launch else "",
+        section(f"To run {best.label}", code(text.launch), prose([placeholders(text.launch)]))
+        if text.launch
+        else "",
         *(
             part
             for name, page_phase in phases.items()
             for part in page_phase.sections(f", {name}" if is_server else "")
         ),
-        section("What these figures are", prose(text.notes)),
+        section("Definition of these figures", prose(text.notes)),
     ]
     heading = f"isoload: {advice.verdict}"
     lead = [line.replace(" %", "\N{NO-BREAK SPACE}%") for line in text.verdict]

@@ -1,6 +1,6 @@
 """Traces and placement files given to commands, and the files that a command may write.
 
-A command never writes over a file that it reads, and over another file of value only with --force.
+A command never overwrites a file that it reads, and overwrites another valuable file only with --force.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Record = TypeVar("Record", Trace, Placement)
 
 
 def read_given(path: str, topology: Topology | None) -> Placement:
-    """The placement of a file; the topology is for engines' files, which do not say it."""
+    """Return the placement of a file; the topology is for engines' files, which do not state it."""
     try:
         placement = read_placement(path)
     except UnknownRanks as error:
@@ -56,7 +56,7 @@ def read_given(path: str, topology: Topology | None) -> Placement:
 
 
 def given_placement(context: typer.Context, path: str) -> Placement:
-    """The placement of a file, which no option of the command may contradict."""
+    """Return the placement of a file; no option of the command may contradict it."""
     sources = {name: context.get_parameter_source(name) for name in context.params}
     options = {
         name: context.params[name]
@@ -83,7 +83,7 @@ def unseen_part(
 ) -> tuple[ReplaySettings, Placement | None, str]:
     """Return the settings of a replay of a file, the placement if the file itself is replayed, and a line about both.
 
-    The file itself is replayed on all batches, unless ``calibrate`` asks for unseen ones: then the file's placer makes
+    The file itself is replayed on all batches, unless ``calibrate`` requires unseen ones: then the file's placer makes
     placements without the batches that each is replayed on.
     """
     remade = made_by(placement, trace)
@@ -124,13 +124,13 @@ def made_by(placement: Placement, trace: Trace) -> tuple[str, int] | None:
         again = place(counts, topology, slots or None, name, *others, **options)
         same = again.slot_to_expert.equal(placement.for_trace(trace).slot_to_expert)
     except (ValueError, TypeError, ImportError):
-        return None  # made of another trace, by another version, by a placer that is not installed
+        return None  # made of another trace, by another version, or by a placer that is not installed
     texts = [f"{key}={value}" for key, value in options.items() if value != default[key]]
     return (":".join([name, *texts]), slots) if same else None
 
 
 class Reading(NamedTuple):
-    """How the files of a command are read, see :func:`isoload.read_trace`, and what the user states of their model."""
+    """How the files of a command are read, see :func:`isoload.read_trace`, and the statement about their model."""
 
     stages: bool = False
     same_layers: bool = False
@@ -139,12 +139,16 @@ class Reading(NamedTuple):
     model: str | None = None
 
     def shell_words(self, paths: Sequence[Path], trace: Trace, model: str) -> str:
-        """Return files and options with which `isoload place` reads them and writes a file for SGLang."""
+        """Return files and options with which `isoload place` reads them and writes a file for SGLang.
+
+        Long paths are written as TRACE, one of isoload.analysis.details.PLACEHOLDERS.
+        """
         names = ("stages", "same_layers", "allow_missing_ranks")
         options = [f"--{name.replace('_', '-')}" for name in names if getattr(self, name)]
         if trace.identity.numbering != "model":
             options += ["--model", model]
-        return shlex.join([*map(str, paths), *options])
+        files = shlex.join(min(str(path), os.path.relpath(path), key=len) for path in paths)
+        return " ".join(["TRACE" if len(files) > LONGEST_FILES else files, *map(shlex.quote, options)])
 
     def stated(self, record: Record) -> Record:
         """Return a trace or placement with the statement."""
@@ -158,11 +162,12 @@ class Reading(NamedTuple):
         return record.with_moe_layers(moe_layers=moe_layers, model=name)
 
 
+LONGEST_FILES = 60  # characters of a trace's files in a printed command
 AS_FOUND = Reading()
 
 
 def load_traces(paths: Sequence[Path], reading: Reading, any_layers: bool = False) -> list[Trace]:
-    """Return the trace of each recording; warnings go to stderr, a line each. any_layers: however many they have."""
+    """Return the trace of each recording; warnings go to stderr, a line each. any_layers: accept any number."""
     console = Console(stderr=True, highlight=False)
     shown_paths = str(paths[0]) if len(paths) == 1 else f"{len(paths)} files"
     how = {name: getattr(reading, name) for name in ("stages", "same_layers", "allow_missing_ranks")}
@@ -204,7 +209,7 @@ def with_extra(placement: Placement, extra_layers: str | None) -> Placement:
 
 
 def record_facts(trace: Trace) -> dict[str, str]:
-    """Return what a record is about, by label: its layers and their numbering, ranks, stages, what was dropped."""
+    """Return facts of a record, by label: its layers and their numbering, ranks, stages, dropped parts."""
     notes = trace.provenance
     model = trace.identity.model or notes.get("model")
     facts = {
@@ -234,7 +239,7 @@ def record_facts(trace: Trace) -> dict[str, str]:
 
 
 def placement_facts(placement: Placement) -> dict[str, str]:
-    """Return what a placement file is about, by label."""
+    """Return facts of a placement file, by label."""
     made_by = placement.provenance.get("placer") or placement.provenance.get("format")
     return {
         "layers": placement.identity.describe(placement.layer_ids),
@@ -255,7 +260,7 @@ def source_line(traces: Sequence[Trace]) -> list[str]:
 
 @contextmanager
 def progress(what: str) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar on stderr, gone when done and absent where stderr is not a terminal."""
+    """Show a progress bar on stderr, which disappears when done; none if stderr is not a terminal."""
     console = Console(stderr=True)
     columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
@@ -263,7 +268,7 @@ def progress(what: str) -> Iterator[Callable[[int, int], None]]:
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-FIGURES = (  # keys of what --json writes, by which it is known again
+FIGURES = (  # keys of the output of --json, by which such a file is recognised
     {"policies"},  # replay, demo
     {"placers", "calibrate"},  # place
     {"verdict", "answers"},  # advise
@@ -281,13 +286,13 @@ def check_targets(
     output: str | None = None,
     html: str | None = None,
 ) -> None:
-    """Refuses what a command must not write to, before any work is done for it.
+    """Reject files that a command must not write, before any work is done.
 
     Args:
-        reads: files and folders that the command reads. What lies in a folder belongs to it, and to an .npz the .json
-            of the same stem.
-        force: whether a placement may be replaced, by a placement alone, and any file by figures or a page.
-        json, output, html: where figures go, a placement, and a page, for which what draws it must be there.
+        reads: files and folders that the command reads. Files in a folder belong to it, and the .json of the same stem
+            belongs to an .npz.
+        force: whether a placement may be replaced, by a placement only, and any file by figures or a page.
+        json, output, html: targets of figures, of a placement, and of a page, which needs its drawing package.
     """
     named = {"output": output, "json": json, "html": html}
     targets = {name: target for name, target in named.items() if target is not None}
@@ -348,7 +353,8 @@ def _holds_figures(content: Any) -> bool:
     return any(all(isinstance(row, dict) and kind <= row.keys() for row in rows) for kind in FIGURES)
 
 
-KINDS: dict[str, tuple[str, Callable[[str], object]]] = {  # what an option's file holds, and what knows it
+# Content of an option's file, and a function that recognises it.
+KINDS: dict[str, tuple[str, Callable[[str], object]]] = {
     "output": ("a placement", recognise),
     "json": ("figures", lambda text: _holds_figures(parse_json(text))),
     "html": ("a page", is_page),
@@ -356,7 +362,7 @@ KINDS: dict[str, tuple[str, Callable[[str], object]]] = {  # what an option's fi
 
 
 def _place(target: str) -> object:
-    """The same for two names of one file, or of one stream."""
+    """Return a value that is equal for two names of one file, or of one stream."""
     number = descriptor_of(target)
     if number is not None:
         return number

@@ -1,4 +1,4 @@
-"""``isoload measure``: time experts, exchanges, moves and plans on the GPUs at hand, for ``--times``."""
+"""``isoload measure``: time experts, exchanges, moves and plans on this machine's GPUs, for ``--times``."""
 
 from __future__ import annotations
 
@@ -23,13 +23,11 @@ def measure(
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The times file to write.")],
     model: Annotated[
         str,
-        typer.Option(
-            metavar="NAME|FILE", help="A model's name, or its config.json: whose experts are timed."
-        ),
+        typer.Option(metavar="NAME|FILE", help="A model's name, or its config.json; its experts are timed."),
     ],
     dtype: Annotated[
         str | None,
-        typer.Option(help="Of the experts' weights: bfloat16, float16 or float32. Default: bfloat16."),
+        typer.Option(help="Dtype of the experts' weights: bfloat16, float16 or float32. Default: bfloat16."),
     ] = None,
     experts: Experts = None,
     top_k: ExpertsPerToken = None,
@@ -37,19 +35,19 @@ def measure(
         str,
         typer.Option(
             metavar="isoload|MODULE:FUNCTION",
-            help="What computes the experts, with the arguments of isoload.analysis.measuring.isoload_experts.",
+            help="Function that computes the experts, called as isoload.analysis.measuring.isoload_experts is.",
         ),
     ] = "isoload",
     memory: Annotated[
-        float, Range(0.001, 10**6), typer.Option(help="GiB of each rank that weights and rows may take.")
+        float, Range(0.001, 10**6), typer.Option(help="GiB per rank that weights and rows may take.")
     ] = 8.0,
     ranks_per_node: RanksPerNode = 0,
     force: Force = False,
 ) -> None:
     """Time experts, dispatch, combine, moves of weights and plans on this machine, for advise --times.
 
-    Run it alone for one rank's experts, or on all ranks that will serve: torchrun --nproc-per-node 8 -m isoload measure
-    ... It takes at most a few minutes.
+    Run it alone for one rank's experts, or on all ranks that will serve: torchrun --nproc-per-node 8 -m isoload
+    measure ... It takes at most a few minutes.
     """
     from isoload.analysis.measuring import isoload_experts, make_machine
     from isoload.analysis.measuring import measure as measure_all
@@ -97,7 +95,7 @@ def named_function(text: str) -> Kernel:
 
 @contextmanager
 def ranks() -> Iterator[int]:
-    """Join the process group that torchrun describes, and give this process's rank; alone it is rank 0."""
+    """Join the process group that torchrun describes, and yield this process's rank; without torchrun it is rank 0."""
     import os
 
     import torch
@@ -118,7 +116,7 @@ def ranks() -> Iterator[int]:
 
 @contextmanager
 def _progress(rank: int) -> Iterator[Callable[[int, int], None]]:
-    """A bar on rank 0."""
+    """Show a bar on rank 0."""
     from isoload.cli.arguments import progress
 
     if rank:

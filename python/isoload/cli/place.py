@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,18 +15,21 @@ from isoload.cli import options
 from isoload.cli.options import ExtraLayers, FirstMoeLayer, Force, FormatName, ModelLayers, Range
 from isoload.cli.tables import NO_FREEDOM, Figure, Row, columns_of, page_table, say, write_out
 from isoload.files import descriptor_of, printable
+from isoload.wording import saving
 
 if TYPE_CHECKING:
+    from isoload.analysis.advice import Span
     from isoload.placement.placement import Placement
+    from isoload.times import Times
     from isoload.topology import Topology
     from isoload.traces import Trace
 
 
-BOTH = ("eplb", "scenario")  # the default placers; of equal ones the last
+BOTH = ("eplb", "scenario")  # the default placers; if they are equal, the last
 UNITS = (
-    "max/mean rank load, mean over batches and layers. even: replicas share alike; exact: the best split, as isoload's "
-    "policy exact makes it. The file is made of all batches; files given with --before or --against may have seen the "
-    "judged ones."
+    "max/mean rank load, mean over batches and layers. even: copies spread evenly over replicas; exact: the best "
+    "split, as policy exact makes it. The file is made from all batches; files given with --before or --against may "
+    "have been made from the judged ones."
 )
 FIGURES = (
     Figure("placer", "", "placer"),
@@ -39,13 +42,13 @@ FIGURES = (
 
 
 def placement_line(placement: Placement, path: str) -> str:
-    """What a file holds."""
+    """Return a line with the content of a file."""
     slots = f"{placement.slots_per_rank} slots on each of {placement.topology.num_ranks} ranks"
     return f"{path}: {placement.num_layers} layers, {placement.num_routed} experts, {slots}"
 
 
 def start_of(placement: Placement, path: str, file_format: str) -> dict[str, str] | None:
-    """Return the engine that starts from the file, and what to type; None where no engine can, or there is no file."""
+    """Return the engine that starts from the file, and the command; None if no engine can, or there is no file."""
     from isoload.placement.engine_files import ENGINES, launch_line
 
     if descriptor_of(path) is not None:
@@ -55,7 +58,7 @@ def start_of(placement: Placement, path: str, file_format: str) -> dict[str, str
 
 
 def say_start(start: dict[str, str] | None, console: Console) -> None:
-    """Print what to type, in one line however long, so that it can be copied."""
+    """Print the command in one line, so that it can be copied."""
     if start is not None:
         console.print(Text(printable(f"Start {start['engine']}: {start['type']}")), soft_wrap=True)
 
@@ -66,14 +69,49 @@ BY_COUNTS = (
 )
 
 
-def near_line(before: float, after: float) -> str:
-    """Return what the placer's option near saves, from the rows of a token to other nodes without and with it."""
-    if after >= before:
+def near_line(rows: tuple[float, float], peaks: tuple[float, float], saved: Span | None = None) -> str:
+    """Return what the placer's option near saves and costs.
+
+    Args:
+        rows: of a token to other nodes, without near and with it.
+        peaks: max/mean rank load of unseen batches, split exactly, without near and with it.
+        saved: milliseconds of a step, from and to.
+    """
+    if rows[1] >= rows[0]:
         return (
-            f"; near saves none of the {before:.2f} rows to other nodes: no exchange of slots sends fewer under the "
+            f"; near saves none of the {rows[0]:.2f} rows to other nodes: no exchange of slots sends fewer under the "
             "load caps"
         )
-    return f"; a seen token sends about {after:.2f} rows to other nodes (with near=False {before:.2f})"
+    modelled = "" if saved is None else f"; near {saving(*saved, 'ms')} a step"
+    return (
+        f"; a seen token sends about {rows[1]:.2f} rows to other nodes (with near=False {rows[0]:.2f}), and the "
+        f"busiest rank has {peaks[1]:.3f} times the mean load (with near=False {peaks[0]:.3f}){modelled}"
+    )
+
+
+def near_ms(
+    trace: Trace,
+    placements: tuple[Placement, Placement],
+    rows: tuple[float, float],
+    device: str | Times,
+    model: str,
+    tokens: int,
+) -> Span:
+    """Return the milliseconds of a prefill step that the second placement saves, see advice.near_saves."""
+    from isoload.analysis.advice import Question, near_saves
+    from isoload.analysis.loads import judge_by
+    from isoload.analysis.models import find_model, layer_time, measured_layer
+
+    topology = placements[0].topology
+    dtype = None if isinstance(device, str) else device.experts.dtype
+    chosen = find_model(model, dtype)
+    layer, _ = (
+        layer_time(device, "sglang", "prefill", chosen, topology)
+        if isinstance(device, str)
+        else measured_layer(device, chosen, topology)
+    )
+    judged = judge_by(trace, chosen, topology.num_ranks, tokens)
+    return near_saves(Question(chosen, layer, topology, tokens), judged, placements, rows)
 
 
 def without_lost(ranks: int, lost: list[int] | None) -> tuple[bool, ...] | None:
@@ -87,7 +125,7 @@ def without_lost(ranks: int, lost: list[int] | None) -> tuple[bool, ...] | None:
 
 
 def read_before(path: str, ranks: int) -> Placement:
-    """Return the placement of a file, whose own number of ranks counts where it states one."""
+    """Return the placement of a file; if the file states a number of ranks, that number is used."""
     from isoload.placement.engine_files import UnknownRanks
     from isoload.placement.files import read_placement
 
@@ -98,7 +136,7 @@ def read_before(path: str, ranks: int) -> Placement:
 
 
 def slots_of_before(start: Placement, topology: Topology) -> int:
-    """Return the default slots per rank: those of the placement, or as many in all on another number of ranks."""
+    """Return the default slots per rank: those of the placement, or the same total on another number of ranks."""
     if start.topology.num_ranks == topology.num_ranks:
         return start.slots_per_rank
     added = start.spare_slots + start.num_shared
@@ -118,7 +156,7 @@ def arrival_line(start: Placement, placement: Placement, expert_bytes: int) -> s
 def memory_budget(
     memory: int, size: int, name: str, options: dict[str, Any], num_layers: int
 ) -> dict[str, int]:
-    """The placer's option ``replicas`` from bytes of a rank and of an expert, if they are given."""
+    """Return the placer's option ``replicas`` from bytes of a rank and of an expert, if they are given."""
     from isoload.placers import PLACERS
 
     if memory == 0:
@@ -136,7 +174,7 @@ def memory_budget(
 
 @dataclass(frozen=True, eq=False)
 class Way:
-    """A placer with its options, and the slots per rank (None: as many as it chooses): one row of the table."""
+    """A placer with its options, and the slots per rank (None: the placer chooses them): one row of the table."""
 
     label: str
     name: str
@@ -153,7 +191,7 @@ class Way:
 
 
 def shown_row(row: Row) -> Row:
-    """Return the row of a table, where the placer of the file is marked."""
+    """Return the row of a table, with a mark on the placer of the file."""
     return row | {"placer": f"{row['placer']} (written)"} if row["written"] else row
 
 
@@ -188,14 +226,14 @@ def place(
         str | None,
         typer.Option(
             help=f"One of {options.PLACERS}, with options as name:option=value. Default: {' or '.join(BOTH)}, "
-            "whichever has the lower imbalance on unseen batches, split exactly."
+            "the one with the lower imbalance on unseen batches, split exactly."
         ),
     ] = None,
     placers: Annotated[
         str | None,
         typer.Option(
             metavar="LIST|all",
-            help="More placers to compare with, as --placer names them; all: every one, with the reason where one "
+            help="More placers to compare with, named as for --placer; all: every placer, with the reason if one "
             "cannot place this trace.",
         ),
     ] = None,
@@ -204,34 +242,34 @@ def place(
     before: Annotated[
         str | None,
         typer.Option(
-            metavar="FILE", help="A placement to start from, of as many ranks or of another number."
+            metavar="FILE", help="A placement to start from, on the same or another number of ranks."
         ),
     ] = None,
     before_ranks: Annotated[
         int | None,
         options.Range(1),
-        typer.Option(help="R of the file of --before, where it does not state R. Default: --ranks."),
+        typer.Option(help="R of the --before file, if the file does not state it. Default: --ranks."),
     ] = None,
     lost_rank: Annotated[
         list[int] | None,
-        typer.Option(
-            metavar="RANK", help="A rank that is lost and gets no expert; may be given several times."
-        ),
+        typer.Option(metavar="RANK", help="A lost rank, which gets no expert; may be given several times."),
     ] = None,
     against: Annotated[str | None, typer.Option(metavar="FILE", help="A placement to compare with.")] = None,
     calibrate: Annotated[
         str | None,
         typer.Option(
-            help=f"Batches of the first trace held back to judge: {options.CALIBRATIONS}. {options.CALIBRATE_DEFAULT}"
+            help=f"Batches of the first trace held out for judging: {options.CALIBRATIONS}. {options.CALIBRATE_DEFAULT}"
         ),
     ] = None,
     expert_bytes: Annotated[
-        int, options.Range(0, 2**50), typer.Option(help="Of one expert's weights; 0: not known.")
+        int, options.Range(0, 2**50), typer.Option(help="Bytes of one expert's weights; 0: unknown.")
     ] = 0,
     replica_memory: Annotated[
         int,
         options.Range(0, 2**50),
-        typer.Option(help="Bytes of a rank for replicas of all layers: fewer, where they help. Ragged."),
+        typer.Option(
+            help="Bytes per rank for replicas of all layers: fewer slots, where they help most. Ragged placement."
+        ),
     ] = 0,
     stages: options.Stages = False,
     same_layers: options.SameLayers = False,
@@ -239,14 +277,26 @@ def place(
     first_moe_layer: options.FirstMoeLayer = None,
     model: options.ModelLayers = None,
     extra_layers: options.ExtraLayers = None,
+    gpu: Annotated[
+        str | None, typer.Option(help="With --model: print the milliseconds that near saves on this GPU.")
+    ] = None,
+    times: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="File of isoload measure with times of your GPUs; replaces --gpu."),
+    ] = None,
+    tokens_per_rank: Annotated[
+        int,
+        options.Range(1),
+        typer.Option(help="With --gpu or --times: tokens per rank in a step of prefill."),
+    ] = 4096,
     json: options.JsonTarget = None,
     html: options.HtmlTarget = None,
     force: options.Force = False,
 ) -> None:
-    """Turn recorded loads into a placement file, and print what it buys.
+    """Turn recorded loads into a placement file, and print the imbalance that it achieves.
 
-    Experts are placed on all batches; the figures are of placements made without the batches they are judged on.
-    Recordings weigh alike.
+    Experts are placed by all batches; the figures are of placements made without the batches on which they are judged.
+    All recordings have the same weight.
     """
     from isoload.analysis import judge
     from isoload.analysis.batches import strictest
@@ -254,10 +304,18 @@ def place(
     from isoload.cli.options import load_plugins
     from isoload.placement.files import check_format, read_placement, write_placement
     from isoload.placers import PLACERS, parse_placer
+    from isoload.times import load
     from isoload.topology import Topology
 
     load_plugins(plugin)
-    check_targets([*traces, before, against], force, json, str(output), html)
+    check_targets([*traces, before, against, times], force, json, str(output), html)
+    if gpu is not None and times is not None:
+        raise ValueError("gpu must be left out with times, which are of your GPUs")
+    device = gpu if times is None else load(times)
+    if device is not None and model is None:
+        raise ValueError(
+            f"model must be given with gpu or times, whose experts are computed, got {gpu or times} alone"
+        )
     check_format(file_format, output, "output")
     reading = Reading(stages, same_layers, allow_missing_ranks, first_moe_layer, model)
     loaded = load_traces(traces, reading)
@@ -292,7 +350,7 @@ def place(
             "written": candidate is placement,
             "even": float(
                 even.mean()
-            ),  # imbalance, mean over unseen batches and layers, replicas sharing alike
+            ),  # imbalance, mean over unseen batches and layers, copies spread evenly
             "exact": float(exact.mean()),  # the same, split exactly
             "replicas": judge.count_replicas(candidate),
             "replica_bytes": round(judge.most_replicas(candidate) * expert_bytes) if expert_bytes else None,
@@ -303,6 +361,9 @@ def place(
         }
 
     compared = [Way(options.BASELINE, "trivial", None), Way("eplb", "eplb", placement.slots_per_rank)]
+    near_rows = placement.provenance.get("rows_to_other_nodes")
+    plain = replace(best, label=f"{best.label}, near=False", options=best.options | {"near": False})
+    compared += [plain] if near_rows else []
     every = placers == "all"
     for text in PLACERS if every else filter(None, map(str.strip, (placers or "").split(","))):
         name, more = parse_placer(text)
@@ -329,8 +390,14 @@ def place(
     start_with = start_of(written, str(output), file_format)
     figures["start"] = start_with
     line = f"{placement_line(placement, str(output))}, placer {best.label}"
-    if note := placement.provenance.get("rows_to_other_nodes"):
-        line += near_line(*note)
+    if near_rows:
+        peaks = {row["placer"]: row["exact"] for row in rows}
+        saved = None
+        if device is not None and model is not None:
+            pair = plain.place(loaded, topology), placement
+            saved = near_ms(first, pair, near_rows, device, model, tokens_per_rank)
+            figures["near_saved_ms"] = saved
+        line += near_line(near_rows, (peaks[plain.label], peaks[best.label]), saved)
     if start is not None:
         line += arrival_line(start, placement, expert_bytes)
         figures["arrivals"] = judge.arrivals(start, placement).sum(0).tolist()
@@ -340,7 +407,7 @@ def place(
 
     def show(console: Console) -> None:
         reasons = [f"{label}: n/a: {reason}" for label, reason in refused.items()]
-        if note and held_back != "all" and not judge.tokens_are_batches(first):
+        if near_rows and held_back != "all" and not judge.tokens_are_batches(first):
             reasons.append(BY_COUNTS)
         say(console, ("", [line, *source_line(loaded)]), columns, ("", units), ("yellow", reasons))
         if not any(placement.has_freedom):
@@ -348,7 +415,7 @@ def place(
         say_start(start_with, console)
 
     text = ""
-    if html:  # before anything is written: it may fail
+    if html:  # before anything is written, because it may fail
         from isoload.cli.pages import place_page
 
         text = place_page(first, placement, rows, line, page_table(columns), units, figures)
@@ -361,7 +428,7 @@ def convert(
     source: Annotated[Path, typer.Argument(metavar="FILE", help="A placement file, of any format.")],
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The new file.")],
     file_format: FormatName,
-    ranks: Annotated[int | None, Range(1), typer.Option(help="R, where the file does not say it.")] = None,
+    ranks: Annotated[int | None, Range(1), typer.Option(help="R, if the file does not state it.")] = None,
     first_moe_layer: FirstMoeLayer = None,
     model: ModelLayers = None,
     extra_layers: ExtraLayers = None,

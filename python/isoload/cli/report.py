@@ -38,7 +38,7 @@ SAVED = (
     "from measured kernels as in advise. The advice below also moves experts."
 )
 SAME = (
-    "All ranks held the same tokens, so no rank is the source of a copy: times assume an equal part on each rank, "
+    "All ranks have the same tokens, so no rank is the source of a copy: times assume an equal part on each rank, "
     "as with an all-to-all."
 )
 

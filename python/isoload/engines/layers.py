@@ -17,8 +17,9 @@ from torch import Tensor
 
 from isoload.balancing.balancer import Balancer
 from isoload.engines.record import EngineRecord
-from isoload.engines.settings import LOADS, MODE, PLACER, RECORD_EVERY, Settings, Variable
-from isoload.engines.tables import arrivals, placement_of
+from isoload.engines.settings import LOADS, MODE, PLACER, RECORD_EVERY, TIMES, Settings, Variable
+from isoload.engines.tables import arrivals, measured, placement_of
+from isoload.engines.worth import ExpertSize, NewMaps
 from isoload.online.metrics import Meter, Metrics
 from isoload.online.switch import Switch, Watchdog
 from isoload.online.weight_check import WeightCheck
@@ -127,6 +128,7 @@ class EngineLayers(ABC, Generic[AnyLayer]):
         self.record: EngineRecord | None = None  # in shadow mode
         self.metrics = Metrics()
         self.num_left = 0  # layers whose replicas the engine chooses
+        self.new_maps: NewMaps | None = None  # if ISOLOAD_REBALANCE is set
         self.slot_bytes: dict[int, int] = {}  # by layer the weights and scales of one expert
         self._groups: dict[int, CollectiveGroup] = {}
         self._placements: dict[int, Placement] = {}  # by shared experts
@@ -193,6 +195,29 @@ class EngineLayers(ABC, Generic[AnyLayer]):
         for user in (*self.by_id.values(), self.own_meter(), self.record):
             if user is not None:
                 user.metrics = self.metrics
+
+    def decide(self, weights: Mapping[int, Sequence[Tensor]], interval: int) -> None:
+        """Apply new maps from now on only if they pay, by ISOLOAD_REBALANCE.
+
+        Args:
+            weights: as :meth:`check_loaded`.
+            interval: forward passes between two rebalances.
+
+        Raises:
+            ValueError: ISOLOAD_TIMES is of experts of another size.
+        """
+        assert self.settings.rebalance is not None
+        size, experts = ExpertSize.of(next(iter(weights.values()))), None
+        if self.settings.times is not None:
+            experts = measured(self.settings.times).experts
+            timed = 3 * experts.hidden * experts.intermediate
+            if not 0.8 < size.num_weights / timed < 1.25:  # kernels pad, gpt-oss by 14 %
+                raise ValueError(
+                    f"{TIMES.name}={self.settings.times} is of experts of {timed} weights but the model's have "
+                    f"{size.num_weights}: run isoload measure with this model, or unset {TIMES.name}"
+                )
+        how = interval, self.chooses and not self.detached, experts, self.metrics
+        self.new_maps = NewMaps(self.engine, self.settings.rebalance, size, *how)
 
     def set_attached(self) -> None:
         """Set the metric of whether isoload chooses, or counts in shadow mode."""

@@ -7,30 +7,86 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from isoload.engines.worth import RebalanceRule
 from isoload.placers import make_placer, parse_placer
 from isoload.policies import Policy, make_policy, parse_policy
 from isoload.policies.shared import SharedPolicy
+from isoload.times.file import load
 from isoload.wording import not_one_of
 
 
 class Variable(NamedTuple):
-    """One environment variable; docs/sglang.md and docs/vllm.md define each."""
+    """One environment variable. docs/environment.md has a table of all, made from these fields."""
 
     name: str
     default: str = ""
+    values: str = "0 or 1"
+    meaning: str = ""
 
 
-SGLANG, VLLM = Variable("ISOLOAD_SGLANG", "0"), Variable("ISOLOAD_VLLM", "0")
-STRICT = Variable("ISOLOAD_STRICT", "0")
-POLICY, LOADS = Variable("ISOLOAD_POLICY"), Variable("ISOLOAD_LOADS")
-PLACER = Variable("ISOLOAD_PLACER", "eplb")
-REPORT = Variable("ISOLOAD_REPORT_SECONDS", "0")
-CHECK = Variable("ISOLOAD_CHECK_WEIGHTS", "0")
-STALLED = Variable("ISOLOAD_STALLED_SECONDS", "60")
-MODE = Variable("ISOLOAD_MODE", "on")
-RECORD, RECORD_EVERY = Variable("ISOLOAD_RECORD"), Variable("ISOLOAD_RECORD_EVERY", "64")
-SWITCH = Variable("ISOLOAD_SWITCH")  # a file
-PLACEMENT = Variable("ISOLOAD_PLACEMENT")  # a file
+SGLANG = Variable("ISOLOAD_SGLANG", "0", meaning="attach to SGLang; with 0 isoload is not imported")
+VLLM = Variable("ISOLOAD_VLLM", "0", meaning="attach to vLLM; with 0 isoload is not imported")
+MODE = Variable(
+    "ISOLOAD_MODE", "on", "on, off or shadow",
+    "on: isoload chooses the replicas; off: isoload attaches to nothing; shadow: the engine chooses, isoload counts",
+)  # fmt: skip
+STRICT = Variable(
+    "ISOLOAD_STRICT", "0",
+    meaning="1: do not start where the engine differs from what isoload expects; 0: leave what differs to the engine",
+)  # fmt: skip
+PLACEMENT = Variable(
+    "ISOLOAD_PLACEMENT", "", "file",
+    "placement file that vLLM starts from, also without ISOLOAD_VLLM=1; SGLang does not start with it, since it has "
+    "--init-expert-location; empty: the engine's own start",
+)  # fmt: skip
+POLICY = Variable(
+    "ISOLOAD_POLICY", "", "name, name:option=value or, in SGLang, prefill=name,decode=name",
+    "how copies are split over replicas; empty: exact, and joint with SGLang's Waterfill",
+)  # fmt: skip
+LOADS = Variable(
+    "ISOLOAD_LOADS", "", "gathered, own or node",
+    "whose counts plan a batch where each rank has its own tokens; empty: the default of the engine's option",
+)  # fmt: skip
+PLACER = Variable(
+    "ISOLOAD_PLACER", "eplb", "name or name:option=value", "placer that isoload uses when the engine rebalances"
+)  # fmt: skip
+REPORT = Variable(
+    "ISOLOAD_REPORT_SECONDS", "0", "number",
+    "seconds between two reports of imbalance, as a log line and as Prometheus metrics; 0: nothing is measured",
+)  # fmt: skip
+RECORD = Variable(
+    "ISOLOAD_RECORD", "", "folder", "where each rank writes its counts in shadow mode; empty: no files"
+)  # fmt: skip
+RECORD_EVERY = Variable(
+    "ISOLOAD_RECORD_EVERY", "64", "number", "shadow mode keeps the counts of one forward pass in so many"
+)  # fmt: skip
+SWITCH = Variable(
+    "ISOLOAD_SWITCH", "", "file",
+    "the first rank reads on or off from this file while the engine serves; empty: nothing is switched",
+)  # fmt: skip
+CHECK = Variable(
+    "ISOLOAD_CHECK_WEIGHTS", "0",
+    meaning="compare the weights of every slot with those of its expert, at load and after each rebalance; where they "
+    "differ isoload detaches, and with ISOLOAD_STRICT=1 the process ends",
+)  # fmt: skip
+STALLED = Variable(
+    "ISOLOAD_STALLED_SECONDS", "60", "number",
+    "seconds without progress after which the log reports a stalled rebalance; 0: never",
+)  # fmt: skip
+REBALANCE = Variable(
+    "ISOLOAD_REBALANCE", "", "gain_ms=NUMBER,move_ms=NUMBER or move_ms=auto",
+    "apply a new map only if it saves gain_ms milliseconds in a forward pass and, until the next rebalance, more than "
+    "the move takes (auto: the busiest rank's bytes over its link); empty: apply every new map",
+)  # fmt: skip
+TIMES = Variable(
+    "ISOLOAD_TIMES", "", "file",
+    "file of isoload measure: its speeds are those of the ranks if they differ by 1 % or more, its times those of "
+    "ISOLOAD_REBALANCE; empty: equal ranks, an H100's times by arithmetic",
+)  # fmt: skip
+COMMON = (
+    MODE, STRICT, PLACEMENT, POLICY, LOADS, PLACER, REPORT, RECORD, RECORD_EVERY, SWITCH, CHECK, STALLED,
+    REBALANCE, TIMES,
+)  # fmt: skip
 MODES = ("on", "off", "shadow")
 ALL_LOADS = ("gathered", "own", "node")
 PHASES = ("prefill", "decode")
@@ -51,6 +107,8 @@ class Settings:
     record_every    passes
     switch          None = none
     placement       file from which vLLM starts; None = none
+    rebalance       when a new map is applied; None = always
+    times           file of isoload measure; None = none
     """
 
     strict: bool
@@ -65,6 +123,8 @@ class Settings:
     record_every: int = int(RECORD_EVERY.default)
     switch: str | None = None
     placement: str | None = None
+    rebalance: RebalanceRule | None = None
+    times: str | None = None
 
     @classmethod
     def read(cls, environ: Mapping[str, str] | None = None) -> Settings:
@@ -89,6 +149,7 @@ class Settings:
         return cls(
             is_on(STRICT, environ), policy, loads, placer, report, is_on(CHECK, environ), stalled,
             mode, record or None, int(every), switch or None, _text(PLACEMENT, environ) or None,
+            _rule(_text(REBALANCE, environ)), _times(_text(TIMES, environ)),
         )  # fmt: skip
 
     @property
@@ -148,7 +209,7 @@ def _check_mode(mode: str, record: str, seconds: float, policy: str | None, swit
         raise ValueError(f"{MODE.name}=shadow must come with {RECORD.name} or {REPORT.name}, got neither")
     if (mode == "shadow" or switch) and policy not in (None, "exact"):
         where = f"{SWITCH.name} is given" if switch else f"{MODE.name} is shadow"
-        raise ValueError(f"{POLICY.name} must be exact where {where}, got {policy!r}")
+        raise ValueError(f"{POLICY.name} must be exact if {where}, got {policy!r}")
 
 
 def _check_loads(loads: str, policy: str | None) -> None:
@@ -160,7 +221,7 @@ def _check_loads(loads: str, policy: str | None) -> None:
         phase_policy.name != "exact" for phase_policy in _policies(policy).values()
     ):
         raise ValueError(
-            f"{POLICY.name} must be exact where {LOADS.name} is {loads}: other policies need the counts of all ranks "
+            f"{POLICY.name} must be exact if {LOADS.name} is {loads}: other policies need the counts of all ranks "
             f"({LOADS.name}=gathered), got {policy!r}"
         )
 
@@ -212,6 +273,24 @@ def _check_placer(text: str) -> None:
             f"{PLACER.name} must fill all slots of the engine, {placer.name} with these options leaves some empty, "
             f"got {text!r}"
         )
+
+
+def _rule(text: str) -> RebalanceRule | None:
+    try:
+        return RebalanceRule.parse(text) if text else None
+    except ValueError as error:
+        raise ValueError(f"{REBALANCE.name} {error}") from None
+
+
+def _times(path: str) -> str | None:
+    """Return the path of a times file that can be read, None without one."""
+    if not path:
+        return None
+    try:
+        load(path)
+    except ValueError as error:
+        raise ValueError(f"{TIMES.name}: {error}") from None
+    return path
 
 
 def is_on(variable: Variable, environ: Mapping[str, str]) -> bool:

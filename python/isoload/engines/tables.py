@@ -5,16 +5,21 @@ them.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from isoload.balancing.balancer import Balancer
-from isoload.engines.settings import PLACER
+from isoload.engines.settings import PLACER, TIMES
+from isoload.engines.worth import NewMaps
 from isoload.placement.placement import Placement
 from isoload.placers import PLACERS, parse_placer, place
+from isoload.times.file import Times, load
 from isoload.topology import Topology
+
+LEAST_SPREAD = 1.01  # of measured speeds: smaller differences are noise
 
 
 class ReplicaLists(NamedTuple):
@@ -30,9 +35,32 @@ class ReplicaLists(NamedTuple):
     num_replicas: Tensor
 
 
-def engine_topology(num_ranks: int, num_nodes: int) -> Topology:
-    """Return a topology of R ranks on num_nodes nodes, or on one node if these do not divide the ranks."""
-    return Topology(num_ranks, num_ranks // num_nodes if num_ranks % num_nodes == 0 else num_ranks)
+def engine_topology(num_ranks: int, num_nodes: int, times: str | None = None) -> Topology:
+    """Return a topology of R ranks on num_nodes nodes, or on one node if these do not divide the ranks.
+
+    Args:
+        num_ranks: R.
+        num_nodes: nodes of the engine.
+        times: file of isoload measure, whose speeds the ranks have if they differ by 1 % or more.
+
+    Raises:
+        ValueError: the file has the speeds of another number of ranks.
+    """
+    per_node = num_ranks // num_nodes if num_ranks % num_nodes == 0 else num_ranks
+    speeds = measured(times).speeds if times is not None else ()
+    if times is not None and len(speeds) != num_ranks:
+        raise ValueError(
+            f"{TIMES.name}={times} has the speeds of {len(speeds)} ranks but the engine has {num_ranks} "
+            f"expert-parallel ranks: run isoload measure on these ranks, or unset {TIMES.name}"
+        )
+    differ = times is not None and max(speeds) / min(speeds) >= LEAST_SPREAD
+    return Topology(num_ranks, per_node, speeds=tuple(speeds) if differ else None)
+
+
+@cache
+def measured(path: str) -> Times:
+    """Return the content of a times file, read once."""
+    return load(path)
 
 
 def placement_of(
@@ -103,7 +131,13 @@ def running(before: Tensor | None, num_slots: int) -> Tensor | None:
 
 
 def lay_out(
-    counts: Tensor, topology: Topology, slots_per_rank: int, placer: str, before: Tensor | None
+    counts: Tensor,
+    topology: Topology,
+    slots_per_rank: int,
+    placer: str,
+    before: Tensor | None,
+    new_maps: NewMaps | None = None,
+    passes: int = 1,
 ) -> ReplicaLists:
     """Place experts by a placer of the registry, from the present placement if the placer supports it, so that fewer
     move.
@@ -112,12 +146,17 @@ def lay_out(
         counts: [L, E] or [batches, L, E] copies per routed expert.
         placer: name and options, as the variable has them.
         before: :func:`running`.
+        new_maps: keeps the present placement if a new one does not pay; None = it is always replaced.
+        passes: forward passes of the counts.
     """
     name, options = parse_placer(placer)
-    start = None
-    if before is not None and PLACERS[name].takes_before:
-        start = placement_of(before, counts.shape[-1], topology)
-    return replica_lists(place(counts, topology, slots_per_rank, name, before=start, **options))
+    present = None if before is None else placement_of(before, counts.shape[-1], topology)
+    start = present if PLACERS[name].takes_before else None
+    placed = place(counts, topology, slots_per_rank, name, before=start, **options)
+    if new_maps is not None and present is not None:
+        total = counts if counts.dim() == 2 else counts.sum(0)
+        placed = new_maps.choose(present, placed, total.cpu(), passes)
+    return replica_lists(placed)
 
 
 def check_placer(option: str, placer: str, tables: Tensor, num_experts: int, topology: Topology) -> None:

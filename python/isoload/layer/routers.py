@@ -34,9 +34,9 @@ class Router:
         num_experts: number E of logical experts.
         top_k: number K of experts per token.
         style: "softmax_topk": the K largest of softmax(logits) (Qwen3-MoE, OLMoE; Mixtral renormalises).
-            "topk_softmax": softmax over the K largest logits (gpt-oss).
-            "sigmoid": the K largest of sigmoid(logits) + score_bias in the best groups. The bias affects only the
-            choice; weights are the unbiased scores (DeepSeek-V3).
+            "topk_softmax": softmax over the K largest logits (gpt-oss). "sigmoid": the K largest of sigmoid(logits) +
+            score_bias in the best groups. The bias affects only the choice; weights are the unbiased scores
+            (DeepSeek-V3).
         renormalise: whether to divide a token's weights by their sum.
         routed_scaling_factor: factor of all weights, applied last.
         num_groups, top_groups: for "sigmoid": the experts are divided into num_groups groups of neighbours. A token

@@ -19,8 +19,8 @@ from isoload.balancing.prediction import Last, Linear, LoadsPredictor, Lookahead
 from isoload.checks import capturing, values_readable
 from isoload.layer.blocks import BlockGate, find_blocks, is_known, no_gate, put_in, take_over
 from isoload.layer.compiled import Choose
-from isoload.layer.feed import Feed
 from isoload.layer.moe import MoE
+from isoload.layer.predictor_inputs import PredictorInputs
 from isoload.layer.routers import Gate
 from isoload.layer.two_stage import Batch, Span, run_held, run_planned, runs_apart
 from isoload.placement.placed_layers import PlacedLayers
@@ -312,7 +312,7 @@ class LibraStack:
             facts.update({"layers": len(self.layers), "predict": described})
             facts.update({"local": local, "slots": self.slots})
         routed, shared = placement.num_routed, placement.num_shared
-        self.feed = None if predictor is None else Feed(predictor, routed, shared)
+        self.predictor_inputs = None if predictor is None else PredictorInputs(predictor, routed, shared)
         self.events: list[dict[str, Span]] = [{} for _ in self.layers]
         self._next = 0
         self._fetched: Fetched | None = None
@@ -386,8 +386,8 @@ class LibraStack:
         for layer, run in zip(self.layers, self._runs, strict=True):
             if layer.run_by is run:  # the layer is not in another stack meanwhile
                 layer.run_by = None
-        if self.feed is not None:
-            self.feed.close()
+        if self.predictor_inputs is not None:
+            self.predictor_inputs.close()
         self.forget()
 
     def forget(self) -> None:
@@ -406,7 +406,7 @@ class LibraStack:
     def _stages(self, index: int, rows: list[Tensor], choose: Choose, num_tokens: int | None) -> list[Tensor]:
         layer, fetched = self.layers[index], self._take(index)
         chosen = layer.choices(rows, partial(self._checked, index, fetched, choose))
-        predicted = None if self.feed is None else self.feed.count(index, chosen)
+        predicted = None if self.predictor_inputs is None else self.predictor_inputs.count(index, chosen)
         chosen.call.in_gather[AHEAD] = fact_of(None if fetched is None else fetched.filled)
         gathered = layer.gather(chosen, num_tokens, predicted)
         filled, borrowed = None, None
@@ -424,8 +424,8 @@ class LibraStack:
         """Return the prefetched slots of a layer, if it is called in order and its placement has not changed."""
         fetched, self._fetched = self._fetched, None
         in_order, self._next = index == self._next, (index + 1) % len(self.layers)
-        if self.feed is not None and (index == 0 or not in_order):
-            self.feed.restart()
+        if self.predictor_inputs is not None and (index == 0 or not in_order):
+            self.predictor_inputs.restart()
         if not in_order or fetched is None or fetched.filled.host is not fetched.layer.placement:
             return None
         if index == 0 and capturing(fetched.filled.slot_to_expert.device):  # replays do not have them
@@ -438,7 +438,7 @@ class LibraStack:
         """Check that the layer and the following fetch can run on this rank, and return the layer's choices."""
         if torch.is_grad_enabled():
             raise ValueError("a LibraStack must run under torch.no_grad(), got gradients recorded")
-        predictor = None if self.feed is None else self.feed.predictor
+        predictor = None if self.predictor_inputs is None else self.predictor_inputs.predictor
         if (
             isinstance(predictor, LoadsPredictor)
             and type(predictor).note is not LoadsPredictor.note  # it stores loads of earlier batches
@@ -454,7 +454,7 @@ class LibraStack:
         return choose()
 
     def _fills_ahead(self, layer: MoE) -> bool:
-        return self.feed is not None and layer.policy.ahead
+        return self.predictor_inputs is not None and layer.policy.ahead
 
     def _replays(self, device: torch.device) -> bool:
         """Return whether a CUDA graph is being captured, or replays may overwrite the buffers between batches."""
@@ -464,17 +464,17 @@ class LibraStack:
     def _fetch(self, index: int, gathered: Gathered, in_use: Borrowed | None) -> Borrowed | None:
         """Fetch weights for the next layer."""
         layer, filled = self.layers[self._next], None
-        if self.feed is None or (self._next == 0 and self._replays(gathered.loads.device)):
+        if self.predictor_inputs is None or (self._next == 0 and self._replays(gathered.loads.device)):
             return None
         call = Call(layer.group, "plan", gathered.loads.device, {AHEAD: 0})
         with call:
-            loads = self.feed.predict(index, gathered)
+            loads = self.predictor_inputs.predict(index, gathered)
             if loads is not None and self.slots != 0 and self._fills_ahead(layer):
                 options = {} if self.slots is None else {"slots": self.slots}
                 policy = replace(layer.policy, **options)  # type: ignore[arg-type]
                 filled = fill(loads, layer.balancer.placed_on(loads.device), None, policy)
         # Ranks compare their slots first: an exchange of weights for different slots would abort the process.
-        if self.feed.may_differ and gathered.planned and values_readable(gathered.loads):
+        if self.predictor_inputs.may_differ and gathered.planned and values_readable(gathered.loads):
             call.facts[AHEAD] = fact_of(filled)
             call.agree("fetch")
         call.raise_failure()

@@ -43,14 +43,19 @@ METRICS = {
     "attached": Metric(
         "gauge",
         "1: isoload chooses replicas, or counts in shadow mode; 0: the engine chooses, because isoload has detached, "
-        "is switched off or refused to attach",
+        "is switched off or did not attach",
         counts="min",
     ),
-    "info": Metric("gauge", "1", ("version", "engine_version", "policy", "placer")),
+    "info": Metric(
+        "gauge",
+        "always 1; the labels have the versions and names in use",
+        ("version", "engine_version", "policy", "placer"),
+    ),
     "imbalance": Metric(
         "gauge",
-        "max/mean rank load, at least 1: quantile over layers of each layer's mean since the last report. plan: by "
-        "isoload's plans, also in shadow mode; even: copies spread evenly over replicas; engine: as the engine chose",
+        "max/mean rank load, at least 1: quantile over layers of each layer's mean since the last report. "
+        "plan=isoload: isoload's plans, in shadow mode those that it would make; plan=even: copies spread evenly over "
+        "replicas; plan=engine: the engine's own choice",
         ("phase", "plan", "quantile"),
     ),
     "balancedness": Metric(
@@ -60,35 +65,36 @@ METRICS = {
     ),
     "wrong_slots": Metric(
         "gauge",
-        "slots whose weights are not those of their experts, found by the last check of each layer",
+        "slots whose weights differ from those of their expert, in the last check of each layer",
         counts="max",
     ),
     "rebalance_stalled_seconds": Metric(
-        "gauge", "seconds without progress of a rebalance that has stalled; 0: none has", counts="max"
+        "gauge", "seconds without progress of a stalled rebalance; 0: no rebalance has stalled", counts="max"
     ),
-    "rebalance_thread_dead": Metric(
-        "gauge", "1 if the engine's thread of rebalances has ended", counts="max"
-    ),
+    "rebalance_thread_dead": Metric("gauge", "1: the engine's rebalancing thread has ended", counts="max"),
     "batches_total": Metric(
         "counter",
-        "layers times forward passes in which isoload chose replicas, those without tokens included",
+        "layers times forward passes in which isoload chose replicas, including passes without tokens",
     ),
     "fallbacks_total": Metric("counter", "layers times forward passes in which the engine chose replicas"),
     "batches_not_certified_total": Metric(
-        "counter", "batches whose plan is not proved optimal, of plans with the counts of all ranks"
+        "counter", "batches whose plan is not proved optimal, among plans from the counts of all ranks"
     ),
-    "errors_total": Metric("counter", "lines of level ERROR or above that isoload logged"),
-    "rebalances_total": Metric("counter", "rebalances of the engine that have moved experts and ended"),
-    "experts_moved_total": Metric("counter", "experts that came to this rank from others, over all layers"),
+    "errors_total": Metric("counter", "log lines of isoload at level ERROR or above"),
+    "rebalances_total": Metric("counter", "finished rebalances of the engine that moved experts"),
+    "rebalances_skipped_total": Metric("counter", "new maps that ISOLOAD_REBALANCE did not apply"),
+    "experts_moved_total": Metric(
+        "counter", "experts that arrived on this rank from other ranks, over all layers"
+    ),
     "bytes_moved_total": Metric("counter", "bytes of weights and scales of these experts"),
     "plan_seconds": Metric(
         "histogram",
-        "time of the host per layer and batch that was not replayed from a graph",
+        "host time per layer and batch, without batches replayed from a graph",
         buckets=(2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 1e-1),
     ),
     "rebalance_seconds": Metric(
         "histogram",
-        "from where the engine began a rebalance to its end",
+        "duration of a rebalance, from the engine's start of it to its end",
         buckets=(0.01, 0.1, 0.5, 1, 2, 5, 10, 30, 60, 300),
     ),
 }

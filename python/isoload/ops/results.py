@@ -82,7 +82,7 @@ class JointSplit(NamedTuple):
 class ActiveSplit(NamedTuple):
     """Result of :func:`isoload.ops.plan_active`, with the leading dimension of the tables.
 
-    quota [P] int32 copies per slot: an expert's load in one of its slots, 0 in the others; active_peak [] int64
+    quota [P] int32 copies per slot: an expert's load in one of its slots, 0 elsewhere; active_peak [] int64
     largest number of active slots of a rank; active_bound [] int64 proved lower bound of it, always equal;
     telemetry [4] int32: sweeps, augmentations, Newton steps, moves that lowered the peak cost of copies.
     """

@@ -69,8 +69,8 @@ def addresses(stacks_per_rank: Sequence[Sequence[Tensor]]) -> Tensor:
     The table does not keep memory alive: keep the stacks as long as the table is used.
 
     Args:
-        stacks_per_rank: [R][W] contiguous tensors, [rows, ...] each; stack w has rows of one shape and dtype on every
-            rank.
+        stacks_per_rank: ``[R][W]`` contiguous tensors, [rows, ...] each; stack w has rows of one shape and dtype on
+            every rank.
 
     Returns:
         [R, W] int64 on the device of the first stack; 0 for a stack without rows.

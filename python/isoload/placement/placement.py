@@ -394,8 +394,8 @@ def placement_errors(placement: Placement) -> list[str]:
     if (per_rank[:, dead] >= 0).any():
         errors.append(f"slot_to_expert must be -1 on ranks that are not alive ({dead})")
     in_range = (home >= 0) & (home < num_slots)
-    expert_at_home = np.take_along_axis(slots, np.where(in_range, home, 0), axis=1)
-    if (wrong := np.argwhere(~in_range | (expert_at_home != np.arange(experts)))).size:
+    home_expert = np.take_along_axis(slots, np.where(in_range, home, 0), axis=1)
+    if (wrong := np.argwhere(~in_range | (home_expert != np.arange(experts)))).size:
         layer, expert = wrong[0]
         slot = home[layer, expert]
         errors.append(

@@ -1,7 +1,7 @@
-"""Offline placers: one file each, one registry.
+"""Offline placers and their registry, with one file for each placer.
 
-A placer lays routed experts out on the live ranks; ``place`` adds spare slots, shared experts and dead ranks,
-whatever the placer.
+A placer assigns routed experts to the live ranks. For every placer, ``place`` adds spare slots, shared experts and
+dead ranks.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ PLACERS: dict[str, type[Placer]] = {
 
 
 def register_placer(placer: type[Placer]) -> type[Placer]:
-    """Make a placer known by its name; usable as a decorator.
+    """Register a placer under its name; usable as a decorator.
 
     Raises:
-        ValueError: the name is taken.
+        ValueError: the name is already registered.
     """
     if placer.name in PLACERS:
         raise ValueError(f"name must be a new one, placer {placer.name} exists")
@@ -63,24 +63,25 @@ def place(
     before: Placement | None = None,
     **options: Any,
 ) -> Placement:
-    """Lays experts and replicas into slots.
+    """Return a placement: the expert or replica in each slot.
 
     Args:
-        counts: [L, E] or [batches, L, E] copies per routed expert (array or tensor); or a
-            :class:`isoload.traces.Trace` or several, whose layer_ids the placement then has.
+        counts: [L, E] or [batches, L, E] copies per routed expert (array or tensor); or one or several
+            :class:`isoload.traces.Trace`, whose layer_ids the placement then has.
         topology: the ranks, or their number R; ranks that are not alive get no expert.
-        slots_per_rank: S, shared and spare slots included. Default: one slot for each expert, and those.
+        slots_per_rank: S, shared and spare slots included. Default: one slot for each expert, plus shared and spare
+            slots.
         placer: a name in ``isoload.PLACERS``.
-        spare_slots: of every rank's S slots, how many stay empty; at most E.
-        num_shared: shared experts, at most 64; every live rank holds each in a slot after its routed ones.
-        before: a placement of the same experts, from which a placer that can (``scenario``) starts. Its layers are
-            found by a trace's layer_ids; counts alone are of all of them, in order. Ranks may have died since, or come
-            back. With another number of ranks or slots rank r stays rank r, and the last ranks are those that left or
-            came. The placer then starts from slots in which the ranks that stay keep as many copies as they can.
+        spare_slots: number of slots of every rank that stay empty, at most E.
+        num_shared: number of shared experts, at most 64; every live rank has a slot for each, after its routed slots.
+        before: a placement of the same experts, from which placer ``scenario`` can start. A trace's layer_ids select
+            its layers; an array of counts has all of its layers, in order. Ranks may have died or recovered since. If
+            the number of ranks or slots differs, rank r stays rank r, and ranks leave or join at the end. The placer
+            then starts from slots in which the remaining ranks keep as many copies as possible.
         **options: the placer's own, e.g. ``dedup=False``.
 
     Raises:
-        ValueError: naming the argument, the rule and the value.
+        ValueError: an argument is invalid; the message contains the argument, the rule and the value.
     """
     planner, topology = make_placer(placer, options), as_topology(topology)
     scenarios, traces = make_scenarios(counts)
@@ -92,7 +93,7 @@ def place(
     home_rank: Ints | None = None
     if before is not None:
         if not planner.takes_before:
-            raise ValueError(f"before must be None for placer {planner.name}, which starts anew")
+            raise ValueError(f"before must be None for placer {planner.name}, which places from scratch")
         if traces:
             before = before.for_trace(traces[0], "before")
         _check_before(before, scenarios, spare_slots, num_shared)
@@ -101,7 +102,7 @@ def place(
             before.arrays[0].reshape(before.num_layers, before.topology.num_ranks, -1)[:, :, :routed_slots]
         )
         if (before.topology.num_ranks, routed_slots) == (topology.num_ranks, dense):
-            start = rows[:, live]  # of two slots of an expert on a rank only the first
+            start = rows[:, live]  # only the first of two slots of an expert on a rank
         else:
             start = resized(rows, live, dense, scenarios.mean(scenarios.loads), tick)
         home_rank = _home_ranks(before, live, topology.num_ranks)
@@ -110,7 +111,7 @@ def place(
         ).any(2)
         home_rank = np.where(present, home_rank, -1).astype(
             np.int32
-        )  # a narrower rank may have left its own out
+        )  # with fewer slots, a rank may have dropped an expert whose home it was
     live_ranks = LiveRanks(
         node=np.array(live, dtype=np.int32) // topology.ranks_per_node,
         tick=tick,
@@ -119,7 +120,7 @@ def place(
         home_rank=home_rank,
     )
     identity = None if before is None else before.identity
-    if traces:  # traces of one model, of which some may state more than the first
+    if traces:  # all traces are of one model; some may state more about it than the first
         identity = traces[0].identity
         for trace in traces[1:]:
             identity = joined(identity, trace.identity, f"trace {traces[0].name}", f"trace {trace.name}")
@@ -157,17 +158,17 @@ def place(
 
 
 def make_placer(name: str, options: dict[str, Any]) -> Placer:
-    """A placer by its name, with its options."""
+    """Return the placer with a name and options."""
     return make("placer", PLACERS, name, options)
 
 
 def parse_placer(text: str) -> tuple[str, dict[str, Any]]:
-    """Name and options of a placer written ``name`` or ``name:option=value:option=value``."""
+    """Return name and options from a text ``name`` or ``name:option=value:option=value``."""
     return parse("placer", PLACERS, text)
 
 
 def keep_places(slots: Slots, before: Slots | None) -> Slots:
-    """Slots [L, R, S] with every expert that its rank held before in the slot where it was."""
+    """Return slots [L, R, S] reordered so that every expert that stays on its rank keeps its slot in ``before``."""
     assert before is not None
     ordered = np.full_like(slots, -1)
     rows = (array.reshape(-1, slots.shape[2]) for array in (ordered, before, slots))
@@ -182,7 +183,7 @@ def keep_places(slots: Slots, before: Slots | None) -> Slots:
 def _dense_slots(
     scenarios: Scenarios, topology: Topology, slots_per_rank: int | None, spare_slots: int, num_shared: int
 ) -> int:
-    """Slots of a rank for routed experts."""
+    """Return the number of slots of a rank for routed experts."""
     experts, live = scenarios.num_experts, topology.live_ranks
     for name, number, limit in (
         ("spare_slots", spare_slots, experts),
@@ -221,7 +222,7 @@ def _check_before(before: Placement, scenarios: Scenarios, spare_slots: int, num
 
 
 def _home_ranks(before: Placement, live: list[int], num_ranks: int) -> Ints:
-    """[L, E] position among the live ranks of every routed expert's home; -1 = not alive, or left."""
+    """Return [L, E] each routed expert's home as an index into the live ranks; -1 if the rank is dead or has left."""
     position = np.full(max(before.topology.num_ranks, num_ranks), -1, dtype=np.int32)
     position[live] = np.arange(len(live))
     homes: Ints = position[before.arrays[1][:, : before.num_routed] // before.slots_per_rank]
@@ -231,9 +232,9 @@ def _home_ranks(before: Placement, live: list[int], num_ranks: int) -> Ints:
 def _home_slots(
     slots: Slots, home_rank: Ints | None, live: list[int], before: Placement | None, num_experts: int
 ) -> torch.Tensor | None:
-    """[L, E] slots of the homes, from the ranks [L, routed] that a placer fixed; None where it fixed none.
+    """Return [L, E] home slots from the home ranks [L, routed] that a placer fixed; None if it fixed none.
 
-    Shared experts keep their home before, and begin on the first live rank.
+    The home of a shared expert is its home in ``before``, or else the first live rank.
     """
     if home_rank is None:
         return None
@@ -244,9 +245,9 @@ def _home_slots(
         owner[:, home_rank.shape[1] :] = before.arrays[1][:, home_rank.shape[1] :] // before.slots_per_rank
     if len(dead := np.setdiff1d(owner, live)):
         raise ValueError(
-            f"before must have pinned homes on live ranks, a shared expert's is on rank {dead[0]}"
+            f"before must have pinned homes on live ranks, the home of a shared expert is on rank {dead[0]}"
         )
-    rows = np.take_along_axis(slots, owner[:, :, None], axis=1)  # [L, E, S] what the home's rank holds
+    rows = np.take_along_axis(slots, owner[:, :, None], axis=1)  # [L, E, S] experts on the rank of the home
     place = (rows == np.arange(num_experts)[:, None]).argmax(2)
     return torch.from_numpy((owner * size + place).astype(np.int32))
 

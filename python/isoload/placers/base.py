@@ -1,4 +1,4 @@
-"""The protocol of an offline placer, its scenarios, and the loads that a placement gives its ranks.
+"""Base class of offline placers, scenarios, and the rank loads of a placement.
 
 A placer is a frozen dataclass whose fields are its options. A scenario is a recorded batch with its weight.
 """
@@ -19,16 +19,16 @@ from isoload.traces import Trace, same_layers
 Loads = np.ndarray[Any, np.dtype[np.float64]]
 Tokens = np.ndarray[Any, np.dtype[np.integer[Any]]]
 
-MAX_SCENARIOS = 64  # planning time goes with them; consecutive batches are merged down to so many
-WHOLE = 2**24  # a scenario's copies of a layer, when scaled: sums over slots stay exact in float64
+MAX_SCENARIOS = 64  # planning time is proportional; consecutive batches are merged down to this number
+WHOLE = 2**24  # copies of a scaled scenario in a layer, so that sums over slots are exact in float64
 
 
 @dataclass(frozen=True, eq=False)
 class Scenarios:
-    """Loads that a placement must suit, one by one."""
+    """Loads of the batches that a placement is made for."""
 
     loads: Loads  # [n, L, E] copies; traces are scaled to the same number of copies
-    weight: Loads  # [n] sums to 1: every batch of a trace weighs alike, and every trace
+    weight: Loads  # [n] sums to 1; traces have equal weights, and so do the batches of a trace
     topk_ids: tuple[Tokens, ...] = ()  # [tokens, L, K] of every trace with per-token choices
 
     @property
@@ -40,16 +40,17 @@ class Scenarios:
         return len(self.loads[0, 0])
 
     def total(self) -> Loads:
-        """[L, E] copies of all scenarios together."""
+        """Return [L, E] copies of all scenarios together."""
         total: Loads = self.loads.sum(0)
         return total
 
     def shares(self, shrink: float | None = 0.0) -> Loads:
-        """[n, L, E] share of each expert in its scenario's copies of the layer; 0 in a scenario without any.
+        """Return [n, L, E] each expert's share of its scenario's copies in a layer; 0 in a scenario without copies.
 
         Args:
-            shrink: so much of every scenario is replaced by the mean of all; None = :meth:`counting_noise` times ten
-                (tokens of a text move together, so real noise is a multiple of it), at most 0.2, 0 below 0.05.
+            shrink: fraction of every scenario that is replaced by the mean of all. None = ten times
+                :meth:`counting_noise`, at most 0.2, and 0 below 0.05. The factor is ten because tokens of one text
+                choose similar experts, so the real noise is a multiple of that of independent draws.
         """
         shares: Loads = self.loads / np.maximum(self.loads.sum(-1, keepdims=True), np.finfo(float).tiny)
         if shrink is None:
@@ -59,7 +60,7 @@ class Scenarios:
         return mixed
 
     def counting_noise(self, shares: Loads) -> float:
-        """The part of the shares' variance over scenarios that independent draws of as many copies would have."""
+        """Return the fraction of the shares' variance over scenarios that independent draws would cause."""
         copies = np.maximum(self.loads.sum(-1, keepdims=True), 1)
         drawn = (self.mean(shares) / copies).mean(0).sum()
         spread = ((shares - self.mean(shares)) ** 2).sum()
@@ -68,13 +69,13 @@ class Scenarios:
         return float(drawn / (spread / (len(shares) - 1)))
 
     def mean(self, shares: Loads) -> Loads:
-        """[L, E] weighted mean of values [n, L, E]."""
+        """Return [L, E] the weighted mean of values [n, L, E]."""
         mean: Loads = (self.weight[:, None, None] * shares).sum(0)
         return mean
 
 
 def make_scenarios(counts: Any) -> tuple[Scenarios, list[Trace]]:
-    """Scenarios of an array of counts [L, E] or [batches, L, E], of a trace, or of several; and these traces."""
+    """Return the scenarios of counts [L, E] or [batches, L, E], of a trace, or of several traces; and the traces."""
     traces = _traces(counts)
     batches: list[Loads] = [_batches(trace.batch_counts()) for trace in traces] or [_batches(counts)]
     sums = [part.sum() for part in batches]
@@ -92,13 +93,15 @@ def make_scenarios(counts: Any) -> tuple[Scenarios, list[Trace]]:
 
 
 def _traces(counts: Any) -> list[Trace]:
-    """The traces, if it is one or some; they must agree in layers and experts."""
+    """Return the traces in counts, or none for an array. Traces must have the same layers and experts."""
     inputs = [counts] if isinstance(counts, Trace) else counts
     if not isinstance(inputs, Sequence) or not any(isinstance(trace, Trace) for trace in inputs):
         return []
     traces = list(inputs)
     if not all(isinstance(trace, Trace) for trace in traces):
-        raise ValueError("counts must be an array, a trace, or traces alone, got a list of traces and others")
+        raise ValueError(
+            "counts must be an array, a trace, or a list of traces only, got a list with other items"
+        )
     if len(traces) > MAX_SCENARIOS:
         raise ValueError(f"counts must be at most {MAX_SCENARIOS} traces, got {len(traces)}")
     first = traces[0]
@@ -106,7 +109,7 @@ def _traces(counts: Any) -> list[Trace]:
 
 
 def _batches(counts: Any) -> Loads:
-    """[batches, L, E] float64 copies."""
+    """Return [batches, L, E] float64 copies."""
     if isinstance(counts, torch.Tensor):
         counts = counts.detach().cpu().double().numpy()
     try:
@@ -127,15 +130,15 @@ Floats = np.ndarray[Any, np.dtype[np.float64]]
 
 @dataclass(frozen=True, eq=False)
 class LiveRanks:
-    """The R ranks that are alive, in order, with their nodes, costs and slots."""
+    """The R live ranks, in order, with their nodes, costs and slots."""
 
-    node: Ints  # [R] int32 node of each
-    tick: Floats  # [R] cost of one copy on each, 1.0 = nominal: 1/speed as :attr:`Topology.ticks` rounds it
-    # for routed experts; None = as many as the placer's budget of replicas asks for
+    node: Ints  # [R] int32 node of each rank
+    tick: Floats  # [R] cost of one copy on each rank, 1.0 = nominal: 1/speed as :attr:`Topology.ticks` rounds it
+    # number of slots for routed experts; None = the placer's budget of replicas decides
     slots_per_rank: int | None
-    # [L, R, slots_per_rank] what lies there now (-1 = nothing), where the placer starts
+    # [L, R, slots_per_rank] current experts (-1 = none), from which the placer starts
     before: Slots | None = None
-    home_rank: Ints | None = None  # [L, E] rank of each expert's home in `before`, of these R; -1 = not alive
+    home_rank: Ints | None = None  # [L, E] rank of each expert's home in `before`, of these R; -1 = dead
 
     @property
     def num_ranks(self) -> int:
@@ -144,13 +147,13 @@ class LiveRanks:
 
 @dataclass(frozen=True, eq=False)
 class Placed:
-    """What a placer decided."""
+    """Result of a placer."""
 
-    slots: Slots  # [L, R, S] expert in each slot; -1 = absent, behind a rank's others
-    # [L, R, S] wished parts; None = equal
+    slots: Slots  # [L, R, S] expert in each slot; -1 = absent, after the rank's experts
+    # [L, R, S] weights for splitting an expert's load over its replicas; None = equal
     replica_weight: np.ndarray[Any, np.dtype[np.float32]] | None = None
-    notes: dict[str, Any] = field(default_factory=dict)  # for a placement's provenance: JSON values
-    home_rank: Ints | None = None  # [L, E] rank whose slot owns the weights; None = that of the lowest slot
+    notes: dict[str, Any] = field(default_factory=dict)  # JSON values for the placement's provenance
+    home_rank: Ints | None = None  # [L, E] rank of the home slot; None = that of the lowest slot
 
 
 @dataclass(frozen=True)
@@ -160,17 +163,17 @@ class Placer(ABC):
     name: ClassVar[str]
     takes_before: ClassVar[bool] = False  # whether it can start from a placement
     needs_tokens: ClassVar[bool] = False  # whether it needs traces with per-token choices
-    uses_tokens: ClassVar[bool] = False  # whether it makes use of per-token choices where a trace has them
-    # Whether it chooses the number of slots itself, by a budget of replicas.
+    uses_tokens: ClassVar[bool] = False  # whether it uses per-token choices if a trace has them
+    # Whether the placer selects the number of slots itself, by a budget of replicas.
     has_budget: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        """Raises ValueError for options that cannot be."""
+        """Raise ValueError for invalid options."""
         check_options(self)
 
     @abstractmethod
     def place(self, scenarios: Scenarios, live_ranks: LiveRanks) -> Placed:
-        """Lay the experts of all layers out; together the live ranks have at least one slot for each.
+        """Place the experts of all layers. The live ranks together have at least one slot for each expert.
 
         Raises:
             ValueError: options that do not fit the loads or the live ranks.
@@ -183,14 +186,14 @@ def slots_of(live_ranks: LiveRanks) -> int:
     return live_ranks.slots_per_rank
 
 
-LEAST = 1e-6  # of the mean load: what a rank without any counts as
+LEAST = 1e-6  # smallest load of a rank in these weights, relative to the mean
 
 
 def weights_by_load(slots: Slots, load: Floats, tick: Floats) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """[L, R, S] mean load over the load of the slot's rank, each expert's split evenly over its replicas.
+    """Return [L, R, S] the mean load over the load of the slot's rank, with loads split evenly over replicas.
 
-    GRACE-MoE's Equation 3, for any replicas. Sums run in a fixed order, so that all machines find the same bits. Equal
-    in layers without loads; 0 in slots without an expert.
+    This is GRACE-MoE's Equation 3 for any replicas. Sums have a fixed order, so that all machines compute the same
+    bits. Weights are equal in layers without loads, and 0 in slots without an expert.
 
     Args:
         slots: [L, R, S] int32 experts, -1 = none.
@@ -209,7 +212,7 @@ def weights_by_load(slots: Slots, load: Floats, tick: Floats) -> np.ndarray[Any,
 
 
 def merged(slots: Slots) -> Slots:
-    """[L, R, S] a copy without the second and later slots of an expert on a rank (-1 there)."""
+    """Return a copy [L, R, S] with -1 in the second and later slots of an expert on a rank."""
     rows: Slots = slots.copy()
     for j in range(1, rows.shape[2]):
         rows[:, :, j][(rows[:, :, :j] == rows[:, :, j : j + 1]).any(-1)] = -1
@@ -217,7 +220,7 @@ def merged(slots: Slots) -> Slots:
 
 
 def rank_loads(loads: Any, slots: Slots) -> Floats:
-    """[n, L, R] loads of ranks for loads [n, L, E] on slots [L, R, S] (-1 = none), replicas sharing alike."""
+    """Return [n, L, R] rank loads for loads [n, L, E] split evenly over the replicas in slots [L, R, S] (-1 = none)."""
     rows = slots.reshape(len(slots), -1)
     copies = np.stack([np.bincount(row[row >= 0], minlength=loads.shape[2]) for row in rows])
     experts = np.broadcast_to(np.maximum(rows, 0), (len(loads), *rows.shape))

@@ -1,8 +1,8 @@
-"""The placers' inner loops: csrc/placers, three C functions of the compiled library, on NumPy arrays.
+"""The placers' inner loops: three C functions of the compiled library (csrc/placers), on NumPy arrays.
 
-The slots are the same for any number of threads; the interpreter goes on meanwhile.
+The slots are the same for any number of threads. The calls release the interpreter's lock.
 
-Raises (all): ValueError naming the argument and the rule; the library itself checks nothing.
+Every function raises ValueError with the argument and the rule; the library itself checks nothing.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ import numpy as np
 from isoload.ops.library import LIBRARY
 from isoload.placers.base import Floats, Ints
 
-LANES = 4  # the loops sum scenarios in so many lanes
+LANES = 4  # lanes in which the loops sum scenarios
 MAX_NODES, MAX_TOP_K = 64, 64  # csrc/placers/rows.h
 
 
 def pack_slots(weight: Any, capacity: Any, dedup: bool, threads: int) -> Ints:
-    """Slots [L, R, S], S the largest capacity.
+    """Return slots [L, R, S], with the largest capacity as S.
 
     Args:
         weight: [L, E] loads.
         capacity: [L, R] slots of every rank.
-        dedup: never two replicas of one expert on one rank.
-        threads: that layers are spread over.
+        dedup: never two replicas of an expert on one rank.
+        threads: number of threads over which layers are spread.
     """
     weight, capacity = np.require(weight, np.float32, "C"), np.require(capacity, np.int32, "C")
     _need(weight.ndim == capacity.ndim == 2, "weight must be [L, E] and capacity [L, R]")
@@ -57,16 +57,20 @@ def search_slots(
     threads: int,
     library: ctypes.CDLL = LIBRARY,
 ) -> tuple[Ints, Floats]:
-    """Slots [L, R, width] and the objective of every layer [L].
+    """Return slots [L, R, width] and the objective of every layer [L].
 
     Args:
-        loads: [L, E, n] whole numbers, n a multiple of LANES; weight [n].
-        tick: [R] cost of a copy; node [R].
-        home: [L, E] node that keeps a copy of an expert; -1 = none.
-        capacity: [L, R] slots of every rank, of width.
-        risks: [z, L, E] by what experts are replicated, a start each.
-        rival: [L, R, width] slots that the result is never worse than; before: likewise, to start from. Or None.
-        steps, moves: of the search; moves -1 = any.
+        loads: [L, E, n] integers, n a multiple of LANES.
+        weight: [n] of the scenarios.
+        tick: [R] cost of a copy.
+        node: [R] node of each rank.
+        home: [L, E] node on which a replica of an expert stays; -1 = none.
+        capacity: [L, R] slots of every rank, at most width.
+        risks: [z, L, E] loads by which replicas are counted, one for each start.
+        rival: [L, R, width] slots that the result is never worse than, or None.
+        before: [L, R, width] slots to start from, or None.
+        steps: most changes of the search.
+        moves: most slots that differ from before; -1 = any number.
     """
     loads, weight, tick, risks = (np.require(x, np.float64, "C") for x in (loads, weight, tick, risks))
     node, home, capacity = (np.require(x, np.int32, "C") for x in (node, home, capacity))
@@ -109,18 +113,20 @@ def near_slots(
     threads: int,
     library: ctypes.CDLL = LIBRARY,
 ) -> tuple[Ints, Any]:
-    """Slots [L, R, width] with fewer rows to other nodes, and the rows before and after [L, 2].
+    """Return slots [L, R, width] with fewer rows to other nodes, and the rows before and after [L, 2].
 
     Args:
         slots: [L, R, width] to start from.
-        loads, stress: [L, E, n] whole numbers, n a multiple of LANES; weight [n].
-        tick: [R] cost of a copy; node [R] and home [L, E] as in :func:`search_slots`.
-        before: [L, R, width] from which `moves` counts, or None.
-        topk_ids: [L, tokens, K] experts, -1 = none; token_weight [tokens].
+        loads, stress: [L, E, n] integers, n a multiple of LANES.
+        weight, tick, node, home: as in :func:`search_slots`.
+        before: [L, R, width] slots that `moves` compares with, or None.
+        topk_ids: [L, tokens, K] experts, -1 = none.
+        token_weight: [tokens] number of times that each token counts.
         rows_node: [R] node of each rank, 0..63.
-        steps, walk: changes tried from each start, and how many of the first may raise rows.
-        moves: slots that may differ from `before`; -1 = any.
-        starts: searches, the first without a walk; the best counts.
+        steps: changes tried from each start.
+        walk: number of the first changes that may add rows.
+        moves: slots that may differ from `before`; -1 = any number.
+        starts: number of searches, of which the best is returned. The first has no walk.
     """
     loads, stress, weight, tick = (np.require(x, np.float64, "C") for x in (loads, stress, weight, tick))
     node, home, rows_node = (np.require(x, np.int32, "C") for x in (node, home, rows_node))
@@ -163,7 +169,7 @@ def near_slots(
 
 
 def _call(library: ctypes.CDLL, name: str, *arguments: Any) -> None:
-    """Arrays go as addresses, None as null."""
+    """Call a function of the library with arrays as addresses and None as null; raise its fault as ValueError."""
     function = getattr(library, f"isoload_place_{name}")
     function.restype = ctypes.c_char_p
     passed = [ctypes.c_void_p(x.ctypes.data) if isinstance(x, np.ndarray) else x for x in arguments]
@@ -187,7 +193,7 @@ def _need_room(capacity: Ints, shape: tuple[int, int], experts: int, limit: int)
 
 
 def _need_valid(name: str, slots: Ints | None, capacity: Ints, experts: int, width: int) -> None:
-    """The search relies on it that slots which are taken over lie in their ranks' room and repeat no expert there."""
+    """Check slots that the search starts from: it requires them within capacity, with no expert twice on a rank."""
     if slots is None:
         return
     _need_shape(name, slots, *capacity.shape, width)
@@ -198,5 +204,5 @@ def _need_valid(name: str, slots: Ints | None, capacity: Ints, experts: int, wid
 
 
 def num_threads() -> int:
-    """CPUs that this process may use."""
+    """Return the number of CPUs that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,4 +1,4 @@
-"""Placer ``craft``: few replicas, in the layers where they help (CRAFT, arXiv 2603.28768).
+"""Placer ``craft``: few replicas, in the layers in which they help most (CRAFT, arXiv 2603.28768).
 
 Algorithms 2 and 3 of the paper decide how many replicas each layer gets and on which ranks they are placed.
 """
@@ -19,7 +19,7 @@ GRIDS = ("powers", "full")
 
 
 def make_grid(live_ranks: LiveRanks, experts: int, grid: str = "powers") -> list[int]:
-    """Numbers of replicas of a layer that are tried: 0, and powers of two up to R, or all up to R, that have room."""
+    """Return the numbers of replicas of a layer to try: 0, and powers of two or all numbers up to R, if they fit."""
     num_ranks, limit = live_ranks.num_ranks, most_replicas(live_ranks, experts)
     if grid not in GRIDS:
         raise ValueError(not_one_of("grid", GRIDS, grid))
@@ -29,32 +29,32 @@ def make_grid(live_ranks: LiveRanks, experts: int, grid: str = "powers") -> list
 
 
 def most_replicas(live_ranks: LiveRanks, experts: int) -> int:
-    """Replicas that a layer has room for; with a copy of every expert on every rank there is no other one."""
+    """Return the maximum number of replicas of a layer; a rank has no expert twice."""
     return live_ranks.num_ranks * (min(experts, live_ranks.slots_per_rank or experts)) - experts
 
 
 def check_budget(replicas: int | str, num_layers: int, live_ranks: LiveRanks, experts: int) -> None:
-    """Refuses a budget of replicas that is out of range or has no room."""
+    """Raise ValueError if a budget of replicas is out of range or exceeds the slots."""
     if isinstance(replicas, str):
         if replicas not in BUDGETS:
-            raise ValueError(f"replicas must be a number of a rank, {' or '.join(BUDGETS)}, got {replicas!r}")
+            raise ValueError(f"replicas must be a number per rank, {' or '.join(BUDGETS)}, got {replicas!r}")
         return
     limit = min(num_layers, num_layers * most_replicas(live_ranks, experts) // live_ranks.num_ranks)
     if not 0 <= replicas <= limit:
         raise ValueError(
-            f"replicas must be in 0..{limit} of a rank over all layers, for which there is room, got {replicas}"
+            f"replicas must be in 0..{limit} per rank over all layers, as many as fit, got {replicas}"
         )
 
 
 def allocate(worth: Floats, grid: list[int], num_ranks: int, replicas: int | str) -> tuple[Ints, list[float]]:
-    """Replicas of each layer, of the largest summed worth within a budget: a knapsack with one choice per layer.
+    """Return the number of replicas of each layer, by a knapsack of the largest summed worth within a budget.
 
     Args:
-        worth: [L, K] what each number of the grid is worth in each layer; 0 for none.
+        worth: [L, K] worth of each number of the grid in each layer; 0 for no replica.
         grid: [K] numbers of replicas, ascending from 0.
         num_ranks: R.
-        replicas: of a rank over all layers; or "gain": the number with the largest worth per replica; or "knee": where
-            the curve of worth is farthest above the straight line between its ends.
+        replicas: number per rank over all layers; or "gain": the number with the largest worth per replica; or "knee":
+            the number at which the curve of worth is farthest above the straight line between its ends.
 
     Returns:
         [L] replicas; and the curve: summed worth of 0, 1, ... replicas of a rank.
@@ -66,7 +66,7 @@ def allocate(worth: Floats, grid: list[int], num_ranks: int, replicas: int | str
         tried = np.full((len(grid), budget + 1), -np.inf)
         for k, number in enumerate(grid):
             tried[k, number:] = best[: budget + 1 - number] + worth[layer, k]
-        choice[layer] = tried.argmax(0)  # of equals the fewest replicas
+        choice[layer] = tried.argmax(0)  # the fewest replicas of equal worth
         best = tried.max(0)
     curve = best[::num_ranks]
     left = num_ranks * (replicas if isinstance(replicas, int) else pick_budget(curve, replicas))
@@ -78,7 +78,7 @@ def allocate(worth: Floats, grid: list[int], num_ranks: int, replicas: int | str
 
 
 def pick_budget(curve: Floats, rule: str) -> int:
-    """Replicas of a rank by the curve of worth [0..]."""
+    """Return the number of replicas per rank that a rule selects from the curve of worth [0..]."""
     steps = np.arange(len(curve))
     if len(curve) < 2 or curve[-1] <= curve[0]:
         return 0
@@ -89,10 +89,10 @@ def pick_budget(curve: Floats, rule: str) -> int:
 
 
 def assign(slots: Ints, num_ranks: int) -> Ints:
-    """[L, R] slots of every rank, from the slots of every layer [L]: CRAFT's Algorithm 3.
+    """Return [L, R] slots of every rank, from the slots of every layer [L], by CRAFT's Algorithm 3.
 
-    Ranks of a layer differ by at most one. A slot more goes to ranks with fewest of them so far; of equals to ranks
-    spread evenly over all, so over nodes.
+    Ranks of a layer differ by at most one slot. Additional slots go to the ranks with the fewest slots so far; among
+    equal ranks, to evenly spaced ones, and so to different nodes.
     """
     sizes = np.repeat(slots[:, None] // num_ranks, num_ranks, axis=1)
     totals = sizes.sum(0)
@@ -103,7 +103,7 @@ def assign(slots: Ints, num_ranks: int) -> Ints:
         chosen = np.flatnonzero(totals < cutoff)
         tied = np.flatnonzero(totals == cutoff)
         needed = more - len(chosen)
-        # As evenly spaced as they can be, both ends among them from two on.
+        # Evenly spaced; from two on, the first and the last rank are included.
         spread = np.arange(needed) * (len(tied) - 1) // max(1, needed - 1)
         chosen = np.concatenate([chosen, tied[spread]])
         sizes[layer, chosen] += 1
@@ -117,22 +117,22 @@ OBJECTIVES = ("time", "gain", "printed")
 
 @dataclass(frozen=True)
 class CraftPlacer(Placer):
-    """Algorithms 1 to 3: what replicas gain in each layer, a knapsack over layers, slots spread over ranks.
+    """CRAFT's Algorithms 1 to 3: worth of replicas in each layer, a knapsack over layers, slots spread over ranks.
 
-    Experts are packed as ``eplb`` packs them, for the loads summed over batches; what that is worth is replayed batch
-    by batch. The placement is ragged: layers and ranks have different numbers of slots.
+    Experts are packed as in ``eplb``, for the loads summed over batches; the worth is measured batch by batch. The
+    placement is ragged: layers and ranks have different numbers of slots.
 
     Options:
-        replicas: of a rank over all layers; "knee": where the curve of worth bends; "gain": the number with the largest
-            worth per replica, as CRAFT chooses (section 4.2.1): 1 where worth is concave, as on all our traces.
-            The placement's provenance has the curve.
-        objective: what replicas of a layer are worth: "time": by how much its mean busiest rank's load falls; "gain":
-            by how much its mean balance (mean/max) rises, as CRAFT's text says; "printed": that times their number, as
-            its Algorithm 2 is printed, which gives a few layers all of the budget.
-        grid: numbers of replicas that are tried: "powers" of two, as published, or "full".
+        replicas: number per rank over all layers; "knee": the number at which the curve of worth bends; "gain": the
+            number with the largest worth per replica, CRAFT's rule (section 4.2.1), which is 1 if worth is concave, as
+            on all our traces. The placement's provenance contains the curve.
+        objective: worth of a layer's replicas. "time": the fall of the busiest rank's mean load; "gain": the rise of
+            the mean balance (mean/max), as in CRAFT's text; "printed": the same times the number of replicas, as
+            Algorithm 2 is printed, which gives a few layers all of the budget.
+        grid: numbers of replicas to try: "powers" of two, as published, or "full".
 
     Raises:
-        ValueError: an option that is out of range.
+        ValueError: an option is out of range.
     """
 
     name = "craft"
@@ -155,10 +155,10 @@ class CraftPlacer(Placer):
         return Placed(slots, notes=notes)
 
     def _worth(self, scenarios: Scenarios, weight: Any, grid: list[int], ranks: int) -> Floats:
-        """[L, K] what each number of replicas is worth in each layer: Algorithm 1."""
+        """Return [L, K] the worth of each number of replicas in each layer, by Algorithm 1."""
         gains = []
         for number in grid:
-            alone = assign(np.array([scenarios.num_experts + number]), ranks)  # a layer by itself
+            alone = assign(np.array([scenarios.num_experts + number]), ranks)  # slots of one layer alone
             slots = pack_into(weight, np.repeat(alone, scenarios.num_layers, axis=0))
             gains.append(self._replay(scenarios, slots))
         table = np.array(gains).T  # [L, K]
@@ -167,7 +167,7 @@ class CraftPlacer(Placer):
         return worth
 
     def _replay(self, scenarios: Scenarios, slots: Slots) -> Floats:
-        """[L] mean over scenarios of the balance, or of the busiest rank's load with a minus."""
+        """Return [L] the mean over scenarios of the balance, or of the negative load of the busiest rank."""
         peak = rank_loads(scenarios.loads, slots).max(-1)  # [n, L]
         if self.objective == "time":
             worth: Floats = -scenarios.weight @ peak

@@ -15,20 +15,20 @@ Floats = np.ndarray[Any, np.dtype[np.float32]]
 
 @dataclass(frozen=True)
 class EplbPlacer(Placer):
-    """One replica of every expert, the rest where replicas are heaviest; packed the heaviest first.
+    """DeepSeek's EPLB: each further slot goes to the expert with the most load per replica; largest are packed first.
 
-    Plans for the loads summed over batches. Slots of a rank are in the order in which they were filled.
+    The loads are summed over batches. Slots of a rank are in the order in which they were filled.
 
     Options:
-        dedup: never two replicas of one expert on one rank, so at most R replicas of each. False gives the
-            published maps exactly (where experts tie: those of the published code under a stable sort).
-        groups: of experts, consecutive ones, of which a token chooses some. If nodes divide them this is the
-            hierarchical policy: groups are packed onto nodes, each node's experts replicated and packed there. 0 or
-            any other number means the global policy, as published.
+        dedup: never two replicas of an expert on one rank, so at most R replicas of each. False reproduces the
+            published maps exactly (for equal loads: those of the published code with a stable sort).
+        groups: number of groups of consecutive experts, from which a token's router selects some. If the number of
+            nodes divides it, this is the hierarchical policy: groups are packed onto nodes, and each node's experts
+            are replicated and packed on that node. 0 or any other number means the global policy, as published.
 
     Raises:
-        ValueError: with ``dedup``, if a rank has more slots than there are experts (hierarchical: on its node); groups
-            that do not divide the experts, or nodes with unequal numbers of live ranks.
+        ValueError: with ``dedup``, a rank has more slots than there are experts (hierarchical: on its node); groups
+            do not divide the experts; or nodes have unequal numbers of live ranks.
     """
 
     name = "eplb"
@@ -36,7 +36,7 @@ class EplbPlacer(Placer):
     groups: int = 0
 
     def place(self, scenarios: Scenarios, live_ranks: LiveRanks) -> Placed:
-        # float32 from here on, because the published code is: other roundings break its near-ties otherwise.
+        # float32 from here on, as in the published code, whose near-ties depend on the rounding.
         weight = scenarios.total().astype(np.float32)
         experts = scenarios.num_experts
         if self.groups and (self.groups < 0 or experts % self.groups):
@@ -52,7 +52,7 @@ class EplbPlacer(Placer):
         return Placed(self._place_by_node(weight, nodes, live_ranks))
 
     def _place_by_node(self, weight: Floats, nodes: int, live_ranks: LiveRanks) -> Slots:
-        """The hierarchical policy: [L, R, S] slots."""
+        """Return [L, R, S] slots of the hierarchical policy."""
         layers, size = len(weight), weight.shape[1] // self.groups
         by_group = weight.reshape(layers, self.groups, size).sum(-1, dtype=np.float32)
         groups_of_node = pack_once(by_group, nodes)  # [L, nodes, groups of a node]
@@ -66,25 +66,28 @@ class EplbPlacer(Placer):
 
 
 def pack_replicas(weight: Floats, ranks: int, slots: int, dedup: bool) -> Slots:
-    """[L, R, S] experts, from loads [L, E] float32."""
+    """Return [L, R, S] experts, from loads [L, E] float32."""
     layers, experts = weight.shape
     if dedup and slots > experts:
         raise ValueError(
-            f"slots_per_rank must be at most {experts} besides spare slots, one for each expert "
+            f"slots_per_rank must be at most {experts} without spare slots, one for each expert "
             f"(dedup=False repeats experts), got {slots}"
         )
     return pack_into(weight, np.full((layers, ranks), slots, dtype=np.int32), dedup)
 
 
 def pack_into(weight: Floats, capacity: Slots, dedup: bool = True) -> Slots:
-    """[L, R, S] experts, from loads [L, E] float32 and slots of every rank [L, R]; S is the largest, -1 = absent."""
+    """Return [L, R, S] experts, from loads [L, E] float32 and slots of every rank [L, R].
+
+    S is the largest number of slots of a rank, and -1 is an absent slot.
+    """
     return pack_slots(weight, capacity, dedup, num_threads())
 
 
 def pack_once(weight: Floats, packs: int) -> Slots:
-    """[L, packs, n] items, each once and n in a pack, from weights [L, items] float32.
+    """Return [L, packs, n] items, each once and n in a pack, from weights [L, items] float32.
 
-    One item per pack is not sorted by weight but lies in order, as published.
+    One item per pack is kept in order instead of sorted by weight, as published.
     """
     layers, items = weight.shape
     if items == packs:
@@ -94,7 +97,7 @@ def pack_once(weight: Floats, packs: int) -> Slots:
 
 @dataclass(frozen=True)
 class TrivialPlacer(Placer):
-    """Slot p holds expert p mod E: in order, S per rank; slots left over hold replicas, from expert 0 on."""
+    """Experts in order: slot p holds expert p mod E, so the last slots are replicas from expert 0 on."""
 
     name = "trivial"
 

@@ -1,4 +1,4 @@
-"""Placer ``grace``: experts that tokens choose together lie together, the hottest get replicas (arXiv 2509.25041)."""
+"""Placer ``grace``: groups of experts that tokens choose together, replicas of the hottest (arXiv 2509.25041)."""
 
 from __future__ import annotations
 
@@ -10,30 +10,31 @@ from isoload.checks import check_range
 from isoload.placers.base import Floats, LiveRanks, Placed, Placer, Scenarios, Slots
 
 Groups = list[list[int]]
-RATIOS = tuple(i / 10 for i in range(11))  # of a rank's number of experts, by which it may differ
-CHUNK = 8192  # tokens that are counted at a time
+RATIOS = tuple(i / 10 for i in range(11))  # relative differences of group sizes that are tried
+CHUNK = 8192  # number of tokens that are counted at a time
 
 
 @dataclass(frozen=True)
 class GracePlacer(Placer):
-    """Spectral clusters of the affinity over nodes, then over each node's ranks with bounded sizes, then replicas.
+    """Spectral clusters of the experts' affinity over nodes and over each node's ranks, then replicas.
 
-    The affinity of two experts is the number of tokens that choose both, which takes per-token traces. Groups over
-    nodes are as large as the clusters; those of a node's ranks differ by at most `ratio` of their mean (Algorithm 3).
-    The heaviest rank's hottest experts are copied to the least loaded ranks (Equation 2). The placement is ragged, and
-    has the weights by which policies split replicas: the inverse of the load predicted for their rank (Equation 3).
+    The affinity of two experts is the number of tokens that choose both, which requires per-token traces. Groups of
+    nodes have the size of the clusters. Groups of a node's ranks differ by at most `ratio` of their mean (Algorithm
+    3). The hottest experts of the most loaded rank are replicated on the least loaded ranks (Equation 2). The placement
+    is ragged. Its weights, by which policies split replicas, are the inverse of the predicted rank load (Equation 3).
 
     Options:
-        ratio: bound of the sizes; None: the knee of intra-group affinity over their deviation (Equation 1), by layer.
-        replicate: False: groups alone.
-        everywhere: so many experts get a copy on every rank, in place of Equation 2 (Figure 1b, fixed counts).
-        collaborative: these are the experts with most partners, in place of those with most copies.
-        printed: Algorithm 3 as printed, where an expert goes to the group with the largest score of all pairs, and the
-            predicted loads, with W_max/(n+1) on every replica's rank. Else it goes where it adds most affinity, and
-            replicas take their own load, W_r/(n+1).
+        ratio: bound of the group sizes; None: the knee of intra-group affinity over their deviation, by layer
+            (Equation 1).
+        replicate: False: groups without replicas.
+        everywhere: number of experts with a replica on every rank, instead of Equation 2 (Figure 1b, fixed counts).
+        collaborative: with everywhere, take the experts with the most partners instead of those with the most copies.
+        printed: Algorithm 3 and the predicted loads as printed: an expert goes to the group with the largest score of
+            all pairs, and W_max/(n+1) counts on every replica's rank. Otherwise an expert goes where it adds most
+            affinity, and replicas take their own load, W_r/(n+1).
 
     Raises:
-        ValueError: no trace with per-token choices; fewer experts than ranks; an option out of range.
+        ValueError: no trace has per-token choices; there are fewer experts than ranks; or an option is out of range.
         ImportError: scikit-learn is missing (pip install "isoload[plan]").
     """
 
@@ -88,7 +89,7 @@ class GracePlacer(Placer):
 
 
 def co_activation(scenarios: Scenarios, layer: int) -> Floats:
-    """[E, E] tokens of all traces that choose both experts; every trace weighs alike, the diagonal is 0."""
+    """Return [E, E] the tokens that choose both experts, with equal weight for each trace; the diagonal is 0."""
     experts = scenarios.num_experts
     total = np.zeros((experts, experts))
     for ids in scenarios.topk_ids:
@@ -105,7 +106,10 @@ def co_activation(scenarios: Scenarios, layer: int) -> Floats:
 
 
 def partners(affinity: Floats) -> Floats:
-    """[E] with how many experts each is chosen: e to the entropy of its affinities. Their sum says only how often."""
+    """Return [E] the number of partners of each expert: e to the entropy of its affinities.
+
+    The sum of the affinities would only measure how often an expert is chosen.
+    """
     part = affinity / np.maximum(affinity.sum(1, keepdims=True), 1e-300)
     entropy: Floats = -(part * np.log(np.maximum(part, 1e-300))).sum(1)
     return np.exp(entropy)
@@ -114,9 +118,9 @@ def partners(affinity: Floats) -> Floats:
 def group_ranks(
     affinity: Floats, live_ranks: LiveRanks, ratio: float | None, printed: bool = False
 ) -> Groups:
-    """[R] the experts of every rank: clusters over nodes, and within a node over its ranks."""
+    """Return [R] the experts of every rank: clusters over nodes, then over the ranks of each node."""
     nodes = [np.flatnonzero(live_ranks.node == node).tolist() for node in np.unique(live_ranks.node)]
-    nodes.sort(key=len, reverse=True)  # stable: the largest cluster to the node with most ranks
+    nodes.sort(key=len, reverse=True)  # stable; the largest cluster goes to the node with the most ranks
     experts = list(range(len(affinity)))
     least = len(nodes[0])
     whole = clusters(affinity, experts, len(nodes))
@@ -130,7 +134,7 @@ def group_ranks(
 
 
 def clusters(affinity: Floats, experts: list[int], number: int) -> Groups:
-    """So many clusters of some experts, by spectral clustering with a fixed seed; any size."""
+    """Return a number of clusters of any size, by spectral clustering with a fixed seed."""
     if number == 1 or number == len(experts):
         return [[e] for e in experts] if number > 1 else [experts]
     try:
@@ -139,7 +143,7 @@ def clusters(affinity: Floats, experts: list[int], number: int) -> Groups:
         raise ImportError("placer grace needs scikit-learn: pip install 'isoload[plan]'") from error
 
     block = affinity[np.ix_(experts, experts)]
-    joined = block + 1e-6 * (block.mean() or 1.0)  # a graph in one piece
+    joined = block + 1e-6 * (block.mean() or 1.0)  # keeps the graph connected
     labels = SpectralClustering(number, affinity="precomputed", random_state=0).fit_predict(joined)
     return [[e for e, label in zip(experts, labels, strict=True) if label == c] for c in range(number)]
 
@@ -147,7 +151,7 @@ def clusters(affinity: Floats, experts: list[int], number: int) -> Groups:
 def controlled(
     affinity: Floats, experts: list[int], number: int, ratio: float | None, printed: bool = False
 ) -> Groups:
-    """Algorithm 3: so many groups whose sizes differ from their mean by at most a ratio; None: the knee's."""
+    """Return a number of groups whose sizes differ from the mean by at most a ratio (Algorithm 3); None: the knee."""
     clustered = clusters(affinity, experts, number)
     mean = len(experts) // number
     tried = []
@@ -158,9 +162,10 @@ def controlled(
 
 
 def bounded(affinity: Floats, clustered: Groups, least: int, largest: int, printed: bool = False) -> Groups:
-    """Moves experts until every group has least..largest: the weakest leave, to where they add most affinity.
+    """Move experts until every group has least..largest of them.
 
-    printed: to the group that has the largest score of all its pairs with them, as lines 13 and 19 of Algorithm 3.
+    The experts with the least affinity leave, for the group to which they add most affinity. With ``printed`` they go
+    to the group with the largest score of all its pairs including them, as in lines 13 and 19 of Algorithm 3.
     """
 
     def score(expert: int, group: list[int]) -> float:
@@ -176,13 +181,15 @@ def bounded(affinity: Floats, clustered: Groups, least: int, largest: int, print
         open_ones = [g for g in groups if len(g) < largest]
         max(open_ones, key=lambda g: score(expert, g)).append(expert)
     for _ in range(sum(max(0, least - len(g)) for g in groups)):
-        expert = weakest(affinity, groups, least)  # no group gives what it was given: it has `least` then
+        expert = weakest(
+            affinity, groups, least
+        )  # a group with `least` experts gives none, so no expert moves twice
         max((g for g in groups if len(g) < least), key=lambda g: score(expert, g)).append(expert)
     return groups
 
 
 def weakest(affinity: Floats, groups: Groups, least: int) -> int:
-    """Takes the expert with least affinity to its group out of those with more than `least`."""
+    """Remove and return the expert with the least affinity to its group, from groups with more than `least`."""
     givers = [g for g in groups if len(g) > least]
     _, expert, group = min(((affinity[e, g].sum(), e, g) for g in givers for e in g), key=lambda w: w[:2])
     group.remove(expert)
@@ -190,18 +197,18 @@ def weakest(affinity: Floats, groups: Groups, least: int) -> int:
 
 
 def deviation(groups: Groups) -> float:
-    """S of Equation 1."""
+    """Return S of Equation 1, the standard deviation of the group sizes."""
     return float(np.std([len(group) for group in groups]))
 
 
 def utilised(affinity: Floats, groups: Groups) -> float:
-    """U of Equation 1, over pairs: the part of the affinity that lies inside of groups."""
+    """Return U of Equation 1, over pairs: the fraction of the affinity inside of groups."""
     inside = sum(affinity[np.ix_(group, group)].sum() for group in groups)
     return float(inside / (affinity.sum() or 1.0))
 
 
 def knee(deviations: list[float], utilisations: list[float]) -> int:
-    """The point farthest above the line from the least to the greatest deviation; of equal ones the first."""
+    """Return the first point farthest above the line from the least to the greatest deviation."""
     s, u = np.array(deviations), np.array(utilisations)
     first, last = int(s.argmin()), int(s.argmax())
     if s[first] == s[last]:
@@ -211,12 +218,12 @@ def knee(deviations: list[float], utilisations: list[float]) -> int:
 
 
 def replicate(groups: Groups, load: Floats, wanted: bool, printed: bool) -> tuple[Groups, list[float]]:
-    """[R] experts that ranks get a copy of, and every rank's weight: mean load over predicted load.
+    """Return [R] the experts that each rank gets a replica of, and each rank's weight: mean over predicted load.
 
     Args:
         groups: [R] experts of every rank.
         load: [E] copies.
-        wanted: False: no copies.
+        wanted: False: no replicas.
         printed: see :class:`GracePlacer`.
     """
     work = np.array([load[group].sum() for group in groups])
@@ -241,7 +248,7 @@ def replicate(groups: Groups, load: Floats, wanted: bool, printed: bool) -> tupl
 
 
 def copy_everywhere(groups: Groups, load: Floats, wanted: Floats, number: int) -> tuple[Groups, list[float]]:
-    """As :func:`replicate`, of the `number` most wanted experts, which every rank gets; they are split evenly."""
+    """Return the same as :func:`replicate`, with the `number` most wanted experts on every rank, split evenly."""
     chosen = sorted(range(len(load)), key=lambda e: (-wanted[e], e))[:number]
     copies = [[e for e in chosen if e not in group] for group in groups]
     alone = load.copy()
@@ -252,7 +259,7 @@ def copy_everywhere(groups: Groups, load: Floats, wanted: Floats, number: int) -
 
 
 def ragged(groups: list[Groups]) -> Slots:
-    """[L, R, S] slots of lists of experts; -1 behind the shorter ones."""
+    """Return [L, R, S] slots of lists of experts, with -1 after the shorter lists."""
     widest = max(len(experts) for layer in groups for experts in layer)
     slots = np.full((len(groups), len(groups[0]), widest), -1, dtype=np.int32)
     for row, experts in zip(slots.reshape(-1, widest), (e for layer in groups for e in layer), strict=True):

@@ -1,4 +1,4 @@
-"""Where experts lie after a group has got another number of ranks, or of slots on a rank, before anything moves."""
+"""Start slots for a placer after the number of ranks, or of slots on a rank, has changed."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from isoload.placers.base import Floats, Ints, Slots
 def resized(rows: Slots, ranks: Sequence[int], width: int, loads: Floats, tick: Floats) -> Slots:
     """Return [L, N, width] slots of the N ranks of the new group, from which a placer starts.
 
-    As many copies stay on their ranks as can, while every expert has a slot: first one copy of as many experts as
-    possible, then replicas. Experts that no rank holds any more go to the ranks with the least load, the heaviest
-    first. Slots that are left take replicas of the experts with the most load for each copy.
+    As many replicas as possible stay on their ranks, provided that every expert gets a slot: first one replica of as
+    many experts as possible, then further replicas. Experts without a rank go to the ranks with the least load, the
+    largest load first. Remaining slots take replicas of the experts with the most load per replica.
 
     Args:
-        rows: [L, R, S] experts on the R ranks before, -1 = none, none twice on a rank.
-        ranks: [N] ranks of the new group that are alive, ascending. Those from R on are new and hold nothing.
-        width: slots of a rank; all of them are enough for one copy of each expert.
-        loads: [L, E] mean loads. tick: [N] cost of one copy on each rank.
+        rows: [L, R, S] experts on the R former ranks, -1 = none, no expert twice on a rank.
+        ranks: [N] live ranks of the new group, ascending. Ranks from R on are new and empty.
+        width: slots of a rank. All ranks together have at least one slot for each expert.
+        loads: [L, E] mean loads.
+        tick: [N] cost of one copy on each rank.
     """
     stays = np.array([rank for rank in ranks if rank < rows.shape[1]], dtype=np.int64)
     filled = np.full((len(rows), len(ranks), width), -1, dtype=np.int32)
@@ -34,7 +35,7 @@ def resized(rows: Slots, ranks: Sequence[int], width: int, loads: Floats, tick: 
 
 
 def _kept(slots: Ints, room: int, width: int, experts: int) -> Ints:
-    """[R, S] copies that stay, -1 elsewhere; room: slots of all ranks of the new group."""
+    """Return [R, S] the experts that stay, -1 elsewhere. ``room`` is the number of slots of the new group."""
     if slots.shape[1] > width:
         slots = _narrowed(slots, width, experts)
     copies = np.bincount(slots[slots >= 0], minlength=experts).astype(np.int32)
@@ -53,7 +54,7 @@ def _fill(slots: Ints, load: Floats, tick: Floats) -> None:
         if lost:
             expert = int(lost.pop(0))
         else:
-            per_replica[slots[rank][slots[rank] >= 0]] = -1.0  # none twice on a rank
+            per_replica[slots[rank][slots[rank] >= 0]] = -1.0  # no expert twice on a rank
             expert = int(per_replica.argmax())
             if per_replica[expert] < 0:  # the rank holds all experts
                 return
@@ -62,9 +63,9 @@ def _fill(slots: Ints, load: Floats, tick: Floats) -> None:
 
 
 def _narrowed(slots: Ints, width: int, experts: int) -> Ints:
-    """[R, S] of which every rank keeps `width` experts at most: one copy of as many experts as possible first.
+    """Return [R, S] with at most `width` experts per rank: first one replica of as many experts as possible.
 
-    Augmenting paths between experts and ranks, the experts with the fewest copies first.
+    Uses augmenting paths between experts and ranks, starting with the experts that have the fewest replicas.
     """
     ranks_of = [np.flatnonzero((slots == expert).any(1)) for expert in range(experts)]
     chosen: list[list[int]] = [[] for _ in slots]
@@ -95,7 +96,7 @@ def _narrowed(slots: Ints, width: int, experts: int) -> Ints:
 
 
 def _without_replicas(slots: Ints, copies: Ints, number: int) -> Ints:
-    """[R, S] without `number` replicas, each of the expert with the most copies then, on the last rank that has it."""
+    """Return [R, S] after removing `number` replicas, each time the last one of the expert with the most replicas."""
     slots, copies = slots.copy(), copies.copy()
     for _ in range(number):
         expert = int(copies.argmax())

@@ -1,6 +1,6 @@
-"""Placer ``scenario``: searches a placement for every recorded batch instead of for their sum.
+"""Placer ``scenario``: a search for a placement that suits every recorded batch instead of their sum.
 
-With per-token choices and ranks on several nodes it also searches for fewer rows between nodes at the same load
+With per-token choices and ranks on several nodes, the search also reduces the rows between nodes at the same load
 (option ``near``).
 """
 
@@ -17,30 +17,28 @@ from isoload.placers.craft import allocate, assign, check_budget, make_grid
 from isoload.placers.eplb import pack_into, pack_once
 
 SWAP_STEPS = 30_000  # changes that all searches of a layer try together
-LONGEST = (
-    10_000  # changes that one search tries at most; with few slots there are more searches, and shorter ones
-)
-WALK = 500  # first changes of all searches but the first, which may raise rows and exceed the caps
-STRESS = 3.0  # times its distance from the mean load that a scenario gets in the cap of the exact split
-MAX_TOKENS = 20_000  # of all traces together; more tokens save hardly more rows
+LONGEST = 10_000  # most changes that one search tries; with few slots there are more and shorter searches
+WALK = 500  # first changes of each further search, which may add rows and exceed the caps
+STRESS = 3.0  # factor on each scenario's distance from the mean load, for the cap of the exact split
+MAX_TOKENS = 20_000  # of all traces together; more tokens save hardly any further rows
 
 
 def applies(scenarios: Scenarios, live_ranks: LiveRanks) -> bool:
-    """Whether there are per-token choices, and several nodes, but no more than the search can count."""
+    """Return whether there are per-token choices and several nodes, at most MAX_NODES."""
     return bool(scenarios.topk_ids) and 1 < len(np.unique(live_ranks.node)) <= MAX_NODES
 
 
 def fewer_rows(
     scenarios: Scenarios, live_ranks: LiveRanks, slots: Slots, node: Ints, home: Ints, moves: int | None
 ) -> tuple[Slots, dict[str, Any]]:
-    """Return slots [L, R, S] with fewer rows to other nodes, and the rows of a token before and after as notes.
+    """Return slots [L, R, S] with fewer rows to other nodes, and notes with a token's rows before and after.
 
     Args:
         scenarios: with per-token choices.
-        live_ranks: the ranks, and the placement from which `moves` counts.
-        slots: [L, R, S] to start from.
-        node, home: as the search of ``scenario`` has them: home [L, E] is the node that keeps a copy of an expert.
-        moves: slots of a layer that may differ from the placement before. None: any number.
+        live_ranks: the ranks, and the placement that `moves` compares with.
+        slots: [L, R, S] start of the search.
+        node, home: as in the search of ``scenario``; home [L, E] is the node on which a replica of an expert stays.
+        moves: number of slots of a layer that may differ from the placement before. None: any number.
     """
     loads = scaled(scenarios.shares())
     ids, weight = choose_tokens(scenarios)
@@ -69,27 +67,27 @@ def fewer_rows(
 
 
 def stressed(scenarios: Scenarios) -> Floats:
-    """[n, L, E] loads of scenarios whose distance from the mean is enlarged."""
+    """Return [n, L, E] loads of scenarios with STRESS times their distance from the mean."""
     shares = scenarios.shares()
     mean = scenarios.mean(shares)
     return scaled(np.maximum(mean + STRESS * (shares - mean), 0))
 
 
 def scaled(shares: Floats) -> Floats:
-    """Whole loads that add up to about WHOLE in every scenario and layer."""
+    """Return integer loads that add up to about WHOLE in every scenario and layer."""
     total = shares.sum(-1, keepdims=True)
     whole: Floats = np.rint(shares / np.maximum(total, np.finfo(float).tiny) * WHOLE)
     return whole
 
 
 def by_layer(loads: Floats) -> Floats:
-    """[L, E, n] of loads [n, L, E], n filled up to whole lanes."""
+    """Return loads [n, L, E] as [L, E, n], with n padded to a multiple of LANES."""
     padded: Floats = np.pad(loads, ((0, -len(loads) % LANES), (0, 0), (0, 0))).transpose(1, 2, 0)
     return padded
 
 
 def choose_tokens(scenarios: Scenarios) -> tuple[Any, Any]:
-    """[tokens, L, K] choices of evenly spaced tokens of every trace, and how often each counts: traces weigh alike."""
+    """Return [tokens, L, K] choices of evenly spaced tokens of every trace, and weights that make traces equal."""
     number = MAX_TOKENS // len(scenarios.topk_ids)
     parts = [
         ids[np.linspace(0, len(ids) - 1, number).astype(int)] if len(ids) > number else ids
@@ -101,45 +99,49 @@ def choose_tokens(scenarios: Scenarios) -> tuple[Any, Any]:
     return np.concatenate(ids), np.concatenate(weight)
 
 
-SPREADS = (0.0, 0.674, 1.5)  # deviations above its mean load by which an expert is replicated, a start each
-STEPS = 5000  # changes that a search of a layer tries; it ends by itself long before
-TABLE_STEPS = 100  # the same where only the worth of a number of slots is asked
-FEW_SLOTS = 4  # up to so many on a rank, replica counts matter more than where replicas lie
+SPREADS = (
+    0.0,
+    0.674,
+    1.5,
+)  # standard deviations above the mean load that replicas are counted by, one per start
+STEPS = 5000  # most changes that the search of a layer tries; the search ends long before
+TABLE_STEPS = 100  # the same if only the worth of a number of slots is needed
+FEW_SLOTS = 4  # up to this number of slots on a rank, replica counts matter more than the ranks of replicas
 
 
 @dataclass(frozen=True)
 class ScenarioPlacer(Placer):
-    """Least mean, over batches, of the busiest rank's load; a local search.
+    """Local search for the least mean, over batches, of the busiest rank's load.
 
-    Every batch of the calibration is a scenario of equal size. Copies are given out by mean plus some standard
-    deviations of an expert's share, then the heaviest is laid first onto the rank whose load over scenarios meets its
-    own least, then slots are exchanged, and replicas given to other experts, while that helps. The same slots for any
-    number of threads, and never worse than ``eplb`` (with ``dedup``) on the scenarios themselves: it is one of the
-    starts, but not without search, from ``before``, or with groups or pinned.
+    Every batch of the calibration is a scenario of equal size. Replicas are counted by the mean plus some standard
+    deviations of an expert's share. Then each expert, the largest first, goes to the rank whose load complements its
+    own best over the scenarios. Then slots are exchanged, and replicas given to other experts, while this helps. The
+    slots do not depend on the number of threads. The result is never worse than ``eplb`` (with ``dedup``) on the
+    scenarios, because ``eplb`` is one of the starts (but not without search, or with before, groups or pinned).
 
     Options:
-        split: how replicas will share an expert's load: "even" in equal parts, as serving engines do; "exact" as
-            isoload's policies ``exact`` and ``joint`` do.
-        search: False stops before the local search (milliseconds), and may end above ``eplb``.
-        shrink: 0..1, so much of every scenario is replaced by their mean. Default (None): see
+        split: how replicas share an expert's load: "even" in equal parts, as in serving engines; "exact" as in
+            isoload's policies ``exact`` and ``joint``.
+        search: False ends before the local search, after milliseconds; the result may be worse than ``eplb``.
+        shrink: 0..1, the fraction of every scenario that is replaced by their mean. Default (None): see
             :meth:`isoload.placers.base.Scenarios.shares`.
-        groups: of experts, consecutive ones; one copy of each expert stays on the node of its group, where a router
-            that chooses groups finds it. 0: copies lie anywhere.
-        replicas: of a rank over all layers, in the layers where they save most time, in place of the same number of
-            slots everywhere; or "gain" or "knee", see placer ``craft``. None: no budget.
-        moves: with ``before``, most slots of a layer that may get another expert. None: any number.
-        least_gain: with ``before``, a layer keeps its slots unless its mean imbalance on the scenarios falls by so much
-            or more (0.02 = two percent of the mean load). Without ``before`` it has no effect.
-        near: search on for fewer rows to other nodes at the same load, where traces have per-token choices
-            and ranks span 2 to 64 nodes. False, or search=False: leave that out.
-        pinned: homes stay where they are, for layers of :class:`isoload.weights.shard.Shard`: with ``before`` its
-            homes, else experts in order, E/R on a rank (rounded up; the last ranks hold fewer). Only the room left gets
-            replicas, so that the result may be worse than ``eplb``'s, which moves homes too.
+        groups: number of groups of consecutive experts. One replica of each expert stays on the node of its group,
+            where a router that selects groups finds it. 0: no restriction.
+        replicas: number per rank over all layers, in the layers in which they save most time, instead of the same
+            number of slots in every layer; or "gain" or "knee", see placer ``craft``. None: no budget.
+        moves: with ``before``, the maximum number of slots of a layer that get another expert. None: any number.
+        least_gain: with ``before``, a layer keeps its slots unless its mean imbalance on the scenarios falls by at
+            least this much (0.02 = two percent of the mean load). Without ``before`` it has no effect.
+        near: continue with a search for fewer rows to other nodes at the same load, if traces have per-token choices
+            and ranks span 2 to 64 nodes. Not with search=False.
+        pinned: home slots stay on their ranks, for layers of :class:`isoload.weights.shard.Shard`. With ``before``
+            these are its homes, else experts in order, E/R per rank (rounded up; the last ranks have fewer). Replicas
+            get only the other slots, so the result may be worse than that of ``eplb``, which also moves homes.
 
     Raises:
-        ValueError: an option that is out of range; more slots on a rank than experts; groups that do not divide the
-            experts or do not fit the nodes; fewer moves than experts that lost their last copy; pinned homes on a rank
-            that is not alive.
+        ValueError: an option is out of range; a rank has more slots than there are experts; groups do not divide the
+            experts or do not fit the nodes; moves is below the number of experts without a remaining replica; or a
+            pinned home is on a rank that is not alive.
     """
 
     name = "scenario"
@@ -183,15 +185,15 @@ class ScenarioPlacer(Placer):
     def _judged(
         self, scenarios: Scenarios, live_ranks: LiveRanks, slots: Slots, capacity: Ints
     ) -> tuple[Slots, Floats]:
-        """The slots with a copy of each expert, and what they reach: slots that keep the rules are not changed."""
+        """Return the slots, completed if an expert is missing, and their objective [L]."""
         judge = replace(self, groups=0, pinned=False, moves=None)
         return judge.search_layers(scenarios, replace(live_ranks, before=slots), capacity, 0)
 
     def _capacity(self, scenarios: Scenarios, live_ranks: LiveRanks) -> tuple[Ints, dict[str, Any]]:
-        """[L, R] slots of every rank, and notes on how they were chosen."""
+        """Return [L, R] slots of every rank, and notes on how they were chosen."""
         layers, experts, ranks = scenarios.num_layers, scenarios.num_experts, live_ranks.num_ranks
         if live_ranks.before is not None and self.replicas is not None:
-            raise ValueError(f"replicas must be None with before, which has its slots, got {self.replicas}")
+            raise ValueError(f"replicas must be None with before, whose slots are fixed, got {self.replicas}")
         if self.replicas is None:
             return np.full((layers, ranks), slots_of(live_ranks), dtype=np.int32), {}
         check_budget(self.replicas, layers, live_ranks, experts)
@@ -222,7 +224,7 @@ class ScenarioPlacer(Placer):
         if not 0 <= self.least_gain < float("inf"):
             raise ValueError(f"least_gain must be a number from 0 on, got {self.least_gain}")
         if self.pinned and self.groups:
-            raise ValueError(f"groups must be 0 with pinned, whose homes stay, got {self.groups}")
+            raise ValueError(f"groups must be 0 with pinned, which fixes the homes, got {self.groups}")
         if self.pinned and self.replicas is not None and scenarios.num_experts % live_ranks.num_ranks:
             raise ValueError(
                 f"replicas must be None with pinned where {live_ranks.num_ranks} ranks do not divide the "
@@ -230,16 +232,17 @@ class ScenarioPlacer(Placer):
             )
         if self.replicas is None and slots_of(live_ranks) > scenarios.num_experts:
             raise ValueError(
-                f"slots_per_rank must be at most {scenarios.num_experts} besides spare slots, one for each expert, "
+                f"slots_per_rank must be at most {scenarios.num_experts} without spare slots, one for each expert, "
                 f"got {slots_of(live_ranks)}"
             )
 
     def search_layers(
         self, scenarios: Scenarios, live_ranks: LiveRanks, capacity: Ints, steps: int
     ) -> tuple[Slots, Floats]:
-        """Slots [L, R, S] for ranks with so many slots each [L, R], and what they reach on the scenarios, [L].
+        """Return slots [L, R, S] for ranks with capacity [L, R], and their objective on the scenarios, [L].
 
-        That is the mean over scenarios of the busiest rank's load over the mean one; loads in time, if speeds differ.
+        The objective is the mean, over scenarios, of the busiest rank's load over the mean rank load. Loads are times
+        if speeds differ.
         """
         shares = scenarios.shares(self.shrink)
         loads = np.rint(shares * WHOLE)
@@ -247,7 +250,7 @@ class ScenarioPlacer(Placer):
         weight = np.pad(scenarios.weight, (0, -len(loads) % LANES))
         width = int(capacity.max())
         constrained = self.groups or self.pinned
-        # Slots of eplb; not in the quick form, where a comparison would cost more than the plan.
+        # eplb's slots are compared, but not without search: there the comparison would take longer than the placement.
         compared = self.search and live_ranks.before is None and not constrained
         rival = pack_into(scenarios.total().astype(np.float32), capacity) if compared else None
         mean = scenarios.mean(loads)
@@ -266,7 +269,7 @@ class ScenarioPlacer(Placer):
             before=live_ranks.before,
             width=width,
             exact=self.split == "exact",
-            few_slots=width <= FEW_SLOTS or self.pinned,  # beside pinned homes counts matter more, too
+            few_slots=width <= FEW_SLOTS or self.pinned,  # with pinned homes, replica counts matter more, too
             steps=steps,
             moves=-1 if self.moves is None else self.moves,
             threads=num_threads(),
@@ -275,19 +278,19 @@ class ScenarioPlacer(Placer):
         return slots, objective / np.maximum(ideal, 1)
 
     def _kept(self, scenarios: Scenarios, live_ranks: LiveRanks) -> tuple[Ints, Ints]:
-        """[R] nodes, and [L, E] the node that keeps a copy of each expert, -1 = none.
+        """Return [R] nodes, and [L, E] the node on which a replica of each expert stays, -1 = none.
 
-        A pinned home is an expert's copy that stays on its node, where every rank is a node of its own.
+        With pinned homes every rank is a node of its own, so that the replica that stays is the home.
         """
         if not self.pinned:
             return live_ranks.node, self._home(scenarios, live_ranks)
         return np.arange(live_ranks.num_ranks, dtype=np.int32), pinned_homes(live_ranks, scenarios)
 
     def _home(self, scenarios: Scenarios, live_ranks: LiveRanks) -> Ints:
-        """[L, E] node that keeps a copy of each expert; -1 without groups.
+        """Return [L, E] the node on which a replica of each expert stays; -1 without groups.
 
-        Groups are packed onto nodes by load, the heaviest first, the same number on each; with ``before`` a group
-        belongs to the node that holds most of its experts.
+        Groups are packed onto nodes by load, the largest first, the same number on each node. With ``before`` a group
+        belongs to the node that has most of its experts.
         """
         layers, experts = scenarios.num_layers, scenarios.num_experts
         nodes = np.unique(live_ranks.node)
@@ -322,7 +325,7 @@ class ScenarioPlacer(Placer):
 
 
 def pinned_homes(live_ranks: LiveRanks, scenarios: Scenarios) -> Ints:
-    """[L, E] rank that keeps each expert: its home before, or experts in order."""
+    """Return [L, E] the rank of each expert's home: that in ``before``, or else experts in order."""
     layers, experts = scenarios.num_layers, scenarios.num_experts
     if live_ranks.home_rank is None:
         in_order = np.arange(experts, dtype=np.int32) // -(-experts // live_ranks.num_ranks)
@@ -330,13 +333,13 @@ def pinned_homes(live_ranks: LiveRanks, scenarios: Scenarios) -> Ints:
     if (lost := np.argwhere(live_ranks.home_rank < 0)).size:
         layer, expert = lost[0]
         raise ValueError(
-            f"before must have pinned homes on live ranks, that of expert {expert} in layer {layer} is on none"
+            f"before must have pinned homes on live ranks, expert {expert} of layer {layer} has none"
         )
     return live_ranks.home_rank
 
 
 def homes_first(slots: Slots, homes: Ints) -> Slots:
-    """Slots [L, R, S] with every rank's homes in order, then its replicas in order, then nothing."""
+    """Return slots [L, R, S] with every rank's homes in order, then its replicas in order, then empty slots."""
     experts = homes.shape[1]
     ranks = np.arange(slots.shape[1])[None, :, None]
     home_of_slot = np.take_along_axis(homes[:, None], np.maximum(slots, 0), axis=2)

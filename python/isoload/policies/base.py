@@ -50,14 +50,14 @@ class Demand(NamedTuple):
 
     loads   [E] or [R, E] int32  copies of the routed experts
     tokens  [R] int32            tokens of each source rank that need the shared experts; None without any
-    at_home [R] int32            shared copies per rank if all stay on their token's rank; None without shared experts
+    local_shared [R] int32       shared copies per rank if all stay on their token's rank; None without shared experts
     gathered [R, E + n] int32    loads, followed by the shared experts' columns; None without shared experts
     rank                         the source rank whose part of the share is needed; None = no rank
     """
 
     loads: Tensor
     tokens: Tensor | None = None
-    at_home: Tensor | None = None
+    local_shared: Tensor | None = None
     gathered: Tensor | None = None
     rank: int | None = None
     last: PlacedLayers | None = None
@@ -70,14 +70,14 @@ class Demand(NamedTuple):
         tokens = loads.select(-1, placed.host.num_routed)
         if values_readable(loads):
             check_tokens(tokens, placed.host.num_routed, placed.num_shared)
-        at_home = tokens
+        local_shared = tokens
         if placed.num_shared > 1 or placed.shared_limits is not None:
             wide = widened(tokens)
             if placed.shared_limits is not None:  # some ranks hold no experts
                 home = placed.shared_home.expand(wide.shape)
                 wide = torch.zeros_like(wide).scatter_add_(-1, home, wide)
-            at_home = shared_copies(wide, placed.num_shared)
-        return cls(loads.narrow(-1, 0, placed.host.num_routed), tokens, at_home, loads, rank)
+            local_shared = shared_copies(wide, placed.num_shared)
+        return cls(loads.narrow(-1, 0, placed.host.num_routed), tokens, local_shared, loads, rank)
 
     @property
     def routed(self) -> Demand:
@@ -190,13 +190,13 @@ class Policy:
 
 def with_shared(plan: Plan, demand: Demand, placed: PlacedLayers) -> Plan:
     """Add the shared copies to a plan and its quota; on their token's rank unless the policy places them."""
-    assert demand.tokens is not None and demand.at_home is not None
+    assert demand.tokens is not None and demand.local_shared is not None
     shared = plan.shared or SharedPlan("home", demand.tokens)
     if shared.in_quota:
         return plan
     if plan.quota is not None and shared.is_met:
         if shared.by_rank is None:
-            copies = (demand.at_home // placed.num_shared).unsqueeze(-1)
+            copies = (demand.local_shared // placed.num_shared).unsqueeze(-1)
         else:
             copies = per_expert(shared.by_rank, placed.num_shared).sum(-3, dtype=torch.int32)
         shared_part(plan.quota, placed).add_(copies)  # the split left 0 in these slots
@@ -260,7 +260,7 @@ def exact_plan(
 def solve(demand: Demand, placed: PlacedLayers, **options: Any) -> ops.ExactSplit:
     """Run :func:`isoload.ops.plan_exact` on these slots, by default above the shared copies of own tokens."""
     per_node = placed.topology.ranks_per_node
-    how = {"fixed": demand.at_home, "ticks": placed.ticks, "ranks_per_node": per_node, **options}
+    how = {"fixed": demand.local_shared, "ticks": placed.ticks, "ranks_per_node": per_node, **options}
     return ops.plan_exact(demand.loads, placed.tables, **how)
 
 
@@ -273,7 +273,7 @@ def chosen_plan(
     policy: Policy, quota: Tensor, demand: Demand, placed: PlacedLayers, telemetry: Tensor | None = None
 ) -> Plan:
     """Return the Plan of a quota that the solver did not make, with its peak and a lower bound."""
-    peak = rank_cost(quota, placed.topology, demand.at_home).amax(-1)
+    peak = rank_cost(quota, placed.topology, demand.local_shared).amax(-1)
     bound = torch.minimum(even_split(demand, placed).bound, peak)
     return Plan(placed, policy, quota, peak, bound, telemetry)
 

@@ -113,7 +113,7 @@ def fill_spare(
         routed_homes(placed),
         placed.topology.num_ranks,
         placed.spare_slots if slots is None else slots,
-        demand.at_home,
+        demand.local_shared,
         alive=placed.alive,
         ranks_per_node=placed.topology.ranks_per_node,
         **rules,
@@ -153,8 +153,8 @@ class FillPolicy(BorrowPolicy):
             return placed.fill(slots, telemetry=telemetry)
         assert last.telemetry is not None
         copies = demand.loads.flatten(placed.home_slot.dim() - 1).sum(-1)
-        if demand.at_home is not None:
-            copies = copies + demand.at_home.sum(-1)
+        if demand.local_shared is not None:
+            copies = copies + demand.local_shared.sum(-1)
         live, limit = len(placed.topology.live_ranks), round(self.refill_above * MILLION)
         keep = (solve(demand, last).peak * live * MILLION <= copies * limit).unsqueeze(-1)
         slots = torch.where(keep, last.slot_to_expert, slots)
@@ -207,7 +207,7 @@ def split_above_local(policy: Policy, demand: Demand, placed: PlacedLayers) -> P
     """
     local_loads = held_experts(placed) * demand.loads  # [..., R, E]
     stay = local_loads.sum(-1, dtype=torch.int32)
-    besides = stay if demand.at_home is None else demand.at_home + stay
+    besides = stay if demand.local_shared is None else demand.local_shared + stay
     plan = policy.split(
         Demand(demand.loads - local_loads, demand.tokens, besides), replace(placed, quota=None)
     )
@@ -381,8 +381,8 @@ class LibraPolicy(BorrowPolicy):
             begun = placed.fill(filled) if local else placed
             local_loads = held_experts(begun) * demand.loads
             stay = local_loads.sum(-1, dtype=torch.int32)
-            fixed = stay if demand.at_home is None else demand.at_home + stay
-            remote = Demand(demand.loads - local_loads, at_home=fixed)
+            fixed = stay if demand.local_shared is None else demand.local_shared + stay
+            remote = Demand(demand.loads - local_loads, local_shared=fixed)
             filled = fill_spare(ops.plan_fill, remote, begun, slots - local).slot_to_expert
         return placed.fill(filled, telemetry=count_borrowed(filled, placed))
 

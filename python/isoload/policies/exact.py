@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -59,7 +60,7 @@ class ExactPolicy(Policy):
         per_node = placed.topology.ranks_per_node
         how: dict[str, Any] = {"ticks": placed.ticks, "ranks_per_node": per_node, "objective": self.objective}
         split = ops.plan_exact(
-            demand.loads, placed.tables, demand.at_home, self.tolerance, self.budget, rank=rank, **how
+            demand.loads, placed.tables, demand.local_shared, self.tolerance, self.budget, rank=rank, **how
         )
         send_counts = None if rank is None else split.send_counts
         return Plan(
@@ -156,7 +157,7 @@ def static_slots(host: Placement, layer: int, seed: int) -> np.ndarray[tuple[int
         far = np.flatnonzero(slots < 0)
         # A fair draw: the numbers of far ranks per replica differ by at most one.
         rounds = -(-len(far) // len(replicas))
-        turns = np.concatenate([replicas[:0], *(draw.permutation(replicas) for _ in range(rounds))])
+        turns = draw.permuted(np.tile(replicas, (rounds, 1)), axis=1).ravel()
         chosen[far, expert] = draw.permutation(turns[: len(far)])
     return chosen
 
@@ -166,10 +167,12 @@ def replicas_of(host: Placement, layer: int) -> list[IntArray]:
     weights.
     """
     slots = host.arrays[0][layer]
-    replicas = [np.flatnonzero(slots == expert).astype(np.int32) for expert in range(host.num_routed)]
-    return [
-        slot_ids[np.unique(slot_ids // host.slots_per_rank, return_index=True)[1]] for slot_ids in replicas
-    ]
+    order = np.argsort(slots, kind="stable").astype(np.int32)  # by expert, then slot
+    expert, rank = slots[order], order // host.slots_per_rank
+    again = (expert[1:] == expert[:-1]) & (rank[1:] == rank[:-1])
+    first_slots = order[np.concatenate([[True], ~again])]
+    cuts = np.searchsorted(slots[first_slots], np.arange(host.num_routed + 1))
+    return [first_slots[low:high] for low, high in itertools.pairwise(cuts)]
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,7 @@ class LpPolicy(Policy):
         return ops.plan_lp(
             demand.loads,
             placed.tables,
-            base=None if demand.at_home is None else demand.at_home.to(dtype),
+            base=None if demand.local_shared is None else demand.local_shared.to(dtype),
             dtype=dtype,
             tolerance=self.tolerance,
             iterations=self.iterations,

@@ -280,4 +280,4 @@ class LpSampledPolicy(Seeded, LpPolicy):
             return super().relax(demand, placed)
         loads, ranks = sum_sources(demand.loads, placed), placed.topology.num_ranks
         steps = 5 if self.iterations is None else self.iterations
-        return plan_affine(loads, placed.slot_to_expert, ranks, demand.at_home, steps)
+        return plan_affine(loads, placed.slot_to_expert, ranks, demand.local_shared, steps)

@@ -147,7 +147,9 @@ class Layer(NamedTuple):
 
 def layers_of(demand: Demand, placed: PlacedLayers, slots: Tensor) -> list[Layer]:
     """Return the batch on the host, layer by layer."""
-    tensors = [demand.loads, slots] if demand.at_home is None else [demand.loads, slots, demand.at_home]
+    tensors = (
+        [demand.loads, slots] if demand.local_shared is None else [demand.loads, slots, demand.local_shared]
+    )
     loads, slots_by_layer, *besides = read_batch(LibraPublishedPolicy.name, *tensors)
     ranks, routed = placed.topology.num_ranks, placed.host.num_routed
     loads, slots_by_layer = (

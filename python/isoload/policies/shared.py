@@ -158,7 +158,7 @@ class SharedLocalPolicy(SharedPolicy):
 
     def add_shared(self, plan: Plan, demand: Demand) -> Plan:
         assert plan.quota is not None
-        peak = rank_cost(plan.quota, plan.topology, demand.at_home).amax(-1)
+        peak = rank_cost(plan.quota, plan.topology, demand.local_shared).amax(-1)
         bound = torch.minimum(bound_with_shared(demand, plan.placed), peak)
         return replace(plan, policy=self, peak=peak, bound=bound)
 

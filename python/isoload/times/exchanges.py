@@ -83,7 +83,7 @@ class AllToAllTime:
             nodes: 1 to 128; they divide ranks.
 
         Raises:
-            ValueError: naming the argument and what it may be.
+            ValueError: names the argument and its choices.
         """
         if step not in STEPS:
             raise ValueError(not_one_of("step", STEPS, step))
@@ -119,15 +119,19 @@ class AllToAllTime:
         at = gpu, kernel, step, ranks, nodes, low, high, tokens_to, error
         return cls(*at, measured=False, note=note, source=inside["source"], extrapolated_from=from_sizes)
 
-    def seconds(self, tokens: Any, busiest: Any = 1.0) -> Floats:
+    def seconds(self, tokens: Any, busiest: Any = 1.0, crossing: Any = 1.0) -> Floats:
         """Return [..., 2] from and to what the step takes.
 
         Args:
             tokens: [...] that a rank holds, on average.
             busiest: [...] rows of the busiest rank over the mean, at least 1.
+            crossing: [...] rows to other nodes over those of even routing. On several nodes the links between nodes are
+                the slowest, and a token's time follows these rows; `low` does only where it was measured over nodes.
         """
         mean, factor = numbers("tokens", tokens), numbers("busiest", busiest, least=1.0)
-        low, high = np.broadcast_arrays(self.low(mean), self.high(mean * factor))
+        rows = numbers("crossing", crossing) if self.nodes > 1 else np.float64(1.0)
+        even = mean * rows if self.measured else mean
+        low, high = np.broadcast_arrays(self.low(even), self.high(mean * factor * rows))
         return 1e-6 * np.stack([np.minimum(low, high), high], -1)
 
     def extrapolated(self, tokens: Any) -> np.ndarray[Any, np.dtype[np.bool_]]:
@@ -216,6 +220,11 @@ def _added(inside: Curve, high: Curve, table: tuple[Row, ...], nearest: Row, ste
     )
 
 
+def sends_copies(kernel: str) -> bool:
+    """Return whether a dispatch sends a row for each expert of a token, in place of one for each part of a group."""
+    return kernel.endswith(("low_latency", "_ll"))
+
+
 def rows_leaving(kernel: str, top_k: int, parts: int) -> float:
     """Return the rows of a token that leave its own part of a group, by even routing.
 
@@ -224,7 +233,7 @@ def rows_leaving(kernel: str, top_k: int, parts: int) -> float:
         top_k: experts of a token.
         parts: ranks of a node, or nodes.
     """
-    if kernel.endswith(("low_latency", "_ll")):
+    if sends_copies(kernel):
         return top_k * (parts - 1) / parts
     return (parts - 1) * (1 - (1 - 1 / parts) ** top_k)
 
@@ -250,28 +259,32 @@ class LayerTime:
     experts: ExpertTime
     combine: AllToAllTime | None
 
-    def seconds(self, copies: Any, rows: Any, tokens: Any = 0) -> Floats:
+    def seconds(self, copies: Any, rows: Any, tokens: Any = 0, crossing: Any = 1.0) -> Floats:
         """Return [..., 2] from and to what the layer takes; arguments as those of :meth:`parts`."""
-        experts, dispatch, combine = self.parts(copies, rows, tokens)
+        experts, dispatch, combine = self.parts(copies, rows, tokens, crossing)
         return np.asarray(experts.max(-1)[..., None] + dispatch + combine)
 
-    def parts(self, copies: Any, rows: Any, tokens: Any = 0) -> tuple[Floats, Floats, Floats]:
+    def parts(
+        self, copies: Any, rows: Any, tokens: Any = 0, crossing: Any = 1.0
+    ) -> tuple[Floats, Floats, Floats]:
         """Return [..., R] the time of each rank's experts; [..., 2] from and to what dispatch takes, and combine.
 
         Args:
             copies: [..., R, slots of a rank] that each slot computes.
             rows: [..., R] that each rank receives: distinct tokens.
             tokens: [...] that a rank holds before the dispatch, on average.
+            crossing: [...] rows to other nodes over those of even routing.
         """
         slot_copies, received = numbers("copies", copies), numbers("rows", rows)
         if slot_copies.ndim < 2 or received.shape != slot_copies.shape[:-1]:
-            shapes = f"{list(received.shape)} beside copies {list(slot_copies.shape)}"
+            shapes = f"{list(received.shape)} with copies {list(slot_copies.shape)}"
             raise ValueError(f"rows must be [..., ranks] and copies [..., ranks, slots], got {shapes}")
         experts = self.experts.seconds(slot_copies, received)
         busiest = np.maximum(received.max(-1) / np.maximum(received.mean(-1), 1e-300), 1)
         none = np.zeros((*busiest.shape, 2))
         dispatch, combine = (
-            step.seconds(tokens, busiest) if step else none for step in (self.dispatch, self.combine)
+            step.seconds(tokens, busiest, crossing) if step else none
+            for step in (self.dispatch, self.combine)
         )
         return experts, dispatch, combine
 
@@ -293,3 +306,16 @@ def break_even(expert_bytes: float, bandwidth: float, token_us: float) -> int:
         if not 0 < value < inf:
             raise ValueError(f"{name} must be a positive number, got {value}")
     return ceil(expert_bytes / (bandwidth * 1e3) / token_us)
+
+
+def assumed_experts(num_bytes: float, num_weights: float) -> ExpertTime:
+    """Return times of an H100's experts by arithmetic: reading the weights at 3.35 TB/s, copies at DeepSeek-V3's rate.
+
+    Args:
+        num_bytes: bytes of one expert's weights.
+        num_weights: number of these weights.
+    """
+    copy_us = DEEPSEEK_V3_TOKEN_US * num_weights / DEEPSEEK_V3_FP8
+    return ExpertTime(
+        "h100", "assumed", "", 0, 0, 0.0, num_bytes / 3.35e6, copy_us, 0.0, 2.0, source="assumed"
+    )

@@ -202,7 +202,7 @@ def dispatch_facts(
         )
     if weights.dtype not in (torch.float32, torch.promote_types(torch.float32, x.dtype)):
         raise ValueError(
-            f"weights of rank {rank} must be float32 (or float64 beside float64 x), got {weights.dtype}"
+            f"weights of rank {rank} must be float32 (or float64 with float64 x), got {weights.dtype}"
         )
     if not x.device == slots.device == weights.device:
         raise ValueError(

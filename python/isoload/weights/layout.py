@@ -224,8 +224,8 @@ def layouts(placed: PlacedLayers, before: Sequence[Layout] | None = None) -> lis
         for place, expert in enumerate(experts):
             if expert < 0 or expert in experts[:place]:
                 continue
-            at_home = home_slot[expert] == rank * size + place
-            (homes if at_home else replicas).append(expert)
+            is_home = home_slot[expert] == rank * size + place
+            (homes if is_home else replicas).append(expert)
         if before is not None:
             rows, count = keep_rows(before[rank].experts, homes, replicas), len(homes)
             homes, replicas = rows[:count], rows[count:]

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from isoload.balancing.balancer import Balancer
 from isoload.engines.layers import JOINED_BY_ALL
-from isoload.engines.settings import CHECK, SWITCH
+from isoload.engines.settings import CHECK, REBALANCE, SWITCH, Variable
 from isoload.engines.sglang.layers import LAYERS, Layer, model_name, moe, phase_of
 from isoload.engines.sglang.placement import check_at_start, check_file
 from isoload.placement.placement import Placement
@@ -144,16 +144,18 @@ def initialize(original: Original, self: Any, *args: Any, **kwargs: Any) -> None
         placer = LAYERS.settings.placer if LAYERS.places() else "engine"
         moved = dict(getattr(self.model, MOVED, {}))  # SGLang's LazyValue has only keys and items
         LAYERS.measure(model_name(self), placer, moved)
+    if LAYERS.settings.rebalance is not None and LAYERS.places():
+        LAYERS.decide(weights_of(self.model, REBALANCE), moe().eplb_rebalance_num_iterations)
     if LAYERS.settings.check_weights:
-        LAYERS.check_loaded(weights_of(self.model))
+        LAYERS.check_loaded(weights_of(self.model, CHECK))
 
 
-def weights_of(model: Any) -> Mapping[int, Sequence[Tensor]]:
-    """Return by layer the weights that SGLang moves when experts move."""
+def weights_of(model: Any, variable: Variable) -> Mapping[int, Sequence[Tensor]]:
+    """Return by layer the weights that SGLang moves when experts move; the variable needs them."""
     weights = getattr(model, MOVED, None)
     if weights is None:
         raise ValueError(
-            f"{CHECK.name} must be 0 where the model has no {MOVED}, got 1 with {type(model).__name__}"
+            f"{variable.name} needs a model with {MOVED}, which {type(model).__name__} lacks: unset {variable.name}"
         )
     return dict(weights)  # SGLang's LazyValue has keys and items, and cannot be iterated
 

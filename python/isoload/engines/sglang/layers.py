@@ -306,7 +306,7 @@ def model_name(runner: Any) -> str:
 
 
 def topology_of(metadata: Any) -> Topology:
-    return engine_topology(metadata.ep_size, parallel().nnodes)
+    return engine_topology(metadata.ep_size, parallel().nnodes, LAYERS.settings.times)
 
 
 def moe() -> Any:

@@ -42,10 +42,15 @@ def rebalance_experts(
     from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
 
     device, metadata = tokens_per_expert.device, get_global_expert_location_metadata()
-    topology = engine_topology(num_physical_experts // num_local_physical_experts, num_nodes)
+    topology = engine_topology(
+        num_physical_experts // num_local_physical_experts, num_nodes, LAYERS.settings.times
+    )
     before = None if metadata is None else running(metadata.physical_to_logical_map_cpu, num_physical_experts)
-    placer = LAYERS.settings.placer
-    placed = lay_out(tokens_per_expert, topology, num_local_physical_experts, placer, before)
+    passes = int(tokens_per_expert.flatten(1).any(1).sum()) if tokens_per_expert.dim() == 3 else 1
+    placed = lay_out(
+        tokens_per_expert, topology, num_local_physical_experts, LAYERS.settings.placer, before,
+        LAYERS.new_maps, passes,
+    )  # fmt: skip
     return tuple(table.to(device) for table in placed)
 
 

@@ -84,6 +84,7 @@ class ModelLayers(EngineLayers[Layer]):
 
     engine = "vLLM"
     draft = False  # whether the model drafts for the served one
+    window = 1  # forward passes of the counts by which vLLM rebalances
 
     def engine_group(self) -> dist.ProcessGroup:
         from vllm.distributed.parallel_state import get_ep_group
@@ -106,7 +107,7 @@ class ModelLayers(EngineLayers[Layer]):
                 f"{SWITCH.name} must come without pipeline parallelism, whose stages would not turn together"
             )
         tables = state.physical_to_logical_map.cpu()
-        topology = engine_topology(get_ep_group().world_size, get_node_count())
+        topology = engine_topology(get_ep_group().world_size, get_node_count(), self.settings.times)
         experts = state.model.num_logical_experts
         if not self.draft and not parallel.enable_elastic_ep:
             check_sizes(state, parallel, topology.num_ranks)
@@ -139,7 +140,7 @@ class ModelLayers(EngineLayers[Layer]):
             return {}
         self.record = record = EngineRecord(
             self.settings, self.engine, state.model_name, group.rank_in_group, state.physical_to_logical_map.cpu(),
-            state.model.num_logical_experts, engine_topology(group.world_size, get_node_count()),
+            state.model.num_logical_experts, engine_topology(group.world_size, get_node_count(), self.settings.times),
             "own" if kinds.pop() else "same", state.physical_to_logical_map.device,
             most_decoded(parallel, "gathered" in layer_tokens.values()),
         )  # fmt: skip
@@ -325,6 +326,11 @@ class Models:
         layers.measure(name, self.settings.placer, weights, sum(skipped.values()))
         if not draft:
             self.watch.metrics = layers.metrics
+            if self.settings.rebalance is not None:
+                layers.window = int(parallel.eplb_config.window_size)
+                layers.decide(
+                    dict(enumerate(state.model.expert_weights)), int(parallel.eplb_config.step_interval)
+                )
         if self.settings.check_weights:
             layers.check_loaded(dict(enumerate(state.model.expert_weights)))
 
@@ -334,6 +340,15 @@ class Models:
         self.by_state[id(state)] = layers
         self.by_map.update(maps)
         weakref.finalize(state, self._forget, id(state), list(maps))
+
+    def placed_as(self, tables: Tensor | None) -> ModelLayers | None:
+        """Return the layers of the model with experts in these slots [L, P], if ISOLOAD_REBALANCE decides for it."""
+        models = [layers for layers in self.by_state.values() if layers.new_maps is not None]
+        if tables is None:
+            return None
+        return next(
+            (layers for layers in models if torch.equal(layers.tables, tables.cpu().to(layers.tables))), None
+        )
 
     def layers(self, state: Any) -> ModelLayers | None:
         """Return a model's layers by its EplbModelState."""

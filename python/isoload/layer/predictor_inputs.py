@@ -1,4 +1,4 @@
-"""Feed collects the inputs of a stack's predictor in every layer, and returns its predicted loads of the next layer."""
+"""PredictorInputs collects the inputs of a stack's predictor in every layer and predicts the next layer's loads."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Residuals:
             hook.remove()
 
 
-class Feed:
+class PredictorInputs:
     """A predictor together with its inputs from the layers of a stack. All ranks make the same calls.
 
     The first layer is predicted from its loads in the previous batch (:class:`isoload.balancing.prediction.Last`).

@@ -1,0 +1,165 @@
+"""Whether an engine's new map of experts pays: the time that it saves against the time of moving the experts.
+
+The saving is modelled: the slowest rank's experts of every layer, by the counts of the engine's last window, under the
+present and under the new map. The window is taken to be like the passes until the next rebalance.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from isoload.analysis.judge import arrivals
+from isoload.balancing.planning import plan_layers
+from isoload.online.metrics import Metrics
+from isoload.placement.placement import Placement
+from isoload.times.exchanges import DEFAULT_BANDWIDTHS, assumed_experts
+from isoload.times.experts import ExpertTime
+
+log = logging.getLogger("isoload")
+MAX_COPIES = 2**30  # of a pass and layer, as plans accept them
+BYTES_PER_WEIGHT = {
+    torch.uint8: 0.5,
+    torch.int8: 1.0,
+    torch.int32: 0.5,
+}  # packed dtypes; others: their item size
+
+
+@dataclass(frozen=True)
+class RebalanceRule:
+    """When a new map is applied.
+
+    gain_ms  least modelled saving per forward pass, in milliseconds
+    move_ms  milliseconds that a rebalance takes from serving; None = modelled from the bytes that move
+    """
+
+    gain_ms: float = 0.0
+    move_ms: float | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> RebalanceRule:
+        """Read ``gain_ms=0.3,move_ms=auto``; either part may be missing.
+
+        Raises:
+            ValueError: an unknown or repeated key, or a value that is not a number of at least 0.
+        """
+        values: dict[str, float | None] = {}
+        for part in text.split(","):
+            key, equals, value = (piece.strip() for piece in part.partition("="))
+            if key not in ("gain_ms", "move_ms") or not equals or key in values:
+                raise ValueError(f"must be gain_ms=NUMBER,move_ms=NUMBER or move_ms=auto, got {text!r:.80}")
+            values[key] = None if (key, value) == ("move_ms", "auto") else _milliseconds(key, value)
+        return cls(**values)  # type: ignore[arg-type]
+
+
+def _milliseconds(key: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise ValueError(f"{key} must be a number of at least 0, got {text!r:.40}")
+    return value
+
+
+class ExpertSize(NamedTuple):
+    """Weights of one expert in one layer: bytes as stored, scales included, and the number of weights."""
+
+    num_bytes: int
+    num_weights: int
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor]) -> ExpertSize:
+        """Return the size of an expert from a layer's stacks [slots, ...]; its matrices are the two largest."""
+        sizes = sorted((t.nbytes // len(t), BYTES_PER_WEIGHT.get(t.dtype, t.element_size())) for t in tensors)
+        return cls(
+            sum(size for size, _ in sizes), int(sum(size / per_weight for size, per_weight in sizes[-2:]))
+        )
+
+
+class Worth(NamedTuple):
+    """What a new map saves in a forward pass, and what moving its experts takes, in milliseconds."""
+
+    gain_ms: float
+    move_ms: float
+
+
+class NewMaps:
+    """Decides about one model's new maps of experts; the same on all ranks, because all have the same counts.
+
+    Args:
+        engine: its name in log lines.
+        rule: see :class:`RebalanceRule`.
+        size: of one expert.
+        interval: forward passes between two rebalances.
+        is_exact: whether isoload splits the copies of an expert over its replicas; the engine's split is even.
+        experts: times of a rank's experts; None = arithmetic from their size for an H100.
+        metrics: of the model.
+    """
+
+    def __init__(
+        self, engine: str, rule: RebalanceRule, size: ExpertSize, interval: int, is_exact: bool,
+        experts: ExpertTime | None, metrics: Metrics,
+    ) -> None:  # fmt: skip
+        self.engine, self.rule, self.size, self.interval = engine, rule, size, interval
+        self.policy, self.metrics = "exact" if is_exact else "even", metrics
+        self.experts = experts or assumed_experts(*size)
+        self._logged = False
+
+    def choose(self, before: Placement, after: Placement, counts: Tensor, passes: int) -> Placement:
+        """Return the placement to apply: after, or before if the saving does not pay.
+
+        Args:
+            before, after: of all layers, in the same slots.
+            counts: [L, E] copies of `passes` forward passes, over all ranks.
+        """
+        if not counts.any():
+            return before
+        worth = self.worth(before, after, counts, passes)
+        saved = worth.gain_ms * self.interval
+        if worth.gain_ms >= self.rule.gain_ms and saved > worth.move_ms:
+            return after
+        if torch.equal(before.slot_to_expert, after.slot_to_expert):
+            return before
+        self.metrics.add("rebalances_skipped_total")
+        if not self._logged:
+            log.info(
+                f"isoload {self.engine}: a rebalance was skipped (ISOLOAD_REBALANCE): the new map would save "
+                f"{worth.gain_ms:.3f} ms in a pass, {saved:.0f} ms in the {self.interval} passes until the next "
+                f"rebalance, and moving the experts would take {worth.move_ms:.0f} ms. This line is logged once; "
+                "isoload_rebalances_skipped_total counts all"
+            )
+            self._logged = True
+        return before
+
+    def worth(self, before: Placement, after: Placement, counts: Tensor, passes: int) -> Worth:
+        """Return the saving and the cost of a new map; arguments as for :meth:`choose`."""
+        old, new = (self._pass_ms(placement, counts, passes) for placement in (before, after))
+        return Worth(old - new, self._move_ms(before, after))
+
+    def _pass_ms(self, placement: Placement, counts: Tensor, passes: int) -> float:
+        """Return the milliseconds of the slowest rank's experts in one pass, summed over the layers."""
+        loads = (counts.double() / max(passes, 1)).round().long()  # [L, E]
+        loads //= int(loads.sum(-1).max()) // MAX_COPIES + 1
+        quota = plan_layers(loads.int().cpu(), placement, self.policy).quota
+        assert quota is not None
+        topology = placement.topology
+        seconds = self.experts.seconds(quota.view(len(quota), topology.num_ranks, -1).numpy())  # [L, R]
+        if topology.speeds is not None:
+            seconds = seconds / np.asarray(topology.speeds)
+        return float(1e3 * seconds.max(-1).sum())
+
+    def _move_ms(self, before: Placement, after: Placement) -> float:
+        if self.rule.move_ms is not None:
+            return self.rule.move_ms
+        topology = before.topology
+        near, far = topology.bandwidths or DEFAULT_BANDWIDTHS
+        bandwidth = near if topology.ranks_per_node == topology.num_ranks else far
+        arriving = int(arrivals(before, after).sum(0).max())  # of the busiest rank, in all layers
+        return float(arriving * self.size.num_bytes / bandwidth / 1e6)
