@@ -21,7 +21,7 @@ from isoload.traces import Trace
 Floats = npt.NDArray[np.float64]
 Longs = npt.NDArray[np.int64]
 SCALE = 2**16  # units of a copy: replicas share copies equally, and sums of integers are exact in any order
-KICKS, KICKED = 8, 3  # random changes of a search that came to an end, each of so many exchanges
+KICKS, KICKED = 3, 3  # random changes of a search that came to an end, each of so many exchanges
 WORK = 5 * 10**9  # numbers that a search reads at most, about 20 s: the end of a search without a time limit
 
 
@@ -88,7 +88,7 @@ def choose_micro_batches(
     Raises:
         ValueError: names the argument, the rule and the value.
     """
-    loads, sizes = _rank_loads(routes, placement, tokens)
+    loads, sizes = rank_loads(routes, placement, tokens)
     num = len(loads)
     if not 1 <= num_micro_batches <= num:
         raise ValueError(
@@ -124,7 +124,7 @@ def choose_micro_batches(
     peak = float(_Search(loads, rule, chosen).peaks.sum())
     return MicroBatches(
         chosen,
-        _source_ranks(loads, sizes, chosen, num_micro_batches, placement.topology.live_ranks),
+        source_ranks(loads, sizes, chosen, num_micro_batches, placement.topology.live_ranks),
         peak / SCALE,
         None if peak_given is None else peak_given / SCALE,
         float(shuffled) / SCALE,
@@ -298,7 +298,7 @@ class _Search:
         self.batch[sequence] = other
 
 
-def _rank_loads(
+def rank_loads(
     routes: Trace | npt.NDArray[Any], placement: Placement, tokens: Sequence[int] | None
 ) -> tuple[Floats, Longs]:
     """Return the loads [sequences, R, L] that every sequence brings to the ranks, in units of a copy's cost, and the
@@ -364,7 +364,7 @@ def _shares(placement: Placement, layer: int) -> Floats:
     return costs
 
 
-def _source_ranks(loads: Floats, sizes: Longs, batch: Longs, num_batches: int, live: list[int]) -> Longs:
+def source_ranks(loads: Floats, sizes: Longs, batch: Longs, num_batches: int, live: list[int]) -> Longs:
     """Return the source rank of every sequence: the longest ones first, each on the rank with the fewest tokens of its
     micro-batch; of several such ranks the one that computes most of its copies.
     """
