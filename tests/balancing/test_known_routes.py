@@ -212,6 +212,8 @@ def test_refused_routes() -> None:
     refused("belong to routes that are a Trace, got tensors", ids, ranks=ranks)
     refused("must have topk_ids, trace t has only counts", Trace("t", 16, counts=np.ones((1, 2, 16), int)))
     refused("does not state which layers of the model", trace, **known)
+    more = read_routes(trace.topk_ids, first_moe_layer=3, num_experts=32)
+    refused("of the placement's 16 routed experts, trace routes has 32", more, named, ranks=[0])
     refused("placement is of a model with MoE layers 2..3, but", trace, placement.with_moe_layers(2), **known)
     refused("source rank of every sequence, 0..3, got None", trace, named, micro_batches=batches)
     refused(

@@ -204,8 +204,9 @@ def test_refused() -> None:
     refused("routes must have seq_id", read_routes(trace.topk_ids))
     refused(
         "routes must be in -1..11, got 12",
-        Trace("t", 13, topk_ids=np.full((4, 3, 1), 12), seq_id=np.arange(4)),
+        read_routes(np.full((4, 3, 1), 12), sequence_lengths=[1] * 4),
     )
+    refused("placement's 12 routed experts, trace t has 13", Trace("t", 13, topk_ids=trace.topk_ids))
     named = placement.with_rows([0, 1, 2], [0, 1, 2], Identity("model"))
     with pytest.raises(ValueError, match="does not state which layers"):
         choose_micro_batches(trace, named, 2)

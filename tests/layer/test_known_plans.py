@@ -94,11 +94,16 @@ def test_something_was_borrowed() -> None:
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_two_micro_batches_in_flight(recompute: bool) -> None:
-    """Both forwards before both backwards, the first one first; every batch's experts are brought again."""
+@pytest.mark.parametrize("policy", ["llep", "lp_sampled"])
+def test_two_micro_batches_in_flight(policy: str, recompute: bool) -> None:
+    """Both forwards before both backwards, the first one first; every batch's experts are brought again.
+
+    The layer's own policy is another one, and borrows nothing. Samples of a recomputed batch are those of its forward.
+    """
     step = make_step(repeats=True)
-    plans = KnownRoutes(step.ids, step.placement).plans("llep", **POLICIES["llep"])
-    layer = layers_of(step, LocalTransport(step.placement.topology), policy="llep", **POLICIES["llep"])[1]
+    plans = KnownRoutes(step.ids, step.placement).plans(policy, **POLICIES[policy])
+    other = {"lp_sampled": "lp_sampled", "llep": "exact"}[policy]
+    layer = layers_of(step, LocalTransport(step.placement.topology), policy=other)[1]
     results: list[tuple[list[Tensor], list[Tensor]]] = []
     for batch in range(2):
         rows, gates = step.rows(batch), step.gates(batch)

@@ -306,6 +306,11 @@ def placement_ids(trace: Trace, placement: Placement) -> np.ndarray[Any, Any]:
     """Return the trace's ids [tokens, L, K] with the layers of the placement, in its order."""
     if trace.topk_ids is None:
         raise ValueError(f"routes must have topk_ids, trace {trace.name} has only counts")
+    if trace.num_experts != placement.num_routed and trace.provenance.get("num_experts_from") != "largest id":
+        raise ValueError(
+            f"routes must be of the placement's {placement.num_routed} routed experts, trace {trace.name} has "
+            f"{trace.num_experts}"
+        )
     what = f"trace {trace.name}"
     rows = matching_rows(
         placement.identity, placement.layer_ids, "placement", trace.identity, trace.layer_ids, what
