@@ -11,8 +11,9 @@ Fairness ledger
 - imbalance: max/mean rank load, mean over micro-batches and layers. rows: distinct (token, other rank) pairs of a token
   in a layer, of every fifth layer. at_bound: part of the plans whose peak is proved to be the least of their slots.
 - borrowed: experts per micro-batch and layer; MiB are those of DeepSeek-V2-Lite in bf16.
-- choose_s: CPU seconds of choose_micro_batches. plan_ms: CPU milliseconds of one thread for a plan of one layer and micro-batch, of a call for all of them. Other work
-  ran on the machine. Plans made with a gather have the same imbalance, because they have the same bits (a test).
+- choose_s: CPU seconds of choose_micro_batches. plan_ms: CPU milliseconds of one thread for a plan of one layer and
+  micro-batch, of a call for all of them. Other work ran on the machine. Plans made with a gather have the same
+  imbalance, because they have the same bits (a test).
 
 Usage: python bench/bench_known_routes.py --traces FOLDER [--write]
 """

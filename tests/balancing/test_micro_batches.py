@@ -117,6 +117,14 @@ def test_an_order_above_the_limit_has_no_peak() -> None:
     assert sorted(np.bincount(chosen.micro_batches, [9, 9, 1, 1])) == [10, 10]
 
 
+@pytest.mark.parametrize("sequences", [1, 3])
+def test_one_micro_batch(sequences: int) -> None:
+    chosen = choose_micro_batches(domains(sequences), place(), 1)
+    assert chosen.micro_batches.tolist() == [0] * sequences and chosen.peak == chosen.floor == chosen.peak_given
+    every = choose_micro_batches(domains(sequences), place(), sequences)
+    assert sorted(every.micro_batches) == list(range(sequences))
+
+
 def test_speeds_of_ranks_count() -> None:
     """Ranks of half the speed are the busy ones."""
     loads = domains(12)

@@ -225,7 +225,7 @@ class _Search:
             0,
         )
         finished = True
-        while finished and kicks < KICKS and self.work < WORK:
+        while finished and kicks < KICKS and self.work < WORK and self.rule.num_batches > 1:
             finished = self._descend(rng, end)
             kicks += 1
             if self.peaks.sum() < peak:
