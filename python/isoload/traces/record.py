@@ -368,7 +368,10 @@ def _range_errors(trace: Trace) -> Iterator[str]:
         layer = int(repeated.any(0).argmax())
         token = int(repeated[:, layer].argmax())
         chosen = ids[token, layer].tolist()
-        yield f"topk_ids must not name an expert twice, got {chosen} (token {token}, layer {layer})"
+        yield (
+            f"topk_ids must not name an expert twice, got {chosen} (token {token}, layer {layer}): "
+            "read_routes(topk_ids, padding='repeat') of isoload.traces masks padding rows"
+        )
 
 
 def _sum_errors(trace: Trace) -> Iterator[str]:
