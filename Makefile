@@ -3,7 +3,7 @@
 # make test-gate  the slow tests of .ci/run, .ci/slow_tests.txt: one of each kind of mutant, sanitizer and race check
 # make first-hour  what a user does first, in a clone; the wheel in bare environments (minutes)
 # make test-all   every test, with all mutants and the large sweeps; then make cuda-check and make fuzz
-# make test-deepep  DeepEP's wheels: their signatures, their references behind our adapter; downloads 24 MB, needs no GPU
+# make test-deepep  wheels of DeepEP and NIXL-EP: signatures, references behind our adapter; downloads 83 MB, needs no GPU
 # make fuzz   random placements, policies, layers and lost processes, SECONDS=60 long; SEED=N is one case again
 # make build  rebuild the compiled ops in place (seconds)
 # make wheels  dist/: one wheel for Python 3.10 to 3.13, or newer, and any torch from 2.11 on
@@ -95,7 +95,7 @@ test-all: test cuda-check kernels-check
 
 # Unpacked, not installed: they need a GPU to be imported, and torch 2.14. The newest: the test says if they have moved.
 test-deepep: $(TESTED)
-	$(PY) -m pip install -q --no-deps --upgrade --target build/deepep sgl-deep-ep sgl-deep-ep-v25
+	$(PY) -m pip install -q --no-deps --upgrade --target build/deepep sgl-deep-ep sgl-deep-ep-v25 nixl-cu13
 	$(PY) -m pytest tests/transport/test_deep_ep_wheels.py
 
 SECONDS ?= 60

@@ -231,9 +231,7 @@ def rearranging(given: Recorded) -> dict[str, Any]:
     step_s = sum(advise(asked, judged).now.ms) / 2e3
     advice = advise(replace(asked, rebalance_s=42.0, every=round(463.11 / 24 / step_s)), judged)
     packed = next(answer for answer in advice.answers if answer.candidate == Candidate("eplb", 0, "none"))
-    unknown = (
-        "its loads (DeepSeek-V3's here), tokens a rank (64 here), other work of a step (none here)"
-    )
+    unknown = "its loads (DeepSeek-V3's here), tokens a rank (64 here), other work of a step (none here)"
     unknown += "; the 42 s are from its own two totals, so this shows only that they are counted"
     source = "[vLLM #50647](https://github.com/vllm-project/vllm/pull/50647)"
     what = "Kimi-K3, EP16, EPLB with 24 rearrangements of 42 s in 463 s: slower by"

@@ -139,10 +139,19 @@ def test_shown_replays_are_what_replay_prints(page, monkeypatch):
     pairs = re.findall(
         r"^```sh\nisoload ((?:replay|advise) .*?)\n```\n+```text\n(.*?)^```$", page.read_text(), re.S | re.M
     )
-    assert len(pairs) == len(blocks(page, "text")) == {"results-cpu.md": 3, "advise.md": 2}.get(page.name, 0)
+    assert len(pairs) == len(blocks(page, "text")) == {"results-cpu.md": 3, "advise.md": 1}.get(page.name, 0)
     monkeypatch.chdir(ROOT)
     for command, shown in pairs:
         assert without_times(shown) == without_times(printed(shlex.split(command.replace("\\\n", ""))))
+
+
+def test_the_mean_step_of_both_phases_has_the_quoted_verdict(monkeypatch):
+    (command,) = (body for body in blocks(DOCS / "advise.md", "sh") if "--prefill-share" in body)
+    monkeypatch.chdir(ROOT)
+    found = " ".join(printed(shlex.split(command.replace("\\\n", ""))[1:]).split())
+    assert re.search(
+        "isoload: not worth it.*it saves .* a step of prefill and takes .* longer a step of decode", found
+    )
 
 
 def without_times(text):

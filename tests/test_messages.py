@@ -96,8 +96,8 @@ PYTHON: dict[str, tuple[Callable[[], Any], str]] = {
         "libra_published, hedge, grace, got 'exat'; did you mean exact?",
     ),
     "a policy's option": (
-        lambda: isoload.plan(torch.ones(4, 8).int(), placed(), 0, "exact", tolerence=0.1),
-        "option must be one of tolerance, budget, objective for policy exact, got 'tolerence'; did you mean "
+        lambda: isoload.plan(torch.ones(4, 8).int(), placed(), 0, "exact", tolerancy=0.1),
+        "option must be one of tolerance, budget, objective for policy exact, got 'tolerancy'; did you mean "
         "tolerance?",
     ),
     "an option's value": (

@@ -35,7 +35,7 @@ def test_versions_that_ran_are_those_of_ci(name):
 
 
 def test_the_engine_that_loads_our_files_is_named_with_the_test_that_saw_it():
-    said = " ".join(page("docs/record-and-place.md").split())
+    said = " ".join(page("docs/file-formats.md").split())
     seen = re.search(rf"SGLang {pinned('SGLang')} starts from such a file on a CPU \(`(\S+)`\)", said)
     assert seen and "init_expert_location" in page(seen[1])
 

@@ -145,7 +145,22 @@ def rebalance_placers() -> Table:
         "after `exact`": "{exact:.3f}",
         "slots changed by a plan": "{changed:.1f*100} %",
     }
-    return table(columns, read("bench_rebalance"))
+    return table(columns, [row for row in read("bench_rebalance") if "even" in row])
+
+
+@shown
+def rebalance_rule() -> Table:
+    """An engine's rebalances with and without ISOLOAD_REBALANCE, on steady and on drifting traffic."""
+    columns: Columns = {
+        "traffic": "{traffic}",
+        "placer": "`{placer}`",
+        "ISOLOAD_REBALANCE": "{rule}",
+        "rebalances": "{moves}",
+        "slots changed": "{changed:.1f*100} %",
+        "saved, s": "{gain_s:.1f}",
+        "moves take, s": "{cost_s:.1f}",
+    }
+    return table(columns, [row for row in read("bench_rebalance") if "rule" in row])
 
 
 def took(row: Row) -> str:

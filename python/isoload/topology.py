@@ -55,7 +55,7 @@ class Topology:
         return self.num_ranks // self.ranks_per_node
 
     def node_of(self, rank: int) -> range:
-        """Return the ranks of a rank's node."""
+        """Return all ranks on the node of the given rank."""
         first = rank // self.ranks_per_node * self.ranks_per_node
         return range(first, first + self.ranks_per_node)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,9 @@ from isoload.cli.processes import run_ranks
 from isoload.times import Times, load
 from isoload.times.experts import kernel_us
 from isoload.topology import Topology
+from isoload.transport.deep_ep import transport as packages
+from support.deep_ep_double import EPBuffer
+from support.processes import run_ranks as ranks_of_tests
 
 GIB = 2.0**30
 MODEL = Model("tiny", 32, 16, 8, 2, 2, "float32", 64)
@@ -143,6 +147,69 @@ def test_two_ranks_measure_their_exchange(small: None) -> None:
     assert first.dispatch is not None and first.combine is not None and first.move_us > 0
     assert first.to_json()["exchange"] == second.to_json()["exchange"] and first.speeds == second.speeds
     assert [point[0] for point in first.points["exchange"]] == [1, 8, 32]
+
+
+DOUBLE = """__version__ = '2.5'
+from support.deep_ep_double import EPBuffer as Double
+class EPBuffer(Double):
+    def __init__(self, group, **options):
+        if FAILING == group.rank():
+            raise AssertionError("NVLink is not there\\nat line 5")
+        super().__init__(group, **options)
+"""
+
+
+@pytest.mark.parametrize(
+    ("dtype", "hidden", "failing", "deep_ep"),
+    [
+        ("bfloat16", 256, None, "EPBuffer of deep_ep_fake 2.5"),
+        ("bfloat16", 256, 1, "not timed: rank 1: AssertionError: NVLink is not there"),
+        (
+            "bfloat16",
+            32,
+            None,
+            "not timed: ValueError: hidden must be a multiple of 256 for DeepEP's EPBuffer, got 32",
+        ),
+        ("float32", 256, None, "not timed: it sends rows of bfloat16, and --dtype is float32"),
+        ("bfloat16", 256, "absent", "not timed: ValueError: DeepEP must be installed with EPBuffer or"),
+        ("bfloat16", 256, "on cpu", "not timed: the ranks are on cpu"),
+    ],
+)
+def test_deep_ep_is_timed_if_it_starts_on_every_rank(
+    small: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: str,
+    hidden: int,
+    failing: Any,
+    deep_ep: str,
+) -> None:
+    """Over a double of EPBuffer, whose calls are counted; else isoload's exchange is timed, with the reason."""
+    if failing != "absent":
+        (tmp_path / "deep_ep_fake").mkdir()
+        (tmp_path / "deep_ep_fake" / "__init__.py").write_text(f"FAILING = {failing!r}\n{DOUBLE}")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(packages, "MODULES", ("deep_ep_fake",))
+    if failing != "on cpu":
+        monkeypatch.setattr(measuring, "DEEP_EP_DEVICES", ("cpu",))
+
+    def body(rank: int) -> tuple[Times, list[int]]:
+        calls, dispatch = list[int](), EPBuffer.dispatch
+
+        @functools.wraps(dispatch)
+        def counted(self: EPBuffer, x: Tensor, *args: Any, **options: Any) -> Any:
+            calls.append(len(x))
+            return dispatch(self, x, *args, **options)
+
+        EPBuffer.dispatch = counted
+        return measuring.measure(make_machine(Model("tiny", hidden, 16, 8, 2, 2, dtype, 64), GIB)), calls
+
+    for times, calls in ranks_of_tests(body, 2):
+        timed = not deep_ep.startswith("not timed")
+        assert times.software["deep_ep"].startswith(deep_ep), times.software
+        assert times.dispatch.kernel == times.combine.kernel == ("deep_ep" if timed else "isoload")
+        assert calls == ([1] + [1] * 10 + [8] * 10 + [32] * 10 if timed else [])
+        assert times.to_json()["exchange"]["kernel"] == times.dispatch.kernel
 
 
 def test_a_rank_that_fails_ends_all(small: None) -> None:

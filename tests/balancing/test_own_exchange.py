@@ -196,7 +196,7 @@ def test_refuses_layers_that_do_not_belong_together() -> None:
     (own,) = balancers()
     shape = isoload.place(torch.ones(1, EXPERTS), make_topology(), slots_per_rank=7)
     cases = {
-        "balancers must be of one group, got another for the one at 1": balancers()[0],
+        "balancers must share one group, but the balancer at position 1 has another group": balancers()[0],
         "placement must have the layer's num_layers=3, got 1": Balancer(shape, group=own.group, loads="own"),
         "balancers must have the same loads, got own and node": Balancer(
             make_placement(), group=own.group, loads="node"

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from isoload.cli.app import app
 from isoload.wording import between, two_digits
 from support.documents import PLAIN, printed
+from support.measured_times import times as measured
 from support.measured_times import written
 
 TRACE = str(Path(__file__).parents[2] / "examples" / "traces" / "gptoss20b_decode.npz")
@@ -78,16 +79,29 @@ def test_long_paths_of_a_trace_are_a_word_in_the_command(tmp_path: Path) -> None
     assert str(folder) not in shown
 
 
-def test_dispatch_that_was_timed_as_isoloads_own_is_named(tmp_path: Path) -> None:
-    """The printed command starts DeepEP."""
-    times = written(tmp_path / "times.json")
+@pytest.mark.parametrize(
+    ("kernel", "words", "warned"),
+    [
+        ("isoload", [], "the times of dispatch and combine are those of isoload's own exchange"),
+        ("deep_ep", [], None),
+        ("deep_ep", ["--phase", "decode"], "The commands start DeepEP's low-latency mode for decode"),
+        ("deep_ep", ["--phase", "decode", "--engine", "vllm"], "DeepEP's low-latency mode for decode"),
+    ],
+)
+def test_dispatch_that_was_timed_otherwise_than_it_runs_is_named(
+    tmp_path: Path, kernel: str, words: list[str], warned: str | None
+) -> None:
+    """The printed command starts DeepEP, for decode in its low-latency mode."""
+    times = written(tmp_path / "times.json", exchange=measured().to_json()["exchange"] | {"kernel": kernel})
     config = {"hidden_size": 64, "moe_intermediate_size": 32, "num_experts": 16, "num_experts_per_tok": 2}
     config |= {"num_hidden_layers": 3, "num_attention_heads": 4, "torch_dtype": "bfloat16"}
     (tmp_path / "tiny.json").write_text(json.dumps(config))
-    words = ["--times", str(times), "--model", str(tmp_path / "tiny.json"), "--ranks", "4"]
+    words = [*words, "--times", str(times), "--model", str(tmp_path / "tiny.json"), "--ranks", "4"]
     shown = printed(["advise", "--skew", "zipf:2", *words, "--tokens-per-rank", "4096"])
-    assert "--moe-a2a-backend deepep" in shown
-    assert "the times of dispatch and combine are those of isoload's own exchange" in " ".join(shown.split())
+    assert "--moe-a2a-backend deepep" in shown or "--all2all-backend deepep_low_latency" in shown
+    text = " ".join(shown.split())
+    for sentence in ("those of isoload's own exchange", "DeepEP's low-latency mode for decode"):
+        assert (sentence in text) == (warned is not None and sentence in warned), text
 
 
 def test_a_guess_says_that_it_is_one() -> None:

@@ -187,7 +187,7 @@ def test_memory_for_replicas_becomes_a_budget(trace, tmp_path):
         ),
         (
             ["--replica-memory", 5, "--placer", "craft:replicas=1"],
-            "--replica-memory must be 0 where the placer has rep",
+            "--replica-memory 5 cannot be combined with the placer's option replicas: leave one of",
         ),
         (
             ["--replica-memory", 5, "--placer", "eplb"],

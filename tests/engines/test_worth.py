@@ -175,6 +175,17 @@ def test_times_of_other_ranks_or_experts_are_refused(tmp_path: Path) -> None:
         layers.decide({1: (torch.zeros(4, 64, 32), torch.zeros(4, 16, 64))}, 50)
 
 
+def test_times_of_other_gpus_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = measured_times.written(tmp_path / "times.json", device="NVIDIA H200")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100")
+    layers = Layers()
+    layers.start(Settings.read({"ISOLOAD_TIMES": str(path)}))
+    with pytest.raises(
+        ValueError, match="was measured on NVIDIA H200 but this rank has NVIDIA H100: run isoload"
+    ):
+        layers.place(torch.zeros(1, 4).int(), 1, isoload.Topology(4), torch.device("cuda"))
+
+
 def test_a_slow_rank_counts_by_its_time() -> None:
     topology = isoload.Topology(R, speeds=(1.0, 0.5, 1.0, 1.0))
     counts = torch.full((1, 4), 100)

@@ -6,13 +6,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Shard as SplitOver
 
 import isoload
 from isoload.layer import clip_grad_norm_
 from isoload.weights.experts import ExpertWeights
-from isoload.weights.shard import Shard
+from isoload.weights.shard import Shard, local_part
 from support.processes import rank_outcomes, run_ranks
+from support.sweeps import slow
 
 EXPERTS, HIDDEN, RANKS = 8, 8, 2
 
@@ -20,7 +26,7 @@ EXPERTS, HIDDEN, RANKS = 8, 8, 2
 class Model(nn.Module):
     """A linear map, a layer whose busiest expert has replicas, and a linear map."""
 
-    def __init__(self, local: bool, shard: bool = False) -> None:
+    def __init__(self, local: bool, shard: str = "", mesh: DeviceMesh | None = None) -> None:
         super().__init__()
         torch.manual_seed(2)
         topology = isoload.Topology(RANKS)
@@ -28,12 +34,17 @@ class Model(nn.Module):
         self.gate = nn.Linear(HIDDEN, EXPERTS, bias=False, dtype=torch.float64)
         placement = isoload.place(torch.arange(EXPERTS)[None] + 1, topology, slots_per_rank=5)
         experts = ExpertWeights.random(EXPERTS, HIDDEN, 6, dtype=torch.float64)
-        transport = (isoload.LocalTransport if local else isoload.CollectiveTransport)(topology)
+        group = () if mesh is None else (mesh.get_group(),)
+        transport = (isoload.LocalTransport if local else isoload.CollectiveTransport)(topology, *group)
         given: ExpertWeights | Shard = experts
         if shard:
-            own = placement.home_experts(0, dist.get_rank())
-            here = ExpertWeights(**{name: nn.Parameter(s[own]) for name, s in experts.stacks().items()})
-            given = Shard(own, lambda: here)
+            own = placement.home_experts(0, dist.get_rank(*group))
+            stacks = {name: stack[own] for name, stack in experts.stacks().items()}
+            if shard == "DTensors":
+                assert mesh is not None
+                stacks = {name: DTensor.from_local(s, mesh, [SplitOver(0)]) for name, s in stacks.items()}
+            here = ExpertWeights(**{name: nn.Parameter(s) for name, s in stacks.items()})
+            given = Shard(own, (lambda: here) if shard == "function" else here)
         self.layer = isoload.MoE(self.choose, given, transport, placement)
 
     def choose(self, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -48,10 +59,11 @@ def rows_of(rank: int) -> Tensor:
     return torch.randn(6, HIDDEN, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
 
 
-def in_one_process() -> tuple[float, Model]:
+def in_one_process(batches: int = RANKS) -> tuple[float, Model]:
     """The norm that torch finds where every Parameter is there once, and the model, clipped."""
     model = Model(local=True)
-    (model([rows_of(rank) for rank in range(RANKS)]) ** 2).sum().backward()
+    rows = [torch.cat([rows_of(i) for i in range(rank, batches, RANKS)]) for rank in range(RANKS)]
+    (model(rows) ** 2).sum().backward()
     return float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)), model
 
 
@@ -86,6 +98,119 @@ def test_the_norm_over_processes_is_that_of_one_process(sharded: bool) -> None:
             torch.testing.assert_close(got, named[name].grad, rtol=1e-9, atol=1e-12)
 
 
+# Over 2 groups of 2 ranks: the meshes over which the first module and the rest are sharded; "" = plain, all-reduced.
+MESHES = {
+    "plain": ("", ""),
+    "world": ("world", "world"),
+    "hybrid": ("both", "both"),
+    "several": ("world", "both"),
+}
+
+
+def over_groups(rank: int, how: str, shard: str) -> tuple[float, float, Tensor]:
+    """Norm before and after, and the largest distance from the gradients of one process."""
+    both = init_device_mesh("cpu", (2, RANKS), mesh_dim_names=("copies", "experts"))
+    meshes = {"world": init_device_mesh("cpu", (2 * RANKS,)), "both": both}
+    model = Model(local=False, shard=shard, mesh=both["experts"])
+    experts = set(model.layer.expert_parameters())
+    for module, over in zip((model.first, model), MESHES[how], strict=True):
+        if over:
+            fully_shard(module, mesh=meshes[over], ignored_params=experts)
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    (model([rows_of(rank)]) ** 2).sum().backward()
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        if parameter in experts:
+            dist.all_reduce(local_part(parameter.grad), group=both["copies"].get_group())
+        elif how == "plain":
+            dist.all_reduce(parameter.grad)
+    norms = [float(clip_grad_norm_(model, limit)) for limit in (0.5, 1e9)]
+    wanted = in_one_process(2 * RANKS)[1]
+    named = dict(wanted.named_parameters())
+    twins = wanted.layer.weights[rank % RANKS]
+    order = torch.tensor(twins.layout.homes).argsort() if shard else slice(None)  # a Shard's experts ascend
+    pairs = zip(map(as_plain, model.layer.expert_parameters()), twins.parameters(), strict=True)
+    apart = [parameter.grad - twin.grad[order] for parameter, twin in pairs]
+    apart += [as_plain(p).grad - named[n].grad for n, p in model.named_parameters() if p not in experts]
+    return norms[0], norms[1], torch.stack([difference.abs().max() for difference in apart]).max()
+
+
+def as_plain(parameter: nn.Parameter) -> nn.Parameter:
+    """A Parameter whose gradient is a plain tensor: an expert's local part, or the whole of another Parameter."""
+    gradient = parameter.grad
+    if isinstance(gradient, DTensor):
+        local = gradient.device_mesh.mesh_dim_names == ("experts",)
+        gradient = gradient.to_local() if local else gradient.full_tensor()
+    plain = nn.Parameter(torch.empty_like(gradient))
+    plain.grad = gradient
+    return plain
+
+
+@pytest.mark.parametrize(
+    ("how", "shard"),
+    [("plain", ""), ("several", "DTensors"), *slow(("world", ""), ("hybrid", ""), ("plain", "DTensors"))],
+)
+def test_groups_with_copies_of_the_experts_have_the_norm_of_one_process(how: str, shard: str) -> None:
+    wanted, _ = in_one_process(2 * RANKS)
+    outcomes = run_ranks(over_groups, 2 * RANKS, how, shard)
+    for before, after, apart in outcomes:
+        assert before == outcomes[0][0] and after == outcomes[0][1], "the same bits on all ranks"
+        assert before == pytest.approx(wanted, rel=1e-12)
+        assert after == pytest.approx(0.5, rel=1e-5)
+        assert apart < 1e-12
+
+
+def scaled_steps(model: Model, ranks: list[int], scaler: GradScaler, sharded: bool) -> float:
+    """Three steps with one overflow, in an expert of rank 0, and with clipping; returns the scale."""
+    expert_list = model.layer.expert_parameters()
+    others = [p for p in model.parameters() if all(p is not expert for expert in expert_list)]
+    optimizers = [torch.optim.AdamW(parameters, lr=0.01) for parameters in (expert_list, others)]
+    for step in range(3):
+        loss = (model([rows_of(10 * step + rank) for rank in ranks]) ** 2).sum()
+        scaler.scale(loss).backward()
+        if step == 1 and 0 in ranks:
+            assert expert_list[0].grad is not None
+            expert_list[0].grad[0, 0, 0] = torch.inf
+        for parameter in others if len(ranks) < RANKS and not sharded else ():
+            dist.all_reduce(parameter.grad)
+        for optimizer in optimizers:
+            scaler.unscale_(optimizer)
+        clip_grad_norm_(model, 0.5)
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+            optimizer.zero_grad()
+        scaler.update()
+        model.layer.refresh_replicas()
+    return float(scaler.get_scale())
+
+
+def scaled_over_processes(rank: int, sharded: bool) -> tuple[float, list[Tensor], dict[str, Tensor]]:
+    model = Model(local=False)
+    experts = set(model.layer.expert_parameters())
+    for module in (model.first, model) if sharded else ():
+        fully_shard(module, ignored_params=experts)
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+    scale = scaled_steps(model, [rank], ShardedGradScaler("cpu", init_scale=1024.0), sharded)
+    others = {n: p.full_tensor() if sharded else p for n, p in model.named_parameters() if p not in experts}
+    return scale, [p.detach() for p in experts], {n: p.detach() for n, p in others.items()}
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_an_overflow_in_one_expert_skips_the_step_on_all_ranks(sharded: bool) -> None:
+    model = Model(local=True)
+    scale = scaled_steps(model, list(range(RANKS)), GradScaler("cpu", init_scale=1024.0), False)
+    named = dict(model.named_parameters())
+    for rank, (got, experts, others) in enumerate(run_ranks(scaled_over_processes, RANKS, sharded)):
+        assert got == scale == 512.0
+        for parameter in experts:
+            twins = [p.detach() for p in model.layer.weights[rank].parameters() if p.shape == parameter.shape]
+            assert min(float((parameter - twin).abs().max()) for twin in twins) < 1e-12
+        for name, parameter in others.items():
+            torch.testing.assert_close(parameter, named[name].detach(), rtol=1e-12, atol=1e-12)
+
+
 def test_virtual_ranks_have_the_norm_that_torch_finds() -> None:
     wanted, _ = in_one_process()
     model = Model(local=True)
@@ -94,7 +219,7 @@ def test_virtual_ranks_have_the_norm_that_torch_finds() -> None:
 
 
 def with_a_function(rank: int) -> None:
-    clip_grad_norm_(Model(local=False, shard=True), 1.0)
+    clip_grad_norm_(Model(local=False, shard="function"), 1.0)
 
 
 def test_experts_registered_elsewhere_are_refused() -> None:

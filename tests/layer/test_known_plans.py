@@ -84,6 +84,12 @@ def test_equals_the_dense_layer(policy: str, repeats: bool) -> None:
                 wanted, _ = run(gathers, step, batch, None)
                 assert all(mine.equal(theirs) for mine, theirs in zip(ys, wanted, strict=True))
     assert layer.group.traffic.bytes["gather"] == 0
+    counts = sum(
+        torch.bincount(ids[ids >= 0], minlength=EXPERTS)
+        for row in step.ids
+        for ids in (r[:, -1] for r in row)
+    )
+    assert layer.expert_counts().equal(counts)  # type: ignore[arg-type]  # of all ranks, without a gather
 
 
 def test_something_was_borrowed() -> None:

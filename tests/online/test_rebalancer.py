@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
@@ -308,3 +310,30 @@ def test_no_step_after_the_end():
     rebalancer.close()
     with pytest.raises(ValueError, match=r"step\(\) must come before close\(\)"):
         rebalancer.step()
+
+
+def test_a_plan_is_made_from_the_batches_before_it(monkeypatch):
+    """However late its thread starts: the next batches are recorded meanwhile."""
+    topology = isoload.Topology(2)
+    placement = isoload.place(torch.ones(1, 6), topology, 4, "eplb")
+    begin, plan = threading.Event(), Rebalancer._plan
+    planned = []
+
+    def plan_late(self, counts, now):
+        assert begin.wait(10)
+        planned.extend(counts[:, 0].tolist())
+        return plan(self, counts, now)
+
+    monkeypatch.setattr(Rebalancer, "_plan", plan_late)
+    balancer = isoload.Balancer(placement, 0, tokens="same")
+    rebalancer = Rebalancer(
+        [balancer], Recorder(1, 6), every=2, moves=None, placer="eplb", delay=1, least_gain=0.0
+    )
+    end_batch = rebalancer.recorder.step
+    for counts in ([90, 9, 1, 1, 1, 1], [90, 9, 1, 1, 1, 1], [1, 1, 1, 1, 9, 900]):
+        rebalancer.recorder.add(0, [torch.tensor(counts)], balancer)
+        if counts[5] == 900:  # the thread begins after this batch is recorded
+            rebalancer.recorder.step = lambda: (end_batch(), begin.set())
+        rebalancer.step()
+    rebalancer.close()
+    assert planned == [[90, 9, 1, 1, 1, 1]] * 2

@@ -234,3 +234,15 @@ def test_a_captured_step_adds_again():
         compiled(ids)
     recorder.step()
     assert recorder.counts()[0, 0].tolist() == [3, 6, 0, 0, 3]
+
+
+def test_counts_and_traces_are_copies() -> None:
+    """A thread of the Rebalancer reads them while the next batches are added."""
+    recorder = Recorder(1, 2, max_batches=2)
+    recorder.add(0, [torch.tensor([3, 1])], recorder)
+    recorder.step()
+    counts, trace = recorder.counts(), recorder.trace()
+    recorder.clear()
+    recorder.add(0, [torch.tensor([0, 9])], recorder)
+    recorder.step()
+    assert counts.tolist() == [[[3, 1]]] and trace.counts is not None and trace.counts.tolist() == [[[3, 1]]]

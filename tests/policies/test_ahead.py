@@ -222,7 +222,7 @@ REFUSED = {
         {"tolerance": -1.0},
         r"tolerance must be in 0..1000, got -1.0",
     ),
-    "slots": ("libra", {"slots": 4}, "slots must be at most spare_slots, 3, for policy libra, got 4"),
+    "slots": ("libra", {"slots": 4}, r"slots must be at most spare_slots \(3\) for policy libra, got 4"),
 }
 
 

@@ -169,7 +169,7 @@ UNFIT: dict[str, tuple[str, dict[str, object], dict[str, object], dict[str, int]
         f"{policy} shared": (policy, {}, {}, {}, f"placement must have shared experts for policy {policy}, got")
         for policy in SHARED
     },
-    "slots": ("hedge", {"slots": 3}, {}, {"spare_slots": 2}, "slots must be at most spare_slots, 2, for policy"),
+    "slots": ("hedge", {"slots": 3}, {}, {"spare_slots": 2}, r"slots must be at most spare_slots \(2\) for policy"),
     "split": ("llep", {"split_by": "joint"}, {}, {"spare_slots": 1}, "must have shared experts for policy joint"),
     "routed": ("waterfill", {"routed": "llep"}, {}, {"num_shared": 1}, "spare_slots must be at least 1 for"),
     "drawn": ("waterfill_sampled", {}, DEAD, {"num_shared": 1}, "topology must have all ranks alive for policy"),

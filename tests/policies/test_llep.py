@@ -205,5 +205,7 @@ def test_refuses_placements_without_spare_slots_or_with_speeds(policy: str) -> N
 def test_published_needs_experts_in_order() -> None:
     slots = place().slot_to_expert.flip(1).view(RANKS, -1).roll(-SPARE, 1).view(1, -1)
     placement = isoload.Placement(slots, isoload.Topology(RANKS), EXPERTS, spare_slots=SPARE)
-    with pytest.raises(ValueError, match=r"placement must hold experts 0\.\.63 in order, 64/8 per rank"):
+    with pytest.raises(
+        ValueError, match=r"policy llep_published needs experts 0\.\.63 in order, 64/8 per rank"
+    ):
         isoload.plan(skewed(0), placement, 0, "llep_published")

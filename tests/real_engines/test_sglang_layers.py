@@ -282,7 +282,7 @@ def test_a_drafts_pass_is_no_phase_of_the_models(phased: Layer, placement: isolo
 def test_phases_that_ranks_do_not_agree_about_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_SCHEDULER_SKIP_ALL_GATHER", "1")
     with pytest.raises(
-        ValueError, match="one for prefill and decode where SGLANG_SCHEDULER_SKIP_ALL_GATHER is set"
+        ValueError, match="one for prefill and decode while SGLANG_SCHEDULER_SKIP_ALL_GATHER is set"
     ):
         prefill_graphs()
     monkeypatch.delenv("SGLANG_SCHEDULER_SKIP_ALL_GATHER")

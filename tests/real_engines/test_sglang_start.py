@@ -339,7 +339,7 @@ def test_a_model_is_not_measured_unless_reports_are_asked_for(
         (
             {"logical_count": [[1] * (EXPERTS + 1)] * NUM_LAYERS},
             2,
-            rf"placement.json counts {EXPERTS + 1} experts but the model has {EXPERTS}",
+            rf"placement.json has counts of {EXPERTS + 1} experts but the model has {EXPERTS}",
         ),
         ({"physical_to_logical_map": [[*range(EXPERTS), 0, 1]] * NUM_LAYERS}, 2, None),
         ({"logical_count": [[1] * EXPERTS] * NUM_LAYERS}, 2, None),

@@ -92,3 +92,52 @@ SIGNATURES = {
         ),
     },
 }
+
+# Buffers that isoload accepts by their methods. UCCL-EP's is not in the wheel of PyPI (uccl 0.1.1): read from
+# ep/bench/buffer.py of github.com/uccl-project/uccl at commit da914a2. NIXL-EP's is in the wheel of nixl-cu13 1.5.1.
+OTHERS = {
+    "UCCL-EP": {
+        "Buffer.combine": (
+            "self, x, handle, topk_weights=None, bias=None, config=None, previous_event=None, "
+            "async_finish=False, allocate_on_comm_stream=False"
+        ),
+        "Buffer.dispatch": (
+            "self, x, handle=None, num_tokens_per_rank=None, num_tokens_per_rdma_rank=None, "
+            "is_token_in_rank=None, num_tokens_per_expert=None, topk_idx=None, topk_weights=None, "
+            "expert_alignment=1, num_worst_tokens=0, config=None, previous_event=None, async_finish=False, "
+            "allocate_on_comm_stream=False"
+        ),
+        "Buffer.get_dispatch_layout": (
+            "self, topk_idx, num_experts, previous_event=None, async_finish=False, "
+            "allocate_on_comm_stream=False"
+        ),
+        "Buffer.low_latency_combine": (
+            "self, x, topk_idx, topk_weights, handle, use_logfmt=False, zero_copy=False, async_finish=False, "
+            "return_recv_hook=False, out=None, combine_wait_recv_cost_stats=None, overlap=False, "
+            "packed_recv_count=None, comp_signal=None, block_m=64, threshold=0, num_sms=0, src_signals=None, "
+            "src_signal_expect_value=0"
+        ),
+        "Buffer.low_latency_dispatch": (
+            "self, x, topk_idx, num_max_dispatch_tokens_per_rank, num_experts, "
+            "cumulative_local_expert_recv_stats=None, dispatch_wait_recv_cost_stats=None, use_fp8=True, "
+            "round_scale=False, use_ue8m0=False, async_finish=False, return_recv_hook=False"
+        ),
+    },
+    "NIXL-EP": {
+        "Buffer.combine": ("self, *args, **kwargs"),
+        "Buffer.dispatch": ("self, *args, **kwargs"),
+        "Buffer.get_dispatch_layout": (
+            "self, topk_idx, num_experts, previous_event=None, async_finish=False, "
+            "allocate_on_comm_stream=False"
+        ),
+        "Buffer.low_latency_combine": (
+            "self, x, topk_idx, topk_weights, handle, use_logfmt=False, zero_copy=False, async_finish=False, "
+            "return_recv_hook=False, out=None, combine_wait_recv_cost_stats=None"
+        ),
+        "Buffer.low_latency_dispatch": (
+            "self, x, topk_idx, num_max_dispatch_tokens_per_rank, num_experts=None, "
+            "cumulative_local_expert_recv_stats=None, dispatch_wait_recv_cost_stats=None, use_fp8=True, "
+            "round_scale=False, use_ue8m0=False, async_finish=False, return_recv_hook=False"
+        ),
+    },
+}

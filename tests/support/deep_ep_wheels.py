@@ -35,7 +35,7 @@ def version_of(distribution: str) -> str:
 def signatures_in(module: str, wanted: set[str]) -> dict[str, str]:
     """ "Class.method" -> its arguments and defaults, for those wanted that are there."""
     found = {}
-    for path in sorted((WHEELS / module / "buffers").glob("*.py")):
+    for path in sorted([*(WHEELS / module).glob("buffers/*.py"), *(WHEELS / module).glob("buffer.py")]):
         for made in (node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)):
             for method in (node for node in made.body if isinstance(node, ast.FunctionDef)):
                 if (name := f"{made.name}.{method.name}") in wanted:
@@ -48,6 +48,8 @@ def arguments_of(given: ast.arguments) -> str:
     parts = [
         a.arg if d is None else f"{a.arg}={ast.unparse(d)}" for a, d in zip(given.args, defaults, strict=True)
     ]
+    if given.vararg and given.kwarg:
+        parts += [f"*{given.vararg.arg}", f"**{given.kwarg.arg}"]
     return ", ".join(parts)
 
 

@@ -39,7 +39,7 @@ ALLOWED = (
     r"[Hh]eld[- ]out|hold out",  # data that a fit has not used
     r"[\"']held[\"']|forget\(\)|NOTICE|SAID|class=said|\.said",  # values, functions, files, styles
     r"\b(asked|beside|besides|room|said): ",  # arguments that a docstring explains
-    r"which one half",
+    r"which one half|stand-ins?",
 )
 LONG = 30
 

@@ -263,7 +263,7 @@ VLLM_ERRORS = [
         {"p2l_map": [[0, 1, 2, 3, 4, 5, 0, 1], [0, 1, 2, 0, 4, 5, 0, 1], [0, 1, 2, 3, 4, 5, 0, 1]]},
     ),
     (
-        "p2l_map must have 9 slots, 2 (num_redundant_experts) more than experts, got 8",
+        "p2l_map must have 9 slots (7 experts and num_redundant_experts=2), got 8",
         {"p2l_map": [[0, 1, 2, 3, 4, 5, 6, 1]] * 3},
     ),
     (

@@ -221,7 +221,7 @@ def test_options_that_name_nothing_are_refused(tmp_path: Path) -> None:
     paths = write_npz(tmp_path, drawn(0))
     for option in ("stages", "same_layers"):
         with pytest.raises(
-            ValueError, match=f"^{option} needs several files whose layers are numbered from 0"
+            ValueError, match=f"^{option} needs several recordings whose layers are numbered from 0"
         ):
             read_trace(paths, **{option: True})
     with pytest.raises(ValueError, match="exclude each other"):

@@ -30,6 +30,7 @@ from isoload.times.experts import ExpertTime, kernel_us
 from isoload.times.file import Times
 from isoload.topology import Topology
 from isoload.transport import CollectiveTransport, LocalTransport, Transport
+from isoload.transport.deep_ep import DeepEPDispatcher, DeepEPTransport, installed
 from isoload.weights.compute import run_experts
 from isoload.weights.experts import ExpertWeights, SwiGLU
 
@@ -41,6 +42,7 @@ TOKENS = (1, 8, 64, 256, 1024, 4096)  # of each rank in an exchange
 PLAN_TOKENS = 256  # of each rank while plans are timed
 SLOW_SECONDS = 1.0  # larger points of a series that reached this time are skipped
 SAMPLE_SECONDS = 0.15  # for the samples of a point
+DEEP_EP_DEVICES = ("cuda",)  # on which DeepEP is tried
 GPU_COPY_US = 0.05  # a copy of a large expert on a GPU, the scale of the fit's bounds
 
 
@@ -81,6 +83,10 @@ class Machine:
     def topology(self) -> Topology:
         return self.transport.group.topology
 
+    @property
+    def experts_per_rank(self) -> int:
+        return -(-self.model.experts // self.topology.num_ranks)
+
 
 class Point(NamedTuple):
     """A measured call of the experts' kernel."""
@@ -89,6 +95,14 @@ class Point(NamedTuple):
     rows: int
     us: float
     held_out: bool
+
+
+class Exchange(NamedTuple):
+    """Whose dispatch and combine are timed, its name in the times file, and DeepEP's version or why it is not timed."""
+
+    transport: Transport
+    kernel: str
+    deep_ep: str
 
 
 def make_machine(
@@ -167,8 +181,11 @@ def measure(machine: Machine, on_point: Progress = lambda done, total: None) -> 
     typical = float(np.median([point.us for point in points]))
     all_us = group.gather_objects("the ranks' speeds", typical)
     speeds = tuple(round(max(all_us) / us, 4) for us in all_us)
-    exchange_points = [[float(tokens), *time_exchange(machine, tokens, step)] for tokens in exchanges]
-    steps = fit_exchanges(machine, exchange_points)
+    exchange = choose_exchange(machine, max(exchanges, default=0))
+    exchange_points = [
+        [float(tokens), *time_exchange(machine, exchange.transport, tokens, step)] for tokens in exchanges
+    ]
+    steps = fit_exchanges(machine, exchange.kernel, exchange_points)
     move_us = time_move(machine) if ranks > 1 else None
     step()
     plan_us = dict(time_plans(machine, step))
@@ -177,7 +194,7 @@ def measure(machine: Machine, on_point: Progress = lambda done, total: None) -> 
         "isoload": _version(),
         "driver": _driver(machine.device),
         "date": datetime.date.today().isoformat(),
-    }
+    } | ({"deep_ep": exchange.deep_ep} if exchanges else {})
     raw = {
         "experts": [[point.us, point.rows, float(point.held_out), *point.loads.tolist()] for point in points],
         "exchange": exchange_points,
@@ -339,35 +356,78 @@ def fit_experts(machine: Machine, points: Sequence[Point]) -> ExpertTime:
     return ExpertTime(**{**vars(experts), "held_out_error": float(np.median(wrong))})
 
 
-def time_exchange(machine: Machine, tokens: int, step: Callable[[], None]) -> tuple[float, float]:
+def choose_exchange(machine: Machine, max_tokens: int) -> Exchange:
+    """Return DeepEP's exchange if the ranks are on GPUs and DeepEP moves a batch on every rank, else isoload's own.
+
+    max_tokens: largest number of tokens of a rank; 0: nothing is exchanged.
+    """
+    group, model = machine.transport.group, machine.model
+    fallback = Exchange(machine.transport, "isoload", "")
+    if not max_tokens:
+        return fallback
+    reason, transport = "", fallback.transport
+    if machine.device.type not in DEEP_EP_DEVICES:
+        reason = f"the ranks are on {machine.device.type}"
+    elif machine.dtype != torch.bfloat16:
+        reason = f"it sends rows of bfloat16, and --dtype is {model.dtype}"
+    else:
+        try:
+            transport = DeepEPTransport(
+                machine.topology,
+                hidden=model.hidden,
+                top_k=model.top_k,
+                slots_per_rank=machine.experts_per_rank,
+                max_tokens_per_rank=max_tokens,
+            )
+            exchange_times(machine, transport, 1, 1)  # its kernels are compiled in the first call
+        except Exception as error:  # DeepEP asserts, and fails in the compiler and in the driver
+            reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+    reasons = group.gather_objects("the start of DeepEP", reason)
+    if any(reasons):
+        # The other ranks quote the error of the rank where DeepEP failed, so that its own text is the shortest.
+        reason = min(filter(None, reasons), key=len)
+        rank = "" if len(set(reasons)) == 1 else f"rank {reasons.index(reason)}: "
+        return fallback._replace(deep_ep=f"not timed: {rank}{reason}")
+    assert isinstance(transport.dispatcher, DeepEPDispatcher)
+    kind = transport.dispatcher.wire.kind
+    versions = [str(package) for package in installed() if kind in package.buffers]
+    return Exchange(transport, "deep_ep", f"{kind} of {versions[0]}")
+
+
+def time_exchange(
+    machine: Machine, transport: Transport, tokens: int, step: Callable[[], None]
+) -> tuple[float, float]:
     """Return the microseconds of dispatch and of combine with `tokens` tokens of each rank, evenly routed."""
-    model, ranks, device = machine.model, machine.topology.num_ranks, machine.device
-    per_rank = -(-model.experts // ranks)
+    samples = exchange_times(machine, transport, tokens, 8 + 2)
+    all_samples = machine.transport.group.gather_objects("the exchanges' times", samples[2:])
+    step()
+    dispatch, combine = np.median(np.max(all_samples, axis=0) / 1e3, axis=0).tolist()
+    return dispatch, combine
+
+
+def exchange_times(machine: Machine, transport: Transport, tokens: int, calls: int) -> list[tuple[int, int]]:
+    """Return this rank's nanoseconds of dispatch and of combine in each call."""
+    model, device = machine.model, machine.device
     draw = torch.Generator().manual_seed(dist.get_rank())
     ids = torch.rand(tokens, model.experts, generator=draw).topk(model.top_k, dim=-1).indices.int().to(device)
     gates = torch.full(ids.shape, 1 / model.top_k, device=device)
     x = torch.randn(tokens, model.hidden, generator=draw).to(device, machine.dtype)
-    dispatcher, wait, samples = machine.transport.dispatcher, _waiter(device), list[tuple[int, int]]()
+    dispatcher, wait, samples = transport.dispatcher, _waiter(device), list[tuple[int, int]]()
     with torch.no_grad():
-        for _ in range(8 + 2):
+        for _ in range(calls):
             dist.barrier()
             start = time.perf_counter_ns()
-            received = dispatcher.dispatch([x], [ids], [gates], per_rank)
+            received = dispatcher.dispatch([x], [ids], [gates], machine.experts_per_rank)
             wait()
             middle = time.perf_counter_ns()
             dispatcher.combine([received[0].rows], received)
             wait()
             samples.append((middle - start, time.perf_counter_ns() - middle))
-    slowest = (
-        np.max(machine.transport.group.gather_objects("the exchanges' times", samples[2:]), axis=0) / 1e3
-    )
-    step()
-    dispatch, combine = np.median(slowest, axis=0).tolist()
-    return dispatch, combine
+    return samples
 
 
 def fit_exchanges(
-    machine: Machine, points: Sequence[Sequence[float]]
+    machine: Machine, kernel: str, points: Sequence[Sequence[float]]
 ) -> tuple[AllToAllTime | None, AllToAllTime | None]:
     """Fit the curves of dispatch and combine; None for a single rank, which has no exchange."""
 
@@ -380,7 +440,7 @@ def fit_exchanges(
         curve, topology = Curve(*constants), machine.topology
         at = (
             device_name(machine.device),
-            "isoload",
+            kernel,
             name,
             topology.num_ranks,
             topology.num_nodes,

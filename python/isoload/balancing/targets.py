@@ -185,7 +185,9 @@ def _checked(balancers: Sequence[Balancer]) -> list[OwnCounts]:
         raise ValueError("loads must be own or node where counts are exchanged, got gathered")
     for i, (balancer, counts) in enumerate(zip(balancers, owned, strict=True)):
         if balancer.group is not balancers[0].group:
-            raise ValueError(f"balancers must be of one group, got another for the one at {i}")
+            raise ValueError(
+                f"balancers must share one group, but the balancer at position {i} has another group"
+            )
         check_same_shape(balancers[0].placement, balancer.placement)
         if counts.loads != owned[0].loads:
             raise ValueError(f"balancers must have the same loads, got {owned[0].loads} and {counts.loads}")

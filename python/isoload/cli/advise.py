@@ -24,7 +24,11 @@ if TYPE_CHECKING:
 GIB = 2.0**30
 OWN_EXCHANGE = (
     "The commands start DeepEP, but the times of dispatch and combine are those of isoload's own exchange over "
-    "torch.distributed. isoload measure times DeepEP where deep_ep is installed."
+    "torch.distributed. isoload measure times DeepEP on GPUs where deep_ep is installed and starts."
+)
+NORMAL_MODE = (
+    "The commands start DeepEP's low-latency mode for decode, but the times of dispatch and combine are those of its "
+    "normal mode, which isoload measure times."
 )
 
 
@@ -128,6 +132,8 @@ def answer(
     warned = warnings(advice, notes, guessed=guessed)
     if launch and exchange == "isoload":
         warned.append(OWN_EXCHANGE)
+    if launch and exchange == "deep_ep" and "decode" in (phases if engine == "sglang" else [phase]):
+        warned.append(NORMAL_MODE)
     kernels = {
         name: advice_of_phase.question.layer.experts.kernel for name, advice_of_phase in phases.items()
     }
@@ -246,12 +252,13 @@ def tokens_by_phase(
 
 def advise(
     model: Annotated[str, typer.Option(metavar="NAME|FILE", help="A model's name, or its config.json.")],
-    ranks: Annotated[int, options.Range(1), typer.Option(help="R, ranks of the expert-parallel group.")],
+    ranks: Annotated[
+        int, options.Range(1), typer.Option(help="Number of ranks of the expert-parallel group.")
+    ],
     traces: Annotated[
         list[Path] | None,
         typer.Argument(
-            metavar="[TRACE...]",
-            help="Recorded routing, in any form that replay reads. Omit it to use --skew.",
+            metavar="[TRACE...]", help="Recorded trace, in a format that replay reads. Omit it to use --skew."
         ),
     ] = None,
     gpu: Annotated[
@@ -315,7 +322,7 @@ def advise(
     memory_per_rank: Annotated[
         float | None,
         options.Range(0, 10**6),
-        typer.Option(help="GiB per rank that additional slots may take, all layers."),
+        typer.Option(help="Upper limit of the added slots' memory on a rank, all layers, in GiB."),
     ] = None,
     rebalance_seconds: Annotated[
         float, options.Range(0, 10**6), typer.Option(help="Seconds that a rebalance takes.")

@@ -46,6 +46,8 @@ def measure(
 ) -> None:
     """Time experts, dispatch, combine, moves of weights and plans on this machine, for advise --times.
 
+    Dispatch and combine are DeepEP's if the ranks are on GPUs and DeepEP moves a batch on each of them, else isoload's.
+
     Run it alone for one rank's experts, or on all ranks that will serve: torchrun --nproc-per-node 8 -m isoload
     measure ... It takes at most a few minutes.
     """
@@ -138,6 +140,9 @@ def _print(times: Times, target: str) -> None:
         f"{experts.a_us:.3g} µs, the weights of a slot {experts.b_us:.3g} µs, a copy {experts.c_us:.3g} µs"
         f"{_errors(experts.fit_error, experts.held_out_error)}",
     ]
+    if times.dispatch is not None:
+        whose = {"isoload": "isoload's, DeepEP", "deep_ep": "DeepEP's"}[times.dispatch.kernel]
+        lines.append(f"dispatch and combine: {whose} {times.software['deep_ep']}")
     for name in ("dispatch", "combine"):
         step: Any = getattr(times, name)
         if step is not None:

@@ -166,7 +166,9 @@ def memory_budget(
             f"replica_memory must be at least 0 and come with expert_bytes, got {memory} and {size}"
         )
     if "replicas" in options:
-        raise ValueError(f"replica_memory must be 0 where the placer has replicas, got {memory}")
+        raise ValueError(
+            f"replica_memory {memory} cannot be combined with the placer's option replicas: leave one of them out"
+        )
     if "replicas" not in [option.name for option in fields(PLACERS[name])]:
         raise ValueError(f"replica_memory must be 0 for placer {name}, which has no budget, got {memory}")
     return {"replicas": min(memory // size, num_layers)}
@@ -219,7 +221,9 @@ def judge_way(way: Way, trace: Trace, calibrate: str, topology: Topology) -> tup
 def place(
     traces: options.TracePaths,
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The placement file.")],
-    ranks: Annotated[int, options.Range(1), typer.Option(help="R, ranks of the expert-parallel group.")],
+    ranks: Annotated[
+        int, options.Range(1), typer.Option(help="Number of ranks of the expert-parallel group.")
+    ],
     ranks_per_node: options.RanksPerNode = 0,
     slots_per_rank: options.SlotsPerRank = 0,
     placer: Annotated[

@@ -180,7 +180,9 @@ def replay_json(replay: Replay) -> Row:
 def replay(
     context: typer.Context,
     traces: options.TracePaths,
-    ranks: Annotated[int, options.Range(1), typer.Option(help="R, ranks of the expert-parallel group.")] = 8,
+    ranks: Annotated[
+        int, options.Range(1), typer.Option(help="Number of ranks of the expert-parallel group.")
+    ] = 8,
     ranks_per_node: options.RanksPerNode = 0,
     slots_per_rank: options.SlotsPerRank = 0,
     spare_slots: Annotated[
@@ -214,7 +216,9 @@ def replay(
         typer.Option(help="Tokens per batch. Default: the trace's own, else 1024 (drawn: at most 4096)."),
     ] = None,
     max_batches: Annotated[
-        int, options.Range(0), typer.Option(help="Batches replayed per calibration, the first ones. 0: all.")
+        int,
+        options.Range(0),
+        typer.Option(help="Number of batches replayed per calibration, from the first on. 0: all."),
     ] = 0,
     assign: Annotated[
         str, typer.Option(help=f"How whole sequences are assigned to source ranks: {options.ASSIGNMENTS}.")
@@ -275,11 +279,11 @@ def replay(
     Every figure is counted from routed slots. Imbalance is max/mean rank load. The standard deviation is relative to
     the mean, the idle share to R*max. Planning time is in microseconds per layer, on one CPU thread.
 
-    For a trace with counts only, tokens are drawn layer by layer: K distinct experts each, in the shares of the
-    counts; without K copy by copy.
+    If a trace has only counts, tokens are drawn from them, layer by layer: each token chooses K distinct experts. If
+    K is not known, single copies are drawn.
 
-    With --times a second table shows a layer's time on the GPUs that isoload measure timed; policies that price
-    imports use these times unless their options set others.
+    With --times a second table shows a layer's time on the GPUs that isoload measure timed; policies with a
+    price for borrowed experts use these times, unless their options set others.
     """
     from isoload.analysis import simulate
     from isoload.cli.arguments import (

@@ -139,7 +139,17 @@ class EngineLayers(ABC, Generic[AnyLayer]):
         Args:
             tables: [L, P] on the host, the routed expert in each slot.
             device: where the engine routes.
+
+        Raises:
+            ValueError: ISOLOAD_TIMES was measured on another kind of GPU.
         """
+        if self.settings.times is not None and device.type == "cuda":
+            timed, name = measured(self.settings.times).device, torch.cuda.get_device_name(device)
+            if timed != name:
+                raise ValueError(
+                    f"{TIMES.name}={self.settings.times} was measured on {timed} but this rank has {name}: run isoload "
+                    f"measure on these GPUs, or unset {TIMES.name}"
+                )
         self.tables, self._placements, self.device = tables.clone(), {}, device
         self._num_experts, self._topology = num_experts, topology
         if self.settings.switch is not None:

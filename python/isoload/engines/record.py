@@ -139,7 +139,7 @@ class EngineRecord:
     def _take(self) -> RankLoads | None:
         if not self._recorded:
             return None
-        copies = self.recorder.counts().numpy().copy()  # the thread needs its own copy, on a CPU too
+        copies = self.recorder.counts().numpy()
         recorded = self._recorded
         self.clear()
         passes, phases = zip(*recorded, strict=True)

@@ -290,7 +290,7 @@ def balance(
         The layers in the model's order. Call their ``refresh_replicas()`` after every optimizer step.
 
     Raises:
-        ValueError: before any block has changed.
+        ValueError: the model cannot be balanced. No block has changed then.
     """
     blocks = [block for _, block in find_blocks([model], "model")]
     if placement is not None and (numbers := layer_numbers(model, blocks)) is not None:

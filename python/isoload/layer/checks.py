@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
+from types import FrameType
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -208,6 +209,27 @@ def _divide_factors(states: Sequence[Any]) -> Iterator[tuple[str, float | None, 
 
 # For each rank's weights the number of wrapped modules at the last successful check.
 _FACTORS_CHECKED: WeakKeyDictionary[RankWeights, int] = WeakKeyDictionary()
+
+
+# Methods of torch's PipelineStage that run a forward for its shapes alone: since torch 2.13, and before.
+SHAPE_PASSES = ("_forward_metadata_inference", "_shape_inference")
+
+
+def infers_shapes() -> bool:
+    """Return whether torch.distributed.pipelining runs this forward only to infer shapes.
+
+    That forward has uninitialised inputs, in memory like that of a batch, and torch sets no flag. The call stack shows
+    it: torch's own method runs.
+    """
+    stage = sys.modules.get("torch.distributed.pipelining.stage")  # imported if pipelining is in use
+    if stage is None:
+        return False
+    methods = [getattr(stage.PipelineStage, name, None) for name in SHAPE_PASSES]
+    passes = [method.__code__ for method in methods if method is not None]
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code not in passes:
+        frame = frame.f_back
+    return frame is not None
 
 
 def check_rows(

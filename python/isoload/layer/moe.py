@@ -21,6 +21,7 @@ from isoload.layer.checks import (
     check_parts,
     check_rows,
     experts_by_rank,
+    infers_shapes,
     name_of,
 )
 from isoload.layer.compiled import Choice, Choose, between_graphs, handle_of, run_in_graph
@@ -29,7 +30,7 @@ from isoload.layer.stored import StoredExperts
 from isoload.ops import append_shared_expert
 from isoload.placement.placement import Placement, position
 from isoload.policies import Policy
-from isoload.policies.plan import Plan
+from isoload.policies.plan import Plan, in_backward
 from isoload.transport import DTYPES, Call, Received, Transport
 from isoload.weights.borrowing import Borrowed, BringAgain, join_rows, trained_stacks
 from isoload.weights.checkpoints import Checkpoint
@@ -152,8 +153,14 @@ class MoE(StoredExperts):
         how = {"min_tokens": min_tokens, "loads": loads, **options}
         self.balancer = Balancer(placement, layer, policy, self.group, **how)
         self._hold(parts, borrow)
-        self.balancer.placed_on(self._ranks()[0].row_of_slot.device)
+        self.balancer.placed_on(self._device())
         self._note_layouts(self.layouts)
+        # [2, E] int64 copies in training since the last read: those of all ranks, and those of this process alone.
+        with torch.inference_mode(False):  # otherwise only inference mode could write them
+            self._expert_counts = torch.zeros(
+                2, placement.num_routed, dtype=torch.int64, device=self._device()
+            )
+        self._counts_alone = False  # whether any batch was counted by this process alone
         if isinstance(parts[0], Shard):  # replicas come from other ranks
             self.refresh_replicas()
         self.handle = handle_of(self)
@@ -185,6 +192,35 @@ class MoE(StoredExperts):
         All ranks call it together, for loads="own" and loads="node", outside of CUDA graphs.
         """
         return self.balancer.exchange(*(other.balancer for other in others))
+
+    def expert_counts(self, exchange: bool = False) -> Tensor:
+        """Return how many copies chose each routed expert since the last call, and reset the sums.
+
+        The sums cover all ranks of the layer and every forward in training mode (``layer.train()``). A recomputed
+        forward counts once, masked copies do not count.
+
+        Args:
+            exchange: whether to gather the counts of batches whose loads were not gathered; all ranks call it together.
+                Loads are not gathered for a placement without replicas and spare slots, below min_tokens, and with
+                loads="own" or "node".
+
+        Returns:
+            [E] int64, the same on all ranks.
+
+        Raises:
+            ValueError: exchange is False, and the loads of a batch since construction were not gathered.
+        """
+        if self._counts_alone and not exchange:
+            raise ValueError(
+                "exchange must be True where not every batch gathers the loads of all ranks: call "
+                "expert_counts(exchange=True) on all ranks together, got False"
+            )
+        total, alone = self._expert_counts.to(self._device(), copy=True).unbind()
+        if exchange and not self.group.owns_all:
+            nothing = [torch.zeros_like(alone)] * (len(self.group.ranks) - 1)
+            total += self.group.gather("expert counts", [alone, *nothing]).sum(0)
+        self._expert_counts.zero_()
+        return total
 
     def forward(
         self, x: Tensor | Sequence[Tensor], num_tokens: int | None = None, plan: KnownPlan | None = None
@@ -252,8 +288,12 @@ class MoE(StoredExperts):
     ) -> list[Tensor]:
         """Run the stages for the rows and choices of every owned rank, see :meth:`compute`.
 
-        A LibraStack runs the same stages in another order.
+        A LibraStack runs the same stages in another order. A forward that only infers shapes is no batch.
         """
+        if infers_shapes():
+            return [
+                row + 0 * self.handle for row in rows
+            ]  # the handle requires a gradient, as the experts do
         if self.run_by is None:
             outputs = self._stages(rows, choose, num_tokens, plan)
         elif plan is None:
@@ -280,7 +320,9 @@ class MoE(StoredExperts):
         if borrowed is not None:
             borrowed.proceed()
         computed = self._compute(received, batch.loads, slots, borrowed)  # [N, H], summed over a row's copies
-        return self.dispatcher.combine(computed, received)  # [T, H]
+        combined = self.dispatcher.combine(computed, received)  # [T, H]
+        self.count(batch)
+        return combined
 
     def choices(self, rows: list[Tensor], choose: Choose, repeats: bool = False) -> Chosen:
         """Return every owned rank's choices, or the failure that prevented them; repeats: a token may repeat an expert.
@@ -289,7 +331,7 @@ class MoE(StoredExperts):
         max_tokens_per_rank dispatch reads nothing on the host, and the other ranks wait until the group's timeout.
         """
         ranks, routings = self._ranks(), list[Routing]()
-        device, facts = ranks[0].row_of_slot.device, {TRAINED: 0}
+        device, facts = self._device(), {TRAINED: 0}
         call = Call(self.group, "count", device, facts, later=self.dispatcher.carry_failure)
         call.in_gather = dict.fromkeys(ROW_FACTS, 0)
         with call:
@@ -305,11 +347,23 @@ class MoE(StoredExperts):
         return Chosen(rows, routings, call)
 
     def gather(self, chosen: Chosen, num_tokens: int | None, more: list[Tensor] | None = None) -> Gathered:
-        """Count and gather the batch; num_tokens as in :meth:`forward`, more as in :meth:`Balancer.gather`."""
+        """Count the batch and gather the loads; see :meth:`Balancer.gather` for num_tokens and more."""
         max_tokens = self.dispatcher.max_tokens_per_rank
         if num_tokens is None and max_tokens is not None:
             num_tokens = max_tokens * self.group.topology.num_ranks
         return self.balancer.gather(chosen.ids, num_tokens, chosen.call, more)
+
+    @torch.inference_mode(False)  # otherwise only inference mode could write the moved sums
+    def count(self, batch: Gathered) -> None:
+        """Add a batch to the sums that :meth:`expert_counts` returns, after its experts have run."""
+        if not self.training or in_backward():  # a checkpoint's recompute is not counted again
+            return
+        complete = self.group.owns_all or (batch.planned and self.balancer.loads == "gathered")
+        loads = batch.loads if complete else torch.stack([counted.counts for counted in batch.counted])
+        self._counts_alone |= not complete
+        if self._expert_counts.device != loads.device:
+            self._expert_counts = self._expert_counts.to(loads.device)
+        self._expert_counts[0 if complete else 1] += loads.sum(0)[: self.placement.num_routed]
 
     def borrow(self, plan: Plan | None, chosen: Chosen) -> Borrowed | None:
         """Start to fetch the experts in the plan's spare slots; None if there are none."""
@@ -335,7 +389,7 @@ class MoE(StoredExperts):
     def run_local(
         self, received: Sequence[Received], stacks: Sequence[Sequence[ExpertWeights]]
     ) -> list[Tensor]:
-        """Return [N, H] of every owned rank: the output of its experts for received or local rows."""
+        """Compute the experts of every owned rank on received or local rows, and return their outputs, [N, H] each."""
         outputs = []
         for rank, got, groups in zip(self._ranks(), received, stacks, strict=True):
             ends = None if got.ends is None else rank.row_ends(got.ends)

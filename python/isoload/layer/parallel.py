@@ -6,7 +6,7 @@ DistributedDataParallel must neither broadcast nor reduce experts.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
@@ -17,6 +17,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from isoload.layer.moe import MoE
 from isoload.layer.pretrained import stored_layers
 from isoload.transport import Group
+from isoload.weights.shard import local_part
 
 
 @torch.no_grad()
@@ -24,10 +25,12 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
     """Scale all gradients so that their total norm is at most max_norm. All ranks call it together.
 
     The norm counts each expert once, on its home rank. It counts each other Parameter once, although every rank has a
-    copy or a shard (fully_shard). All ranks therefore scale by the same number, and copies remain equal.
+    copy or a shard (fully_shard, over any mesh). All ranks therefore scale by the same number, and copies remain
+    equal. With data parallelism around the layer's ranks every copy of an expert has the same, complete gradient.
 
     Args:
-        model: model with isoload layers, after backward and after the all-reduce of replicated Parameters' gradients.
+        model: model with isoload layers, after backward and after the all-reduce of replicated gradients, also those of
+            experts that several data-parallel ranks hold.
         max_norm: largest norm afterwards.
 
     Returns:
@@ -46,23 +49,32 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
                     f"{name} must have its experts' Parameters to clip their gradients, got a Shard given as a function"
                 )
             experts |= {id(p) for p in rank.parameters()}
-            parts += [p.grad for p in rank.parameters() if p.grad is not None]
+            parts += [local_part(p.grad) for p in rank.parameters() if p.grad is not None]
+            device = rank.row_of_slot.device
     for group, of_ranks in by_group.items():
-        rows = [(get_total_norm(parts).double() ** 2).reshape(1) for parts in of_ranks]
+        rows = [(get_total_norm(parts).double() ** 2).reshape(1).to(device) for parts in of_ranks]
         squares.append(group.gather("gradient norm", rows).sum())
-    others = [p.grad for p in model.parameters() if p.grad is not None and id(p) not in experts]
-    for shared in (True, False):  # norms of DTensors and of plain tensors cannot be taken together
-        norm = get_total_norm([g for g in others if hasattr(g, "full_tensor") == shared])
+    trained = [p for p in model.parameters() if p.grad is not None]
+    for alike in by_mesh([p for p in trained if id(p) not in experts]):
+        norm = get_total_norm([p.grad for p in alike if p.grad is not None])
         whole: Callable[[], Tensor] | None = getattr(norm, "full_tensor", None)
         squares.append((norm if whole is None else whole()).double() ** 2)
-    device = squares[0].device
-    total = torch.stack([square.to(device) for square in squares]).sum().sqrt()
-    for sharded in (True, False):
-        parts = [
-            p for p in model.parameters() if p.grad is not None and hasattr(p.grad, "full_tensor") == sharded
-        ]
-        clip_grads_with_norm_(parts, max_norm, total)
+    device = squares[0].device if squares else torch.device("cpu")
+    total = torch.stack([square.to(device) for square in squares] or [torch.zeros(())]).sum().sqrt()
+    for alike in by_mesh(trained):
+        clip_grads_with_norm_(alike, max_norm, total)
     return total
+
+
+def by_mesh(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Return Parameters with gradients in groups whose gradients torch computes with together.
+
+    torch computes neither with DTensors of several meshes together, nor with DTensors and plain tensors.
+    """
+    groups: dict[object, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        groups.setdefault(getattr(parameter.grad, "device_mesh", None), []).append(parameter)
+    return list(groups.values())
 
 
 Model = TypeVar("Model", bound=nn.Module)

@@ -418,7 +418,9 @@ class LibraStack:
             borrowed.begin("borrow")  # fetches again if other layers have used the buffer
         batch = Batch(layer, chosen, gathered, filled, borrowed, partial(self._fetch, index, gathered))
         self.events[index] = batch.spans
-        return (run_held if self.local == "held" and gathered.planned else run_planned)(batch)
+        outputs = (run_held if self.local == "held" and gathered.planned else run_planned)(batch)
+        layer.count(gathered)
+        return outputs
 
     def _take(self, index: int) -> Fetched | None:
         """Return the prefetched slots of a layer, if it is called in order and its placement has not changed."""

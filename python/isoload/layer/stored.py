@@ -85,7 +85,7 @@ class StoredExperts(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if (name := state["borrowing"]) is not None:
-            self._borrow_by(make_backend(self.group, name, self._ranks()[0].row_of_slot.device))
+            self._borrow_by(make_backend(self.group, name, self._device()))
 
     def _borrow_by(self, backend: Backend) -> None:
         spare = self.placement.spare_slots
@@ -260,6 +260,10 @@ class StoredExperts(nn.Module):
             self.borrowing.note_layouts(after, placement.num_experts)
         self._note_layouts(after)
         write()
+
+    def _device(self) -> torch.device:
+        """Return the device of the experts."""
+        return self._ranks()[0].row_of_slot.device
 
     def _ranks(self) -> list[RankWeights]:
         return list(self.weights)  # type: ignore[arg-type]

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from isoload.layer.checks import infers_shapes
 from isoload.layer.moe import MoE
 from isoload.policies.plan import Plan
 
@@ -70,6 +71,8 @@ class BalanceLog:
         self._hook.remove()
 
     def _record(self, *_: Any) -> None:
+        if infers_shapes():
+            return
         self._passes += 1
         for index, layer in enumerate(self.layers):
             plan = layer.last_plan

@@ -45,10 +45,10 @@ class Rebalancer:
 
     Args:
         layers: all L of one Placement, each at its own position; MoE or Balancer.
-        recorder: of their counts; set on the layers here.
+        recorder: records the layers' counts. It is set on every layer here.
         every: batches between two plans.
-        moves: largest number of slots of a layer that get another expert. None: no limit, which placers that place
-            from scratch require, as engines' own EPLB does. Only "scenario" starts from the present placement.
+        moves: largest number of slots of a layer that get another expert. None: no limit.
+            Only "scenario" starts from the present placement; all other placers start from scratch and need None.
         least_gain: smallest decrease of the mean imbalance for which experts move.
         layers_per_step: layers that move after one batch.
         delay: batches during which the thread may plan; if it takes longer, the host waits for it.

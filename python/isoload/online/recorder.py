@@ -129,7 +129,7 @@ class Recorder:
         return experts.register_forward_pre_hook(record, with_kwargs=True)
 
     def step(self) -> None:
-        """End a batch. Call it after all layers have run, on every rank. No host wait."""
+        """End a batch. Call it after all layers have run, on every rank. The host does not wait."""
         self._steps += 1
         if self._steps < self.steps_per_batch:
             return
@@ -149,18 +149,19 @@ class Recorder:
     def counts(self, group: Group | None = None) -> Tensor:
         """Return [batches, L, E] int64 copies on the host, summed over all ranks of a group, which call it together.
 
-        Without a group: the records of this process, which are complete if ranks hold the same tokens or the process
-        owns every rank. If ranks recorded different numbers of batches, all of them raise ValueError.
+        The result is a copy, which later batches do not change: a thread may read it. Without a group: the records of
+        this process, which are complete if ranks hold the same tokens or the process owns every rank. If ranks recorded
+        different numbers of batches, all of them raise ValueError.
         """
         recorded = self._batches[: self.num_batches]
         if group is None or len(group.ranks) == group.topology.num_ranks:
-            return recorded.cpu()
+            return recorded.to("cpu", copy=True)
         names = ("batches recorded", "steps per batch", "layers", "experts")
         facts = zip(names, (self.num_batches, self.steps_per_batch, *self._now.shape), strict=True)
         Call(group, device=self._now.device, facts=dict(facts)).agree("recorded loads")
         nothing = [torch.zeros_like(recorded[0].flatten())] * (len(group.ranks) - 1) if len(recorded) else []
         sums = [group.gather("recorded loads", [b.flatten(), *nothing]).sum(0).view_as(b) for b in recorded]
-        return torch.stack(sums).cpu() if sums else recorded.cpu()
+        return torch.stack(sums).cpu() if sums else recorded.to("cpu", copy=True)
 
     def trace(self, group: Group | None = None, name: str = "recorded") -> Trace:
         """Return the complete batches as a trace, see :meth:`counts`; batches without copies are dropped.

@@ -72,7 +72,7 @@ class BorrowPolicy(Policy, ABC):
             raise ValueError(f"speeds must be None for policy {self.name}, which counts copies")
         if self.slots is not None and self.slots > spare:
             raise ValueError(
-                f"slots must be at most spare_slots, {spare}, for policy {self.name}, got {self.slots}"
+                f"slots must be at most spare_slots ({spare}) for policy {self.name}, got {self.slots}"
             )
         self.splitter.check(placement)
 

@@ -291,8 +291,8 @@ class LlepPublishedPolicy(BorrowPolicy):
         wanted = np.arange(experts) // max(1, experts // ranks)
         if experts % ranks or placed.num_shared or not (homes[layers] // size == wanted).all():
             raise ValueError(
-                f"placement must hold experts 0..{experts - 1} in order, {experts}/{ranks} per rank, and no shared "
-                "ones for policy llep_published"
+                f"policy llep_published needs experts 0..{experts - 1} in order, {experts}/{ranks} per rank "
+                "(placer trivial), and no shared experts"
             )
         (counts,) = read_batch(self.name, loads)
         rows = [

@@ -20,12 +20,14 @@ import torch
 from isoload.files import open_regular
 from isoload.traces import sglang, shadow
 from isoload.traces.identity import joined, matching_rows
+from isoload.traces.megatron import is_router_trace, read_router_traces
 from isoload.traces.npz import ARRAY_FILES, read_npz
 from isoload.traces.record import Ints, Trace, check_bytes, is_npz, read_members
 from isoload.traces.record import max_bytes as byte_limit
 from isoload.traces.shadow import RankFile, check_ranks, recordings_of
 from isoload.traces.statistics import FILE as TENSORRT_FILE
 from isoload.traces.statistics import META_FILE, looks_like_json, read_tensorrt_llm, read_vllm
+from isoload.wording import amount
 
 
 def same_layers(first: Trace, other: Trace) -> Trace:
@@ -173,6 +175,7 @@ def read_trace(
             * an SGLang recorder dump (:mod:`isoload.traces.sglang`), one file for each rank;
             * TensorRT-LLM's expert statistics (:mod:`isoload.traces.statistics`), one for each rank;
             * vLLM's load statistics, lines of JSON (:mod:`isoload.traces.statistics`);
+            * Megatron-Core's router trace (:mod:`isoload.traces.megatron`), one for each rank;
             * a .pt of one tensor [L, E], the loads that vllm-ascend's offline script reads.
         stages: files whose layers are numbered from 0 are stages of one pipeline, in the given order.
         same_layers: files whose layers are numbered from 0 are recordings of the same layers.
@@ -311,8 +314,11 @@ def _read_files(files: Sequence[Path], limit: int, allow_missing: bool) -> Itera
     if archives:
         size = sum(member.file_size for path in archives for member in members[path])
         check_bytes(_shown(archives), size, limit)
+    routers: dict[Path, list[Path]] = {}  # by folder
     for path in files:
-        if path not in members:
+        if path not in members and is_router_trace(path):
+            routers.setdefault(path.parent, []).append(path)
+        elif path not in members:
             yield path, _trace(path, read_vllm(path, limit))
         elif path in archives:
             value = sglang.load_torch(path)
@@ -329,6 +335,10 @@ def _read_files(files: Sequence[Path], limit: int, allow_missing: bool) -> Itera
                 shadows[path] = trace
             else:
                 yield path, trace
+    for paths in routers.values():
+        trace = _trace(paths[0], read_router_traces(paths, limit, allow_missing))
+        trace.provenance[READ_AS] = f"{amount(len(paths), 'rank file')} of one recording"
+        yield paths[0], trace
     if dumps:
         check_bytes(_shown(list(dumps)), sum(map(sglang.num_bytes, dumps.values())), limit)
     yield from _read_ranks(dumps, shadows, allow_missing)
@@ -379,7 +389,8 @@ def _united(traces: list[Trace], stages: bool, same_layers: bool) -> list[Trace]
     if (stages or same_layers) and len(vague) < 2:
         option = "stages" if stages else "same_layers"
         raise ValueError(
-            f"{option} needs several files whose layers are numbered from 0 (vLLM, vllm-ascend), got {len(vague)}"
+            f"{option} needs several recordings whose layers are numbered from 0 (vLLM, vllm-ascend, Megatron-Core), "
+            f"got {len(vague)}"
         )
     if len(vague) > 1 and not (stages or same_layers):
         names = ", ".join(trace.name for trace in vague[:4])

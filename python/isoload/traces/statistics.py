@@ -64,7 +64,7 @@ def read_vllm(path: Path, limit: int) -> dict[str, Any]:
             if not line.strip():
                 continue
             try:
-                if _first_counts(runs) is not None and _is_torn(line):
+                if _first_counts(runs) is not None and is_torn(line):
                     torn = number
                     break
                 record = _record(line)
@@ -128,7 +128,7 @@ def _first_counts(runs: Sequence[Run]) -> Ints | None:
     return next((counts for run in runs for counts in run.steps.values()), None)
 
 
-def _is_torn(line: bytes) -> bool:
+def is_torn(line: bytes) -> bool:
     """Return whether a line is the beginning of a record: the file's last, without newline and closing brace."""
     return len(line) < MAX_LINE and not line.endswith(b"\n") and not line.rstrip().endswith(b"}")
 
@@ -175,7 +175,7 @@ def _step(record: dict[str, Any], redundant: int | None, first: Ints | None) -> 
         )
     if redundant is not None and experts + redundant != slot_to_expert.shape[1]:
         raise ValueError(
-            f"{MAP} must have {experts + redundant} slots, {redundant} ({REDUNDANT}) more than experts, "
+            f"{MAP} must have {experts + redundant} slots ({experts} experts and {REDUNDANT}={redundant}), "
             f"got {slot_to_expert.shape[1]}"
         )
     check_covered(MAP, slot_to_expert, experts)

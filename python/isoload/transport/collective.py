@@ -249,13 +249,13 @@ class CollectiveGroup(Group):
 
     @classmethod
     def own(cls, topology: Topology | int, like: dist.ProcessGroup | None = None) -> CollectiveGroup:
-        """Return a group over the processes of another, with a communicator that no other code uses.
+        """Create a group over the processes of `like`, with a communicator that no other code uses.
 
         All processes of the default group call it together, as :func:`torch.distributed.new_group` requires. The
         timeout is that of the other group.
 
         Args:
-            topology: R ranks, or the number R, as many as `like` has.
+            topology: the ranks, or their number R. R must be the number of processes of `like`.
             like: group whose processes join; None = all processes.
         """
         ranks = None if like is None else dist.get_process_group_ranks(like)

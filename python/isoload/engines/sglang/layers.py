@@ -342,7 +342,7 @@ def prefill_graphs() -> Callable[[], bool]:
 
     rule = f"{POLICY.name} must be one for prefill and decode"
     if get_bool_env_var(UNAGREED):
-        raise ValueError(f"{rule} where {UNAGREED} is set, by which ranks agree on no phase")
+        raise ValueError(f"{rule} while {UNAGREED} is set, because the ranks then do not agree on a phase")
     try:
         from sglang.srt.model_executor.runner_utils.prefill_graph import is_in_prefill_graph_scope
     except ImportError:

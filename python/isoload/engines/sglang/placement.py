@@ -122,7 +122,7 @@ def check_file(model_config: Any) -> None:
         *_, layers, counted = torch.as_tensor(counts).shape
         if counted != experts:
             raise ValueError(
-                f"{source} counts {counted} experts but the model has {experts}: pass a file of this model"
+                f"{source} has counts of {counted} experts but the model has {experts}: pass a file of this model"
             )
         sizes.check(source, layers, experts + redundant)
     elif (rows := content.get("physical_to_logical_map")) is not None:

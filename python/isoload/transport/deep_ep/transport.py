@@ -56,7 +56,8 @@ class DeepEPDispatcher(Dispatcher):
 
     Args:
         group: the ranks.
-        buffer: DeepEP's EPBuffer, ElasticBuffer or Buffer over the same processes, made for at least this shape.
+        buffer: DeepEP's EPBuffer, ElasticBuffer or Buffer, or an object with the methods of Buffer, over the same
+            processes and made for at least this shape.
         shape: of a batch.
         waits: whether the host waits for the number of received rows. False: N = R * C always (S * R * C in the
             low-latency mode), for CUDA graphs.
@@ -341,9 +342,10 @@ class DeepEPTransport(Transport):
                 LIMITS[name].check(name, shape)
                 if borrow_bytes and name != "EPBuffer":
                     raise ValueError(f"borrow_bytes must be 0 for DeepEP's {name}, got {borrow_bytes}")
-            buffer = make_buffer(
-                buffer_class, joined.process_group, shape, low_latency, deterministic, borrow_bytes
-            )
+            with joined.agreeing("construction of the buffer"):
+                buffer = make_buffer(
+                    buffer_class, joined.process_group, shape, low_latency, deterministic, borrow_bytes
+                )
         dispatcher = DeepEPDispatcher(joined, buffer, shape, waits, expert_major)
         joined.memo(_BUFFER, lambda: buffer)
         super().__init__(joined, dispatcher)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, ClassVar, NamedTuple
@@ -163,15 +164,21 @@ class Wire(ABC):
             raise ValueError(
                 "waits must be True for expert_major, whose rows are counted by expert, got False"
             )
-        for method, names in self.needs.items():
+        for method, missing in self.lacks(buffer):
+            raise ValueError(
+                f"buffer.{method} must take {', '.join(missing)} as the {self.kind} that isoload was written "
+                f"for, got a {type(buffer).__name__} of another version"
+            )
+        self.buffer, self.shape, self.waits, self.expert_major = buffer, shape, waits, expert_major
+
+    @classmethod
+    def lacks(cls, buffer: Any) -> Iterator[tuple[str, list[str]]]:
+        """Yield each method of `needs` that lacks arguments in a buffer, and these arguments."""
+        for method, names in cls.needs.items():
             function = getattr(buffer, method, None)
             parameters = inspect.signature(function).parameters if callable(function) else {}
             if missing := [name for name in names.split() if name not in parameters]:
-                raise ValueError(
-                    f"buffer.{method} must take {', '.join(missing)} as the {self.kind} that isoload was written "
-                    f"for, got a {type(buffer).__name__} of another version"
-                )
-        self.buffer, self.shape, self.waits, self.expert_major = buffer, shape, waits, expert_major
+                yield method, missing
 
     @abstractmethod
     def dispatch(self, x: Tensor, topk_idx: Tensor, weights: Tensor) -> Sent:
@@ -318,11 +325,18 @@ WIRES: dict[str, type[Wire]] = {w.kind: w for w in (EPWire, ElasticWire, LegacyW
 
 
 def wire_of(buffer: Any, shape: Shape, waits: bool, expert_major: bool = False) -> Wire:
-    """Return the wire for a buffer."""
+    """Return the wire for a buffer, by the name of its class or, for the methods of Buffer, by their arguments."""
     name = next((c.__name__ for c in type(buffer).__mro__ if c.__name__ in WIRES), None)
+    low_latency = getattr(buffer, "low_latency_mode", False)
     if name is None:
-        raise ValueError(f"buffer must be one of {', '.join(WIRES)} of DeepEP, got {type(buffer).__name__}")
-    if getattr(buffer, "low_latency_mode", False):
+        legacy, fast = (not any(wire.lacks(buffer)) for wire in (LegacyWire, LowLatencyWire))
+        if not (legacy or fast):
+            raise ValueError(
+                f"buffer must be one of {', '.join(WIRES)} of DeepEP, or have the methods of Buffer with their "
+                f"arguments, got {type(buffer).__name__}"
+            )
+        name, low_latency = LegacyWire.kind, getattr(buffer, "low_latency_mode", not legacy)
+    if low_latency:
         if waits:
             raise ValueError("waits must be False for DeepEP's Buffer, low latency, got True")
         return LowLatencyWire(buffer, shape, waits, expert_major)
