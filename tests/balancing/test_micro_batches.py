@@ -120,7 +120,9 @@ def test_an_order_above_the_limit_has_no_peak() -> None:
 @pytest.mark.parametrize("sequences", [1, 3])
 def test_one_micro_batch(sequences: int) -> None:
     chosen = choose_micro_batches(domains(sequences), place(), 1)
-    assert chosen.micro_batches.tolist() == [0] * sequences and chosen.peak == chosen.floor == chosen.peak_given
+    assert (
+        chosen.micro_batches.tolist() == [0] * sequences and chosen.peak == chosen.floor == chosen.peak_given
+    )
     every = choose_micro_batches(domains(sequences), place(), sequences)
     assert sorted(every.micro_batches) == list(range(sequences))
 
