@@ -171,7 +171,8 @@ PYTHON: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "a token that names an expert twice": (
         lambda: Trace("t", num_experts=4, topk_ids=np.zeros((1, 1, 2), np.int32)),
-        "topk_ids must not name an expert twice, got [0, 0] (token 0, layer 0)",
+        "topk_ids must not name an expert twice, got [0, 0] (token 0, layer 0): "
+        "read_routes(topk_ids, padding='repeat') of isoload.traces masks padding rows",
     ),
     "no trace at a pattern": (
         lambda: isoload.read_trace("nowhere/*.pt"),

@@ -351,3 +351,22 @@ def loads_idle() -> Table:
             cells.append(f"{max(x[targets] - x[alone] for x in settings.values() if targets in x):+.4f}")
         rows.append([busy, *cells])
     return f"busy | {' | '.join(protocols)} | most lost, own | most lost, node", rows
+
+
+@shown
+def known_routes() -> Table:
+    """Imbalance of a step by the order of its sequences, for placements and policies."""
+    keys = ("ranks", "placement", "spare_slots", "policy")
+    cells = by(read("bench_known_routes"), *keys, last="order")
+    columns: Columns = {
+        "ranks": "{chosen[ranks]}",
+        "placement": "{chosen[placement]}",
+        "policy": "`{chosen[policy]}`",
+        "spare slots": "{chosen[spare_slots]}",
+        "as they come": "{as they come[imbalance]:.3f}",
+        "shuffled": "{shuffled[imbalance]:.3f}",
+        "chosen": "{chosen[imbalance]:.3f}",
+        "borrowed": "{chosen[borrowed]:.1f}",
+        "rows to other ranks": "{chosen[rows]:.2f}",
+    }
+    return table(columns, list(cells.values()))

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from isoload.balancing.balancer import Balancer
     from isoload.balancing.captured import CapturedBalancer
     from isoload.balancing.counting import count
+    from isoload.balancing.known_routes import KnownRoutes
+    from isoload.balancing.micro_batches import choose_micro_batches
     from isoload.balancing.planning import plan, share
     from isoload.balancing.routing import route
     from isoload.layer import LibraStack, MoE, balance, load, save
@@ -59,12 +61,16 @@ __all__ = [  # noqa: RUF022
     "load",
     "Recorder",
     "Rebalancer",
+    "KnownRoutes",
+    "choose_micro_batches",
 ]
 
 _HOMES = {  # modules that define the names of __all__; the block above states the same for type checkers
     "balancing.balancer": ("Balancer",),
     "balancing.captured": ("CapturedBalancer",),
     "balancing.counting": ("count",),
+    "balancing.known_routes": ("KnownRoutes",),
+    "balancing.micro_batches": ("choose_micro_batches",),
     "balancing.planning": (
         "plan",
         "share",

@@ -85,7 +85,8 @@ WRONG = {
     },
     "topk_ids must be in -1..4, got 0..5": {"topk_ids": IDS * 5},
     "topk_ids must be in -1..4, got -2..0": {"topk_ids": IDS * -2},
-    "topk_ids must not name an expert twice, got [3, 3] (token 0, layer 0)": {"topk_ids": IDS * 0 + 3},
+    "topk_ids must not name an expert twice, got [3, 3] (token 0, layer 0): "
+    "read_routes(topk_ids, padding='repeat') of isoload.traces masks padding rows": {"topk_ids": IDS * 0 + 3},
     "counts must sum to at most tokens_per_batch * top_k = 18, got 20 (batch 1, layer 0)": {
         "counts": COUNTS,
         "tokens_per_batch": np.array([10, 9]),

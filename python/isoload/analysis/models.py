@@ -6,10 +6,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from isoload.files import MAX_NOTES, parse_json, read_text
 from isoload.times import AllToAllTime, ExpertTime, LayerTime, Times, available
 from isoload.topology import Topology, as_topology
-from isoload.traces.identity import moe_layers_of
+from isoload.traces.identity import EXPERT_KEYS, moe_layers_of, read_config
 from isoload.wording import not_one_of
 
 # By the names of the measured kernels. Scales: a byte for 32 of mxfp4 and for 16 of nvfp4, two for 128 of int4.
@@ -77,7 +76,7 @@ FIRST_MOE_LAYER = {"deepseek-v3": 3, "deepseek-v3.2": 3, "kimi-k2": 1, "glm-4.5"
 KEYS = {
     "hidden": ("hidden_size",),
     "intermediate": ("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size"),
-    "experts": ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts"),
+    "experts": EXPERT_KEYS,
     "top_k": (
         *("num_experts_per_tok", "num_experts_per_token", "experts_per_token"),
         *("moe_topk", "moe_k", "top_k_experts"),
@@ -133,7 +132,7 @@ def find_moe_layers(name_or_path: str) -> tuple[str, tuple[int, ...]]:
     if Path(name_or_path).is_file():
         path = Path(name_or_path)
         try:
-            return _name(path), moe_layers_of(_config(path))
+            return _name(path), moe_layers_of(read_config(path))
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
     name = plain_name(name_or_path)
@@ -143,22 +142,12 @@ def find_moe_layers(name_or_path: str) -> tuple[str, tuple[int, ...]]:
     return name, tuple(range(first, first + MODELS[name].layers))
 
 
-def _config(path: Path) -> dict[str, Any]:
-    config = parse_json(
-        read_text(path, MAX_NOTES), infinities=True
-    )  # Mamba's time_step_limit ends at Infinity
-    if not isinstance(config, dict):
-        return {}
-    text = config.get("text_config") or config.get("llm_config") or config
-    return text if isinstance(text, dict) else {}
-
-
 def _name(path: Path) -> str:
     return path.stem if path.stem != "config" else path.parent.name or "config"
 
 
 def _read(path: Path, dtype: str | None, stated: dict[str, int]) -> Model:
-    config = _config(path)
+    config = read_config(path)
     if config.get("num_hidden_layers") is None and config.get("num_layers") is not None:  # LongCat
         config = config | {"num_hidden_layers": config["num_layers"]}
 

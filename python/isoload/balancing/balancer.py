@@ -13,6 +13,7 @@ call the Balancers of a group in the same order, and no other collective may use
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Literal, Protocol
 
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from isoload import ops
 from isoload.balancing.counting import check_one_each, count_owned, without_padding
+from isoload.balancing.known_routes import KnownPlan
 from isoload.balancing.own_counts import Loads, OwnCounts, make_own_counts
 from isoload.balancing.planning import Gathered
 from isoload.balancing.routing import route_counted, route_fixed, route_sent
@@ -312,6 +314,40 @@ class Balancer:
             )
             batch.send_counts = None if plan.send_counts is None else [plan.send_counts]
         return batch
+
+    def follow(self, topk_ids: list[Tensor], plan: KnownPlan, call: Call) -> Gathered:
+        """Count the batch and take a plan that was made ahead, without a gather. All ranks call it together.
+
+        Args:
+            topk_ids: as for :meth:`gather`.
+            plan: of :class:`isoload.KnownRoutes`, of the same micro-batch on all ranks.
+            call: as for :meth:`gather`; it transmits failures and the plan's checksum with the row counts.
+
+        Raises:
+            ValueError: the plan is of another placement, layer or device, or was made for other rows.
+        """
+        self.batch += 1
+        self.last_plan = self.last_loads = None
+        with call:
+            call.raise_failure()
+            if not isinstance(plan, KnownPlan):
+                raise ValueError(f"plan must be one of KnownRoutes.plans(), got {type(plan).__name__}")
+            if self.own_counts is not None:
+                raise ValueError(f"plan needs a layer with loads='gathered', got loads={self.loads!r}")
+            check_one_each(topk_ids, len(self.ranks))
+            counted = count_owned(topk_ids, self.placement, self.shared_columns)
+            chosen = plan.placed_in(self.placed_on(counted[0].counts.device))
+            plan.check(counted, self.ranks)
+            rows = [rank.counts for rank in counted]
+            self._record(rows, counted[0].ids)
+        call.facts = {**self.facts, "checksum of the plan's loads": getattr(plan, "number", 0), **call.facts}
+        if call.failure is not None:
+            call.stop()
+        step = self._step(plan.loads.device)
+        chosen = replace(chosen, step=step) if self._draws else chosen
+        self.last_plan, self.last_loads = chosen, plan.loads
+        sent = chosen.send_counts if self.ranks == (plan.rank,) else None
+        return Gathered(counted, plan.loads, True, None, chosen, None if sent is None else [sent])
 
     def _step(self, device: torch.device) -> int | Tensor:
         """Return the number of this batch, on the device if the policy draws samples, else 0."""

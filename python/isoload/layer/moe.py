@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from isoload.balancing.balancer import Balancer
+from isoload.balancing.known_routes import KnownPlan
 from isoload.balancing.own_counts import Loads
 from isoload.balancing.planning import Gathered
 from isoload.balancing.targets import Exchanged
@@ -23,7 +24,7 @@ from isoload.layer.checks import (
     infers_shapes,
     name_of,
 )
-from isoload.layer.compiled import Choose, handle_of, run_in_graph
+from isoload.layer.compiled import Choice, Choose, between_graphs, handle_of, run_in_graph
 from isoload.layer.routers import Routing, given_choices
 from isoload.layer.stored import StoredExperts
 from isoload.ops import append_shared_expert
@@ -221,7 +222,9 @@ class MoE(StoredExperts):
         self._expert_counts.zero_()
         return total
 
-    def forward(self, x: Tensor | Sequence[Tensor], num_tokens: int | None = None) -> Tensor | list[Tensor]:
+    def forward(
+        self, x: Tensor | Sequence[Tensor], num_tokens: int | None = None, plan: KnownPlan | None = None
+    ) -> Tensor | list[Tensor]:
         """Return the layer's output [T, H] for rows [T, H] on every owned rank.
 
         Args:
@@ -229,6 +232,8 @@ class MoE(StoredExperts):
                 which they compute.
             num_tokens: tokens over all ranks or an upper bound, the same on all ranks, compared with min_tokens.
                 None: R times max_tokens_per_rank, or unknown; then the batch is planned.
+            plan: made ahead for this batch by :class:`isoload.KnownRoutes`, on all ranks or on none. Then no loads are
+                gathered, nothing is planned, and a token may choose an expert twice.
 
         Returns:
             [T, H] in the dtype of x.
@@ -237,7 +242,7 @@ class MoE(StoredExperts):
             ValueError: on all ranks, with the rank at fault and its error.
         """
         rows = as_list(x)
-        combined = self._run(rows, lambda: [self.gate(row) for row in rows], num_tokens)
+        combined = self._run(rows, lambda: [self.gate(row) for row in rows], num_tokens, plan)
         if self.shared is not None:
             combined = [y + self.shared(row) for y, row in zip(combined, rows, strict=True)]
         return combined[0] if isinstance(x, Tensor) else combined
@@ -248,6 +253,7 @@ class MoE(StoredExperts):
         topk_ids: Tensor | Sequence[Tensor],
         weights: Tensor | Sequence[Tensor],
         num_tokens: int | None = None,
+        plan: KnownPlan | None = None,
     ) -> Tensor | list[Tensor]:
         """Return the experts' output [T, H] for choices that were made elsewhere, without gate and `shared`.
 
@@ -255,18 +261,31 @@ class MoE(StoredExperts):
             x: [T, H] of the owned ranks, as in :meth:`forward`.
             topk_ids: [T, K] routed experts, -1 = masked; a list if x is a list.
             weights: [T, K] gate weights; a list if x is a list.
-            num_tokens: as in :meth:`forward`.
+            num_tokens, plan: as in :meth:`forward`.
         """
         rows, ids, gates = map(as_list, (x, topk_ids, weights))
-        combined = self._run(rows, lambda: list(zip(ids, gates, strict=True)), num_tokens)
+        combined = self._run(rows, lambda: list(zip(ids, gates, strict=True)), num_tokens, plan)
         return combined[0] if isinstance(x, Tensor) else combined
 
-    def _run(self, rows: list[Tensor], choose: Choose, num_tokens: int | None) -> list[Tensor]:
-        if torch.compiler.is_compiling():
-            return run_in_graph(self, rows, choose(), num_tokens)
-        return self.run(rows, choose, num_tokens)
+    def _run(
+        self, rows: list[Tensor], choose: Choose, num_tokens: int | None, plan: KnownPlan | None
+    ) -> list[Tensor]:
+        if not torch.compiler.is_compiling():
+            return self.run(rows, choose, num_tokens, plan)
+        if plan is not None:
+            return self._run_apart(rows, choose(), num_tokens, plan)
+        return run_in_graph(self, rows, choose(), num_tokens)
 
-    def run(self, rows: list[Tensor], choose: Choose, num_tokens: int | None) -> list[Tensor]:
+    @between_graphs("a plan that was made ahead")
+    def _run_apart(
+        self, rows: list[Tensor], chosen: Sequence[Choice], num_tokens: int | None, plan: KnownPlan
+    ) -> list[Tensor]:
+        """Run the layer between two graphs."""
+        return self.run(rows, lambda: chosen, num_tokens, plan)
+
+    def run(
+        self, rows: list[Tensor], choose: Choose, num_tokens: int | None, plan: KnownPlan | None = None
+    ) -> list[Tensor]:
         """Run the stages for the rows and choices of every owned rank, see :meth:`compute`.
 
         A LibraStack runs the same stages in another order. A forward that only infers shapes is no batch.
@@ -275,15 +294,26 @@ class MoE(StoredExperts):
             return [
                 row + 0 * self.handle for row in rows
             ]  # the handle requires a gradient, as the experts do
-        run = self._stages if self.run_by is None else self.run_by
-        outputs = run(rows, choose, num_tokens)
+        if self.run_by is None:
+            outputs = self._stages(rows, choose, num_tokens, plan)
+        elif plan is None:
+            outputs = self.run_by(rows, choose, num_tokens)
+        else:
+            raise ValueError(
+                "plan must be None for a layer of a LibraStack, got a plan: close() the stack first"
+            )
         if not torch.is_grad_enabled() and any(p.grad is not None for p in self.weights.parameters()):
             self.meet_readers()  # An optimizer step may follow without a backward, which would synchronise the ranks.
         return [y.to(row.dtype) for y, row in zip(outputs, rows, strict=True)]
 
-    def _stages(self, rows: list[Tensor], choose: Choose, num_tokens: int | None) -> list[Tensor]:
-        chosen = self.choices(rows, choose)  # [T, K] ids and weights
-        batch = self.balancer.plan(self.gather(chosen, num_tokens))  # loads [R, E], quota [P]
+    def _stages(
+        self, rows: list[Tensor], choose: Choose, num_tokens: int | None, plan: KnownPlan | None
+    ) -> list[Tensor]:
+        chosen = self.choices(rows, choose, repeats=plan is not None)  # [T, K] ids and weights
+        if plan is None:
+            batch = self.balancer.plan(self.gather(chosen, num_tokens))  # loads [R, E], quota [P]
+        else:
+            batch = self.balancer.follow(chosen.ids, plan, chosen.call)
         borrowed = self.borrow(batch.plan, chosen)  # starts the transfer
         slots = self.balancer.route(batch)  # [T, K]
         received = self.dispatcher.dispatch(*self.sent(chosen, slots))
@@ -294,8 +324,8 @@ class MoE(StoredExperts):
         self.count(batch)
         return combined
 
-    def choices(self, rows: list[Tensor], choose: Choose) -> Chosen:
-        """Return every owned rank's choices, or the failure that prevented them.
+    def choices(self, rows: list[Tensor], choose: Choose, repeats: bool = False) -> Chosen:
+        """Return every owned rank's choices, or the failure that prevented them; repeats: a token may repeat an expert.
 
         A failure reaches the other ranks in the gather or, without a gather, in dispatch. On a GPU with
         max_tokens_per_rank dispatch reads nothing on the host, and the other ranks wait until the group's timeout.
@@ -308,7 +338,7 @@ class MoE(StoredExperts):
             computes = self.dtype_now()
             check_rows(rows, self.dispatcher.max_tokens_per_rank, ranks[0].stored_down, computes)
             self._check_weights()
-            routings = [self._complete(*routing) for routing in choose()]
+            routings = [self._complete(*routing, repeats) for routing in choose()]
             rows = rows if computes is None else [row.to(computes) for row in rows]
             for i, trains in enumerate(trained_stacks([rank.home_rows() for rank in ranks])):
                 call.facts[TRAINED] |= trains << i
@@ -386,10 +416,10 @@ class MoE(StoredExperts):
         outputs = self.run_local(received, stacks)
         return outputs if borrowed is None else list(BringAgain.apply(borrowed, *outputs))
 
-    def _complete(self, topk_ids: Tensor, weights: Tensor) -> Routing:
+    def _complete(self, topk_ids: Tensor, weights: Tensor, repeats: bool) -> Routing:
         """Return one rank's choices, checked, followed by the shared experts."""
         placement = self.placement
-        routing = given_choices(topk_ids, weights, num_experts=placement.num_routed)
+        routing = given_choices(topk_ids, weights, placement.num_routed, repeats)
         if not placement.num_shared:
             return routing
         ids, weights = routing

@@ -175,13 +175,14 @@ def _as_parameter(tensor: Tensor) -> nn.Parameter:
     return nn.Parameter(tensor, tensor.requires_grad if isinstance(tensor, nn.Parameter) else True)
 
 
-def given_choices(topk_ids: Tensor, weights: Tensor, num_experts: int) -> Routing:
+def given_choices(topk_ids: Tensor, weights: Tensor, num_experts: int, repeats: bool = False) -> Routing:
     """Check choices that were made elsewhere.
 
     Args:
         topk_ids: [T, K] int32 or int64 logical experts, none twice in a token; -1 = masked.
         weights: [T, K] floating point gate weights.
         num_experts: number E of logical experts.
+        repeats: whether a token may choose an expert twice.
 
     Returns:
         The choices as int64, and the weights in max(float32, their dtype).
@@ -202,6 +203,7 @@ def given_choices(topk_ids: Tensor, weights: Tensor, num_experts: int) -> Routin
         outside = topk_ids[(topk_ids < -1) | (topk_ids >= num_experts)]
         if len(outside):
             raise ValueError(f"topk_ids must be in -1..{num_experts - 1}, got {int(outside[0])}")
+    if values_readable(topk_ids) and not repeats:
         ordered = topk_ids.sort(dim=1).values
         repeated = ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).nonzero()
         if len(repeated):

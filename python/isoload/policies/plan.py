@@ -281,17 +281,21 @@ class Plan:
         """Return the plan of one layer of a batch."""
         if self.layer is not None:
             raise ValueError(f"layer must index a plan of all layers, this one is of layer {self.layer}")
+        return self.pick(layer, self.placed[layer])
 
+    def pick(self, index: int, placed: PlacedLayers) -> Plan:
+        """Return the plan at one index of a batch, in these slots."""
         return Plan(
-            self.placed[layer],
+            placed,
             self.policy,
-            pick_layer(self.quota, layer),
-            pick_layer(self.peak, layer),
-            self.bound.select(0, layer),
-            pick_layer(self.telemetry, layer),
-            pick_layer(self.weights, layer),
-            None if self.shared is None else self.shared[layer],
+            pick_layer(self.quota, index),
+            pick_layer(self.peak, index),
+            self.bound.select(0, index),
+            pick_layer(self.telemetry, index),
+            pick_layer(self.weights, index),
+            None if self.shared is None else self.shared[index],
             self.step,
+            pick_layer(self.send_counts, index),
         )
 
 

@@ -15,6 +15,7 @@ from isoload.traces.recordings import (
     read_trace,
     same_layers,
 )
+from isoload.traces.routes import read_routes
 
 __all__ = [
     "READ_AS",
@@ -27,6 +28,7 @@ __all__ = [
     "join_stages",
     "joined_trace",
     "read_recordings",
+    "read_routes",
     "read_trace",
     "same_layers",
     "trace_errors",

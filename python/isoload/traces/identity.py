@@ -14,9 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
-from isoload.files import MAX_LAYERS, check_keys
+from isoload.files import MAX_LAYERS, MAX_NOTES, check_keys, parse_json, read_text
 from isoload.wording import shown
 
 Numbering = Literal["model", "moe", "hidden", "order"]
@@ -278,6 +279,25 @@ def spans(numbers: Sequence[int]) -> str:
             parts.append([number])
     texts = ["..".join(map(str, part)) for part in parts]
     return ", ".join(texts if len(texts) <= 8 else [*texts[:7], f"... {texts[-1]}"])
+
+
+EXPERT_KEYS = (
+    "n_routed_experts",
+    "num_experts",
+    "num_local_experts",
+    "moe_num_experts",
+)  # the first one counts
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Return the content of a config.json, of its text model if it describes several; {} if it holds no object."""
+    content = parse_json(
+        read_text(path, MAX_NOTES), infinities=True
+    )  # Mamba's time_step_limit ends at Infinity
+    if not isinstance(content, dict):
+        return {}
+    text = content.get("text_config") or content.get("llm_config") or content
+    return text if isinstance(text, dict) else {}
 
 
 KINDS = ("mlp_layer_types", "moe_layer_freq", "hybrid_override_pattern")  # one entry per layer

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import numpy.typing as npt
 from isoload.files import MAX_EXPERTS, MAX_NOTES, parse_json, read_text
 from isoload.traces.identity import Identity, identity_from_json, identity_to_json
 from isoload.traces.record import DIMS, Ints, Trace, check_bytes, read_arrays
+from isoload.traces.routes import dense_layers
 from isoload.wording import shown
 
 ARRAYS = (*DIMS, "cluster")
@@ -37,6 +39,7 @@ def read_npz(path: Path, limit: int) -> dict[str, Any]:
         raise ValueError(f"{path}: holds neither counts nor topk_ids, its arrays are {names}")
     fields = {"name": path.stem, **_about(path, arrays, limit)}
     provenance = fields.setdefault("provenance", {})
+    _drop_dense(fields, arrays)
     if others:
         provenance.setdefault("arrays_not_read", others)
     origin = "counts" if "counts" in arrays else "json"
@@ -46,6 +49,27 @@ def read_npz(path: Path, limit: int) -> dict[str, Any]:
     if (cluster := arrays.pop("cluster", None)) is not None:
         fields["cluster"] = _labels(path, cluster)
     return fields | arrays
+
+
+def _drop_dense(fields: dict[str, Any], arrays: dict[str, Ints]) -> None:
+    """Drop the layers of topk_ids that are dense, as in routes with a row for every hidden layer of the model.
+
+    The other layers keep their numbers.
+    """
+    ids, identity = arrays.get("topk_ids"), fields.get("identity", Identity())
+    if ids is None or ids.dtype.kind not in "iu" or ids.ndim != 3 or identity.numbering == "moe":
+        return
+    dense = dense_layers(ids)
+    layer_ids = fields.get("layer_ids") or tuple(range(len(dense)))
+    if not dense.any() or dense.all() or len(layer_ids) != len(dense):
+        return
+    rows = np.flatnonzero(~dense)
+    for key in ("topk_ids", "counts"):
+        if key in arrays and arrays[key].ndim == 3 and arrays[key].shape[1] == len(dense):
+            arrays[key] = arrays[key][:, rows]
+    numbers = tuple(layer_ids[row] for row in rows)
+    fields.update(layer_ids=numbers, identity=replace(identity, numbering="model"))
+    fields["provenance"]["dense_layers_dropped"] = [layer_ids[row] for row in np.flatnonzero(dense)]
 
 
 def _labels(path: Path, cluster: npt.NDArray[Any]) -> tuple[str, ...]:

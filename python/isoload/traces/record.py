@@ -278,6 +278,15 @@ def count_batches(topk_ids: Ints, tokens_per_batch: Ints | Sequence[int], num_ex
     return counts
 
 
+def repeated_rows(ids: Ints) -> npt.NDArray[np.bool_]:
+    """Return [tokens, L] whether a row of ids [tokens, L, K] names an expert twice; -1 may repeat."""
+    repeated = np.zeros(ids.shape[:2], dtype=bool)
+    for layer in range(ids.shape[1]):  # a copy of all ids would need as much memory again
+        ordered = np.sort(ids[:, layer], axis=-1)
+        repeated[:, layer] = ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any(-1)
+    return repeated
+
+
 def counts_of_slots(slot_map: Ints, copies: Ints, num_experts: int) -> Ints:
     """Return [L, E] int64 copies of experts, from copies of the slots that hold them; both arguments [L, P]."""
     counts = np.zeros((len(slot_map), num_experts), dtype=np.int64)
@@ -355,14 +364,14 @@ def _range_errors(trace: Trace) -> Iterator[str]:
         return
     if int(ids.min()) < -1 or int(ids.max()) >= trace.num_experts:
         yield f"topk_ids must be in -1..{trace.num_experts - 1}, got {ids.min()}..{ids.max()}"
-    for layer in range(ids.shape[1]):
-        ordered = np.sort(ids[:, layer], axis=-1)
-        twice = ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any(-1)
-        if twice.any():
-            token = int(twice.argmax())
-            chosen = ids[token, layer].tolist()
-            yield f"topk_ids must not name an expert twice, got {chosen} (token {token}, layer {layer})"
-            return
+    if (repeated := repeated_rows(ids)).any():
+        layer = int(repeated.any(0).argmax())
+        token = int(repeated[:, layer].argmax())
+        chosen = ids[token, layer].tolist()
+        yield (
+            f"topk_ids must not name an expert twice, got {chosen} (token {token}, layer {layer}): "
+            "read_routes(topk_ids, padding='repeat') of isoload.traces masks padding rows"
+        )
 
 
 def _sum_errors(trace: Trace) -> Iterator[str]:
