@@ -121,10 +121,10 @@ class KnownRoutes:
     """Routes and loads of all micro-batches and layers of one training step.
 
     Args:
-        routes: ids of the step's tokens, [micro_batches][ranks] tensors [T, L, K] of one device; -1 = masked. T differs
-            between ranks and may be 0. With a group whose processes own some ranks each, these are the owned ranks'
-            and the loads of the other ranks are gathered, once for the step. Or a Trace with seq_id, for example of
-            :func:`isoload.traces.read_routes`, which every process has.
+        routes: ids of the step's tokens, ``[micro_batches][ranks]`` tensors [T, L, K] of one device; -1 = masked. T
+            differs between ranks and may be 0. With a group whose processes own some ranks each, these are the owned
+            ranks' and the loads of the other ranks are gathered, once for the step. Or a Trace with seq_id, for example
+            of :func:`isoload.traces.read_routes`, which every process has.
         placement: of the model's layers. A Trace's layers are matched by their numbers; tensors have the placement's
             layers in order.
         micro_batches: with a Trace: [sequences] micro-batch of every sequence, by ascending seq_id. None: one
@@ -262,7 +262,7 @@ def repeated(placement: Placement, times: int, device: torch.device) -> PlacedLa
 
 
 def count_routes(routes: Routes, placement: Placement) -> Tensor:
-    """Return the loads [micro-batches, L, n, E] int32 of ids [micro-batches][n] of [T, L, K], counted in one op.
+    """Return the loads [micro-batches, L, n, E] int32 of ids ``[micro-batches][n]`` of [T, L, K], counted in one op.
 
     Raises:
         ValueError: names the argument, the rule and the value.
