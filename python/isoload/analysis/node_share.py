@@ -17,16 +17,16 @@ def share_of_node(loads: Tensor, quota: Tensor, slot_to_expert: Tensor, node: sl
         slot_to_expert: [L, P].
         node: the slots of the node's ranks, in order.
     """
-    left, room, experts = loads.clone(), quota.clone(), slot_to_expert.long().clamp(min=0)
+    left, capacity, experts = loads.clone(), quota.clone(), slot_to_expert.long().clamp(min=0)
     inside = experts[:, node]
     own_experts = inside.view(*loads.shape[:2], -1)  # [L, n, S]
-    local = torch.minimum(left.gather(2, own_experts), room[:, node].view_as(own_experts))
+    local = torch.minimum(left.gather(2, own_experts), capacity[:, node].view_as(own_experts))
     left.scatter_add_(2, own_experts, -local)
-    room[:, node] -= local.flatten(1)
-    near = _dealt(left, room[:, node], inside)
+    capacity[:, node] -= local.flatten(1)
+    near = _dealt(left, capacity[:, node], inside)
     left.scatter_add_(2, inside.unsqueeze(1).expand(near.shape), -near)
-    room[:, node] -= near.sum(1, dtype=torch.int32)
-    sent = _dealt(left, room, experts)
+    capacity[:, node] -= near.sum(1, dtype=torch.int32)
+    sent = _dealt(left, capacity, experts)
     sent[:, :, node] += near
     for rank, of_rank in enumerate(local.unbind(1)):
         start = node.start + rank * local.shape[2]
@@ -34,19 +34,19 @@ def share_of_node(loads: Tensor, quota: Tensor, slot_to_expert: Tensor, node: sl
     return sent
 
 
-def _dealt(left: Tensor, room: Tensor, experts: Tensor) -> Tensor:
+def _dealt(left: Tensor, capacity: Tensor, experts: Tensor) -> Tensor:
     """Return [L, n, P] copies: sources fill an expert's slots, both in ascending order, until either is used up.
 
     Args:
-        left: [L, n, E] copies that each source has. room: [L, P] that each slot takes. experts: [L, P] of the slots.
+        left: [L, n, E] copies that each source has. capacity: [L, P] that each slot takes. experts: [L, P] of the slots.
     """
     by_expert, order = experts.sort(dim=1, stable=True)
-    ends = room.gather(1, order).cumsum(1)  # on one line for all experts
-    starts = ends - room.gather(1, order)
+    ends = capacity.gather(1, order).cumsum(1)  # on one line for all experts
+    starts = ends - capacity.gather(1, order)
     first = torch.searchsorted(by_expert, by_expert)  # of the expert's slots
     begin = starts.gather(1, first)
     slots = torch.empty_like(starts).scatter_(1, order, starts - begin).int().unsqueeze(1)
-    slot_ends = slots + room.unsqueeze(1)
+    slot_ends = slots + capacity.unsqueeze(1)
     source_ends = left.cumsum(1, dtype=torch.int32)
     at = experts.unsqueeze(1).expand(-1, left.shape[1], -1)
     high = torch.minimum(source_ends.gather(2, at), slot_ends)
