@@ -119,6 +119,32 @@ def in_ddp_alone(rank: int) -> None:
     train(DistributedDataParallel(isoload.layer.ignore_in_ddp(layer)), layer, rank)
 
 
+def with_all_experts(rank: int, wrapped: bool) -> list[Tensor]:
+    """A layer over a group of this rank alone, under DistributedDataParallel over all."""
+    torch.manual_seed(5)
+    own = [dist.new_group([r]) for r in range(RANKS)][rank]
+    placement = isoload.place(torch.ones(1, EXPERTS), 1, EXPERTS)
+    dense = ExpertWeights.random(EXPERTS, HIDDEN, 6, dtype=torch.float64)
+    layer = MoE(Router(), dense, CollectiveTransport(1, own), placement)
+    model: nn.Module = nn.Sequential(layer)
+    if wrapped:
+        train(
+            DistributedDataParallel(isoload.layer.ignore_in_ddp(model), find_unused_parameters=True),
+            layer,
+            rank,
+        )
+    else:
+        train(model, layer, rank, reduced=True, scale=1 / RANKS)
+    return [p.detach() for p in model.parameters()]
+
+
+def test_a_rank_with_all_experts_is_an_ordinary_replica() -> None:
+    for plain_rank, wrapped_rank in zip(
+        run_ranks(with_all_experts, RANKS, False), run_ranks(with_all_experts, RANKS, True), strict=True
+    ):
+        assert_close(wrapped_rank, plain_rank)
+
+
 def test_the_layer_may_be_the_wrapped_module() -> None:
     run_ranks(in_ddp_alone, RANKS)
 

@@ -38,7 +38,8 @@ def _dealt(left: Tensor, capacity: Tensor, experts: Tensor) -> Tensor:
     """Return [L, n, P] copies: sources fill an expert's slots, both in ascending order, until either is used up.
 
     Args:
-        left: [L, n, E] copies that each source has. capacity: [L, P] that each slot takes. experts: [L, P] of the slots.
+        left: [L, n, E] copies that each source has.
+        capacity: [L, P] that each slot takes. experts: [L, P] of the slots.
     """
     by_expert, order = experts.sort(dim=1, stable=True)
     ends = capacity.gather(1, order).cumsum(1)  # on one line for all experts

@@ -135,9 +135,12 @@ def check_wrappers(group: Group, ranks: Sequence[RankWeights]) -> None:
 
 
 def _check_ddp(group: Group, ranks: Sequence[RankWeights]) -> None:
-    """Raise ValueError if an active DistributedDataParallel reduces experts, or runs over other ranks."""
+    """Raise ValueError if an active DistributedDataParallel reduces experts, or runs over other ranks.
+
+    A rank that has all experts is an ordinary replica of data parallelism.
+    """
     ddp = DistributedDataParallel._active_ddp_module
-    if ddp is None or all(weights in _CHECKED.get(ddp, ()) for weights in ranks):
+    if ddp is None or group.owns_all or all(weights in _CHECKED.get(ddp, ()) for weights in ranks):
         return
     reduced = set(map(id, ddp._module_parameters))
     ignored = all(weights.gradient_divisor != 1 for weights in ranks)
