@@ -128,13 +128,11 @@ def with_all_experts(rank: int, wrapped: bool) -> list[Tensor]:
     layer = MoE(Router(), dense, CollectiveTransport(1, own), placement)
     model: nn.Module = nn.Sequential(layer)
     if wrapped:
-        train(
-            DistributedDataParallel(isoload.layer.ignore_in_ddp(model), find_unused_parameters=True),
-            layer,
-            rank,
-        )
+        train(DistributedDataParallel(isoload.layer.ignore_in_ddp(model)), layer, rank)
     else:
-        train(model, layer, rank, reduced=True, scale=1 / RANKS)
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda p: dist.all_reduce(p.grad))
+        train(model, layer, rank, scale=1 / RANKS)
     return [p.detach() for p in model.parameters()]
 
 
