@@ -59,10 +59,10 @@ __all__ = [  # noqa: RUF022
     "LibraStack",
     "save",
     "load",
-    "Recorder",
-    "Rebalancer",
     "KnownRoutes",
     "choose_micro_batches",
+    "Recorder",
+    "Rebalancer",
 ]
 
 _HOMES = {  # modules that define the names of __all__; the block above states the same for type checkers

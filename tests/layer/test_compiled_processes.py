@@ -37,7 +37,7 @@ def test_a_shard_given_as_a_function_ends_the_graph() -> None:
     ]
     layer = isoload.MoE(setup.gate, shards, LocalTransport(setup.topology), placement)
     leaves = [p for own in stacks for p in own.values()]
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="expert Parameters of others"):
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="expert Parameters of other modules"):
         compile_whole(layer)(setup.rows)
     torch._dynamo.reset()
     found = []
@@ -61,7 +61,7 @@ def over_shards(rank: int, distributed: bool) -> None:
     layer = isoload.MoE(setup.gate, isoload.weights.shard.Shard(homes, weights), transport, placement)
     rows = setup.rows[rank]
     if distributed:
-        with pytest.raises(torch._dynamo.exc.Unsupported, match="expert Parameters of others"):
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="expert Parameters of other modules"):
             compile_whole(layer)(rows)
         torch._dynamo.reset()
     run = torch.compile(layer, backend="aot_eager", fullgraph=not distributed)

@@ -331,7 +331,7 @@ class MoE(StoredExperts):
         max_tokens_per_rank dispatch reads nothing on the host, and the other ranks wait until the group's timeout.
         """
         ranks, routings = self._ranks(), list[Routing]()
-        device, facts = self._device(), {TRAINED: 0}
+        device, facts = ranks[0].row_of_slot.device, {TRAINED: 0}
         call = Call(self.group, "count", device, facts, later=self.dispatcher.carry_failure)
         call.in_gather = dict.fromkeys(ROW_FACTS, 0)
         with call:
@@ -363,7 +363,7 @@ class MoE(StoredExperts):
         self._counts_alone |= not complete
         if self._expert_counts.device != loads.device:
             self._expert_counts = self._expert_counts.to(loads.device)
-        self._expert_counts[0 if complete else 1] += loads.sum(0)[: self.placement.num_routed]
+        self._expert_counts[0 if complete else 1] += loads.sum(0)[: self._expert_counts.shape[1]]
 
     def borrow(self, plan: Plan | None, chosen: Chosen) -> Borrowed | None:
         """Start to fetch the experts in the plan's spare slots; None if there are none."""

@@ -270,8 +270,9 @@ class StoredExperts(nn.Module):
 
     def _check_weights(self) -> None:
         """Raise ValueError if the Parameters of an owned rank are stale, replaced or changed by a wrapper."""
-        check_wrappers(self.group, self._ranks())
-        for rank, weights in zip(self.group.ranks, self._ranks(), strict=True):
+        ranks = self._ranks()
+        check_wrappers(self.group, ranks)
+        for rank, weights in zip(self.group.ranks, ranks, strict=True):
             weights.check(rank in self._replicated)
             if self.borrowing is not None:
                 self.borrowing.check(weights)

@@ -193,16 +193,17 @@ def run_experts(
     parts = []
     first = 0
     for g, group in enumerate(groups):
+        num_slots = group.num_slots
         # At least one place, so that no product has zero rows.
         places = None if max_copies is None else min(max(max_copies[g], 1), slots.numel())
-        grouping = group_copies(slots, first, group.num_slots, places)
+        grouping = group_copies(slots, first, num_slots, places)
         copies = gather_copies(rows, grouping)  # [C, H]
-        if group.num_slots:  # otherwise all copies are absent, but gradients of rows stay connected
+        if num_slots:  # otherwise all copies are absent, but gradients of rows stay connected
             to_inner, to_hidden = projections(group, rows.dtype)
             inner = activate(activation, to_inner(copies, grouping), grouping)  # [C, 2I] -> [C, I]
             copies = to_hidden(inner, grouping)  # [C, H]
         parts.append((copies, grouping))
-        first += group.num_slots
+        first += num_slots
     return weighted_sum(parts, weights, rows.dtype)  # [N, H]
 
 
@@ -319,9 +320,10 @@ def _check_arguments(
                 f"groups[{g}] must have the width and dtype of groups[0] ({hidden}, {dtype}), "
                 f"got {group.down.shape[1]}, {group.down.dtype}"
             )
+    dtypes: Sequence[torch.dtype] = (dtype,)
     if groups[0].quantised:
         check_no_gradients()
-    dtypes = DTYPES if groups[0].quantised else (dtype,)
+        dtypes = DTYPES
     if rows.dim() != 2 or rows.shape[1] != hidden or rows.dtype not in dtypes:
         names = " or ".join(map(str, dtypes))
         raise ValueError(f"rows must be [N, {hidden}] {names}, got {list(rows.shape)} {rows.dtype}")
