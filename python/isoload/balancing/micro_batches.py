@@ -218,13 +218,8 @@ class _Search:
         """Descend, then exchange sequences at random and descend again, KICKS times without a better assignment; False:
         out of time.
         """
-        end, best, peak, kicks = (
-            None if seconds is None else time.monotonic() + seconds,
-            self.batch,
-            np.inf,
-            0,
-        )
-        finished = True
+        end = None if seconds is None else time.monotonic() + seconds
+        best, peak, kicks, finished = self.batch, np.inf, 0, True
         while finished and kicks < KICKS and self.work < WORK and self.rule.num_batches > 1:
             finished = self._descend(rng, end)
             kicks += 1
