@@ -53,11 +53,14 @@ def resolve(words: list[str], model: Path) -> ServerArgs:
 def test_documented_launches_start(line: str, models: dict[str, Path]) -> None:
     words = launch_words(line.replace("…", LEFT_OUT))
     options = words[words.index("sglang.launch_server") + 1 :]
-    (model,) = [models[name] for name in models if name in options[options.index("--model-path") + 1]]
-    args = resolve(options, model)
-    assert args.ep_dispatch_algorithm in ("dynamic", "lp"), "isoload attaches to these"
-    if "--enable-eplb" in options:
-        assert (args.eplb_algorithm == "isoload") != ("ISOLOAD_MODE=shadow" in words)
+    path = options[options.index("--model-path") + 1]
+    named = [name for name in models if path == "MODEL" or name in path]
+    assert named, f"no configuration for {path}"
+    for name in named:
+        args = resolve(options, models[name])
+        assert args.ep_dispatch_algorithm in ("dynamic", "lp"), "isoload attaches to these"
+        if "--enable-eplb" in options:
+            assert (args.eplb_algorithm == "isoload") != ("ISOLOAD_MODE=shadow" in words)
 
 
 def test_all_pages_were_read() -> None:
