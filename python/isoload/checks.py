@@ -162,6 +162,17 @@ def values_readable(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu" or os.environ.get("ISOLOAD_CHECK") == "1"
 
 
+def parse_amount(name: str, text: str) -> float:
+    """Return the finite number of at least 0 that a text states."""
+    try:
+        amount = float(text)
+    except ValueError:
+        amount = -1.0
+    if not 0 <= amount < float("inf"):
+        raise ValueError(f"{name} must be a number of at least 0, got {shown(text)}")
+    return amount
+
+
 def check_whole_number(name: str, value: object) -> None:
     """Raise ValueError unless a value is an integer on the host; a bool is not."""
     if isinstance(value, bool) or not isinstance(value, Integral | torch.SymInt):

@@ -61,6 +61,16 @@ def parse_json(text: str, infinities: bool = False) -> Any:
         raise ValueError("is nested too deep") from None
 
 
+def parse_line(line: bytes) -> Any:
+    """Return the value of one line of JSON, of which at most MAX_LINE bytes were read."""
+    if len(line) == MAX_LINE:
+        raise ValueError(f"must have less than {MAX_LINE >> 20} MiB")
+    try:
+        return parse_json(line.decode())
+    except UnicodeDecodeError as error:
+        raise ValueError(f"is not text ({str(error)[:120]})") from None
+
+
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     content = dict(pairs)
     if len(content) < len(pairs):

@@ -234,6 +234,17 @@ def test_refused_routes() -> None:
             plans[which]
 
 
+def test_the_op_refuses_a_plan_of_other_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where the host reads no counts and the same op reports this."""
+    monkeypatch.setattr("isoload.balancing.known_routes.values_readable", lambda _tensor: False)
+    step = make_step()
+    plans = KnownRoutes(step.ids, step.placement).plans()
+    layer = Balancer(step.placement, 0, group=LocalGroup(step.placement.topology))
+    batch = layer.follow(step.layer_ids(1, 0), plans[0, 0], Call(layer.group))
+    with pytest.raises(ValueError, match="topk_ids must hold each expert as often as its share says"):
+        layer.route(batch)
+
+
 def test_refused_plans() -> None:
     step = make_step()
     group = LocalGroup(step.placement.topology)

@@ -313,7 +313,8 @@ def test_lines_that_are_no_text_or_above_the_limit_are_refused(tmp_path, monkeyp
     path.write_bytes(b'{"a": "\xff"}')
     with pytest.raises(ValueError, match=r"run.jsonl: line 1: is not text \("):
         read_trace(path)
-    monkeypatch.setattr("isoload.traces.statistics.MAX_LINE", 20)
+    for module in ("isoload.files", "isoload.traces.statistics"):
+        monkeypatch.setattr(f"{module}.MAX_LINE", 20)
     path.write_text('{"record_type": "eplb_load_stats"}')
     with pytest.raises(ValueError, match="run.jsonl: line 1: must have less than"):
         read_trace(path)

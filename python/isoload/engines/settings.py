@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from isoload.checks import parse_amount
 from isoload.engines.worth import RebalanceRule
 from isoload.placers import make_placer, parse_placer
 from isoload.policies import Policy, make_policy, parse_policy
@@ -136,7 +137,7 @@ class Settings:
         if loads is not None:
             _check_loads(loads, policy)
         _check_placer(placer)
-        report, stalled = _seconds(REPORT, environ), _seconds(STALLED, environ)
+        report, stalled = (parse_amount(v.name, _text(v, environ)) for v in (REPORT, STALLED))
         mode, record, switch = _text(MODE, environ), _text(RECORD, environ), _text(SWITCH, environ)
         _check_mode(mode, record, report, policy, switch)
         if mode == "shadow" and is_on(CHECK, environ):
@@ -303,14 +304,3 @@ def is_on(variable: Variable, environ: Mapping[str, str]) -> bool:
 
 def _text(variable: Variable, environ: Mapping[str, str]) -> str:
     return environ.get(variable.name, "").strip() or variable.default
-
-
-def _seconds(variable: Variable, environ: Mapping[str, str]) -> float:
-    text = _text(variable, environ)
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds < float("inf"):
-        raise ValueError(f"{variable.name} must be a number of at least 0, got {text!r}")
-    return seconds

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from isoload.analysis.judge import arrivals
 from isoload.balancing.planning import plan_layers
+from isoload.checks import parse_amount
 from isoload.online.metrics import Metrics
 from isoload.placement.placement import Placement
 from isoload.times.exchanges import DEFAULT_BANDWIDTHS, assumed_experts
@@ -24,11 +25,8 @@ from isoload.times.experts import ExpertTime
 
 log = logging.getLogger("isoload")
 MAX_COPIES = 2**30  # of a pass and layer, as plans accept them
-BYTES_PER_WEIGHT = {
-    torch.uint8: 0.5,
-    torch.int8: 1.0,
-    torch.int32: 0.5,
-}  # packed dtypes; others: their item size
+# Of packed dtypes; others have their item size.
+BYTES_PER_WEIGHT = {torch.uint8: 0.5, torch.int8: 1.0, torch.int32: 0.5}
 
 
 @dataclass(frozen=True)
@@ -54,18 +52,8 @@ class RebalanceRule:
             key, equals, value = (piece.strip() for piece in part.partition("="))
             if key not in ("gain_ms", "move_ms") or not equals or key in values:
                 raise ValueError(f"must be gain_ms=NUMBER,move_ms=NUMBER or move_ms=auto, got {text!r:.80}")
-            values[key] = None if (key, value) == ("move_ms", "auto") else _milliseconds(key, value)
+            values[key] = None if (key, value) == ("move_ms", "auto") else parse_amount(key, value)
         return cls(**values)  # type: ignore[arg-type]
-
-
-def _milliseconds(key: str, text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < float("inf"):
-        raise ValueError(f"{key} must be a number of at least 0, got {text!r:.40}")
-    return value
 
 
 class ExpertSize(NamedTuple):

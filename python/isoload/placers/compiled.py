@@ -32,7 +32,7 @@ def pack_slots(weight: Any, capacity: Any, dedup: bool, threads: int) -> Ints:
     weight, capacity = np.require(weight, np.float32, "C"), np.require(capacity, np.int32, "C")
     _need(weight.ndim == capacity.ndim == 2, "weight must be [L, E] and capacity [L, R]")
     (layers, experts), ranks, width = weight.shape, capacity.shape[1], int(capacity.max(initial=0))
-    _need_room(capacity, (layers, ranks), experts, experts if dedup else width)
+    _need_capacity(capacity, (layers, ranks), experts, experts if dedup else width)
     slots = np.full((layers, ranks, width), -1, dtype=np.int32)
     _call(LIBRARY, "eplb", weight, capacity, layers, experts, ranks, width, dedup, threads, slots)
     return slots
@@ -82,7 +82,7 @@ def search_slots(
     _need_shape("node", node, ranks)
     _need_shape("home", home, layers, experts)
     _need_shape("risks", risks, len(risks), layers, experts)
-    _need_room(capacity, (layers, ranks), experts, min(width, experts))
+    _need_capacity(capacity, (layers, ranks), experts, min(width, experts))
     _need(old is not None or other is not None or len(risks) > 0, "risks must be given without before")
     _need_valid("rival", other, capacity, experts, width)
     _need_valid("before", old, capacity, experts, width)
@@ -186,7 +186,7 @@ def _need_shape(name: str, array: Any, *shape: int) -> None:
     _need(array.shape == shape, f"{name} must be {list(shape)} for these loads and ranks")
 
 
-def _need_room(capacity: Ints, shape: tuple[int, int], experts: int, limit: int) -> None:
+def _need_capacity(capacity: Ints, shape: tuple[int, int], experts: int, limit: int) -> None:
     _need_shape("capacity", capacity, *shape)
     _need(((capacity >= 0) & (capacity <= limit)).all(), f"capacity must be in 0..{limit} on every rank")
     _need((capacity.sum(1) >= experts).all(), f"capacity must hold all {experts} experts")

@@ -34,12 +34,12 @@ def resized(rows: Slots, ranks: Sequence[int], width: int, loads: Floats, tick: 
     return filled
 
 
-def _kept(slots: Ints, room: int, width: int, experts: int) -> Ints:
-    """Return [R, S] the experts that stay, -1 elsewhere. ``room`` is the number of slots of the new group."""
+def _kept(slots: Ints, num_slots: int, width: int, experts: int) -> Ints:
+    """Return [R, S] the experts that stay, -1 elsewhere; the new group has num_slots slots, width per rank."""
     if slots.shape[1] > width:
         slots = _narrowed(slots, width, experts)
     copies = np.bincount(slots[slots >= 0], minlength=experts).astype(np.int32)
-    short = int((copies == 0).sum()) - (room - int((slots >= 0).sum()))
+    short = int((copies == 0).sum()) - (num_slots - int((slots >= 0).sum()))
     return _without_replicas(slots, copies, max(short, 0))
 
 

@@ -174,17 +174,17 @@ def replicate(layer: Layer, slots: int, local: int) -> list[tuple[int, int]]:
     """
     loads, target, ranks = layer.loads, layer.target, len(layer.loads)
     resident, owner = layer.first_slots() >= 0, layer.home // layer.size
-    room = (layer.slots.reshape(ranks, -1)[:, layer.size - slots :] < 0).sum(1) * layer.alive
+    free = (layer.slots.reshape(ranks, -1)[:, layer.size - slots :] < 0).sum(1) * layer.alive
     borrowed = list[tuple[int, int]]()
 
     def duplicate(rank: int, expert: int) -> None:
         resident[rank, expert] = True
-        room[rank] -= 1
+        free[rank] -= 1
         borrowed.append((rank, expert))
 
     for rank in range(ranks):
         wanted = np.where(resident[rank], 0, loads[rank])
-        for expert in np.argsort(-wanted, kind="stable")[: min(local, int(room[rank]))].tolist():
+        for expert in np.argsort(-wanted, kind="stable")[: min(local, int(free[rank]))].tolist():
             if wanted[expert]:
                 duplicate(rank, expert)
     remote = np.where(resident, 0, loads).sum(0)
@@ -198,7 +198,7 @@ def replicate(layer: Layer, slots: int, local: int) -> list[tuple[int, int]]:
             break
         hottest = np.where(owner == source, remote, 0)[by_home]
         expert = int(by_home[hottest.argmax()])
-        able = (room > 0) & ~resident[:, expert]
+        able = (free > 0) & ~resident[:, expert]
         taker = int(np.where(able, load, FULL).argmin())
         copies = int(loads[taker, expert])
         if not hottest.any() or not able[taker] or load[taker] + copies > target:
@@ -390,12 +390,12 @@ def llep_published(
     for expert in sorted(filter(counts.__getitem__, range(len(counts))), key=lambda e: -counts[e]):
         home, total, done = expert // per_rank, counts[expert], 0
         load[home] -= total
-        if room := max(0, capacity - load[home]):
-            done = assign(expert, home, 0, min(total, room))
+        if free := max(0, capacity - load[home]):
+            done = assign(expert, home, 0, min(total, free))
         helpers: list[int] = []
         while done < total:
             # The listing sorts for every chunk, the code once per expert unless its home rank took a part.
-            if rule == "paper" or room or not helpers:
+            if rule == "paper" or free or not helpers:
                 helpers = sorted((r for r in range(num_ranks) if r != home), key=load.__getitem__)
                 asked = iter(helpers)
             taker = next((r for r in asked if chunk(r, total - done)), None)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from isoload.files import MAX_EXPERTS, MAX_LINE, integer_rows, open_regular, parse_json
+from isoload.files import MAX_EXPERTS, MAX_LINE, integer_rows, open_regular, parse_line
 from isoload.traces.identity import Identity, spans
 from isoload.traces.record import Ints, check_bytes
 from isoload.traces.sglang import Record, distinct_ranks, join_tokens, whole_passes
@@ -139,12 +139,7 @@ def _read_rank(path: Path) -> RankTrace:
 
 
 def _record(line: bytes) -> dict[str, Any]:
-    if len(line) == MAX_LINE:
-        raise ValueError(f"must have less than {MAX_LINE >> 20} MiB")
-    try:
-        record = parse_json(line.decode())
-    except UnicodeDecodeError as error:
-        raise ValueError(f"is not text ({str(error)[:120]})") from None
+    record = parse_line(line)
     if not isinstance(record, dict) or record.get("stage") != STAGE:
         raise ValueError(f"stage must be {STAGE}, got {shown(record)}")
     return record

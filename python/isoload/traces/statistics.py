@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from isoload.files import MAX_EXPERTS, MAX_LINE, integer_rows, open_regular, parse_json, read_text
+from isoload.files import MAX_EXPERTS, MAX_LINE, integer_rows, open_regular, parse_json, parse_line, read_text
 from isoload.traces.identity import Identity, spans
 from isoload.traces.record import Ints, check_bytes, check_covered, counts_of_slots
 from isoload.traces.shadow import note_missing
@@ -134,12 +134,7 @@ def is_torn(line: bytes) -> bool:
 
 
 def _record(line: bytes) -> dict[str, Any]:
-    if len(line) == MAX_LINE:
-        raise ValueError(f"must have less than {MAX_LINE >> 20} MiB")
-    try:
-        record = parse_json(line.decode())
-    except UnicodeDecodeError as error:
-        raise ValueError(f"is not text ({str(error)[:120]})") from None
+    record = parse_line(line)
     kind = record.get("record_type") if isinstance(record, dict) else record
     if kind not in (META, STATS):
         raise ValueError(f"record_type must be {META} or {STATS}, got {shown(kind)}")
