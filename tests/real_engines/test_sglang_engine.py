@@ -232,7 +232,7 @@ def first_pass(folder: Path) -> int:
 
 
 def test_shadow_mode_says_what_it_would_give(shadow: EngineRun) -> None:
-    (line,) = shadow.lines("isoload: in shadow behind")
+    (line,) = shadow.lines("isoload: in shadow mode with")
     assert (
         "--ep-dispatch-algorithm dynamic, which chooses as without isoload: 1 of 1 passes is recorded, in 3 layers"
         in line

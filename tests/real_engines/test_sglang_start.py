@@ -199,9 +199,9 @@ def test_the_log_says_whose_counts(
         (
             {},
             {"ISOLOAD_LOADS": "gathered"},
-            "ISOLOAD_LOADS must be own behind .* got 'gathered'",
+            "ISOLOAD_LOADS must be own with .* got 'gathered'",
         ),
-        ({}, {"ISOLOAD_LOADS": "node"}, "where ranks without tokens join no gather .* got 'node'"),
+        ({}, {"ISOLOAD_LOADS": "node"}, "because ranks without tokens join no gather .* got 'node'"),
         (
             {},
             {"ISOLOAD_POLICY": "lp"},

@@ -177,7 +177,7 @@ def test_shadow_mode_is_stock_to_the_bit(stock: EngineRun, shadow: EngineRun) ->
             assert a.layer == b.layer and torch.equal(a.ids, b.ids) and torch.equal(a.slots, b.slots)
             assert torch.equal(a.table, b.table)
     assert balancedness(shadow) == balancedness(stock)
-    (line,) = shadow.lines("isoload: in shadow behind vLLM's EPLB")
+    (line,) = shadow.lines("isoload: in shadow mode with vLLM's EPLB")
     assert "1 of 1 passes is recorded, in 3 layers" in line and shadow.lines("isoload vLLM in shadow, decode")
 
 

@@ -46,7 +46,7 @@ def set_metadata(original: Original, value: Any, *args: Any, **kwargs: Any) -> N
         LAYERS.follow(value, "dynamic")
     elif LAYERS.settings.switch is not None:
         raise ValueError(
-            f"{SWITCH.name} must come with --ep-dispatch-algorithm dynamic, with isoload behind it, got {algorithm!r}"
+            f"{SWITCH.name} must come with --ep-dispatch-algorithm dynamic that isoload attached to, got {algorithm!r}"
         )
 
 

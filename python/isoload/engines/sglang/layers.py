@@ -196,8 +196,8 @@ class Layers(EngineLayers[Layer]):
             )
         if algorithm == "dynamic" and loads in JOINED_BY_ALL:
             raise ValueError(
-                f"{LOADS.name} must be own behind --ep-dispatch-algorithm dynamic over an all-to-all backend, "
-                f"where ranks without tokens join no gather (behind lp they do), got {loads!r}"
+                f"{LOADS.name} must be own with --ep-dispatch-algorithm dynamic over an all-to-all backend, "
+                f"because ranks without tokens join no gather there (with lp they do), got {loads!r}"
             )
         return loads
 
@@ -296,7 +296,7 @@ class Layers(EngineLayers[Layer]):
             )
             return
         stays = f"SGLang's --ep-dispatch-algorithm {algorithm}, which chooses as without isoload"
-        log.info(f"isoload: in shadow behind {stays}: {self.record.summary()}")
+        log.info(f"isoload: in shadow mode with {stays}: {self.record.summary()}")
         self.warn_unused({})
 
 

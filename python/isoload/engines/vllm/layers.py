@@ -147,7 +147,7 @@ class ModelLayers(EngineLayers[Layer]):
         self.measure(name, "engine", {})
         if not record.rank:
             stays = f"vLLM's EPLB of {state.model_name}, which chooses and rebalances as without isoload"
-            log.info(f"isoload: in shadow behind {stays}: {record.summary(len(layer_tokens))}")
+            log.info(f"isoload: in shadow mode with {stays}: {record.summary(len(layer_tokens))}")
             self.warn_unused({})
         return {i: Counted(record, i, tokens == "gathered") for i, tokens in layer_tokens.items()}
 
