@@ -6,8 +6,7 @@ Fairness ledger
 - Settings are not part of the fit: skewed routing (hot_experts, heat 1 to 6) with 128 and 512 tokens a rank, placed by
   `eplb` from one batch and measured on another of the same popularity.
 - Measured: wall time of a forward of `isoload.MoE` between barriers, of the slowest gloo process, median over rounds;
-  policies alternate. One torch thread for each process. A process needs a quiet core of its own: experts are fitted by
-  the time of their thread, so more processes than cores (--ranks) make every wall time longer than modelled.
+  policies alternate. One torch thread for each process. Processes may share cores: the fit is of wall time as well.
 - Modelled: the slowest rank's experts, dispatch, combine and the plan, one after the other; the middle of the range.
 
 Usage: python bench/bench_times.py [--ranks R] [--rounds N]     writes bench/results/bench_times.jsonl
@@ -16,7 +15,6 @@ Usage: python bench/bench_times.py [--ranks R] [--rounds N]     writes bench/res
 from __future__ import annotations
 
 import itertools
-import os
 import time
 from collections.abc import Callable
 from functools import partial
@@ -103,9 +101,7 @@ def ordered_pairs(rows: list[dict[str, Any]]) -> tuple[int, int]:
 def main() -> None:
     parser = command(__doc__)
     parser.add_argument("--rounds", type=int, default=15, help="forwards of a policy and setting")
-    parser.add_argument(
-        "--ranks", type=int, default=min(4, os.cpu_count() or 1), help="processes, one for each core"
-    )
+    parser.add_argument("--ranks", type=int, default=4, help="processes")
     asked = parser.parse_args()
     begin(__doc__)
     body, rows = partial(run_rank, ranks=asked.ranks, rounds=asked.rounds), []

@@ -6,7 +6,7 @@ A candidate is a placement with a number of added slots, and the policy that cho
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -76,6 +76,10 @@ def grid(max_slots: int, gathers: bool = True, nodes: int = 1) -> list[Candidate
     return [NOW, Candidate("eplb", 0, "none"), *replicated]
 
 
+Sent = NDArray[np.integer]  # [L, R, P] copies that each rank sends to each slot, in one batch
+Batch = Callable[[], Sent]  # computes them: large groups hold few batches at a time
+
+
 def placed(candidate: Candidate, judged: Judged, topology: Topology) -> Placement:
     slots = -(-judged.calibration.shape[-1] // topology.num_ranks) + candidate.more
     return place(judged.calibration, topology, slots, candidate.placer)
@@ -102,20 +106,14 @@ def sent(
     return share_routed(loads, plan_layers(loads, placement, policy), None)
 
 
-def sent_batches(candidate: Candidate, placement: Placement, judged: Judged) -> Iterator[NDArray[np.integer]]:
-    """Yield [L, R, P] copies that each rank sends to each slot, batch by batch."""
+def sent_batches(candidate: Candidate, placement: Placement, judged: Judged) -> list[Batch]:
+    """Return the copies of every judged batch, each computed when its element is called."""
     renewed = targets(candidate.split, torch.from_numpy(judged.calibration), placement)
 
-    def batch(seed: int) -> NDArray[np.integer]:
+    def batch(seed: int) -> Sent:
         return np.asarray(sent(candidate, judged.loads[seed], placement, renewed, seed).numpy())
 
-    if candidate.split != "dynamic":
-        yield from map(batch, range(len(judged.loads)))
-        return
-    with ThreadPoolExecutor(
-        2
-    ) as pool:  # most of the time of large groups is in its draws, which hold no lock
-        yield from pool.map(batch, range(len(judged.loads)))
+    return [partial(batch, seed) for seed in range(len(judged.loads))]
 
 
 def targets(split: str, counts: Tensor, placement: Placement) -> list[Tensor]:
@@ -385,7 +383,9 @@ def _whole(
     ones, with attention and the dense part spread evenly between them.
     """
     assert question.dense_ms is not None
-    batches = list(sent_batches(candidate, placements[candidate.placer, candidate.more], judged))
+    batches = [
+        batch() for batch in sent_batches(candidate, placements[candidate.placer, candidate.more], judged)
+    ]
     plan_us, gather_us = planning_us(candidate.split, question)
     layers, dense_s = question.model.layers, 1e-3 * question.dense_ms / question.model.layers
     totals: dict[str, Floats] = defaultdict(lambda: np.zeros(2))  # seconds at both ends
@@ -405,7 +405,7 @@ def _whole(
     return Step(ms, {**spans, "rebalance": (moving, moving)}, halved)
 
 
-def timeline_of(sent: NDArray[np.integer], question: Question) -> partial[Timeline]:
+def timeline_of(sent: Sent, question: Question) -> partial[Timeline]:
     """Return :func:`isoload.analysis.timeline.timeline` given the rows of sent [L, R, P]."""
     topology = question.topology
     rows, to_nodes = rows_by_size(sent, question.tokens, topology.num_ranks, topology.num_nodes)
@@ -441,18 +441,20 @@ def run(candidate: Candidate, judged: Judged, question: Question, placement: Pla
     return run_of(candidate, sent_batches(candidate, chosen, judged), question)
 
 
-def run_of(candidate: Candidate, batches: Iterable[NDArray[np.integer]], question: Question) -> Run:
-    """Return a candidate's run, given batches [L, R, P] of the copies that each rank sends to each slot."""
+def run_of(candidate: Candidate, batches: Iterable[Batch], question: Question) -> Run:
+    """Return a candidate's run. Two threads take the batches by turns: NumPy and torch release Python's lock."""
     topology = question.topology
-    copies, received, across, crossing = [], [], [], []
-    total = np.zeros((topology.num_ranks, topology.num_ranks))
-    for moved in batches:
-        copies.append(moved.sum(1).reshape(len(moved), topology.num_ranks, -1))
+
+    def counted(batch: Batch) -> tuple[Ints, Floats, Floats, float, Floats]:
+        moved = batch()
         rows, to_nodes = rows_by_size(moved, question.tokens, topology.num_ranks, topology.num_nodes)
-        received.append(rows.sum(1))
-        total += rows.sum(0)
-        across.append(_to_other_nodes(to_nodes, topology))
-        crossing.append(_crossing(moved, to_nodes, question))
+        copies = moved.sum(1).reshape(len(moved), topology.num_ranks, -1)
+        across = _to_other_nodes(to_nodes, topology)
+        return copies, rows.sum(1), rows.sum(0), across, _crossing(moved, to_nodes, question)
+
+    with ThreadPoolExecutor(2) as pool:
+        copies, received, totals, across, crossing = zip(*pool.map(counted, batches), strict=True)
+    total = np.sum(totals, axis=0)
     return Run(
         candidate, np.stack(copies), np.stack(received), total, float(np.mean(across)), np.stack(crossing)
     )
@@ -502,7 +504,7 @@ def _other_nodes(topology: Topology) -> NDArray[np.bool_]:
     return np.asarray(node_of_rank[:, None] != np.arange(topology.num_nodes))
 
 
-def _crossing(sent: NDArray[np.integer], to_nodes: Floats, question: Question) -> Floats:
+def _crossing(sent: Sent, to_nodes: Floats, question: Question) -> Floats:
     """Return [L, 2] rows of a token to other nodes, once for each node and once for each copy.
 
     Args:

@@ -122,7 +122,7 @@ def few_layers(candidate: Candidate, question: Question, judged: Judged, layers:
     """Return the first layers of the first judged batch, at the high end of every range; without dense_ms no dense
     part.
     """
-    sent = next(sent_batches(candidate, placed(candidate, judged, question.topology), judged))
+    sent = sent_batches(candidate, placed(candidate, judged, question.topology), judged)[0]()
     (_, plan), (_, gather) = planning_us(candidate.split, question)
     dense = 1e-3 * (question.dense_ms or 0.0) / question.model.layers
     step = timeline_of(sent[:layers], question)

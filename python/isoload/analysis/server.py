@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -181,8 +182,8 @@ def served_runs(recorded: Recorded, phase: Phase, question: Question) -> tuple[R
     number = min(JUDGED, len(phase.batches))
     chosen = [phase.batches[i * len(phase.batches) // number] for i in range(number)]
     return (
-        run_of(SERVED, (sent_by_rank(recorded, b) for b in chosen), question),
-        run_of(PLANNED, _planned(recorded, chosen), question),
+        run_of(SERVED, [partial(sent_by_rank, recorded, batch) for batch in chosen], question),
+        run_of(PLANNED, [partial(_planned, recorded, batch) for batch in chosen], question),
     )
 
 
@@ -198,12 +199,10 @@ def sent_by_rank(recorded: Recorded, batch: int) -> NDArray[np.integer]:
     return whole + (turn < remainder)
 
 
-def _planned(recorded: Recorded, batches: list[int]) -> Iterator[NDArray[np.integer]]:
-    for batch in batches:
-        placement, sent = recorded.placement(batch), sent_by_rank(recorded, batch)
-        table, experts = recorded.tables[recorded.table_of[batch]], recorded.trace.num_experts
-        loads = np.stack(
-            [counts_of_slots(table, slots, experts) for slots in sent.transpose(1, 0, 2)], axis=1
-        )
-        tensor = torch.from_numpy(loads.astype(np.int32))
-        yield share_routed(tensor, plan_layers(tensor, placement, "exact"), None).numpy()
+def _planned(recorded: Recorded, batch: int) -> NDArray[np.integer]:
+    """Return :func:`sent_by_rank` with the plan of `exact` in place of the engine's choice."""
+    placement, sent = recorded.placement(batch), sent_by_rank(recorded, batch)
+    table, experts = recorded.tables[recorded.table_of[batch]], recorded.trace.num_experts
+    loads = np.stack([counts_of_slots(table, slots, experts) for slots in sent.transpose(1, 0, 2)], axis=1)
+    tensor = torch.from_numpy(loads.astype(np.int32))
+    return np.asarray(share_routed(tensor, plan_layers(tensor, placement, "exact"), None).numpy())

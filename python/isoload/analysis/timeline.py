@@ -177,7 +177,7 @@ def rows_between(sent: NDArray[np.number[Any]], tokens: int, groups: int) -> Flo
 
 
 def rows_by_size(sent: NDArray[np.number[Any]], tokens: int, *sizes: int) -> list[Floats]:
-    """Return :func:`rows_between` for each number of groups."""
+    """Return :func:`rows_between` for each number of groups; each number divides the one before."""
     rows, largest = [np.empty((*sent.shape[:2], groups)) for groups in sizes], int(sent.max(initial=0))
     # Logarithms cost most. If copies are whole and few, they are computed once for each number of them.
     table = (
@@ -191,8 +191,8 @@ def rows_by_size(sent: NDArray[np.number[Any]], tokens: int, *sizes: int) -> lis
             grouped = missed.reshape(*result.shape[1:], -1)
             # NumPy adds fewer than 8 numbers in their order; adding columns takes a fifth of the time.
             few = grouped.shape[-1] < 8
-            summed = reduce(np.add, np.moveaxis(grouped, -1, 0)) if few else grouped.sum(-1)
-            result[layer] = -tokens * np.expm1(summed)
+            missed = reduce(np.add, np.moveaxis(grouped, -1, 0)) if few else grouped.sum(-1)
+            result[layer] = -tokens * np.expm1(missed)
     return rows
 
 
