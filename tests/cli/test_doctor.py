@@ -1,6 +1,7 @@
 """Doctor: every item says on or off and why, whatever the machine has."""
 
 import subprocess
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from isoload.cli import doctor, engines
 from isoload.cli.app import app
 from isoload.engines.settings import PLACEMENT, SGLANG, VLLM
 from isoload.transport import collective, deep_ep
+from support import measured_times
 
 NAMES = [
     "python", "torch", "isoload ops", "isoload CUDA ops", "CUDA device", "symmetric memory", "nvcc", "NCCL",
@@ -233,3 +235,22 @@ def test_transformers_takes_isoload_here():
     pytest.importorskip("transformers")
     found = item("transformers")
     assert found.on and "ep_implementation='isoload'" in found.detail
+
+
+def test_a_times_file_is_described(tmp_path: Path) -> None:
+    path = measured_times.written(tmp_path / "times.json", gpus=["a", "b", "c", "d"])
+    items = {item.name: item.detail for item in doctor.file_items([path])}
+    assert items == {
+        "times": "GPU, 4 ranks on 1 nodes, measured on an unknown date",
+        "experts": "64 x 32 bfloat16, isoload",
+        "speeds": "the fastest rank's experts are 10.0 % faster than the slowest's",
+        "GPUs": "a, b, c, d",
+    }
+    even = measured_times.written(tmp_path / "even.json", speeds=[1.0, 1.009, 1.0, 1.0])
+    items = {item.name: item.detail for item in doctor.file_items([even])}
+    assert items["speeds"].endswith(
+        "0.9 % faster than the slowest's: less than 1 %, so that engines and place ignore it"
+    )
+    old = measured_times.written(tmp_path / "old.json", version=0)
+    with pytest.raises(ValueError, match="has version 0, and this isoload reads version 1"):
+        doctor.file_items([old])

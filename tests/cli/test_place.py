@@ -16,6 +16,7 @@ from isoload.cli.place import near_line
 from isoload.placers import parse_placer
 from isoload.traces import Identity, Trace, write_trace
 from isoload.wording import saving
+from support import measured_times
 from support.documents import PLAIN
 from support.sglang_recording import EXPERTS, MOE, Recording
 
@@ -116,6 +117,32 @@ def test_only_scenario_starts_from_a_placement_or_keeps_to_a_budget(tmp_path):
     for more in (["--before", tmp_path / "a.json"], ["--expert-bytes", 8, "--replica-memory", 16]):
         assert run(*base, "-o", tmp_path / "b.json", "--force", *more).exit_code == 0
         assert isoload.read_placement(tmp_path / "b.json").provenance["placer"] == "scenario"
+
+
+def test_faster_ranks_get_more_load(trace, tmp_path):
+    args = [
+        "place",
+        trace,
+        "-o",
+        tmp_path / "p.json",
+        "--ranks",
+        4,
+        "--placer",
+        "scenario",
+        "--force",
+        "--times",
+    ]
+    found = {}
+    for name, speeds in (("even", [1.0, 1.009, 1.0, 1.0]), ("uneven", [1.0, 1.0, 1.0, 2.0])):
+        result = run(*args, measured_times.written(tmp_path / f"{name}.json", speeds=speeds))
+        assert result.exit_code == 0, result.output
+        found[name] = isoload.read_placement(tmp_path / "p.json").topology.speeds
+    assert found == {"even": None, "uneven": (1.0, 1.0, 1.0, 2.0)}
+    args[args.index("--ranks") + 1] = 2
+    message = error_of(*args, tmp_path / "uneven.json")
+    assert message.endswith(
+        "where 4 ranks have different speeds: run isoload measure on the ranks that will serve, or pass gpu"
+    )
 
 
 def test_a_file_of_several_traces_has_seen_each(trace, tmp_path):
@@ -443,7 +470,7 @@ def test_with_nodes_and_per_token_choices_place_prints_the_rows_that_near_saves(
         and f"; near {saving(low, high, 'ms')} a step" in " ".join(priced.stdout.split())
     )
     alone = run(*asked, "scenario", "--gpu", "h100", "--force")
-    assert "error: model must be given with gpu or times" in alone.output.replace("--", "")
+    assert "error: model must be given with gpu," in alone.output.replace("--", "")
     for placer, nodes in (("scenario:near=False", 2), ("scenario", 8)):
         plain = run(*asked, placer, "--ranks-per-node", nodes, "--force")
         assert plain.exit_code == 0 and "other nodes" not in plain.stdout

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -184,6 +185,20 @@ def test_times_of_other_gpus_are_refused(tmp_path: Path, monkeypatch: pytest.Mon
         ValueError, match="was measured on NVIDIA H200 but this rank has NVIDIA H100: run isoload"
     ):
         layers.place(torch.zeros(1, 4).int(), 1, isoload.Topology(4), torch.device("cuda"))
+
+
+def test_a_swapped_gpu_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = measured_times.written(tmp_path / "times.json", device="NVIDIA H100", gpus=["b", "a", "c", "d"])
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="a"))
+    layers = Layers()
+    layers.start(Settings.read({"ISOLOAD_TIMES": str(path)}))
+    with pytest.raises(
+        ValueError, match="has GPU b as rank 0 but this rank has GPU a: run isoload measure on these"
+    ):
+        layers.place(torch.zeros(1, 4).int(), 1, isoload.Topology(4), torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="b"))
+    layers.place(torch.zeros(1, 4).int(), 1, isoload.Topology(4), torch.device("cuda"))
 
 
 def test_a_slow_rank_counts_by_its_time() -> None:

@@ -52,6 +52,7 @@ def test_a_group_of_another_size_is_extrapolated_on_one_node_and_refused_on_more
             "exchange.dispatch must have a positive call and power, got 0 and 1",
         ),
         ({"speeds": [1.0]}, "speeds must be 4 positive numbers, one for each rank, got 1"),
+        ({"gpus": ["a", "b", "a", "c"]}, "gpus must be 4 different UUIDs, one for each rank, got"),
         ({"exchange": {"kernel": "x", "dispatch": [1, 2, 3, 4, 5]}}, "keys of exchange must have combine"),
         ({"exchange": {"kernel": "x", "dispatch": [1, 2], "combine": [1, 2]}}, "not enough values"),
     ],

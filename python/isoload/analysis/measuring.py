@@ -27,7 +27,7 @@ from isoload.balancing.own_counts import Loads
 from isoload.placers import place
 from isoload.times.exchanges import STEPS, AllToAllTime, Curve
 from isoload.times.experts import ExpertTime, kernel_us
-from isoload.times.file import Times
+from isoload.times.file import Times, gpu_uuid
 from isoload.topology import Topology
 from isoload.transport import CollectiveTransport, LocalTransport, Transport
 from isoload.transport.deep_ep import DeepEPDispatcher, DeepEPTransport, installed
@@ -187,6 +187,7 @@ def measure(machine: Machine, on_point: Progress = lambda done, total: None) -> 
     typical = float(np.median([point.us for point in points]))
     all_us = group.gather_objects("the ranks' speeds", typical)
     speeds = tuple(round(max(all_us) / us, 4) for us in all_us)
+    gpus = tuple(filter(None, group.gather_objects("the ranks' GPUs", gpu_uuid(machine.device))))
     exchange = choose_exchange(machine, max(exchanges, default=0))
     exchange_points = [
         [float(tokens), *time_exchange(machine, exchange.transport, tokens, step)] for tokens in exchanges
@@ -217,6 +218,7 @@ def measure(machine: Machine, on_point: Progress = lambda done, total: None) -> 
         plan_us,
         speeds,
         raw,
+        gpus,
     )
 
 

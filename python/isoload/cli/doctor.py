@@ -194,20 +194,34 @@ def print_file(items: Sequence[Item], console: Console) -> None:
 
 
 def file_items(paths: Sequence[Path]) -> list[Item]:
-    """Return the facts of placement files and records."""
+    """Return the facts of a times file, a placement file or records."""
     from isoload.cli.arguments import AS_FOUND, load_traces, record_facts
 
     file = paths[0]
-    if len(paths) > 1 or file.is_dir() or not holds_text(file):
-        facts = [record_facts(trace) for trace in load_traces(paths, AS_FOUND)]
-    else:
-        try:
-            facts = [placement_file_facts(file)]
-        except ValueError as error:
-            if "is no placement file" not in str(error) and "is not JSON" not in str(error):
-                raise
-            facts = [record_facts(trace) for trace in load_traces(paths, AS_FOUND)]
+    if len(paths) == 1 and not file.is_dir() and holds_text(file):
+        for facts_of, other_kinds in READERS:
+            try:
+                return [Item(label, True, text) for label, text in facts_of(file).items()]
+            except ValueError as error:
+                if not any(kind in str(error) for kind in other_kinds):
+                    raise
+    facts = [record_facts(trace) for trace in load_traces(paths, AS_FOUND)]
     return [Item(label, True, text) for record in facts for label, text in record.items()]
+
+
+def times_facts(path: Path) -> dict[str, str]:
+    """Return the facts of a times file by label."""
+    from isoload.times import load
+
+    times = load(path)
+    experts, spread = times.experts, max(times.speeds) / min(times.speeds) - 1
+    use = "" if times.rank_speeds else ": less than 1 %, so that engines and place ignore it"
+    date = times.software.get("date", "an unknown date")
+    return {
+        "times": f"{times.device}, {times.ranks} ranks on {times.nodes} nodes, measured on {date}",
+        "experts": f"{experts.hidden} x {experts.intermediate} {experts.dtype}, {experts.kernel}",
+        "speeds": f"the fastest rank's experts are {100 * spread:.1f} % faster than the slowest's{use}",
+    } | ({"GPUs": ", ".join(times.gpus)} if times.gpus else {})
 
 
 def placement_file_facts(path: Path) -> dict[str, str]:
@@ -233,6 +247,13 @@ def placement_file_facts(path: Path) -> dict[str, str]:
     return facts | ({f"Start {ENGINES[file_format]}": line} if line else {})
 
 
+# Each with the beginnings of the errors after which the file may be of another kind.
+READERS = (
+    (times_facts, ("is not a times file", "cannot be read")),
+    (placement_file_facts, ("is no placement file", "is not JSON")),
+)
+
+
 def holds_text(path: Path) -> bool:
     """Return whether a file is text and no archive of arrays."""
     from isoload.files import open_regular
@@ -245,7 +266,8 @@ def doctor(
     files: Annotated[
         list[Path] | None,
         typer.Argument(
-            metavar="[FILE...]", help="Placement file or record to describe instead of this machine."
+            metavar="[FILE...]",
+            help="Placement file, times file or record to describe instead of this machine.",
         ),
     ] = None,
     json: JsonTarget = None,
@@ -253,7 +275,7 @@ def doctor(
 ) -> None:
     """Check this machine: the libraries, devices and engines that isoload can use, and why it cannot use others.
 
-    With a FILE: describe a placement or a record: layers and their numbering, ranks, model, experts.
+    With a FILE: describe a placement or a record (layers and their numbering, ranks, model, experts), or a times file.
 
     Exit code 1 if a variable turns isoload on in an engine (ISOLOAD_SGLANG=1, ISOLOAD_VLLM=1) to which it cannot
     attach.

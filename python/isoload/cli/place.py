@@ -286,7 +286,10 @@ def place(
     ] = None,
     times: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="File of isoload measure with times of your GPUs; replaces --gpu."),
+        typer.Option(
+            metavar="FILE",
+            help="File of isoload measure with times of your GPUs; replaces --gpu. Faster ranks get more load.",
+        ),
     ] = None,
     tokens_per_rank: Annotated[
         int,
@@ -316,16 +319,20 @@ def place(
     if gpu is not None and times is not None:
         raise ValueError("gpu must be left out with times, which are of your GPUs")
     device = gpu if times is None else load(times)
-    if device is not None and model is None:
-        raise ValueError(
-            f"model must be given with gpu or times, whose experts are computed, got {gpu or times} alone"
-        )
+    if gpu is not None and model is None:
+        raise ValueError(f"model must be given with gpu, whose experts are computed, got {gpu} alone")
     check_format(file_format, output, "output")
     reading = Reading(stages, same_layers, allow_missing_ranks, first_moe_layer, model)
     loaded = load_traces(traces, reading)
     first = loaded[0]
     held_back = calibrate or strictest(first.num_batches, first.cluster)
-    topology = Topology(ranks, ranks_per_node, alive=without_lost(ranks, lost_rank))
+    speeds = None if device is None or isinstance(device, str) else device.rank_speeds
+    if speeds is not None and len(speeds) != ranks:
+        raise ValueError(
+            f"times must be of {ranks} ranks, got {times}, where {len(speeds)} ranks have different speeds: run "
+            "isoload measure on the ranks that will serve, or pass gpu"
+        )
+    topology = Topology(ranks, ranks_per_node, alive=without_lost(ranks, lost_rank), speeds=speeds)
     start, rival = (
         None if read is None else reading.stated(read).for_trace(first, option)
         for option, read in (

@@ -26,6 +26,7 @@ from isoload.online.weight_check import WeightCheck
 from isoload.ops import check_device
 from isoload.placement.placement import Placement
 from isoload.policies import Policy
+from isoload.times.file import gpu_uuid
 from isoload.topology import Topology
 from isoload.transport import CollectiveGroup, Group, LocalGroup
 from isoload.transport.group import checksum
@@ -141,14 +142,20 @@ class EngineLayers(ABC, Generic[AnyLayer]):
             device: where the engine routes.
 
         Raises:
-            ValueError: ISOLOAD_TIMES was measured on another kind of GPU.
+            ValueError: ISOLOAD_TIMES was measured on another kind of GPU, or on another GPU than this rank's.
         """
         if self.settings.times is not None and device.type == "cuda":
-            timed, name = measured(self.settings.times).device, torch.cuda.get_device_name(device)
-            if timed != name:
+            times, source = measured(self.settings.times), f"{TIMES.name}={self.settings.times}"
+            advice = f"run isoload measure on these GPUs, or unset {TIMES.name}"
+            name = torch.cuda.get_device_name(device)
+            if times.device != name:
                 raise ValueError(
-                    f"{TIMES.name}={self.settings.times} was measured on {timed} but this rank has {name}: run isoload "
-                    f"measure on these GPUs, or unset {TIMES.name}"
+                    f"{source} was measured on {times.device} but this rank has {name}: {advice}"
+                )
+            rank = self.engine_rank()
+            if times.gpus and times.gpus[rank] != (uuid := gpu_uuid(device)):
+                raise ValueError(
+                    f"{source} has GPU {times.gpus[rank]} as rank {rank} but this rank has GPU {uuid}: {advice}"
                 )
         self.tables, self._placements, self.device = tables.clone(), {}, device
         self._num_experts, self._topology = num_experts, topology

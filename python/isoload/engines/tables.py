@@ -19,8 +19,6 @@ from isoload.placers import PLACERS, parse_placer, place
 from isoload.times.file import Times, load
 from isoload.topology import Topology
 
-LEAST_SPREAD = 1.01  # of measured speeds: smaller differences are noise
-
 
 class ReplicaLists(NamedTuple):
     """A placement as EPLB's callers take it: three tables.
@@ -53,8 +51,7 @@ def engine_topology(num_ranks: int, num_nodes: int, times: str | None = None) ->
             f"{TIMES.name}={times} has the speeds of {len(speeds)} ranks but the engine has {num_ranks} "
             f"expert-parallel ranks: run isoload measure on these ranks, or unset {TIMES.name}"
         )
-    differ = times is not None and max(speeds) / min(speeds) >= LEAST_SPREAD
-    return Topology(num_ranks, per_node, speeds=tuple(speeds) if differ else None)
+    return Topology(num_ranks, per_node, speeds=None if times is None else measured(times).rank_speeds)
 
 
 @cache

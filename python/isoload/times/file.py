@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from isoload.files import check_keys, is_number, parse_json, read_text
 from isoload.times.exchanges import STEPS, AllToAllTime, Curve, LayerTime, other_size
@@ -18,6 +19,7 @@ FORMAT, VERSION, UNIT = "isoload times", 1, "microseconds"
 MOST_BYTES = 16 * 2**20
 NEW = "isoload measure writes a new one"
 PLANS = ("exact", "own", "node")  # names of the choice of replicas, as in isoload.analysis.advice.Candidate
+LEAST_SPREAD = 1.01  # of measured speeds: smaller differences are noise
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,7 @@ class Times:
     plan_us: by choice of replicas, microseconds of a layer until the slots of its copies are known, with the gather of
         loads; only measured choices.
     points: raw measurements, by kind.
+    gpus: [R] UUID of each rank's GPU; () where ranks have none.
     """
 
     device: str
@@ -43,7 +46,13 @@ class Times:
     plan_us: dict[str, float]
     speeds: tuple[float, ...]
     points: dict[str, list[list[float]]]
+    gpus: tuple[str, ...] = ()
     source: str = "given"
+
+    @property
+    def rank_speeds(self) -> tuple[float, ...] | None:
+        """Speeds of the ranks, or None if they differ by less than 1 %, which is noise."""
+        return self.speeds if max(self.speeds) / min(self.speeds) >= LEAST_SPREAD else None
 
     def layer(self, ranks: int, nodes: int, top_k: int) -> tuple[LayerTime, list[str]]:
         """Return the constants of a layer over a group, and sentences about those that were measured on another group.
@@ -120,6 +129,7 @@ class Times:
             "plan_us": self.plan_us,
             "speeds": list(self.speeds),
             "points": self.points,
+            "gpus": list(self.gpus),
         }
 
 
@@ -139,8 +149,14 @@ KEYS = {
     "plan_us",
     "speeds",
     "points",
+    "gpus",
 }
 CONSTANTS = {field.name for field in fields(ExpertTime)} - set(LEFT_OUT)
+
+
+def gpu_uuid(device: torch.device) -> str:
+    """Return the UUID of a GPU, "" for another device."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
 
 def load(path: str | Path) -> Times:
@@ -193,12 +209,26 @@ def _times(content: dict[str, Any], path: str) -> Times:
     speeds = tuple(_number("speeds", value) for value in content["speeds"])
     if len(speeds) != ranks or not all(speeds):
         raise ValueError(f"speeds must be {ranks} positive numbers, one for each rank, got {len(speeds)}")
+    gpus = tuple(map(str, content["gpus"]))
+    if gpus and (len(gpus) != ranks or len(set(gpus)) < ranks):
+        raise ValueError(f"gpus must be {ranks} different UUIDs, one for each rank, got {shown(list(gpus))}")
     move = content["move_us"]
     move_us = None if move is None else _number("move_us", move)
     software = {str(key): str(value) for key, value in content["software"].items()}
     exchanges = steps["dispatch"], steps["combine"]
     return Times(
-        device, software, ranks, nodes, experts, *exchanges, move_us, plan_us, speeds, content["points"], path
+        device,
+        software,
+        ranks,
+        nodes,
+        experts,
+        *exchanges,
+        move_us,
+        plan_us,
+        speeds,
+        content["points"],
+        gpus,
+        path,
     )
 
 
