@@ -24,7 +24,7 @@ import torch
 
 import isoload
 from isoload.analysis.advice import Question, advise
-from isoload.analysis.loads import judge_by
+from isoload.analysis.judge import judge_by
 from isoload.analysis.models import MODELS, layer_time
 from isoload.traces import Trace, read_trace
 from lib import table

@@ -26,7 +26,7 @@ import torch
 
 import isoload
 from isoload.analysis.advice import PLAN_US, Candidate, Question, advise
-from isoload.analysis.loads import judge_by
+from isoload.analysis.judge import judge_by
 from isoload.analysis.models import Model, layer_time
 from isoload.balancing.planning import plan
 from isoload.placement.placement import Placement

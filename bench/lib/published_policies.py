@@ -16,8 +16,8 @@ from isoload.placement.placed_layers import PlacedLayers
 from isoload.placement.placement import Placement
 from isoload.policies import POLICIES, register_policy
 from isoload.policies.base import Demand, Seeded, sampled_plan, sum_sources
+from isoload.policies.exact import LpPolicy
 from isoload.policies.grace import wished_parts
-from isoload.policies.lp import LpPolicy
 from isoload.policies.plan import Plan
 from isoload.policies.published import plan_affine
 

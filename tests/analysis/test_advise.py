@@ -28,11 +28,10 @@ from isoload.analysis.advice import (
     targets,
 )
 from isoload.analysis.details import flags, placeholders
-from isoload.analysis.loads import Judged, guessed_trace, judge_by
+from isoload.analysis.judge import Judged, guessed_trace, judge_by
 from isoload.analysis.models import MODELS, WEIGHT_BYTES, Model, find_model, layer_time
-from isoload.analysis.node_share import share_of_node
 from isoload.analysis.timeline import rows_between
-from isoload.balancing.planning import plan_layers
+from isoload.balancing.planning import plan_layers, share_of_node
 from isoload.cli.advise_output import verdict_lines
 from isoload.times import AllToAllTime, ExpertTime, LayerTime
 from isoload.times.exchanges import Curve

@@ -21,7 +21,7 @@ from isoload.analysis.advice import (
     step_ms,
 )
 from isoload.analysis.details import EXCHANGE, EXPERTS, PLANNING, TOKENS, by_tokens, scaled, sensitivity
-from isoload.analysis.loads import Judged, judge_by
+from isoload.analysis.judge import Judged, judge_by
 from isoload.analysis.models import Model, layer_times
 from isoload.times import AllToAllTime, ExpertTime, LayerTime
 from isoload.times.exchanges import Curve

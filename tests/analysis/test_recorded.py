@@ -10,7 +10,7 @@ import pytest
 
 import isoload
 from isoload.analysis.advice import PLAN_US, Candidate, Question, placed, saved_ms, step_ms
-from isoload.analysis.loads import judge_by
+from isoload.analysis.judge import judge_by
 from isoload.analysis.models import find_model, layer_time
 from isoload.analysis.rank_loads import read_recorded
 from isoload.analysis.server import imbalances, phases, sent_by_rank, served_runs, tokens_of, trace_of

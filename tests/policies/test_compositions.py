@@ -13,8 +13,7 @@ import isoload
 from isoload.balancing import planning
 from isoload.placement.placed_layers import MEMOS, own_layers, refreshing
 from isoload.policies import POLICIES, StaticPolicy, make_policy
-from isoload.policies.exact import ExactPolicy
-from isoload.policies.lp import LpPolicy
+from isoload.policies.exact import ExactPolicy, LpPolicy
 
 RANKS, EXPERTS, K, TOKENS = 4, 16, 3, 23
 TOPOLOGY = isoload.Topology(RANKS, ranks_per_node=2)

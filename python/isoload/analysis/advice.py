@@ -18,11 +18,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from isoload import ops
-from isoload.analysis.loads import Judged
+from isoload.analysis.judge import Judged
 from isoload.analysis.models import Model
-from isoload.analysis.node_share import share_of_node
 from isoload.analysis.timeline import ENDS, Floats, Timeline, rows_by_size, timeline
-from isoload.balancing.planning import plan_layers, share_routed
+from isoload.balancing.planning import plan_layers, share_of_node, share_routed
 from isoload.balancing.targets import offsets
 from isoload.placement.placement import Placement
 from isoload.placers import place

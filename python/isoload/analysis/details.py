@@ -20,7 +20,7 @@ from isoload.analysis.advice import (
     step_ms,
     timeline_of,
 )
-from isoload.analysis.loads import Judged
+from isoload.analysis.judge import Judged
 from isoload.analysis.timeline import Timeline
 from isoload.times import AllToAllTime, LayerTime
 from isoload.topology import Topology

@@ -11,8 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from isoload.analysis.advice import Advice, Answer, Candidate, Question, Run, Span, advise, run_of
-from isoload.analysis.judge import Floats, exact_imbalance, routed_imbalance
-from isoload.analysis.loads import JUDGED, Judged
+from isoload.analysis.judge import JUDGED, Floats, Judged, exact_imbalance, routed_imbalance
 from isoload.analysis.rank_loads import Recorded
 from isoload.balancing.planning import plan_layers, share_routed
 from isoload.placement.placement import Placement

@@ -15,7 +15,7 @@ from isoload.cli.tables import columns_of, page_table, write_out
 
 if TYPE_CHECKING:
     from isoload.analysis.advice import Advice, Question
-    from isoload.analysis.loads import Judged
+    from isoload.analysis.judge import Judged
     from isoload.analysis.models import Model
     from isoload.times import LayerTime, Times
     from isoload.topology import Topology
@@ -183,7 +183,7 @@ def _page(
     figures: dict[str, Any] | None = None,
 ) -> str:
     """Return the page's text. chosen: engine, GPU and kernel. first: sections ahead; figures: those of all sections."""
-    from isoload.analysis.loads import judge_by
+    from isoload.analysis.judge import judge_by
     from isoload.analysis.models import layer_times
     from isoload.cli.advise_output import (
         FIGURES,
@@ -363,7 +363,7 @@ def advise(
     to run.
     """
     from isoload.analysis.advice import Question
-    from isoload.analysis.loads import guessed_trace, judge_by
+    from isoload.analysis.judge import guessed_trace, judge_by
     from isoload.analysis.models import find_model
     from isoload.analysis.server import step_weights
     from isoload.cli.arguments import Reading, check_targets, load_trace

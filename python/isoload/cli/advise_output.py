@@ -20,7 +20,7 @@ from isoload.wording import between, saving, two_digits
 if TYPE_CHECKING:
     from isoload.analysis.advice import Advice, Question, Run, Span, Step
     from isoload.analysis.details import Saving
-    from isoload.analysis.loads import Judged
+    from isoload.analysis.judge import Judged
     from isoload.times import LayerTime
 
 

@@ -99,7 +99,7 @@ def near_ms(
 ) -> Span:
     """Return the milliseconds of a prefill step that the second placement saves, see advice.near_saves."""
     from isoload.analysis.advice import Question, near_saves
-    from isoload.analysis.loads import judge_by
+    from isoload.analysis.judge import judge_by
     from isoload.analysis.models import find_model, layer_time, measured_layer
 
     topology = placements[0].topology

@@ -181,7 +181,7 @@ def modelled(
     sentences about missing constants.
     """
     from isoload.analysis.advice import Question, saved_ms
-    from isoload.analysis.loads import judge_by
+    from isoload.analysis.judge import judge_by
     from isoload.analysis.models import find_model, layer_times, measured_layer
     from isoload.analysis.server import served_runs, step_weights, trace_of
     from isoload.cli.advise import phase_times

@@ -14,9 +14,15 @@ from isoload.policies.base import (
     sampled_plan,
 )
 from isoload.policies.borrowing import HedgePolicy, LibraPolicy, LlepPolicy, SpillCostPolicy
-from isoload.policies.exact import EvenPolicy, ExactActivePolicy, ExactPolicy, NonePolicy, StaticPolicy
+from isoload.policies.exact import (
+    EvenPolicy,
+    ExactActivePolicy,
+    ExactPolicy,
+    LpPolicy,
+    NonePolicy,
+    StaticPolicy,
+)
 from isoload.policies.grace import GracePolicy
-from isoload.policies.lp import LpPolicy
 from isoload.policies.published import DynamicPolicy, LpSampledPolicy, WaterfillSampledPolicy
 from isoload.policies.published_borrowing import LibraPublishedPolicy, LlepPublishedPolicy
 from isoload.policies.shared import JointPolicy, SharedLocalPolicy, WaterfillPolicy

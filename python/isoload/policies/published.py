@@ -19,7 +19,7 @@ from isoload.ops.results import LpSplit
 from isoload.placement.placed_layers import PlacedLayers
 from isoload.placement.placement import Placement
 from isoload.policies.base import Demand, Seeded, sample_seed, sampled_plan, sum_sources
-from isoload.policies.lp import LpPolicy, telemetry
+from isoload.policies.exact import LpPolicy, telemetry
 from isoload.policies.plan import Plan, SharedPlan
 from isoload.policies.shared import SharedPolicy, bound_with_shared, rank_copies
 from isoload.traces import read_trace
