@@ -11,6 +11,8 @@ Fairness ledger
   under that policy; "even" is max/mean where replicas share alike, as engines do. Means over layers and batches.
 - "rows_ratio" and "peak_ratio" are against the same placer with near=False in the same setting. The goals are this
   repository's own, and figures above them are marked LOSS. The mean over the settings is printed at the end.
+- Tokens: placed on the first N tokens of the first half in eight batches, judged on the second half: how many tokens
+  are enough. Both placers learn from the same tokens; "scenario" needs no per-token choices.
 - Times: 256 experts and 20,000 drawn tokens, 30,000 changes tried in each layer. CPU seconds of a layer, over 8 layers,
   because other work ran on the machine; two_cpus_58_layers_s is 58 times that over 2 CPUs, not a measured wall clock.
 
@@ -38,6 +40,7 @@ from lib.harness import command, read_results, write_results
 LAW, INTENT, SUMMARY = (f"dsv2lite_esft_{task}" for task in ("law", "intent", "summary"))
 GPT, OLMOE = "gptoss20b_decode_mmlu", "olmoe_mmlu_small"
 BATCHES, FEW = 8, 300
+TOKENS = (128, 256, 512, 1024, 2048, 4096, 8192)
 LAYERS = {26: (1, 7, 13, 19, 25), 24: (2, 8, 14, 20)}  # of DeepSeek-V2-Lite and gpt-oss-20b
 Ids = np.ndarray[Any, np.dtype[np.int32]]
 
@@ -143,6 +146,26 @@ def bench(setting: Setting, folder: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def bench_tokens(name: str, folder: Path) -> list[dict[str, Any]]:
+    """Rows and peak of placements that learn from few tokens up to half of the trace, on 4 nodes of 4 ranks."""
+    if (found := parts(Setting(name, None, 4, 4, 6), folder)) is None:
+        return []
+    seen, others, experts = found
+    rows = []
+    for number in (*(n for n in TOKENS if n < len(seen.topk_ids)), len(seen.topk_ids)):
+        sizes = np.array([len(part) for part in np.array_split(np.arange(number), BATCHES)])
+        learnt = Trace(seen.name, experts, topk_ids=seen.topk_ids[:number], tokens_per_batch=sizes)
+        figures = [
+            judge(isoload.place(learnt, isoload.Topology(16, 4), 6, "scenario", near=on), others, experts)
+            for on in (False, True)
+        ]
+        row: dict[str, Any] = {"trace": name, "tokens": number}
+        for placer, figure in zip(("scenario", "near"), figures, strict=True):
+            row |= {f"{placer}_{key}": value for key, value in figure.items()}
+        rows.append(row)
+    return rows
+
+
 def bench_time() -> dict[str, Any]:
     """CPU seconds of layers of 256 experts on 4 nodes of 8 ranks, for 20,000 tokens with 8 choices of drawn skew."""
     draw = np.random.default_rng(0)
@@ -174,12 +197,14 @@ def bench_time() -> dict[str, Any]:
 def main() -> None:
     parser = command(__doc__)
     parser.add_argument("--traces", type=Path, required=True, help="folder of npz traces")
-    parser.add_argument("--only", choices=("unseen", "times"), help="one table, written beside the other")
+    parser.add_argument(
+        "--only", choices=("unseen", "tokens", "times"), help="one table; the others stay as written"
+    )
     parser.add_argument("--write", action="store_true", help="bench/results/bench_near.jsonl")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     rows: list[dict[str, Any]] = []
-    if arguments.only != "times":
+    if arguments.only in (None, "unseen"):
         rows = [row for setting in SETTINGS for row in bench(setting, arguments.traces)]
         table.show_rows("unseen tokens", rows, "")
         halves = [row["rows_ratio"] for row in rows if "rows_ratio" in row and "half" in row["placed_on"]]
@@ -187,7 +212,11 @@ def main() -> None:
             f"rows against scenario's, mean of the settings placed on a half: {np.mean(halves):.3f} (goal 0.82)"
         )
         rows = [{"table": "unseen", **row} for row in rows]
-    if arguments.only != "unseen":
+    if arguments.only in (None, "tokens"):
+        learnt = [row for name in (LAW, SUMMARY) for row in bench_tokens(name, arguments.traces)]
+        table.show_rows("tokens to learn from", learnt, "")
+        rows += [{"table": "tokens", **row} for row in learnt]
+    if arguments.only in (None, "times"):
         times = bench_time()
         table.show_rows("times", [times], "")
         rows.append({"table": "times", **times})
