@@ -143,6 +143,17 @@ NEAR_TRACES = {
     "gptoss20b_decode_mmlu": "gpt-oss-20b",
     "olmoe_mmlu_small": "OLMoE",
 }
+NEAR_TOKENS: Columns = {
+    "trace": lambda row: {"law": "DeepSeek-V2-Lite, law", "summary": "DeepSeek-V2-Lite, summary"}[
+        row["trace"].rpartition("_")[2]
+    ],
+    "tokens recorded": "{tokens}",
+    "rows to other nodes": lambda row: (
+        f"{row['near_rows']:.2f} ({100 * (row['near_rows'] / row['scenario_rows'] - 1):.0f} %)"
+    ),
+    "peak, with `near`": "{near_peak:.3f}",
+    "peak, without": "{scenario_peak:.3f}",
+}
 NEAR: Columns = {
     "placed on": lambda row: (
         NEAR_TRACES[row["placed_on"].split(", ")[0]]
@@ -224,6 +235,10 @@ ROWS: dict[str, tuple[Columns, Callable[[], list[Row]]]] = {
     "place_moves": (MOVES, lambda: read("bench_place", "moves")),
     "place_groups": (GROUPS, lambda: read("bench_place", "groups")),
     "place_recorder": (RECORDER, lambda: read("bench_place", "recorder")),
+    "near_tokens": (
+        NEAR_TOKENS,
+        lambda: [r for r in read("bench_near", "tokens") if r["tokens"] not in (256, 4096)],
+    ),
     "place_near": (NEAR, lambda: read("bench_near", "unseen")),
     "place_grace": (
         GRACE,
