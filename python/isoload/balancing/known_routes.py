@@ -77,7 +77,7 @@ class KnownPlan:
         if planned.host is not placed.host or planned.layer != placed.layer:
             raise ValueError(
                 f"plan must be of the layer's placement and position, {placed.layer} of {placed.host!r}, got "
-                f"{planned.layer} of {planned.host!r}"
+                f"{planned.layer} of {planned.host!r}: pass layer.placement to KnownRoutes"
             )
         if self.loads.device != placed.home_slot.device:
             raise ValueError(f"plan must be on {placed.home_slot.device}, got {self.loads.device}")

@@ -250,7 +250,7 @@ class BlockExperts(nn.Module):
             chosen = replay.choices(len(hidden_states), top_k_index)
             return list(zip(chosen.tensor_split(parts), weights, strict=True))
 
-        return torch.cat(self.layer.run(rows, choose, None, replay.plan))
+        return torch.cat(self.layer._run(rows, choose, None, replay.plan))
 
     def __getattr__(self, name: str) -> Any:
         # torch.distributed.checkpoint looks up every key of a state among the modules
