@@ -140,19 +140,19 @@ class NumberedExperts(SequentialExperts):
 
     def __init__(self, experts: Any) -> None:
         self.module, self.count = experts, int(experts.num_local_experts)
-        found = dict(experts.named_parameters())
-        self.names = [name[:-1] for name in found if re.fullmatch(r".*[a-z_]0", name)]
+        parameters = dict(experts.named_parameters())
+        self.names = [name[:-1] for name in parameters if re.fullmatch(r".*[a-z_]0", name)]
         wanted = {f"{name}{i}" for name in self.names for i in range(self.count)}
-        if not self.names or found.keys() != wanted:
-            stray = next(iter(found.keys() ^ wanted), "none")
+        if not self.names or parameters.keys() != wanted:
+            stray = next(iter(parameters.keys() ^ wanted), "none")
             raise ValueError(
                 f"experts must have Parameters numbered 0..{self.count - 1} alone, as TEGroupedMLP has, got {stray} in "
                 f"a {type(experts).__name__}"
             )
 
     def weights(self, row: int) -> list[Tensor]:
-        found = dict(self.module.named_parameters())
-        return [found[f"{name}{row}"] for name in self.names]
+        parameters = dict(self.module.named_parameters())
+        return [parameters[f"{name}{row}"] for name in self.names]
 
     def run(self, copies: Tensor, ends: Sequence[int], stacks: Sequence[Tensor]) -> Tensor:
         begins, results = [0, *ends], []
@@ -163,8 +163,8 @@ class NumberedExperts(SequentialExperts):
                 self.count - last + first
             )
             weights = self._as_own([stack[first:last] for stack in stacks])
-            given = rows, torch.tensor(counts), rows.new_ones(len(rows))
-            results.append(functional_call(self.module, weights, given)[0])
+            inputs = rows, torch.tensor(counts), rows.new_ones(len(rows))
+            results.append(functional_call(self.module, weights, inputs)[0])
         return torch.cat([*results, copies[begins[-1] :]])
 
     def _as_own(self, stacks: Sequence[Tensor]) -> dict[str, Tensor]:
@@ -190,8 +190,8 @@ class StackedExperts(NumberedExperts):
 
     def weights(self, row: int) -> list[Tensor]:
         first, second = (getattr(self.module, name) for name in self.names)
-        own = first.view(self.count, self.width, -1), second.view(self.count, -1, self.width)
-        return [stack[row] for stack in own]
+        stacks = first.view(self.count, self.width, -1), second.view(self.count, -1, self.width)
+        return [stack[row] for stack in stacks]
 
     def _as_own(self, stacks: Sequence[Tensor]) -> dict[str, Tensor]:
         whole = [torch.cat([s, s.new_zeros(self.count - len(s), *s.shape[1:])]) for s in stacks]
