@@ -28,9 +28,9 @@ import numpy as np
 import torch
 
 import isoload
-from isoload.analysis.judge import even_imbalance, exact_imbalance
+from isoload.analysis.judge import ExpertSize, even_imbalance, exact_imbalance
 from isoload.engines.tables import lay_out, placement_of
-from isoload.engines.worth import ExpertSize, NewMaps, RebalanceRule
+from isoload.engines.worth import NewMaps, RebalanceRule
 from isoload.online import Rebalancer, Recorder
 from isoload.online.metrics import Metrics
 from isoload.times.exchanges import DEEPSEEK_V3_FP8

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 import isoload
+from isoload.analysis.judge import ExpertSize
 from isoload.engines.tables import check_placer, keep_slots
 from isoload.engines.vllm.layers import MODELS
 from isoload.engines.vllm.placement import rebalance
-from isoload.engines.worth import ExpertSize, NewMaps, RebalanceRule
+from isoload.engines.worth import NewMaps, RebalanceRule
 from isoload.online.metrics import Metrics
 
 EXPERTS, RANKS, SIZE, LAYERS = 16, 4, 6, 3

@@ -12,10 +12,11 @@ import pytest
 import torch
 
 import isoload
+from isoload.analysis.judge import ExpertSize
 from isoload.engines.layers import EngineLayers
 from isoload.engines.settings import Settings
 from isoload.engines.tables import engine_topology, lay_out, placement_of
-from isoload.engines.worth import ExpertSize, NewMaps, RebalanceRule
+from isoload.engines.worth import NewMaps, RebalanceRule
 from isoload.online.metrics import Metrics
 from isoload.times import ExpertTime
 from support import measured_times

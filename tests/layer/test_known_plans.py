@@ -198,7 +198,7 @@ def no_plan(rank: int, plans: Any, step: Step) -> tuple[Any, Tensor, int]:
 
 
 FAULTS: dict[str, Callable[..., Any]] = {
-    "checksum of the plan's loads must be the same on all ranks": other_micro_batch,
+    "checksum of the plan must be the same on all ranks": other_micro_batch,
     r"rank 1 has \d+ copies of expert \d+, the plan was made for|rank 1 failed in stage count": other_rows,
     "must be one of KnownRoutes.plans\\(\\), got str|rank 1 failed in stage count": no_plan,
 }
@@ -222,20 +222,20 @@ def test_all_ranks_raise(message: str, capacity: int | None) -> None:
         assert last.startswith("ValueError: ") and re.search(message, last), outcome.error
 
 
-def test_a_stack_takes_no_plan() -> None:
+def test_a_stack_that_predicts_takes_no_plan() -> None:
     step = make_step()
     layers = layers_of(step, LocalTransport(step.placement.topology), policy="llep")
     plans = KnownRoutes(step.ids, step.placement).plans("llep")
     stack = isoload.LibraStack(layers, None)
-    with torch.no_grad(), pytest.raises(ValueError, match="layer of a LibraStack, got a plan: close"):
+    with torch.no_grad(), pytest.raises(ValueError, match="plan needs a LibraStack with predict='known'"):
         run(layers[0], step, 0, plans[0, 0])
     stack.close()
     run(layers[0], step, 0, plans[0, 0])
 
 
 @pytest.mark.parametrize("capacity", [None, 16])
-@pytest.mark.parametrize("policy", ["exact", "llep"])
-def test_the_host_waits_for_row_counts_alone(policy: str, capacity: int | None) -> None:
+@pytest.mark.parametrize(("policy", "stack"), [("exact", False), ("llep", False), ("llep", True)])
+def test_the_host_waits_for_row_counts_alone(policy: str, stack: bool, capacity: int | None) -> None:
     """On a fake GPU: plans are made without a wait, and the step waits for dispatch's split sizes or not at all."""
     step = make_step()
     topology, how = step.placement.topology, POLICIES[policy]
@@ -258,9 +258,12 @@ def test_the_host_waits_for_row_counts_alone(policy: str, capacity: int | None) 
             [torch.zeros(gate.shape, device="cuda") for gate in gates],
         )
         rows, gates = rest
-        layer = MoE(no_gate, dense, transport, step.placement, policy=policy, **how)
+        layers = [MoE(no_gate, dense, transport, step.placement, i, policy, **how) for i in range(LAYERS)]
         device = dense.down.device
-        layer.balancer._own[device] = layer.balancer.placed_on(device)
+        for layer in layers:
+            layer.balancer._own[device] = layer.balancer.placed_on(device)
+        if stack:
+            isoload.LibraStack(layers, "known")
         routes = [
             [torch.zeros(ids.shape, dtype=torch.int64, device="cuda") for ids in of_ranks]
             for of_ranks in step.ids
@@ -268,13 +271,14 @@ def test_the_host_waits_for_row_counts_alone(policy: str, capacity: int | None) 
         with patch.object(KnownRoutes, "_set", set_loads):
             known = KnownRoutes(routes, step.placement)
         host.waits.clear()
-        plan = known.plans(policy, **how)[0, 0]
+        plans = known.plans(policy, **how).layers(0)
         # The placement's tables, which no cache may hold while tensors are fake
         assert all(wait.startswith("copy cpu to cuda in placement/") for wait in host.waits), host.waits
         for _ in range(2):
             host.waits.clear()
-            layer.compute(rows, [ids[:, 0] for ids in routes[0]], gates, plan=plan)
-        assert short((host.waits, 0))[0] == wanted(capacity)[0]
+            for i, layer in enumerate(layers):
+                layer.compute(rows, [ids[:, i] for ids in routes[0]], gates, plan=plans[i])
+        assert short((host.waits, 0))[0] == wanted(capacity)[0] * LAYERS
 
 
 def set_loads(known: KnownRoutes, loads: Tensor) -> None:

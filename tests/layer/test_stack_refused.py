@@ -135,7 +135,7 @@ REFUSED: dict[str, Refused] = {
     ),
     "name": (
         lambda: LibraStack(layers(), "best"),
-        "predict must be lookahead, last or a Predictor, got 'best'",
+        "predict must be lookahead, last, known or a Predictor, got 'best'",
     ),
     "no ahead": (
         lambda: LibraStack(layers(policy="exact"), "last"),
@@ -197,7 +197,7 @@ REFUSED: dict[str, Refused] = {
     ),
     "slots for nobody": (
         lambda: LibraStack(layers(), None, slots=1),
-        "slots must be None where predict is, got 1",
+        "slots must be None where predict is None, got 1",
     ),
     "auto": (
         lambda: LibraStack(layers(), "last", slots="auto"),

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core.transformer.moe.router_replay import RouterReplayAction
 from megatron_on_cpu import EXPERTS, HIDDEN, join, make_layer
 
 import isoload
 from isoload.engines import megatron
 from isoload.engines.megatron import chosen_experts
-from support.processes import run_ranks
+from support.processes import rank_outcomes, run_ranks
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "llep": {"min_chunk": 1, "threshold": 1.0},
@@ -82,6 +84,123 @@ def body(rank: int, ranks: int, policy: str, stock: str, tokens: int, options: d
         bytes_["borrow"],
         bytes_["borrowed gradients"],
     )
+
+
+class Numbered(torch.nn.Module):
+    """A stand-in with TEGroupedMLP's Parameters: linear_fc1.weight{i} [F, H], linear_fc2.weight{i} [H, I]."""
+
+    def __init__(self, experts: Any) -> None:
+        super().__init__()
+        self.tp_group, self.num_local_experts = experts.tp_group, len(experts.local_experts)
+        self.linear_fc1, self.linear_fc2 = torch.nn.Module(), torch.nn.Module()
+        for i, expert in enumerate(experts.local_experts):
+            for name in ("linear_fc1", "linear_fc2"):
+                weight = torch.nn.Parameter(getattr(expert, name).weight.detach().clone())
+                getattr(self, name).register_parameter(f"weight{i}", weight)
+
+    def pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """[H, F] and [I, H] of every expert."""
+        numbers = range(self.num_local_experts)
+        return [
+            (getattr(self.linear_fc1, f"weight{i}").T, getattr(self.linear_fc2, f"weight{i}").T)
+            for i in numbers
+        ]
+
+    def forward(self, rows: torch.Tensor, counts: torch.Tensor, probs: torch.Tensor) -> Any:
+        assert counts.device.type == "cpu" and int(counts.sum()) == len(rows) == len(probs)
+        outputs = []
+        for part, (first, second) in zip(rows.split(counts.tolist()), self.pairs(), strict=True):
+            gate, up = (part @ first).chunk(2, dim=-1)
+            outputs.append(torch.nn.functional.silu(gate) * up @ second)
+        return torch.cat(outputs) * probs.unsqueeze(-1), None
+
+
+class Stacked(Numbered):
+    """A stand-in with GroupedMLP's Parameters: weight1 [H, experts * F] and weight2 [experts * I, H]."""
+
+    def __init__(self, experts: Any) -> None:
+        super().__init__(experts)
+        stacks = [torch.stack(weights) for weights in zip(*self.pairs(), strict=True)]
+        self.weight1 = torch.nn.Parameter(stacks[0].detach().contiguous().view(HIDDEN, -1))
+        self.weight2 = torch.nn.Parameter(stacks[1].detach().contiguous().view(-1, HIDDEN))
+        del self.linear_fc1, self.linear_fc2
+
+    def pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        if not hasattr(self, "weight2"):
+            return super().pairs()
+        count = self.num_local_experts
+        stacks = self.weight1.view(count, HIDDEN, -1), self.weight2.view(count, -1, HIDDEN)
+        return list(zip(*stacks, strict=True))
+
+
+def grouped(rank: int, ranks: int, kind: type[Numbered]) -> tuple[int, int]:
+    """Megatron's dispatcher and isoload's over the same grouped experts; the last layer replays routes by plans."""
+    join(ranks)
+    rows = torch.randn(12, 2, HIDDEN, generator=torch.Generator().manual_seed(rank))
+    made = []
+    for replays in (False, False, True):
+        layer = make_layer("alltoall", ranks, moe_enable_routing_replay=replays)
+        layer.experts = kind(layer.experts)
+        made.append(layer)
+    expected, ids = train(made[0], rows, 1), []
+    (dispatcher,) = megatron.balance(made[1], "llep", spare_slots=6, **OPTIONS["llep"])
+    preprocess = dispatcher.dispatch_preprocess
+
+    def noted(*args: Any) -> Any:
+        found = preprocess(*args)
+        ids.append(dispatcher._ids.unsqueeze(1))
+        return found
+
+    dispatcher.dispatch_preprocess = noted
+    got = [train(made[1], rows, 1)]
+    (known,) = megatron.balance(made[2], "llep", spare_slots=6, **OPTIONS["llep"])
+    routes = isoload.KnownRoutes([[ids[0]], [ids[1]]], known.balancer.placement, group=known.group)
+    plans, gathered = routes.plans("llep", **OPTIONS["llep"]), known.group.traffic.bytes["gather"]
+    forward, batches, replay = made[2].forward, iter(range(2)), made[2].router.router_replay
+    replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+
+    def planned(*args: Any, **kwargs: Any) -> Any:
+        batch = next(batches)
+        replay.set_target_indices(ids[batch].squeeze(1))
+        known.plan = plans[batch, 0]
+        return forward(*args, **kwargs)
+
+    made[2].forward = planned
+    got.append(train(made[2], rows, 1))
+    assert known.group.traffic.bytes["gather"] == gathered
+    for result in got:
+        for name, value in expected.items():
+            torch.testing.assert_close(
+                result[name], value, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
+            )
+    return dispatcher.group.traffic.bytes["borrow"], known.group.traffic.bytes["borrow"]
+
+
+def recomputed(rank: int) -> None:
+    join(2)
+    layer, rows = make_layer("alltoall", 2), torch.randn(12, 2, HIDDEN)
+    (dispatcher,) = megatron.balance(layer, "llep", **OPTIONS["llep"])
+    layer(rows)
+    routes, placement = [[dispatcher._ids.unsqueeze(1)]], dispatcher.balancer.placement
+    dispatcher.plan = isoload.KnownRoutes(routes, placement, group=dispatcher.group).plans()[0, 0]
+    with patch("isoload.engines.megatron.in_backward", lambda: rank == 1):
+        layer(rows)
+
+
+def test_recomputation_by_a_plan_is_refused_on_all_ranks() -> None:
+    first, second = rank_outcomes(recomputed, 2, group_timeout=20.0)
+    assert first.error is not None and "rank 1 failed" in first.error
+    assert (
+        second.error is not None
+        and "plan must be None for layers that a checkpoint recomputes" in second.error
+    )
+
+
+@pytest.mark.parametrize(("ranks", "kind"), [(2, Numbered), (2, Stacked), (4, Numbered), (4, Stacked)])
+def test_grouped_experts_and_plans_made_ahead(ranks: int, kind: type[Numbered]) -> None:
+    found = run_ranks(grouped, ranks, ranks, kind)
+    gathered, known = (sum(sent[i] for sent in found) for i in (0, 1))
+    assert gathered == known > 0
 
 
 @pytest.mark.parametrize("stock", ["alltoall", "allgather"])
@@ -163,7 +282,7 @@ def test_what_is_refused() -> None:
             "moe_apply_probs_on_input must be False, got True",
             "fp8 must be None, got 'e4m3'",
             "transformer_impl must not replace token dispatchers as its inference runs, got 'inference_optimized'",
-            "experts must be a SequentialMLP, got a Identity",
+            "experts must be a SequentialMLP, TEGroupedMLP or GroupedMLP, got a Identity",
         ]
     )
     assert "as home experts of rank 0, got" in first[7]

@@ -54,7 +54,12 @@ class Step:
 
 
 def make_step(
-    repeats: bool = False, spare: int = 2, replicas: int = 1, num_shared: int = 0, seed: int = 0
+    repeats: bool = False,
+    spare: int = 2,
+    replicas: int = 1,
+    num_shared: int = 0,
+    seed: int = 0,
+    layers: int = LAYERS,
 ) -> Step:
     """Skewed choices with masked copies and a masked row; repeats: tokens choose experts twice."""
     draw = torch.Generator().manual_seed(seed)
@@ -63,15 +68,15 @@ def make_step(
     for sizes in TOKENS:
         of_ranks = []
         for size in sizes:
-            chosen = torch.multinomial(popular.expand(max(size, 1) * LAYERS, -1), K, repeats, generator=draw)
-            rows = chosen.view(-1, LAYERS, K)[:size]
+            chosen = torch.multinomial(popular.expand(max(size, 1) * layers, -1), K, repeats, generator=draw)
+            rows = chosen.view(-1, layers, K)[:size]
             rows[torch.rand(rows.shape, generator=draw) < 0.1] = -1
             rows[-1:] = -1
             of_ranks.append(rows)
         ids.append(of_ranks)
     topology = isoload.Topology(RANKS, 2)
     placement = isoload.place(
-        popular.expand(LAYERS, -1) ** torch.tensor([[1.0], [0.5]]),
+        popular.expand(layers, -1) ** torch.linspace(1, 0.5, layers).unsqueeze(1),
         topology,
         slots_per_rank=EXPERTS // RANKS + replicas + num_shared + spare,
         spare_slots=spare,
@@ -81,6 +86,6 @@ def make_step(
     experts = EXPERTS + num_shared
     dense = [
         ExpertWeights.random(experts, HIDDEN, HIDDEN, generator=draw, dtype=torch.float64)
-        for _ in range(LAYERS)
+        for _ in range(layers)
     ]
     return Step(ids, placement, dense)

@@ -1,13 +1,14 @@
 """Imbalance of a placement's ranks on counts, with copies spread evenly over replicas or split exactly.
 
 Placements are made from one part of a trace's batches and judged on another, as each rank would hold its own tokens.
+:func:`pass_ms` and :func:`move_ms` are the milliseconds that decide whether a new placement pays.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,6 +19,8 @@ from isoload.analysis.models import Model
 from isoload.balancing.planning import plan_layers
 from isoload.placement.placement import Placement
 from isoload.placers.base import rank_loads
+from isoload.times.exchanges import DEFAULT_BANDWIDTHS
+from isoload.times.experts import ExpertTime
 from isoload.topology import over_mean
 from isoload.traces import Trace
 
@@ -26,6 +29,9 @@ Ints = np.ndarray[Any, np.dtype[np.integer[Any]]]
 
 MAX_BATCH = 2**31  # largest number of copies of a layer in one batch that a plan may have
 JUDGED = 8  # batches: more change a mean little
+MAX_COPIES = 2**30  # of a pass and layer, as plans accept them
+# Of packed dtypes; others have their item size.
+BYTES_PER_WEIGHT = {torch.uint8: 0.5, torch.int8: 1.0, torch.int32: 0.5}
 
 
 def even_imbalance(placement: Placement, counts: Ints) -> Floats:
@@ -271,3 +277,52 @@ def _below(share: np.ndarray, limit: float) -> np.ndarray:
         if scaled[0] <= limit:
             return np.concatenate([np.full(n, limit), scaled])
     return np.full(len(share), 1 / len(share))
+
+
+class ExpertSize(NamedTuple):
+    """Weights of one expert in one layer: bytes as stored, scales included, and the number of weights."""
+
+    num_bytes: int
+    num_weights: int
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor]) -> ExpertSize:
+        """Return the size of an expert from a layer's stacks [slots, ...]; its matrices are the two largest."""
+        sizes = sorted((t.nbytes // len(t), BYTES_PER_WEIGHT.get(t.dtype, t.element_size())) for t in tensors)
+        return cls(
+            sum(size for size, _ in sizes), int(sum(size / per_weight for size, per_weight in sizes[-2:]))
+        )
+
+
+class Worth(NamedTuple):
+    """What a new placement saves, and what moving its experts takes, in milliseconds."""
+
+    gain_ms: float
+    move_ms: float
+
+
+def pass_ms(loads: Tensor, placement: Placement, policy: str, experts: ExpertTime) -> float:
+    """Return the milliseconds of the slowest rank's experts in one pass, summed over the layers.
+
+    Args:
+        loads: [L, E] or, per source rank, [L, R, E] copies.
+        placement: of these layers.
+        policy: divides the copies of an expert over its replicas.
+        experts: times of a rank's experts.
+    """
+    loads = loads // (int(loads.flatten(1).sum(-1).max()) // MAX_COPIES + 1)
+    quota = plan_layers(loads.int().cpu(), placement, policy).quota
+    assert quota is not None
+    topology = placement.topology
+    seconds = experts.seconds(quota.view(len(quota), topology.num_ranks, -1).numpy())  # [L, R]
+    if topology.speeds is not None:
+        seconds = seconds / np.asarray(topology.speeds)
+    return float(1e3 * seconds.max(-1).sum())
+
+
+def move_ms(before: Placement, after: Placement, num_bytes: int) -> float:
+    """Return the milliseconds in which the busiest rank receives its new experts of all layers, of num_bytes each."""
+    topology = before.topology
+    near, far = topology.bandwidths or DEFAULT_BANDWIDTHS
+    bandwidth = near if topology.ranks_per_node == topology.num_ranks else far
+    return float(int(arrivals(before, after).sum(0).max()) * num_bytes / bandwidth / 1e6)

@@ -315,7 +315,7 @@ class Balancer:
             batch.send_counts = None if plan.send_counts is None else [plan.send_counts]
         return batch
 
-    def follow(self, topk_ids: list[Tensor], plan: KnownPlan, call: Call) -> Gathered:
+    def follow(self, topk_ids: list[Tensor], plan: KnownPlan | None, call: Call) -> Gathered:
         """Count the batch and take a plan that was made ahead, without a gather. All ranks call it together.
 
         Args:
@@ -340,9 +340,10 @@ class Balancer:
             plan.check(counted, self.ranks)
             rows = [rank.counts for rank in counted]
             self._record(rows, counted[0].ids)
-        call.facts = {**self.facts, "checksum of the plan's loads": getattr(plan, "number", 0), **call.facts}
+        call.facts = {**self.facts, "checksum of the plan": getattr(plan, "number", 0), **call.facts}
         if call.failure is not None:
             call.stop()
+        assert plan is not None
         step = self._step(plan.loads.device)
         chosen = replace(chosen, step=step) if self._draws else chosen
         self.last_plan, self.last_loads = chosen, plan.loads

@@ -23,7 +23,7 @@ from isoload.policies import Policy, make_policy
 from isoload.policies.plan import Plan
 from isoload.traces import Trace
 from isoload.traces.identity import Identity, matching_rows
-from isoload.transport import Group
+from isoload.transport import Group, checksum
 
 SPREAD = 0x9E3779B1  # odd: spreads the weights of a checksum over 31 bits
 DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -36,14 +36,23 @@ class KnownPlan:
 
     plan      of the layer, in the placement for which it was made
     loads     [R, E] int32 copies for which it was made
-    number    checksum of the loads, which all ranks compare
+    number    checksum of the loads and of all plans of the step, which all ranks compare
     rank      source rank whose send_counts are in the plan; None: they are computed when copies are routed
+    step      the plans of the step
+    place     micro-batch, and position of the layer in the placement
     """
 
     plan: Plan
     loads: Tensor
     number: int
-    rank: int | None = None
+    rank: int | None
+    step: KnownPlans
+    place: tuple[int, int]
+
+    def near(self, layer: int, batches: int = 0) -> KnownPlan | None:
+        """Return the plan of another layer, some micro-batches later; None if the step has no such micro-batch."""
+        batch = self.place[0] + batches
+        return self.step[batch, layer] if batch < len(self.step.routes.loads) else None
 
     def check(self, counted: Sequence[Counted], ranks: Sequence[int]) -> None:
         """Raise ValueError if the owned ranks' rows are not those of the plan; on CUDA only under ISOLOAD_CHECK=1."""
@@ -68,7 +77,7 @@ class KnownPlan:
         if planned.host is not placed.host or planned.layer != placed.layer:
             raise ValueError(
                 f"plan must be of the layer's placement and position, {placed.layer} of {placed.host!r}, got "
-                f"{planned.layer} of {planned.host!r}"
+                f"{planned.layer} of {planned.host!r}: pass layer.placement to KnownRoutes"
             )
         if self.loads.device != placed.home_slot.device:
             raise ValueError(f"plan must be on {placed.home_slot.device}, got {self.loads.device}")
@@ -80,6 +89,8 @@ class KnownPlans:
 
     def __init__(self, routes: KnownRoutes, whole: Plan) -> None:
         self.routes, self.whole = routes, whole  # the plan of all micro-batches times layers
+        self.number = checksum([checksum(whole.policy), routes.numbers])
+        self._plans: dict[tuple[int, int], KnownPlan] = {}
 
     def __repr__(self) -> str:
         """Return one line of sizes."""
@@ -103,6 +114,8 @@ class KnownPlans:
             ValueError: there is no such micro-batch or layer.
         """
         batch, layer = which
+        if which in self._plans:
+            return self._plans[which]
         batches, layers = self.routes.loads.shape[:2]
         if not (0 <= batch < batches and 0 <= layer < layers):
             raise ValueError(
@@ -113,8 +126,14 @@ class KnownPlans:
         if whole.placed.unfilled is not None:
             quota, telemetry = (pick_layer(t, index) for t in (whole.placed.quota, whole.placed.telemetry))
             placed = placed.fill(whole.slot_to_expert[index], quota, telemetry, whole.tables[index])
-        number = self.routes.numbers[batch][layer]
-        return KnownPlan(whole.pick(index, placed), loads, number, self.routes.rank)
+        number = self.number ^ self.routes.numbers[batch][layer]
+        parts = whole.pick(index, placed), loads, number, self.routes.rank
+        self._plans[which] = KnownPlan(*parts, self, (batch, layer))
+        return self._plans[which]
+
+    def layers(self, micro_batch: int) -> list[KnownPlan]:
+        """Return a micro-batch's plans of all layers of the placement, in order."""
+        return [self[micro_batch, layer] for layer in range(self.routes.loads.shape[1])]
 
 
 class KnownRoutes:

@@ -15,11 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from isoload.analysis.judge import ExpertSize
 from isoload.balancing.balancer import Balancer
 from isoload.engines.record import EngineRecord
 from isoload.engines.settings import LOADS, MODE, PLACER, RECORD_EVERY, TIMES, Settings, Variable
 from isoload.engines.tables import arrivals, measured, placement_of
-from isoload.engines.worth import ExpertSize, NewMaps
+from isoload.engines.worth import NewMaps
 from isoload.online.metrics import Meter, Metrics
 from isoload.online.switch import Switch, Watchdog
 from isoload.online.weight_check import WeightCheck

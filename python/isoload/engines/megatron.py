@@ -7,13 +7,13 @@ forward transfers again; backward returns its gradient to the home Parameter.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from torch import Tensor, nn
@@ -21,6 +21,8 @@ from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 
 from isoload.balancing.balancer import Balancer
+from isoload.balancing.known_routes import KnownPlan
+from isoload.balancing.planning import Gathered
 from isoload.checks import values_readable
 from isoload.layer.blocks import check_spare, spare_count
 from isoload.ops import group_copies
@@ -29,6 +31,7 @@ from isoload.ops.results import Grouping
 from isoload.placement.placement import Placement
 from isoload.placers import place
 from isoload.policies import Policy
+from isoload.policies.plan import in_backward
 from isoload.topology import Topology
 from isoload.transport import Call, CollectiveTransport, Group, Received
 from isoload.weights.layout import Address, Move, add_back, move_rows
@@ -104,6 +107,114 @@ class Lend(torch.autograd.Function):
         return None, None, None, None, rows, *of_experts
 
 
+class SequentialExperts:
+    """Weights and computation of a SequentialMLP's experts, one module each."""
+
+    def __init__(self, experts: Any) -> None:
+        self.modules = list(experts.local_experts)
+        self.names = [name for name, _ in self.modules[0].named_parameters()]
+
+    def weights(self, row: int) -> list[Tensor]:
+        """Return an expert's weights in a fixed order."""
+        return list(self.modules[row].parameters())
+
+    def run(self, copies: Tensor, ends: Sequence[int], stacks: Sequence[Tensor]) -> Tensor:
+        """Return the results [C, H] of copies that are ordered by expert, for experts [n, ...] of other ranks.
+
+        Args:
+            copies: [C, H].
+            ends: [n] end of every expert's copies.
+            stacks: weights [n, ...] in the order of :meth:`weights`.
+        """
+        first, results = 0, []
+        for i, end in enumerate(ends):
+            rows = copies[first:end]
+            weights = {name: stack[i] for name, stack in zip(self.names, stacks, strict=True)}
+            results.append(functional_call(self.modules[0], weights, (rows, rows.new_ones(len(rows))))[0])
+            first = end
+        return torch.cat([*results, copies[first:]])
+
+
+class NumberedExperts(SequentialExperts):
+    """Experts of a TEGroupedMLP: Parameters ``linear_fc1.weight{i}``, ``linear_fc2.weight{i}`` and biases."""
+
+    def __init__(self, experts: Any) -> None:
+        self.module, self.count = experts, int(experts.num_local_experts)
+        parameters = dict(experts.named_parameters())
+        self.names = [name[:-1] for name in parameters if re.fullmatch(r".*[a-z_]0", name)]
+        wanted = {f"{name}{i}" for name in self.names for i in range(self.count)}
+        if not self.names or parameters.keys() != wanted:
+            stray = next(iter(parameters.keys() ^ wanted), "none")
+            raise ValueError(
+                f"experts must have Parameters numbered 0..{self.count - 1} alone, as TEGroupedMLP has, got {stray} in "
+                f"a {type(experts).__name__}"
+            )
+
+    def weights(self, row: int) -> list[Tensor]:
+        parameters = dict(self.module.named_parameters())
+        return [parameters[f"{name}{row}"] for name in self.names]
+
+    def run(self, copies: Tensor, ends: Sequence[int], stacks: Sequence[Tensor]) -> Tensor:
+        begins, results = [0, *ends], []
+        for first in range(0, len(ends), self.count):  # the module computes as many experts as the rank has
+            last = min(first + self.count, len(ends))
+            rows = copies[begins[first] : begins[last]]
+            counts = [begins[i + 1] - begins[i] for i in range(first, last)] + [0] * (
+                self.count - last + first
+            )
+            weights = self._as_own([stack[first:last] for stack in stacks])
+            inputs = rows, torch.tensor(counts), rows.new_ones(len(rows))
+            results.append(functional_call(self.module, weights, inputs)[0])
+        return torch.cat([*results, copies[begins[-1] :]])
+
+    def _as_own(self, stacks: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Return experts [n, ...] as the module's first Parameters."""
+        of_names = zip(self.names, stacks, strict=True)
+        return {f"{name}{i}": weight for name, stack in of_names for i, weight in enumerate(stack)}
+
+
+class StackedExperts(NumberedExperts):
+    """Experts of a GroupedMLP: ``weight1`` [H, experts * F] and ``weight2`` [experts * I, H], in the memory of
+    [experts, H, F] and [experts, I, H].
+    """
+
+    def __init__(self, experts: Any) -> None:
+        self.module, self.count = experts, int(experts.num_local_experts)
+        self.names = ["weight1", "weight2"]
+        if strays := dict(experts.named_parameters()).keys() - set(self.names):
+            raise ValueError(
+                f"experts must have the Parameters weight1 and weight2 alone, as GroupedMLP has, got {min(strays)} in "
+                f"a {type(experts).__name__}"
+            )
+        self.width = experts.weight1.shape[0]  # H
+
+    def weights(self, row: int) -> list[Tensor]:
+        first, second = (getattr(self.module, name) for name in self.names)
+        stacks = first.view(self.count, self.width, -1), second.view(self.count, -1, self.width)
+        return [stack[row] for stack in stacks]
+
+    def _as_own(self, stacks: Sequence[Tensor]) -> dict[str, Tensor]:
+        whole = [torch.cat([s, s.new_zeros(self.count - len(s), *s.shape[1:])]) for s in stacks]
+        first, second = (stack.contiguous() for stack in whole)
+        return {"weight1": first.view(self.width, -1), "weight2": second.view(-1, self.width)}
+
+
+def experts_of(layer: MoELayer) -> SequentialExperts:
+    """Return the access to a layer's experts, by the names of their Parameters.
+
+    Raises:
+        ValueError: the experts have other Parameters than SequentialMLP, TEGroupedMLP and GroupedMLP.
+    """
+    experts = layer.experts
+    if hasattr(experts, "local_experts"):
+        return SequentialExperts(experts)
+    if not hasattr(experts, "num_local_experts"):
+        raise ValueError(
+            f"experts must be a SequentialMLP, TEGroupedMLP or GroupedMLP, got a {type(experts).__name__}"
+        )
+    return StackedExperts(experts) if hasattr(experts, "weight1") else NumberedExperts(experts)
+
+
 # Megatron options that the dispatcher does not support, with their neutral value.
 REFUSED: dict[str, Any] = {
     "moe_expert_capacity_factor": None,
@@ -137,7 +248,9 @@ class BalancedTokenDispatcher(MoETokenDispatcher):  # type: ignore[misc]  # Mega
         self.group, self.dispatcher = group, transport.dispatcher
         self.balancer = Balancer(placement, 0, group=group, **options)
         self.row_of_expert = {expert: row for row, expert in enumerate(layer.local_expert_indices)}
-        self.experts: list[nn.Module] = list(layer.experts.local_experts)
+        self.experts = experts_of(layer)
+        # Plan of the next forwards, made ahead for the experts that RouterReplay gives the router; None: planned here
+        self.plan: KnownPlan | None = None
         self.top_k = layer.config.moe_router_topk
 
     def dispatch_preprocess(
@@ -155,7 +268,7 @@ class BalancedTokenDispatcher(MoETokenDispatcher):  # type: ignore[misc]  # Mega
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """Balance the batch, transfer the weights it borrows, and send the rows: [N, H], [N, K]."""
         balancer = self.balancer
-        slots = balancer.route(balancer.balance([self._ids], None, self._call))
+        slots = balancer.route(self._balance())
         per_rank = balancer.placement.slots_per_rank
         (received,) = self.dispatcher.dispatch([hidden_states], slots, [probs], per_rank, self._call)
         loan = loans(balancer.placement, self._slots(), self.group.ranks[0])
@@ -186,6 +299,15 @@ class BalancedTokenDispatcher(MoETokenDispatcher):  # type: ignore[misc]  # Mega
         self._received, self._borrowed, self._homes, self._away = received, borrowed, homes, borrowed_groups
         return rows, received.weights
 
+    def _balance(self) -> Gathered:
+        """Plan the batch, or take the plan that was made ahead."""
+        if self.plan is None:
+            return self.balancer.balance([self._ids], None, self._call)
+        with self._call:
+            if in_backward():  # by then plan is another micro-batch's
+                raise ValueError("plan must be None for layers that a checkpoint recomputes, got a plan")
+        return self.balancer.follow([self._ids], self.plan, self._call)
+
     def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return [C, H] copies of the own experts, [experts] their counts, and [C] ones: weights are applied in the
         sum.
@@ -201,7 +323,7 @@ class BalancedTokenDispatcher(MoETokenDispatcher):  # type: ignore[misc]  # Mega
         if self._borrowed:
             ends = away.ends.tolist()
             copies = gather_copies(received.rows, away)[: ends[-1] if ends else 0]
-            parts.append((padded(self._run_borrowed(copies, ends), away), away))
+            parts.append((padded(self.experts.run(copies, ends, self._borrowed), away), away))
         return weighted_sum(parts, received.weights, hidden_states.dtype)
 
     def token_combine(self, hidden_states: Tensor) -> Tensor:
@@ -214,7 +336,7 @@ class BalancedTokenDispatcher(MoETokenDispatcher):  # type: ignore[misc]  # Mega
         return hidden_states.view(self._shape)
 
     def _weights(self, expert: int) -> list[Tensor]:
-        return list(self.experts[self.row_of_expert[expert]].parameters())
+        return self.experts.weights(self.row_of_expert[expert])
 
     def _slots(self) -> list[int]:
         """Return [P] the expert in every slot that may have copies; -1 = none."""
@@ -238,17 +360,6 @@ class BalancedTokenDispatcher(MoETokenDispatcher):  # type: ignore[misc]  # Mega
         at = torch.tensor(table, device=slots.device)
         return torch.where(slots < 0, -1, at[slots.clamp(min=0)])
 
-    def _run_borrowed(self, copies: Tensor, ends: Sequence[int]) -> Tensor:
-        """Return the results of [C, H] copies by borrowed expert: an own expert's module with the borrowed weights."""
-        module, first, results = self.experts[0], 0, []
-        names = [name for name, _ in module.named_parameters()]
-        for i, end in enumerate(ends):
-            rows = copies[first:end]
-            weights = {name: stack[i] for name, stack in zip(names, self._borrowed, strict=True)}
-            results.append(functional_call(module, weights, (rows, rows.new_ones(len(rows))))[0])
-            first = end
-        return torch.cat([*results, copies[first:]])
-
 
 def chosen_experts(routing_map: Tensor, top_k: int) -> Tensor:
     """Return [T, K] int64 the experts of a map [T, E] bool, ascending; -1 after those of a token with fewer than K."""
@@ -263,8 +374,7 @@ def chosen_experts(routing_map: Tensor, top_k: int) -> Tensor:
 
 def check_layer(layer: MoELayer) -> None:
     """Raise ValueError for a layer whose tokens this dispatcher does not support."""
-    if not isinstance(layer.experts, SequentialMLP):
-        raise ValueError(f"experts must be a SequentialMLP, got a {type(layer.experts).__name__}")
+    experts_of(layer)
     for name, value in REFUSED.items():
         if (setting := getattr(layer.config, name, "no such option")) != value:
             raise ValueError(f"{name} must be {value}, got {setting!r}")
@@ -309,7 +419,7 @@ def balance(
     """Install a balanced dispatcher in every MoELayer of a model, in the order of its modules. All ranks call it.
 
     Args:
-        model: with experts of SequentialMLP, the local spec; each rank has those that Megatron gave it.
+        model: with experts of SequentialMLP, TEGroupedMLP or GroupedMLP; each rank has those that Megatron gave it.
         policy: a name in isoload.POLICIES or a Policy; options go with the name.
         placement: its first layer, for every MoELayer; each expert's home slot is on the rank that has it. None: the
             experts without replicas, and spare_slots.
@@ -318,7 +428,7 @@ def balance(
         ranks_per_node: of the expert-parallel group; 0 = all on one node.
 
     Raises:
-        ValueError: a layer without SequentialMLP, an option of Megatron's that is not supported, or a placement that
+        ValueError: a layer with other experts, an option of Megatron's that is not supported, or a placement that
             does not fit; names the argument, the rule and the value.
     """
     transports: dict[Any, CollectiveTransport] = {}

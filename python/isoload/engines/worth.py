@@ -7,26 +7,19 @@ present and under the new map. The window is taken to be like the passes until t
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from isoload.analysis.judge import arrivals
-from isoload.balancing.planning import plan_layers
+from isoload.analysis.judge import ExpertSize, Worth, move_ms, pass_ms
 from isoload.checks import parse_amount
 from isoload.online.metrics import Metrics
 from isoload.placement.placement import Placement
-from isoload.times.exchanges import DEFAULT_BANDWIDTHS, assumed_experts
+from isoload.times.exchanges import assumed_experts
 from isoload.times.experts import ExpertTime
 
 log = logging.getLogger("isoload")
-MAX_COPIES = 2**30  # of a pass and layer, as plans accept them
-# Of packed dtypes; others have their item size.
-BYTES_PER_WEIGHT = {torch.uint8: 0.5, torch.int8: 1.0, torch.int32: 0.5}
 
 
 @dataclass(frozen=True)
@@ -54,28 +47,6 @@ class RebalanceRule:
                 raise ValueError(f"must be gain_ms=NUMBER,move_ms=NUMBER or move_ms=auto, got {text!r:.80}")
             values[key] = None if (key, value) == ("move_ms", "auto") else parse_amount(key, value)
         return cls(**values)  # type: ignore[arg-type]
-
-
-class ExpertSize(NamedTuple):
-    """Weights of one expert in one layer: bytes as stored, scales included, and the number of weights."""
-
-    num_bytes: int
-    num_weights: int
-
-    @classmethod
-    def of(cls, tensors: Sequence[Tensor]) -> ExpertSize:
-        """Return the size of an expert from a layer's stacks [slots, ...]; its matrices are the two largest."""
-        sizes = sorted((t.nbytes // len(t), BYTES_PER_WEIGHT.get(t.dtype, t.element_size())) for t in tensors)
-        return cls(
-            sum(size for size, _ in sizes), int(sum(size / per_weight for size, per_weight in sizes[-2:]))
-        )
-
-
-class Worth(NamedTuple):
-    """What a new map saves in a forward pass, and what moving its experts takes, in milliseconds."""
-
-    gain_ms: float
-    move_ms: float
 
 
 class NewMaps:
@@ -127,27 +98,16 @@ class NewMaps:
         return before
 
     def worth(self, before: Placement, after: Placement, counts: Tensor, passes: int) -> Worth:
-        """Return the saving and the cost of a new map; arguments as for :meth:`choose`."""
+        """Return the saving in a forward pass and the cost of a new map; arguments as for :meth:`choose`."""
         old, new = (self._pass_ms(placement, counts, passes) for placement in (before, after))
         return Worth(old - new, self._move_ms(before, after))
 
     def _pass_ms(self, placement: Placement, counts: Tensor, passes: int) -> float:
         """Return the milliseconds of the slowest rank's experts in one pass, summed over the layers."""
         loads = (counts.double() / max(passes, 1)).round().long()  # [L, E]
-        loads //= int(loads.sum(-1).max()) // MAX_COPIES + 1
-        quota = plan_layers(loads.int().cpu(), placement, self.policy).quota
-        assert quota is not None
-        topology = placement.topology
-        seconds = self.experts.seconds(quota.view(len(quota), topology.num_ranks, -1).numpy())  # [L, R]
-        if topology.speeds is not None:
-            seconds = seconds / np.asarray(topology.speeds)
-        return float(1e3 * seconds.max(-1).sum())
+        return pass_ms(loads, placement, self.policy, self.experts)
 
     def _move_ms(self, before: Placement, after: Placement) -> float:
         if self.rule.move_ms is not None:
             return self.rule.move_ms
-        topology = before.topology
-        near, far = topology.bandwidths or DEFAULT_BANDWIDTHS
-        bandwidth = near if topology.ranks_per_node == topology.num_ranks else far
-        arriving = int(arrivals(before, after).sum(0).max())  # of the busiest rank, in all layers
-        return float(arriving * self.size.num_bytes / bandwidth / 1e6)
+        return move_ms(before, after, self.size.num_bytes)

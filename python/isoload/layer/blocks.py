@@ -20,6 +20,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from isoload.layer.moe import MoE
 from isoload.layer.pretrained import save_pretrained
+from isoload.layer.replay import ModelReplay, Replay
 from isoload.layer.stored import StoredExperts
 from isoload.placement.placement import Placement
 from isoload.placers import place
@@ -218,6 +219,8 @@ class BlockExperts(nn.Module):
         ValueError: as MoE, or for experts that are not fused or that MoE cannot compute.
     """
 
+    replay: Replay | None = None  # of the current call
+
     def __init__(self, block: nn.Module, transport: Transport, placement: Placement, **options: Any) -> None:
         super().__init__()
         if placement.num_shared:
@@ -236,10 +239,18 @@ class BlockExperts(nn.Module):
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Return the weighted sum [T, H] of every token's experts, for rows [T, H], ids [T, K] and weights [T, K]."""
-        parts = len(self.layer.group.ranks)
+        parts, replay = len(self.layer.group.ranks), self.replay
         inputs = hidden_states, top_k_index, top_k_weights
         rows, ids, weights = (list(v.tensor_split(parts)) for v in inputs)
-        return torch.cat(list(self.layer.compute(rows, ids, weights)))
+        if replay is None:
+            return torch.cat(list(self.layer.compute(rows, ids, weights)))
+        replay.leave()
+
+        def choose() -> list[tuple[Tensor, Tensor]]:
+            chosen = replay.choices(len(hidden_states), top_k_index)
+            return list(zip(chosen.tensor_split(parts), weights, strict=True))
+
+        return torch.cat(self.layer._run(rows, choose, None, replay.plan))
 
     def __getattr__(self, name: str) -> Any:
         # torch.distributed.checkpoint looks up every key of a state among the modules
@@ -273,6 +284,10 @@ def balance(
 ) -> list[MoE]:
     """Replace the experts of every MoE block of a Hugging Face model by balanced ones.
 
+    Calls of the model then take ``routes=``, the experts of every token ([T, L, K] or [B, S, L, K] for L MoE blocks, -1
+    = masked): the routers compute their own weights of these experts, with gradients. With ``plans=`` (of
+    :meth:`isoload.balancing.known_routes.KnownPlans.layers`) the layers gather and plan nothing.
+
     Call it before creating an optimizer, because the Parameters change. Over processes call ``model.save_pretrained``
     on all ranks afterwards: it gathers all experts, and rank 0 writes.
 
@@ -298,6 +313,7 @@ def balance(
     balanced = take_over(blocks, topology, transport, placement, spare_slots, **options)
     if hasattr(model, "save_pretrained") and not balanced[0].layer.group.owns_all:
         model.save_pretrained = MethodType(save_pretrained, model)  # type: ignore[assignment]
+    ModelReplay(model, blocks)
     return put_in(blocks, balanced)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +40,7 @@ from isoload.weights.layout import count_rows, layouts, shard_layouts
 from isoload.weights.shard import Shard
 
 Gate = Callable[[Tensor], tuple[Tensor, Tensor]]
+RunBy = Callable[[list[Tensor], Choose, int | None, KnownPlan | None], list[Tensor]]
 # Facts that must be equal on all ranks in a batch
 ROW_FACTS = ("hidden size of x", "dtype of x", "top-k")
 # One bit per stack: in backward ranks exchange gradients of these stacks only.
@@ -73,6 +74,18 @@ class Chosen:
 def as_list(tensors: Tensor | Sequence[Tensor]) -> list[Tensor]:
     """Return one entry per owned rank. Other types are rejected later, where the error reaches all ranks."""
     return list(tensors) if isinstance(tensors, list | tuple) else [tensors]  # type: ignore[list-item]
+
+
+class FetchesAhead(Protocol):
+    """Protocol of a stack that fetches weights in a layer's batch, see :class:`isoload.layer.two_stage.KnownBatch`.
+
+    ready  whether this batch's weights travel already, 0 or 1, the same on all ranks
+    """
+
+    ready: int
+
+    def fetch(self, plan: Plan | None, chosen: Chosen) -> Borrowed | None:
+        """Return the weights of the plan's spare slots, on their way, and fetch those of the next plan."""
 
 
 class MoE(StoredExperts):
@@ -135,7 +148,7 @@ class MoE(StoredExperts):
         super().__init__()
         self.compute_dtype = compute_dtype
         self.gate, self.shared = gate, shared
-        self.run_by: Callable[[list[Tensor], Choose, int | None], list[Tensor]] | None = None  # a stack
+        self.run_by: RunBy | None = None  # a stack
         self.transport, self.group, self.dispatcher = transport, transport.group, transport.dispatcher
         parts = experts_by_rank(experts, len(self.group.ranks))
         with self.group.agreeing("construction") as facts:
@@ -294,29 +307,41 @@ class MoE(StoredExperts):
             return [
                 row + 0 * self.handle for row in rows
             ]  # the handle requires a gradient, as the experts do
-        if self.run_by is None:
-            outputs = self._stages(rows, choose, num_tokens, plan)
-        elif plan is None:
-            outputs = self.run_by(rows, choose, num_tokens)
-        else:
-            raise ValueError(
-                "plan must be None for a layer of a LibraStack, got a plan: close() the stack first"
-            )
+        run = self.stages if self.run_by is None else self.run_by
+        outputs = run(rows, choose, num_tokens, plan)
         if not torch.is_grad_enabled() and any(p.grad is not None for p in self.weights.parameters()):
             self.meet_readers()  # An optimizer step may follow without a backward, which would synchronise the ranks.
         return [y.to(row.dtype) for y, row in zip(outputs, rows, strict=True)]
 
-    def _stages(
-        self, rows: list[Tensor], choose: Choose, num_tokens: int | None, plan: KnownPlan | None
+    def stages(
+        self,
+        rows: list[Tensor],
+        choose: Choose,
+        num_tokens: int | None,
+        plan: KnownPlan | None,
+        ahead: FetchesAhead | None = None,
     ) -> list[Tensor]:
+        """Run the stages of a batch that is planned now or was planned ahead.
+
+        Args:
+            rows, choose, num_tokens, plan: see :meth:`run`.
+            ahead: a stack of layers that take plans, which fetches this batch's weights and those of the next plan.
+        """
+        borrowed = None
         chosen = self.choices(rows, choose, repeats=plan is not None)  # [T, K] ids and weights
-        if plan is None:
+        if plan is None and ahead is None:
             batch = self.balancer.plan(self.gather(chosen, num_tokens))  # loads [R, E], quota [P]
+            borrowed = self.borrow(batch.plan, chosen)  # starts the transfer
         else:
+            if ahead is not None:
+                chosen.call.facts["weights fetched ahead"] = ahead.ready
             batch = self.balancer.follow(chosen.ids, plan, chosen.call)
-        borrowed = self.borrow(batch.plan, chosen)  # starts the transfer
         slots = self.balancer.route(batch)  # [T, K]
         received = self.dispatcher.dispatch(*self.sent(chosen, slots))
+        if plan is not None:
+            # Without a gather only dispatch waits for the other ranks' last writes of the weights that are read here.
+            fetch = self.borrow if ahead is None else ahead.fetch
+            borrowed = fetch(batch.plan, chosen)
         if borrowed is not None:
             borrowed.proceed()
         computed = self._compute(received, batch.loads, slots, borrowed)  # [N, H], summed over a row's copies

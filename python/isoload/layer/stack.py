@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from isoload.balancing.known_routes import KnownPlan
 from isoload.balancing.planning import Gathered, fill
 from isoload.balancing.prediction import Last, Linear, LoadsPredictor, Lookahead, Predictor
 from isoload.checks import capturing, values_readable
@@ -22,10 +23,11 @@ from isoload.layer.compiled import Choose
 from isoload.layer.moe import MoE
 from isoload.layer.predictor_inputs import PredictorInputs
 from isoload.layer.routers import Gate
-from isoload.layer.two_stage import Batch, Span, run_held, run_planned, runs_apart
+from isoload.layer.two_stage import Batch, KnownStages, Span, run_held, run_planned, runs_apart
 from isoload.placement.placed_layers import PlacedLayers
 from isoload.placement.placement import Placement
 from isoload.policies.borrowing import may_keep_local
+from isoload.policies.plan import in_backward
 from isoload.times import Times
 from isoload.topology import Topology
 from isoload.transport import Call, Transport, checksum
@@ -35,6 +37,7 @@ from isoload.weights.quantised import per_element
 from isoload.wording import not_one_of
 
 LOCALS = ("planned", "held")
+KNOWN = "known"  # predict= of a stack whose layers take plans that were made ahead
 
 
 def check_layers(layers: Sequence[MoE]) -> None:
@@ -116,10 +119,10 @@ def check_host_plans(local: str, layers: Sequence[MoE], predicts: bool) -> None:
 def make_predictor(
     predict: str | Predictor | None, layers: Sequence[MoE], norms: Sequence[nn.Module] | None
 ) -> Predictor | None:
-    """Return the predictor of a stack, on the layers' device; None without prediction."""
+    """Return the predictor of a stack, on the layers' device; None without prediction and for known plans."""
     if norms is not None and predict != "lookahead":
         raise ValueError(f"norms must be None unless predict is 'lookahead', got {len(norms)}")
-    if predict is None:
+    if predict is None or predict == KNOWN:
         return None
     if predict == "lookahead":
         if any(layer.gate is no_gate for layer in layers):
@@ -128,7 +131,7 @@ def make_predictor(
     elif predict == "last":
         predict = Last(len(layers))
     if not isinstance(predict, Predictor):
-        raise ValueError(f"predict must be lookahead, last or a Predictor, got {predict!r}")
+        raise ValueError(f"predict must be lookahead, last, known or a Predictor, got {predict!r}")
     if not any(layer.policy.ahead for layer in layers):
         raise ValueError(
             "predict= needs a policy that prefetches experts (hedge, libra, libra_published), got "
@@ -250,7 +253,8 @@ class Fetched:
 
 
 class LibraStack:
-    """Stack of MoE layers that runs each layer in two stages and prefetches borrowed experts. Inference only.
+    """Stack of MoE layers that runs each layer in two stages and prefetches borrowed experts. For inference, and with
+    predict="known" for training.
 
     The model calls its layers in order, and each call goes through the stack until :meth:`close`. While layer i
     computes, the spare slots of layer i + 1 are filled from predicted loads, and their weights travel into the buffer
@@ -260,7 +264,9 @@ class LibraStack:
     Args:
         layers: layers of one transport, with equal experts and spare slots.
         predict: "lookahead" (each layer's gate on the rows of the previous layer), "last" (the previous batch) or a
-            Predictor. None: no prefetching; policies that borrow fill from the batch's loads.
+            Predictor. None: no prefetching; policies that borrow fill from the batch's loads. "known": every call has
+            its plan (``layer(x, plan=plans[micro_batch, layer])``), whose successor's experts are fetched, in backward
+            too. The layers run their own stages, and gradients may be recorded.
         norms: for "lookahead": for every layer the module that computes its rows from the residual right before the
             layer. The gate then reads the next norm of the residual.
         local: "planned": plan, start dispatch, compute local copies, then received ones. "held" (the paper's): rows,
@@ -304,15 +310,19 @@ class LibraStack:
             check_layers(self.layers)
             predictor = make_predictor(predict, self.layers, norms)
             check_local(local, self.layers, predictor is not None)
-            check_host_plans(local, self.layers, predictor is not None)
+            if predict == KNOWN and local != "planned":
+                raise ValueError(f"local must be 'planned' for predict='known', got {local!r}")
+            if predict != KNOWN:  # known plans were made before
+                check_host_plans(local, self.layers, predictor is not None)
             self.slots, self.bounded_by = count_slots(slots, self.layers, times, copies_per_rank, memory)
             if predictor is None and slots is not None:
-                raise ValueError(f"slots must be None where predict is, got {slots!r}")
-            described = "nothing" if predictor is None else predictor.describe()
+                raise ValueError(f"slots must be None where predict is {predict!r}, got {slots!r}")
+            described = str(predict) if predictor is None else predictor.describe()
             facts.update({"layers": len(self.layers), "predict": described})
             facts.update({"local": local, "slots": self.slots})
         routed, shared = placement.num_routed, placement.num_shared
         self.predictor_inputs = None if predictor is None else PredictorInputs(predictor, routed, shared)
+        self.known = KnownStages(self.layers) if predict == KNOWN else None
         self.events: list[dict[str, Span]] = [{} for _ in self.layers]
         self._next = 0
         self._fetched: Fetched | None = None
@@ -356,6 +366,11 @@ class LibraStack:
             ValueError: before any block has changed, with the argument, the rule and the value.
         """
         refuse_cost(cost)
+        if predict == KNOWN:
+            raise ValueError(
+                "predict must not be 'known' in from_decoder, got 'known': pass LibraStack the layers that "
+                "isoload.balance(model) returns, and call the model with routes= and plans="
+            )
         decoder = list(layers)
         pairs = find_blocks(decoder, "layers")
         blocks = [block for _, block in pairs]
@@ -393,13 +408,24 @@ class LibraStack:
     def forget(self) -> None:
         """Drop prefetched weights. All ranks call it after expert Parameters have changed."""
         self._fetched = None
+        if self.known is not None:
+            self.known.fetched = None
 
-    def _run(self, index: int, rows: list[Tensor], choose: Choose, num_tokens: int | None) -> list[Tensor]:
+    def _run(
+        self, index: int, rows: list[Tensor], choose: Choose, num_tokens: int | None, plan: KnownPlan | None
+    ) -> list[Tensor]:
         """Run one layer's batch, instead of the layer's own stages."""
         try:
+            if self.known is not None:
+                return self.known.run(index, rows, choose, num_tokens, plan)
+            if plan is not None:
+                raise ValueError(
+                    "plan needs a LibraStack with predict='known', or no stack, got a plan: close() the stack first"
+                )
             return self._stages(index, rows, choose, num_tokens)
         except BaseException:
-            self.forget()
+            if not in_backward():  # a checkpoint ends its recompute early by an exception
+                self.forget()
             self._next = 0
             raise
 

@@ -3,24 +3,29 @@
 A copy is local ("held") if its expert has a slot on its token's rank. Both orders make the same calls and the same sums
 as MoE's pipeline: combine adds a rank's own part in that rank's position. :func:`run_held` is the paper's order
 (section 3.1): rows, choices and weights go to all ranks and need not wait for the plan; every rank then routes all
-copies.
+copies. :class:`KnownStages` runs layers whose plans were made ahead in MoE's own order, also while gradients are
+recorded, and fetches the next plan's experts.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
+from isoload.balancing.known_routes import KnownPlan
 from isoload.balancing.planning import Gathered
 from isoload.balancing.routing import route
+from isoload.layer.compiled import Choice, Choose
 from isoload.layer.moe import Chosen, MoE
 from isoload.placement.placed_layers import PlacedLayers
+from isoload.policies.plan import Plan, in_backward
 from isoload.transport import Group, Received
 from isoload.transport.transport import GatheredTokens, start_gather_tokens
 from isoload.weights.borrowing import Borrowed
@@ -235,3 +240,134 @@ def held_slots(filled: PlacedLayers) -> Tensor:
     lowest.scatter_reduce_(1, column, places, "amin")
     lowest.select(1, host.num_experts).fill_(size)
     return lowest.masked_fill(lowest == size, -1)
+
+
+@dataclass(frozen=True, eq=False)
+class FetchedPlan:
+    """Weights that travel ahead for a known plan.
+
+    layer, plan  for which they travel
+    borrowed     weights of the spare slots
+    marks        versions of the owned ranks' Parameters when the weights were sent
+    """
+
+    layer: MoE
+    plan: KnownPlan
+    borrowed: Borrowed
+    marks: list[list[tuple[Tensor, int]]]
+
+    def serves(self, plan: KnownPlan | None) -> bool:
+        """Return whether the weights are those of a plan and the Parameters have not changed since."""
+        unchanged = zip(self.layer._ranks(), self.marks, strict=True)
+        return plan is self.plan and all(rank.is_marked(marks) for rank, marks in unchanged)
+
+
+class KnownStages:
+    """Runs the layers of a stack by plans that were made ahead, and fetches the experts of the plan that comes next.
+
+    After a layer comes the next layer. After the last layer comes the next micro-batch's first layer or, if gradients
+    are recorded, the backward of the same layer, whose weights are still there. In backward the order is reversed, and
+    the next micro-batch follows the first layer. Weights that were fetched for another plan than the one that comes
+    are fetched again.
+    """
+
+    def __init__(self, layers: Sequence[MoE]) -> None:
+        self.layers = layers
+        self.fetched: FetchedPlan | None = None
+        # Backward and a recompute use the weights that the forward fetched, as long as autograd keeps them.
+        self._by_plan: WeakValueDictionary[KnownPlan, Borrowed] = WeakValueDictionary()
+
+    def run(
+        self, index: int, rows: list[Tensor], choose: Choose, num_tokens: int | None, plan: KnownPlan | None
+    ) -> list[Tensor]:
+        """Run one layer's batch, see :meth:`isoload.MoE.run`."""
+        batch = KnownBatch(self, index, plan)
+        return self.layers[index].stages(rows, partial(batch.checked, choose), num_tokens, plan, batch)
+
+    def following(self, index: int, plan: KnownPlan) -> tuple[int, KnownPlan] | None:
+        """Return the layer and the plan that are expected next; None: the backward of this layer, or nothing."""
+        last, backward = len(self.layers) - 1, in_backward()
+        if index != (0 if backward else last):
+            index, batches = index + (-1 if backward else 1), 0
+        elif backward or not torch.is_grad_enabled():
+            index, batches = 0, 1
+        else:
+            return None
+        known = plan.near(self.layers[index].balancer.layer, batches)
+        return None if known is None else (index, known)
+
+    def take(self, plan: KnownPlan) -> Borrowed | None:
+        """Return the weights of a plan that were fetched ahead or before, None if they must be fetched now."""
+        fetched, self.fetched = self.fetched, None
+        borrowed = self._by_plan.get(plan) if in_backward() else None
+        if borrowed is None and fetched is not None and fetched.serves(plan):
+            borrowed = fetched.borrowed
+        if borrowed is not None:
+            borrowed.begin("borrow")  # fetches again if other layers have used the buffer
+        return borrowed
+
+    def note(self, index: int, plan: KnownPlan, borrowed: Borrowed, dtype: torch.dtype | None) -> None:
+        """Record the weights of a plan for its backward, which then fetches those of the plan before."""
+        self._by_plan[plan] = borrowed
+        borrowed.then = partial(self.fetch_next, index, plan, dtype)
+
+    def fetch_next(
+        self, index: int, plan: KnownPlan, dtype: torch.dtype | None, in_use: Borrowed | None
+    ) -> None:
+        """Fetch the weights of the plan that follows, into the buffer that this layer does not use."""
+        before, self.fetched, after = self.fetched, None, self.following(index, plan)
+        if after is None:
+            return
+        index, known = after
+        layer = self.layers[index]
+        borrowed = self._by_plan.get(known) if in_backward() else None
+        if borrowed is None:
+            filled = known.placed_in(layer.balancer.placed_on(known.loads.device)).placed
+            if layer.borrowing is None or filled.unfilled is None:
+                return
+            borrowed = layer.borrowing.borrow(filled, in_use, dtype)
+            if borrowed is None:  # the host finds that nothing is borrowed
+                return
+            self.note(index, known, borrowed, dtype)
+        elif before is not None and before.borrowed is borrowed:  # a recompute has fetched them
+            self.fetched = before
+            return
+        elif in_use is None or not borrowed.shares_buffer(in_use):
+            borrowed.begin("borrow backward")
+        self.fetched = FetchedPlan(layer, known, borrowed, [rank.marks() for rank in layer._ranks()])
+
+
+@dataclass(eq=False)
+class KnownBatch:
+    """One layer's batch of :class:`KnownStages`; ready: whether its weights travel already, the same on all ranks."""
+
+    stages: KnownStages
+    index: int
+    plan: KnownPlan | None
+    ready: int = 0
+
+    def checked(self, choose: Choose) -> Sequence[Choice]:
+        """Check that the layer and the following fetch can run on this rank, and return the layer's choices."""
+        stages = self.stages
+        if stages.fetched is not None and not stages.fetched.serves(self.plan):
+            stages.fetched = None
+        self.ready = int(stages.fetched is not None)
+        if isinstance(self.plan, KnownPlan) and (after := stages.following(self.index, self.plan)):
+            layer = stages.layers[after[0]]
+            layer._check_weights()
+            after[1].placed_in(layer.balancer.placed_on(after[1].loads.device))
+        return choose()
+
+    def fetch(self, plan: Plan | None, chosen: Chosen) -> Borrowed | None:
+        """Return the weights of this batch, on their way, and fetch those of the next plan."""
+        assert self.plan is not None
+        layer, dtype = self.stages.layers[self.index], self.stages.layers[self.index]._dtype_of(chosen.rows)
+        borrowed = self.stages.take(self.plan)
+        if borrowed is None:
+            borrowed = layer.borrow(plan, chosen)
+            if borrowed is not None:
+                self.stages.note(self.index, self.plan, borrowed, dtype)
+        if borrowed is not None:
+            borrowed.proceed()
+        self.stages.fetch_next(self.index, self.plan, dtype, borrowed)
+        return borrowed

@@ -1,4 +1,7 @@
-"""Rebalancer: new placements while a model runs, from its layers' records, with a few moved experts at a time."""
+"""Rebalancer: new placements while a model runs, from its layers' records, with a few moved experts at a time.
+
+:func:`place_step` makes the placement of one step whose routes are known.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,81 @@ from typing import Any, Literal
 import numpy as np
 from torch.optim import Optimizer
 
-from isoload.analysis.judge import Ints, even_imbalance, exact_imbalance
+from isoload.analysis.judge import ExpertSize, Ints, Worth, even_imbalance, exact_imbalance, move_ms, pass_ms
 from isoload.balancing.balancer import Balancer
+from isoload.balancing.known_routes import KnownRoutes
 from isoload.layer import MoE
 from isoload.online.recorder import Recorder
 from isoload.placement.placement import Placement
 from isoload.placers import make_placer, place
+from isoload.times.exchanges import assumed_experts
+from isoload.times.experts import ExpertTime
 from isoload.weights.shard import ShardWeights
+
+TRAINING = 3.0  # products of a forward and its backward, in those of the forward
+
+
+@dataclass(frozen=True)
+class StepPlacement:
+    """Placement for one step.
+
+    placement  the new placement, or the present one if the new one does not pay
+    worth      modelled milliseconds that the new one saves in the step, and in which its experts arrive
+    """
+
+    placement: Placement
+    worth: Worth
+
+
+def place_step(
+    known: KnownRoutes,
+    size: ExpertSize,
+    *,
+    moves: int | None = 8,
+    policy: str = "exact",
+    experts: ExpertTime | None = None,
+    passes: float = TRAINING,
+    **options: Any,
+) -> StepPlacement:
+    """Place the experts of a step by its own loads, starting from the routes' placement, if moving them pays.
+
+    The result is the same on all ranks. Load a new placement with ``load_placement`` of every layer, and make new
+    KnownRoutes with it.
+
+    Args:
+        known: routes of the step.
+        size: of one expert, see :meth:`isoload.analysis.judge.ExpertSize.of`. For training add the bytes of the
+            optimizer's state to num_bytes.
+        moves: largest number of slots of a layer that get another expert. None: no limit.
+        policy: divides the copies of an expert over its replicas.
+        experts: times of a rank's experts. None: arithmetic from their size for an H100.
+        passes: how often the step computes the experts, in forward passes.
+        **options: of placer ``scenario``.
+
+    Raises:
+        ValueError: names the argument, the rule and the value.
+    """
+    if not passes > 0:
+        raise ValueError(f"passes must be above 0, got {passes}")
+    before, loads = known.placement, known.loads.cpu()
+    counts = loads.sum(2)[..., : before.num_routed]  # [micro-batches, L, E]
+    after = place(
+        counts,
+        before.topology,
+        before.slots_per_rank,
+        "scenario",
+        before.spare_slots,
+        before.num_shared,
+        before,
+        moves=moves,
+        **options,
+    )
+    times = assumed_experts(*size) if experts is None else experts
+    old, new = (
+        sum(pass_ms(batch, placement, policy, times) for batch in loads) for placement in (before, after)
+    )
+    worth = Worth(passes * (old - new), move_ms(before, after, size.num_bytes))
+    return StepPlacement(after if worth.gain_ms > worth.move_ms else before, worth)
 
 
 @dataclass(frozen=True)

@@ -150,8 +150,14 @@ class Borrowed:
         self._buffer: int = self._pool.take(None if in_use is None else in_use._buffer)
         # Kept for backward: by then a Parameter may have other memory (functional_call).
         self._homes = [rank.readable_homes() for rank in borrowing.ranks]
+        # Called in backward when this batch's weights travel, to fetch those that backward needs next
+        self.then: Callable[[Borrowed], None] | None = None
         self._start: Callable[[], Callable[[], None]] | None = None
         self._finish: Callable[[], None] | None = None
+
+    def shares_buffer(self, other: Borrowed) -> bool:
+        """Return whether both batches use the same buffer, so that one overwrites the other."""
+        return self._buffer == other._buffer
 
     @property
     def pools(self) -> Stacks:
@@ -407,4 +413,6 @@ class BringAgain(torch.autograd.Function):
         _ = ctx.saved_tensors  # a checkpoint recomputes now and takes buffers of the pool, not later
         ctx.borrowed.begin("borrow backward")
         ctx.borrowed.proceed()
+        if ctx.borrowed.then is not None:
+            ctx.borrowed.then(ctx.borrowed)
         return None, *grads

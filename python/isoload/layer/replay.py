@@ -1,0 +1,214 @@
+"""Router replay for blocks of transformers: the experts are given, the gate weights are the router's own.
+
+A block's router chooses by ``torch.topk``. During a call with ``routes=`` a :class:`Replay` answers this topk with the
+given experts and the router's scores of these experts, so every family's own arithmetic makes the weights, with
+gradients. Shapes: T tokens, L MoE blocks, K experts per token, E experts.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from isoload.balancing.known_routes import DTYPES, KnownPlan
+from isoload.checks import values_readable
+from isoload.policies.plan import in_backward
+
+MOST_CALLS = 32  # of a block, whose routes are kept for recomputation
+TOPK = (torch.topk, Tensor.topk)
+
+
+class Replay(TorchFunctionMode):
+    """One call of a block whose experts are given.
+
+    Args:
+        block: name of the block's class, for errors.
+        ids: [T, K] experts, -1 = masked.
+        num_experts: number E of routed experts.
+        plan: of the layer, made ahead; None: the layer plans.
+        failure: error of the arguments, which the layer raises on all ranks.
+    """
+
+    def __init__(
+        self, block: str, ids: Tensor, num_experts: int, plan: KnownPlan | None, failure: ValueError | None
+    ) -> None:
+        super().__init__()
+        self.block, self.ids, self.num_experts, self.plan, self.failure = (
+            block,
+            ids,
+            num_experts,
+            plan,
+            failure,
+        )
+        self.present = ids.clamp(0, num_experts - 1)  # masked tokens get weights, too, which nothing reads
+        self.replaced = False
+        self.entered = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        answer = self._topk(*args, **(kwargs or {})) if func in TOPK and self.failure is None else None
+        return func(*args, **(kwargs or {})) if answer is None else answer
+
+    def _topk(self, input: Tensor, k: int, dim: int = -1, *_: Any, **__: Any) -> Any:
+        """Return the answer to a topk over the experts, or over groups of neighbours; None for any other topk."""
+        rows, width, ids = input.shape[:-1], input.shape[-1], self.present
+        if dim % input.dim() != input.dim() - 1 or rows.numel() != len(ids):
+            return None
+        if (width, k) == (self.num_experts, ids.shape[1]):
+            self.replaced, chosen = True, ids.view(*rows, k)
+            return torch.return_types.topk((input.gather(-1, chosen), chosen))
+        if not 1 < width < self.num_experts or self.num_experts % width:
+            return None
+        # The groups with given experts come first: scores of experts outside of the chosen groups are masked.
+        groups = (ids // (self.num_experts // width)).view(*rows, -1)
+        best = torch.topk(input.detach().scatter(-1, groups, torch.inf), k, dim=-1).indices
+        return torch.return_types.topk((input.gather(-1, best), best))
+
+    def enter(self) -> None:
+        """Begin to answer the block's topk."""
+        self.entered = True
+        self.__enter__()
+
+    def leave(self) -> None:
+        """End :meth:`enter`, once."""
+        if self.entered:
+            self.entered = False
+            self.__exit__(None, None, None)
+
+    def choices(self, num_rows: int, topk_ids: Tensor) -> Tensor:
+        """Return the given experts [T, K] int64, -1 = masked.
+
+        Args:
+            num_rows: rows of the block's experts.
+            topk_ids: [T, K] experts that the block passes on.
+
+        Raises:
+            ValueError: the arguments of the call were wrong, or the block does not use the given experts.
+        """
+        if self.failure is not None:
+            raise self.failure
+        if len(self.ids) != num_rows:
+            raise ValueError(
+                f"routes must have the {num_rows} tokens of {self.block}, got those of {len(self.ids)} tokens"
+            )
+        differs = values_readable(topk_ids) and not topk_ids.long().equal(self.present)
+        if not self.replaced or topk_ids.shape != self.ids.shape or differs:
+            raise ValueError(
+                f"routes need a router that chooses K={self.ids.shape[1]} of {self.num_experts} experts by torch.topk, "
+                f"got a {self.block} that does not"
+            )
+        return self.ids
+
+
+class BlockReplay:
+    """Hooks of one block: the routes of its calls, also of those that a checkpoint recomputes.
+
+    A recomputed call is found by a random number that both calls draw, because checkpoints restore the generator.
+    """
+
+    def __init__(self, block: Any, position: int, model: ModelReplay) -> None:
+        self.position, self.model = position, model
+        self.calls: OrderedDict[int, Replay] = OrderedDict()
+        block.register_forward_pre_hook(self.begin)
+        block.register_forward_hook(self.end, always_call=True)
+
+    def begin(self, block: Any, args: Any) -> None:
+        if in_backward():
+            state = torch.get_rng_state()
+            earlier = self.calls.get(_draw())
+            if earlier is None:
+                torch.set_rng_state(state)  # the first call had no routes, or drew with another generator
+                return
+            replay = Replay(earlier.block, earlier.ids, earlier.num_experts, earlier.plan, earlier.failure)
+        elif self.model.routes is None:
+            return
+        else:
+            replay = self.calls[_draw()] = self.model.replay_of(self.position, block)
+            if len(self.calls) > MOST_CALLS:
+                self.calls.popitem(last=False)
+        block.experts.replay = replay
+        replay.enter()
+
+    def end(self, block: Any, args: Any, output: Any) -> None:
+        replay, block.experts.replay = block.experts.replay, None
+        if replay is not None:
+            replay.leave()
+
+
+def _draw() -> int:
+    return int(torch.randint(2**63 - 1, (), device="cpu"))
+
+
+class ModelReplay:
+    """Hooks of a model: take ``routes=`` and ``plans=`` from a call, for its MoE blocks, which raise their errors.
+
+    Args:
+        model: module that is called with the arguments.
+        blocks: the model's MoE blocks, balanced, in order.
+    """
+
+    def __init__(self, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
+        self.blocks, self.hooks = list(blocks), list[BlockReplay]()
+        self.routes: Tensor | None = None  # [T, L, K] int64
+        self.plans: list[KnownPlan] | None = None
+        self.failure: ValueError | None = None
+        model.register_forward_pre_hook(self.begin, with_kwargs=True, prepend=True)
+        model.register_forward_hook(self.end, always_call=True)
+
+    def begin(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        if "routes" not in kwargs and "plans" not in kwargs:
+            return None
+        kwargs = dict(kwargs)
+        routes, plans = kwargs.pop("routes", None), kwargs.pop("plans", None)
+        if routes is None and plans is None:
+            return args, kwargs
+        if not self.hooks:
+            self.hooks = [BlockReplay(block, i, self) for i, block in enumerate(self.blocks)]
+        self.routes, self.failure = torch.zeros(0, len(self.blocks), 1, dtype=torch.int64), None
+        try:
+            self.plans = None if plans is None else list(plans)
+            self.routes = self._checked(routes)
+        except ValueError as error:
+            self.failure = error
+        return args, kwargs
+
+    def end(self, model: nn.Module, args: Any, output: Any) -> None:
+        self.routes = self.plans = self.failure = None
+
+    def replay_of(self, position: int, block: Any) -> Replay:
+        """Return the replay of a block in the current call."""
+        assert self.routes is not None
+        plan = None if self.plans is None or self.failure is not None else self.plans[position]
+        num_experts = block.experts.layer.placement.num_routed
+        return Replay(type(block).__name__, self.routes[:, position], num_experts, plan, self.failure)
+
+    def _checked(self, routes: Any) -> Tensor:
+        """Return the routes [T, L, K] int64."""
+        layers = len(self.blocks)
+        if not isinstance(routes, Tensor) or routes.dim() not in (3, 4) or routes.dtype not in DTYPES:
+            got = (
+                f"{list(routes.shape)} {routes.dtype}"
+                if isinstance(routes, Tensor)
+                else type(routes).__name__
+            )
+            raise ValueError(f"routes must be a tensor [T, L, K] or [B, S, L, K] of integers, got {got}")
+        if routes.shape[-2] != layers:
+            raise ValueError(
+                f"routes must have the model's {layers} MoE blocks, got {routes.shape[-2]} layers"
+            )
+        if self.plans is not None and len(self.plans) != layers:
+            raise ValueError(f"plans must be of the model's {layers} MoE blocks, got {len(self.plans)}")
+        ids = routes.flatten(0, -3).long()
+        if not values_readable(ids) or not ids.numel():
+            return ids
+        experts: int = min(block.experts.layer.placement.num_routed for block in self.blocks)  # type: ignore
+        low, high = (int(value) for value in torch.aminmax(ids))
+        if low < -1 or high >= experts:
+            raise ValueError(f"routes must be in -1..{experts - 1}, got {low if low < -1 else high}")
+        if ((ids < 0).any(-1) != (ids < 0).all(-1)).any():
+            raise ValueError("routes must have all K experts of a token or -1 in all K, got tokens with some")
+        return ids
