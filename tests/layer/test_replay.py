@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import isoload
 from isoload import KnownRoutes
+from isoload.layer import replay
 from isoload.layer.blocks import BlockExperts
 from isoload.transport import CollectiveTransport
 from support.processes import rank_outcomes
@@ -147,6 +148,39 @@ def test_weights_are_the_routers_and_gradients_pass(block: str, oracle: Any, rec
 def small_model() -> Any:
     torch.set_num_threads(1)
     return make("Qwen3MoeSparseMoeBlock", "qwen3_moe")
+
+
+def checkpointed() -> tuple[Any, Tensor]:
+    """A balanced model that recomputes its layers, and tokens for it."""
+    model = small_model().train()
+    isoload.balance(model, 4)
+    model.gradient_checkpointing_enable()
+    return model, torch.randint(1, 64, (1, 6))
+
+
+def test_a_recompute_finds_the_routes_of_its_call_or_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, tokens = checkpointed()
+    routes = [torch.rand(6, 2, E).topk(K).indices for _ in range(3)]
+
+    def call(number: int, seed: int) -> Tensor:
+        torch.manual_seed(seed)
+        return model(tokens, use_cache=False, routes=routes[number])[0].square().sum()
+
+    for number in range(2):
+        call(number, 5).backward()  # seeded alike, one after the other
+    monkeypatch.setattr(replay, "MOST_CALLS", 2)
+    losses = [call(number, number) for number in range(3)]
+    for loss in losses[1:]:
+        loss.backward()
+    with pytest.raises(ValueError, match="recomputes a call whose routes are lost"):
+        losses[0].backward()
+    model, tokens = checkpointed()
+    losses = [call(number, 5) for number in range(2)]
+    for loss in losses:
+        with pytest.raises(
+            ValueError, match="routes are lost: run backward after at most 32 calls with routes, and do"
+        ):
+            loss.backward()
 
 
 def test_calls_without_routes_do_not_change() -> None:

@@ -21,6 +21,10 @@ from isoload.policies.plan import in_backward
 
 MOST_CALLS = 32  # of a block, whose routes are kept for recomputation
 TOPK = (torch.topk, Tensor.topk)
+LOST = (
+    f"a checkpoint recomputes a call whose routes are lost: run backward after at most {MOST_CALLS} calls with routes, "
+    "and do not seed torch alike before two of them (a random number names the call)"
+)
 
 
 class Replay(TorchFunctionMode):
@@ -46,6 +50,7 @@ class Replay(TorchFunctionMode):
             failure,
         )
         self.present = ids.clamp(0, num_experts - 1)  # masked tokens get weights, too, which nothing reads
+        self.ambiguous = False  # the recompute of another call draws the same number
         self.replaced = False
         self.entered = False
 
@@ -107,31 +112,45 @@ class Replay(TorchFunctionMode):
 class BlockReplay:
     """Hooks of one block: the routes of its calls, also of those that a checkpoint recomputes.
 
-    A recomputed call is found by a random number that both calls draw, because checkpoints restore the generator.
+    A recomputed call is found by a random number that both calls draw, because checkpoints restore the generator. Where
+    the number does not tell the call, the recompute raises: it would use another call's experts.
     """
 
     def __init__(self, block: Any, position: int, model: ModelReplay) -> None:
         self.position, self.model = position, model
-        self.calls: OrderedDict[int, Replay] = OrderedDict()
+        self.calls: OrderedDict[int, Replay] = OrderedDict()  # whose recompute has not begun
+        self.has_dropped = False
         block.register_forward_pre_hook(self.begin)
         block.register_forward_hook(self.end, always_call=True)
 
     def begin(self, block: Any, args: Any) -> None:
         if in_backward():
             state = torch.get_rng_state()
-            earlier = self.calls.get(_draw())
-            if earlier is None:
-                torch.set_rng_state(state)  # the first call had no routes, or drew with another generator
+            earlier = self.calls.pop(_draw(), None)
+            if earlier is None and not self.has_dropped:
+                torch.set_rng_state(state)  # the first call had no routes
                 return
-            replay = Replay(earlier.block, earlier.ids, earlier.num_experts, earlier.plan, earlier.failure)
+            replay = self.again(earlier, block)
         elif self.model.routes is None:
             return
         else:
-            replay = self.calls[_draw()] = self.model.replay_of(self.position, block)
+            replay, number = self.model.replay_of(self.position, block), _draw()
+            same = self.calls.get(number)
+            if same is not None and not same.ids.equal(replay.ids):
+                replay.ambiguous = self.has_dropped = True
+            self.calls[number] = replay
             if len(self.calls) > MOST_CALLS:
                 self.calls.popitem(last=False)
+                self.has_dropped = True
         block.experts.replay = replay
         replay.enter()
+
+    def again(self, earlier: Replay | None, block: Any) -> Replay:
+        """Return the replay of a recomputed call; None: its routes were dropped."""
+        if earlier is None or earlier.ambiguous:
+            none = torch.zeros(0, 1, dtype=torch.int64)
+            return Replay(type(block).__name__, none, 1, None, ValueError(LOST))
+        return Replay(earlier.block, earlier.ids, earlier.num_experts, earlier.plan, earlier.failure)
 
     def end(self, block: Any, args: Any, output: Any) -> None:
         replay, block.experts.replay = block.experts.replay, None
