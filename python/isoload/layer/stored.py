@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
+from types import FrameType
 from typing import Any, Literal
 
 import torch
@@ -114,6 +116,7 @@ class StoredExperts(nn.Module):
                 else RankWeights(self.layouts[rank], part, self.num_rows[rank], spare, new)
                 for rank, part in zip(group.ranks, experts, strict=True)
             )
+            self.weights.part = self.part_name
             if spare:
                 self._borrow_by(backend)
         self.register_state_dict_post_hook(_mark_part)
@@ -279,13 +282,27 @@ class StoredExperts(nn.Module):
 
 
 class OwnedRanks(nn.ModuleList):
-    """The weights of every owned rank."""
+    """The weights of every owned rank.
+
+    part: mark in the keys of this process's part of a state, or "" if the process owns all ranks.
+    """
+
+    part = ""
 
     def __getattr__(self, name: str) -> Any:
-        # torch.distributed.checkpoint looks up every key of a state among the modules
-        if PART.match(f"{name}."):
-            raise AttributeError(no_distributed_checkpoint(name))
+        if self.part and is_checkpoint_lookup(sys._getframe(1)):
+            raise AttributeError(no_distributed_checkpoint(f"weights.{self.part}"))
         return super().__getattr__(name)
+
+
+def is_checkpoint_lookup(caller: FrameType) -> bool:
+    """Return whether get_state_dict or a similar function of torch.distributed.checkpoint looks up a Parameter.
+
+    These functions look up every Parameter by name before they read an optimizer's state, which has no marks.
+    """
+    module = sys.modules.get("torch.distributed.checkpoint.state_dict")
+    lookup = getattr(module, "_get_fqns", None)
+    return lookup is not None and caller.f_code is lookup.__code__
 
 
 def _mark_part(layer: StoredExperts, state: dict[str, Any], prefix: str, metadata: Any) -> None:
