@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as SplitOver
 
 import isoload
-from isoload.layer import clip_grad_norm_
+from isoload.layer import clip_grad_norm_, ignore_in_ddp
 from isoload.weights.experts import ExpertWeights
 from isoload.weights.shard import Shard, local_part
 from support.processes import rank_outcomes, run_ranks
@@ -113,13 +113,14 @@ def over_groups(rank: int, how: str, shard: str) -> tuple[float, float, Tensor]:
     meshes = {"world": init_device_mesh("cpu", (2 * RANKS,)), "both": both}
     model = Model(local=False, shard=shard, mesh=both["experts"])
     experts = set(model.layer.expert_parameters())
+    if how != "plain":
+        ignore_in_ddp(model, copies=both["copies"].get_group())
     for module, over in zip((model.first, model), MESHES[how], strict=True):
         if over:
             fully_shard(module, mesh=meshes[over], ignored_params=experts)
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
-    (model([rows_of(rank)]) ** 2).sum().backward()
-    for parameter in model.parameters():
+    losses = 1 if how == "plain" else 2 * RANKS  # of which fully_shard takes the mean
+    (model([rows_of(rank)]) ** 2).sum().mul(losses).backward()
+    for parameter in model.parameters() if how == "plain" else ():
         assert parameter.grad is not None
         if parameter in experts:
             dist.all_reduce(local_part(parameter.grad), group=both["copies"].get_group())

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import isoload
 from isoload.layer.routers import Gate, Router
@@ -60,6 +61,7 @@ class Model(nn.Module):
         super().__init__()
         torch.set_num_threads(1)
         torch.manual_seed(1)
+        self.recomputes = False  # activation checkpointing
         self.embed = nn.Embedding(WORDS, HIDDEN, dtype=torch.float64)
         self.head, mixers = linear(WORDS), []
         for number in range(2):
@@ -75,7 +77,7 @@ class Model(nn.Module):
         """Return the mean loss of words [B, T]."""
         x = self.embed(tokens[:, :-1].flatten())
         for block in self.blocks:
-            x = block(x)
+            x = checkpoint(block, x, use_reentrant=False) if self.recomputes else block(x)
         return F.cross_entropy(self.head(x), tokens[:, 1:].flatten())
 
 

@@ -2,7 +2,7 @@
 
 from isoload.layer.blocks import BlockExperts, balance
 from isoload.layer.moe import MoE
-from isoload.layer.parallel import clip_grad_norm_, ignore_in_ddp
+from isoload.layer.parallel import clip_grad_norm_, ignore_in_ddp, parallelize
 from isoload.layer.program_state import ProgramState
 from isoload.layer.stack import LibraStack
 from isoload.layer.state import full_optimizer_state, load, load_full_optimizer_state, save
@@ -18,5 +18,6 @@ __all__ = [
     "ignore_in_ddp",
     "load",
     "load_full_optimizer_state",
+    "parallelize",
     "save",
 ]

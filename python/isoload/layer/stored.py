@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any, Literal
 
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from isoload.balancing.balancer import Balancer
-from isoload.layer.checks import Experts, check_wrappers, device_of
+from isoload.layer.checks import Experts, check_copies, check_wrappers, device_of, ignore_in_construction
 from isoload.placement.placement import Placement
 from isoload.transport import Call, CollectiveGroup, Group
 from isoload.weights.backends import Backend, make_backend
@@ -59,6 +60,11 @@ class StoredExperts(nn.Module):
     num_rows: list[int]
     borrowing: Borrowing | None
     compute_dtype: torch.dtype | None
+
+    def named_modules(self, *how: Any, **options: Any) -> Iterator[tuple[str, nn.Module]]:
+        ignore_in_construction(self.group, self._ranks())
+        modules: Iterator[tuple[str, nn.Module]] = super().named_modules(*how, **options)
+        return modules
 
     @property
     def has_replicas(self) -> bool:
@@ -150,7 +156,13 @@ class StoredExperts(nn.Module):
         return torch.get_autocast_dtype(device) if follows else down.dtype
 
     def refresh_replicas(self) -> None:
-        """Copy home rows to their replicas. All ranks call it together after every optimizer step."""
+        """Copy home rows to their replicas. All ranks call it together after every optimizer step.
+
+        With ISOLOAD_CHECK=1 ranks that hold the same experts also compare them (:func:`isoload.parallelize`).
+        """
+        if os.environ.get("ISOLOAD_CHECK") == "1":
+            with self.group.agreeing("refresh"):
+                check_copies(f"layer {self.layer}", self._ranks())
         if self.has_replicas:
             refresh_replicas(self.group, self._ranks(), self.replica_moves)
 
