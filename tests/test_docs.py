@@ -285,7 +285,7 @@ def test_figures_quoted_from_the_replays_are_in_them():
 
 
 def test_borrowing_numbers_are_those_of_the_results_file():
-    text, cells = prose(DOCS / "training-and-borrowing.md"), {}
+    text, cells = prose(DOCS / "results-cpu.md"), {}
     for row in results("bench_llep"):
         if row["kind"] == "layer":
             key = row["shape"], f"{100 * row['share']:.0f} % into {row['num_hot']}", row["form"]

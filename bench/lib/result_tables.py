@@ -364,7 +364,7 @@ BORROW = [
 
 @shown
 def borrow() -> Table:
-    """docs/training-and-borrowing.md: plain expert parallelism and `llep`, on the protocol of LLEP's paper."""
+    """docs/results-cpu.md: plain expert parallelism and `llep`, on the protocol of LLEP's paper."""
     cells = by(read("bench_llep", "layer", "kind"), "shape", "share", "num_hot", "form")
     columns: Columns = {
         "layer": "{EP[shape]}",

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from isoload.balancing.micro_batches import choose_micro_batches
     from isoload.balancing.planning import plan, share
     from isoload.balancing.routing import route
-    from isoload.layer import LibraStack, MoE, balance, load, save
+    from isoload.layer import LibraStack, MoE, balance, clip_grad_norm_, load, parallelize, save
     from isoload.online import Rebalancer, Recorder
     from isoload.placement.files import read_placement, write_placement
     from isoload.placement.placement import Placement
@@ -57,6 +57,8 @@ __all__ = [  # noqa: RUF022
     "CollectiveTransport",
     "balance",
     "LibraStack",
+    "parallelize",
+    "clip_grad_norm_",
     "save",
     "load",
     "KnownRoutes",
@@ -85,7 +87,9 @@ _HOMES = {  # modules that define the names of __all__; the block above states t
         "LibraStack",
         "MoE",
         "balance",
+        "clip_grad_norm_",
         "load",
+        "parallelize",
         "save",
     ),
     "online": (

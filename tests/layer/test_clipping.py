@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,7 +16,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as SplitOver
 
 import isoload
-from isoload.layer import clip_grad_norm_
+from isoload.engines.huggingface import BalancedTraining, shared_scaler
+from isoload.layer import clip_grad_norm_, ignore_in_ddp
 from isoload.weights.experts import ExpertWeights
 from isoload.weights.shard import Shard, local_part
 from support.processes import rank_outcomes, run_ranks
@@ -113,13 +116,14 @@ def over_groups(rank: int, how: str, shard: str) -> tuple[float, float, Tensor]:
     meshes = {"world": init_device_mesh("cpu", (2 * RANKS,)), "both": both}
     model = Model(local=False, shard=shard, mesh=both["experts"])
     experts = set(model.layer.expert_parameters())
+    if how != "plain":
+        ignore_in_ddp(model, copies=both["copies"].get_group())
     for module, over in zip((model.first, model), MESHES[how], strict=True):
         if over:
             fully_shard(module, mesh=meshes[over], ignored_params=experts)
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
-    (model([rows_of(rank)]) ** 2).sum().backward()
-    for parameter in model.parameters():
+    losses = 1 if how == "plain" else 2 * RANKS  # of which fully_shard takes the mean
+    (model([rows_of(rank)]) ** 2).sum().mul(losses).backward()
+    for parameter in model.parameters() if how == "plain" else ():
         assert parameter.grad is not None
         if parameter in experts:
             dist.all_reduce(local_part(parameter.grad), group=both["copies"].get_group())
@@ -209,6 +213,36 @@ def test_an_overflow_in_one_expert_skips_the_step_on_all_ranks(sharded: bool) ->
             assert min(float((parameter - twin).abs().max()) for twin in twins) < 1e-12
         for name, parameter in others.items():
             torch.testing.assert_close(parameter, named[name].detach(), rtol=1e-12, atol=1e-12)
+
+
+class FakeTrainer:
+    """As transformers' Trainer in fp16, which needs a GPU."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        scaler = GradScaler("cpu", init_scale=1024.0, growth_interval=7, backoff_factor=0.25)
+        self.accelerator = SimpleNamespace(scaler=scaler)
+
+
+def in_a_trainer(rank: int) -> tuple[float, int, float]:
+    class Trainer(BalancedTraining, FakeTrainer):
+        pass
+
+    model = Model(local=False)
+    scaler = Trainer(model).accelerator.scaler
+    return (
+        scaled_steps(model, [rank], scaler, False),
+        scaler.get_growth_interval(),
+        scaler.get_backoff_factor(),
+    )
+
+
+def test_an_overflow_in_one_expert_skips_the_step_of_a_trainer_on_all_ranks() -> None:
+    """Regression: ranks ended with different scales."""
+    assert run_ranks(in_a_trainer, RANKS) == [(256.0, 7, 0.25)] * RANKS
+    assert shared_scaler(None) is None
+    scaler = GradScaler("cpu")
+    assert shared_scaler(scaler) is scaler, "of one process"
 
 
 def test_virtual_ranks_have_the_norm_that_torch_finds() -> None:

@@ -207,7 +207,7 @@ def test_a_rank_s_state_says_that_it_is_a_part(ranks):
 
 def distributed_checkpoint(rank, how, folder):
     import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import get_model_state_dict
+    from torch.distributed.checkpoint import state_dict
 
     placement = list(pairs(2))[1][1]
     layer, _ = make_layer(placement, transport=CollectiveTransport(make_setup(2).topology))
@@ -216,12 +216,32 @@ def distributed_checkpoint(rank, how, folder):
     elif how == "module":
         dcp.save({"model": layer}, checkpoint_id=folder)
     else:
-        get_model_state_dict(layer)
+        optimizer = torch.optim.AdamW(layer.parameters())
+        {
+            "get_model_state_dict": lambda: state_dict.get_model_state_dict(layer),
+            "get_optimizer_state_dict": lambda: state_dict.get_optimizer_state_dict(layer, optimizer),
+            "get_state_dict": lambda: state_dict.get_state_dict(layer, optimizer),
+            "set_model_state_dict": lambda: state_dict.set_model_state_dict(layer, layer.state_dict()),
+            "set_optimizer_state_dict": lambda: state_dict.set_optimizer_state_dict(
+                layer, optimizer, optimizer.state_dict()
+            ),
+        }[how]()
 
 
-@pytest.mark.parametrize("how", ["save", "module", "get_model_state_dict"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "save",
+        "module",
+        "get_model_state_dict",
+        "get_optimizer_state_dict",
+        "get_state_dict",
+        "set_model_state_dict",
+        "set_optimizer_state_dict",
+    ],
+)
 def test_distributed_checkpoints_are_refused(how, tmp_path):
-    """Regression: one rank's experts were kept, in silence."""
+    """Regression: one rank's experts, or its optimizer state, were kept in silence."""
     for outcome in rank_outcomes(distributed_checkpoint, 2, how, str(tmp_path), group_timeout=10.0):
-        assert "torch.distributed.checkpoint cannot save or load experts over ranks yet" in str(outcome.error)
-        assert "on all ranks call isoload.save(model, optimizer, folder)" in str(outcome.error)
+        assert "torch.distributed.checkpoint would keep one rank's experts" in str(outcome.error)
+        assert "save and load isoload.layer.ProgramState(model, optimizer)" in str(outcome.error)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from isoload.files import open_regular
@@ -163,6 +164,24 @@ class BalancedExperts:
         return parts.full_tensor()
 
 
+def shared_scaler(scaler: Any) -> Any:
+    """Return a loss scaler with the same options that skips a step on all ranks if gradients overflow on any rank."""
+    if scaler is None or not dist.is_available() or not dist.is_initialized():
+        return scaler
+    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+    if isinstance(scaler, ShardedGradScaler):
+        return scaler
+    return ShardedGradScaler(
+        scaler._device,
+        scaler._init_scale,
+        scaler.get_backoff_factor(),
+        scaler.get_growth_factor(),
+        scaler.get_growth_interval(),
+        scaler.is_enabled(),
+    )
+
+
 PROGRAM = "isoload"  # folder of the saved program inside of a Trainer's checkpoint
 
 
@@ -174,7 +193,7 @@ class BalancedTraining:
     A checkpoint holds the weights of all experts as save_pretrained writes them, and a folder ``isoload`` that
     :func:`isoload.save` wrote, from which training resumes on any number of processes. DistributedDataParallel does
     not touch the experts, replicas are refreshed after every step, and gradients are clipped by their norm over all
-    ranks.
+    ranks. In fp16 an overflow in one rank's experts skips the step on all ranks.
     """
 
     model: Any
@@ -189,6 +208,7 @@ class BalancedTraining:
     def __init__(self, *args: Any, **how: Any) -> None:
         super().__init__(*args, **how)
         ignore_in_ddp(self.model)
+        self.accelerator.scaler = shared_scaler(self.accelerator.scaler)
         self._refreshed: Any = None  # the optimizer after whose steps replicas are refreshed
 
     def create_optimizer(self, *args: Any, **how: Any) -> Any:

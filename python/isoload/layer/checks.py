@@ -9,12 +9,14 @@ from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from isoload.placement.placement import Placement
 from isoload.transport import DTYPES, CollectiveGroup, Group
 from isoload.weights.checkpoints import Checkpoint
+from isoload.weights.checksums import slot_checksums
 from isoload.weights.experts import Activation, ClampedGLU, ExpertWeights, SwiGLU, describe
 from isoload.weights.quantised import check_no_gradients, check_stay
 from isoload.weights.shard import Shard, check_shard
@@ -126,12 +128,81 @@ def check_wrappers(group: Group, ranks: Sequence[RankWeights]) -> None:
         return
     if others := [name for weights in ranks for name in weights.replaced()]:
         raise ValueError(
-            "expert Parameters must not be sharded over the layer's ranks, each of which has its own: pass "
-            "ignored_params=set(layer.expert_parameters()) to fully_shard, got other Parameters in place of the "
-            f"layer's {', '.join(others)}"
+            "expert Parameters must not be sharded by fully_shard, over the layer's ranks, each of which has its own, "
+            "or over ranks with copies: pass ignored_params=set(layer.expert_parameters()) to fully_shard, as "
+            "isoload.parallelize(model, mesh, shard=modules) does, got other Parameters in place of the layer's "
+            f"{', '.join(others)}"
         )
     _check_ddp(group, ranks)
-    _check_fsdp(ranks)
+    _check_fsdp(group, ranks)
+
+
+# For each rank's weights the group of the ranks that hold the same experts, over which gradients are averaged.
+COPIES: WeakKeyDictionary[RankWeights, dist.ProcessGroup] = WeakKeyDictionary()
+
+
+def num_copies(weights: RankWeights) -> int:
+    """Return how many ranks hold the same experts and average their gradients."""
+    return COPIES[weights].size() if weights in COPIES else 1
+
+
+@torch.no_grad()
+def check_copies(name: str, ranks: Sequence[RankWeights]) -> None:
+    """Raise ValueError if the copies of an expert differ. All ranks with copies call it together."""
+    for weights in ranks:
+        if (copies := COPIES.get(weights)) is None or not weights.layout.homes:
+            continue
+        sums = slot_checksums([home.detach() for home in weights.home_rows()])
+        gathered = [torch.empty_like(sums) for _ in range(copies.size())]
+        dist.all_gather(gathered, sums, group=copies)
+        differ = torch.stack([other != gathered[0] for other in gathered])
+        if bool(differ.any()):
+            rank, row = differ.nonzero()[0].tolist()
+            members = dist.get_process_group_ranks(copies)
+            raise ValueError(
+                f"copies of an expert must be equal, but expert {weights.layout.homes[row]} of {name} differs on ranks "
+                f"{members[0]} and {members[rank]}: start all ranks from the same values, and change experts only by "
+                "optimizers with the same state and gradients on all copies"
+            )
+
+
+NOT_IGNORED = (
+    "expert Parameters must be ignored by DistributedDataParallel, which else gives every rank those of rank 0: call "
+    "isoload.layer.ignore_in_ddp(model) before DistributedDataParallel(model) (transformers' Trainer: "
+    "isoload.engines.huggingface.BalancedTraining), got experts it was not called for"
+)
+
+
+def ignore_in_construction(group: Group, ranks: Sequence[RankWeights]) -> None:
+    """Exclude a layer's experts from the DistributedDataParallel that is being constructed around it, if any.
+
+    A wrapper may have renamed the experts since ignore_in_ddp, or wrapped the module for which it was called. torch
+    reads the Parameters' names before it broadcasts, and the call stack shows its constructor.
+
+    Raises:
+        ValueError: ignore_in_ddp was not called for the layer.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not DistributedDataParallel.__init__.__code__:
+        frame = frame.f_back
+    if frame is None or group.owns_all:
+        return
+    ddp, module = frame.f_locals["self"], frame.f_locals["module"]
+    done = _PREPARED.setdefault(ddp, WeakSet())
+    if all(weights in done for weights in ranks):
+        return
+    done.update(ranks)  # the names below come from another traversal
+    owned = {id(p) for weights in ranks for p in weights.parameters()}
+    names = {name for name, p in module.named_parameters(remove_duplicate=False) if id(p) in owned}
+    missing = names - ddp.parameters_to_ignore
+    # Another name of an expert may have been read before.
+    if any(weights.gradient_divisor == 1 for weights in ranks) or (missing and len(names) > len(owned)):
+        raise ValueError(NOT_IGNORED)
+    ddp.parameters_to_ignore |= missing
+
+
+# For each DistributedDataParallel the weights that its constructor has met.
+_PREPARED: WeakKeyDictionary[DistributedDataParallel, WeakSet[RankWeights]] = WeakKeyDictionary()
 
 
 def _check_ddp(group: Group, ranks: Sequence[RankWeights]) -> None:
@@ -145,15 +216,13 @@ def _check_ddp(group: Group, ranks: Sequence[RankWeights]) -> None:
     reduced = set(map(id, ddp._module_parameters))
     ignored = all(weights.gradient_divisor != 1 for weights in ranks)
     if not ignored or any(id(p) in reduced for weights in ranks for p in weights.parameters()):
+        raise ValueError(f"{NOT_IGNORED}; their weights are lost")
+    copies = num_copies(ranks[0])
+    if (size := ddp.process_group.size()) != group.topology.num_ranks * copies:
         raise ValueError(
-            "expert Parameters must be ignored by DistributedDataParallel, which else gives every rank those of rank "
-            "0: call isoload.layer.ignore_in_ddp(model) before DistributedDataParallel(model) (transformers' Trainer: "
-            "isoload.engines.huggingface.BalancedTraining), got experts it was not called for; their weights are "
-            "lost"
-        )
-    if (size := ddp.process_group.size()) != group.topology.num_ranks:
-        raise ValueError(
-            f"DistributedDataParallel must run over the layer's {group.topology.num_ranks} ranks, got {size}"
+            f"DistributedDataParallel must run over the layer's {group.topology.num_ranks} ranks and the ranks with "
+            f"{copies - 1} copies of its experts, got {size}: isoload.parallelize(model, mesh) wraps a model over more "
+            "ranks than the layer's, and averages its experts' gradients over the copies"
         )
     _CHECKED.setdefault(ddp, WeakSet()).update(ranks)
 
@@ -162,7 +231,7 @@ def _check_ddp(group: Group, ranks: Sequence[RankWeights]) -> None:
 _CHECKED: WeakKeyDictionary[DistributedDataParallel, WeakSet[RankWeights]] = WeakKeyDictionary()
 
 
-def _check_fsdp(ranks: Sequence[RankWeights]) -> None:
+def _check_fsdp(group: Group, ranks: Sequence[RankWeights]) -> None:
     """Raise ValueError if fully_shard and isoload divide gradients by different numbers.
 
     A divide factor applies to one wrapped module and not to the modules inside, so every module is checked, once, in
@@ -177,14 +246,22 @@ def _check_fsdp(ranks: Sequence[RankWeights]) -> None:
         if _FACTORS_CHECKED.get(weights) == len(wrapped):
             continue
         states = _fsdp_states(fsdp.FSDPModule, list(wrapped), weights)
+        copies, layer_ranks = num_copies(weights), group.topology.num_ranks
+        divisor = weights.gradient_divisor * copies
         for name, factor, num_ranks in _divide_factors(states):
-            if (num_ranks if factor is None else factor) == weights.gradient_divisor or num_ranks == 1:
+            if num_ranks > 1 and num_ranks > layer_ranks * copies:
+                raise ValueError(
+                    f"expert gradients must be averaged over all {num_ranks} ranks that fully_shard reduces over, but "
+                    f"the layer has {layer_ranks} ranks and {copies - 1} copies: call isoload.parallelize(model, mesh, "
+                    f"shard=modules) in place of fully_shard, got {name} without"
+                )
+            if (num_ranks if factor is None else factor) == divisor or num_ranks == 1:
                 continue
             shown = f"the default, {num_ranks}" if factor is None else str(factor)
             raise ValueError(
-                f"the gradient divide factor of every module that fully_shard wraps must be {weights.gradient_divisor} "
+                f"the gradient divide factor of every module that fully_shard wraps must be {divisor} "
                 f"as that of the experts, got {shown} for {name}: call "
-                f"module.set_gradient_divide_factor({float(weights.gradient_divisor)}) on each module that was given "
+                f"module.set_gradient_divide_factor({float(divisor)}) on each module that was given "
                 "to fully_shard, since the root's factor does not reach the modules inside"
             )
         _FACTORS_CHECKED[weights] = len(wrapped)

@@ -1,23 +1,28 @@
-"""Gradient clipping and DistributedDataParallel for models whose experts are distributed over ranks.
+"""Data parallelism and gradient clipping for models whose experts are distributed over ranks.
 
-All other Parameters are replicated. Clipping therefore sums only the experts' norms over ranks, and
-DistributedDataParallel must neither broadcast nor reduce experts.
+All other Parameters are replicated. Clipping therefore sums only the experts' norms over ranks, and data-parallel
+wrappers must neither broadcast, shard nor reduce experts. Ranks that hold the same experts average their gradients.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from isoload.layer.moe import MoE
+from isoload.layer.checks import COPIES, check_copies
 from isoload.layer.pretrained import stored_layers
-from isoload.transport import Group
+from isoload.layer.stored import StoredExperts
+from isoload.transport import CollectiveGroup, Group
 from isoload.weights.shard import local_part
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 @torch.no_grad()
@@ -80,7 +85,7 @@ def by_mesh(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
 Model = TypeVar("Model", bound=nn.Module)
 
 
-def ignore_in_ddp(model: Model) -> Model:
+def ignore_in_ddp(model: Model, copies: dist.ProcessGroup | None = None) -> Model:
     """Exclude the experts of all MoE layers of a model from DistributedDataParallel. Call it before wrapping.
 
         ddp = DistributedDataParallel(isoload.layer.ignore_in_ddp(model))
@@ -91,22 +96,27 @@ def ignore_in_ddp(model: Model) -> Model:
     process has all of their experts.
 
     Args:
-        model: module that will be wrapped. Parameters that it ignored before remain ignored.
+        model: module that will be wrapped, or a module inside of it. Parameters that it ignored before remain ignored.
+        copies: group of the ranks that hold the same experts as this rank, if the layers' ranks are fewer than those of
+            the wrapper (:func:`parallelize` passes it). Each backward averages the experts' gradients over it.
 
     Returns:
         The model.
 
     Raises:
-        ValueError: the experts of a layer are a Shard given as a function, so that its Parameters are unknown.
+        ValueError: the experts of a layer are a Shard given as a function, so that its Parameters are unknown. On all
+            ranks: copies of an expert differ.
     """
     owned: set[int] = set()
-    for layer in model.modules():
-        if not isinstance(layer, MoE) or layer.group.owns_all:
+    for name, layer in stored_layers(model).items():
+        if layer.group.owns_all:
             continue
         if not layer.expert_parameters():
             raise ValueError(
                 "model must have its experts' Parameters in its MoE layers, got a layer of a Shard given as a function"
             )
+        if copies is not None:
+            note_copies(name, layer, copies)
         owned.update(map(id, layer.weights.parameters()))
         for weights in layer._ranks():
             weights.gradient_divisor = layer.group.topology.num_ranks
@@ -115,3 +125,135 @@ def ignore_in_ddp(model: Model) -> Model:
     ignored.update(name for name, parameter in parameters if id(parameter) in owned)
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, sorted(ignored))
     return model
+
+
+def note_copies(name: str, layer: StoredExperts, copies: dist.ProcessGroup) -> None:
+    """Compare a layer's experts over the ranks that hold them, and average their gradients from now on."""
+    for weights in layer._ranks():
+        COPIES[weights] = copies
+    with layer.group.agreeing("copies"):
+        check_copies(name, layer._ranks())
+    average_in_backward(layer.expert_parameters(), copies)
+
+
+def average_in_backward(parameters: Sequence[nn.Parameter], copies: dist.ProcessGroup) -> None:
+    """Average the gradients of Parameters over ranks at the end of every backward that changes them.
+
+    The mean of gradients that earlier backwards averaged is the same, so gradients may be accumulated. The exchange
+    waits for the end of backward, because ranks must not wait for copies while others wait for the layer's ranks.
+    """
+    changed: set[int] = set()
+
+    def note(parameter: Tensor) -> None:
+        if not changed:
+            torch.autograd.Variable._execution_engine.queue_callback(average)  # type: ignore[attr-defined]
+        changed.add(id(parameter))
+
+    @torch.no_grad()
+    def average() -> None:
+        due = [p for p in parameters if id(p) in changed]
+        changed.clear()
+        for parameter in due:
+            assert parameter.grad is not None
+            gradient = local_part(parameter.grad)
+            gradient /= copies.size()
+            dist.all_reduce(gradient, group=copies)
+
+    for parameter in parameters:
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(note)
+
+
+def parallelize(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    shard: Sequence[nn.Module] | None = None,
+    hybrid: bool = False,
+    **options: Any,
+) -> nn.Module:
+    """Wrap a model for training over more ranks than those that share its experts, or over the same ranks.
+
+    The gradients of all Parameters belong to the mean of the ranks' losses; no loss has to be divided. Create the
+    optimizer afterwards. Call ``refresh_replicas()`` of the layers after each of its steps.
+
+    Args:
+        model: model with isoload layers, with the same values on all ranks.
+        mesh: all ranks that train the model on tokens of their own, with names of the dimensions. The layers' ranks are
+            all of them, or one dimension; the ranks along the other dimensions then hold copies of the same experts.
+        shard: modules for ``fully_shard``, inner modules first; the model is sharded last. Experts are not sharded.
+            None: DistributedDataParallel over all ranks.
+        hybrid: shard over the last dimension of a mesh [N, M] only (HSDP). False: over all ranks.
+        **options: of DistributedDataParallel, or of fully_shard.
+
+    Returns:
+        The wrapped model: a DistributedDataParallel, or the model itself.
+
+    Raises:
+        ValueError: the layers' ranks are not a dimension of the mesh, the wrapper cannot use the mesh or the model's
+            Parameters, or copies of experts differ.
+    """
+    layers = stored_layers(model)
+    if not layers:
+        raise ValueError("model must have isoload layers (isoload.MoE, isoload.balance), got none")
+    if mesh.ndim > 1 and mesh.mesh_dim_names is None:
+        raise ValueError(
+            f"mesh must have names for its dimensions: init_device_mesh(mesh_dim_names=...), got {mesh}"
+        )
+    if hybrid and (shard is None or mesh.ndim != 2):
+        raise ValueError(
+            "hybrid=True must come with shard=modules and a mesh of two dimensions, got shard="
+            f"{None if shard is None else 'modules'} and {mesh}"
+        )
+    ignore_in_ddp(model, copies_in(mesh, layers))
+    flat = mesh if mesh.ndim == 1 or hybrid else mesh._flatten()
+    if shard is None:
+        if split := [name for name, p in model.named_parameters() if hasattr(p, "full_tensor")]:
+            raise ValueError(
+                "Parameters must be plain tensors for DistributedDataParallel: pass shard=modules to use fully_shard, "
+                f"which takes DTensors of tensor parallelism, got a DTensor {split[0]}"
+            )
+        return DistributedDataParallel(model, process_group=flat.get_group(), **options)
+    from torch.distributed.fsdp import fully_shard
+
+    over_processes = {n: layer for n, layer in layers.items() if isinstance(layer.group, CollectiveGroup)}
+    for name, layer in over_processes.items():
+        if layer.group.owns_all and mesh.size() > 1:  # every rank has all experts
+            note_copies(name, layer, (mesh if mesh.ndim == 1 else mesh._flatten()).get_group())
+    experts = {p for layer in over_processes.values() for p in layer.expert_parameters()}
+    ignored = experts | options.pop("ignored_params", set())
+    for module in [*(module for module in shard if module is not model), model]:
+        fully_shard(module, mesh=flat, ignored_params=ignored, **options)
+    return model
+
+
+def copies_in(mesh: DeviceMesh, layers: Mapping[str, StoredExperts]) -> dist.ProcessGroup | None:
+    """Return the group of the ranks with the same experts as this rank; None if no other rank has them."""
+    groups = [mesh.get_group(dim) for dim in range(mesh.ndim)]
+    members = [dist.get_process_group_ranks(group) for group in groups]
+    dims: dict[int, str] = {}
+    for name, layer in layers.items():
+        if not isinstance(layer.group, CollectiveGroup) or layer.group.owns_all:
+            continue
+        assert layer.group.process_group is not None
+        ranks = dist.get_process_group_ranks(layer.group.process_group)
+        if ranks == mesh.mesh.flatten().tolist():
+            dims.setdefault(-1, name)
+            continue
+        if ranks not in members:
+            raise ValueError(
+                f"the ranks of {name} must be the mesh's or one dimension of it, {' or '.join(map(str, members))} on "
+                f"rank {dist.get_rank()}, got {ranks}: create the layer with CollectiveTransport(topology, "
+                "mesh.get_group(dimension))"
+            )
+        dims.setdefault(members.index(ranks), name)
+    if len(dims) > 1:
+        raise ValueError(
+            f"all layers must have the same ranks, got {' and '.join(dims.values())} with different ranks"
+        )
+    others = [dim for dim in range(mesh.ndim) if dim not in dims and mesh.size(dim) > 1]
+    if not dims or -1 in dims or not others:
+        return None
+    if len(others) == 1:
+        return groups[others[0]]
+    names = mesh.mesh_dim_names or ()
+    return mesh[tuple(names[dim] for dim in others)]._flatten().get_group()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -73,8 +73,17 @@ def check_layers(layers: dict[str, StoredExperts], processes: Group) -> None:
         if not group.owns_all and group.topology.num_ranks != size:
             raise ValueError(
                 f"{name} must share its experts over all {size} processes of the program to be saved with it, got "
-                f"{group.topology.num_ranks}: save each layer's full_state_dict() yourself"
+                f"{group.topology.num_ranks}: save isoload.layer.ProgramState(model, optimizer) by "
+                "torch.distributed.checkpoint"
             )
+    check_parameters(layers)
+
+
+def check_parameters(layers: Mapping[str, StoredExperts]) -> None:
+    """Raise ValueError unless all layers have their experts' Parameters."""
+    if not layers:
+        raise ValueError("model must have isoload layers (isoload.MoE, isoload.balance), got none")
+    for name, layer in layers.items():
         if any(rank.reads_elsewhere for rank in layer._ranks()):
             raise ValueError(
                 f"{name} must have its experts' Parameters to be saved, got a Shard given as a function: save them "

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from types import FrameType
 from typing import Any, Literal
 
 import torch
@@ -10,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from isoload.balancing.balancer import Balancer
-from isoload.layer.checks import Experts, check_wrappers, device_of
+from isoload.layer.checks import Experts, check_copies, check_wrappers, device_of, ignore_in_construction
 from isoload.placement.placement import Placement
 from isoload.transport import Call, CollectiveGroup, Group
 from isoload.weights.backends import Backend, make_backend
@@ -57,6 +60,11 @@ class StoredExperts(nn.Module):
     num_rows: list[int]
     borrowing: Borrowing | None
     compute_dtype: torch.dtype | None
+
+    def named_modules(self, *how: Any, **options: Any) -> Iterator[tuple[str, nn.Module]]:
+        ignore_in_construction(self.group, self._ranks())
+        modules: Iterator[tuple[str, nn.Module]] = super().named_modules(*how, **options)
+        return modules
 
     @property
     def has_replicas(self) -> bool:
@@ -114,6 +122,7 @@ class StoredExperts(nn.Module):
                 else RankWeights(self.layouts[rank], part, self.num_rows[rank], spare, new)
                 for rank, part in zip(group.ranks, experts, strict=True)
             )
+            self.weights.part = self.part_name
             if spare:
                 self._borrow_by(backend)
         self.register_state_dict_post_hook(_mark_part)
@@ -147,7 +156,13 @@ class StoredExperts(nn.Module):
         return torch.get_autocast_dtype(device) if follows else down.dtype
 
     def refresh_replicas(self) -> None:
-        """Copy home rows to their replicas. All ranks call it together after every optimizer step."""
+        """Copy home rows to their replicas. All ranks call it together after every optimizer step.
+
+        With ISOLOAD_CHECK=1 ranks that hold the same experts also compare them (:func:`isoload.parallelize`).
+        """
+        if os.environ.get("ISOLOAD_CHECK") == "1":
+            with self.group.agreeing("refresh"):
+                check_copies(f"layer {self.layer}", self._ranks())
         if self.has_replicas:
             refresh_replicas(self.group, self._ranks(), self.replica_moves)
 
@@ -279,13 +294,27 @@ class StoredExperts(nn.Module):
 
 
 class OwnedRanks(nn.ModuleList):
-    """The weights of every owned rank."""
+    """The weights of every owned rank.
+
+    part: mark in the keys of this process's part of a state, or "" if the process owns all ranks.
+    """
+
+    part = ""
 
     def __getattr__(self, name: str) -> Any:
-        # torch.distributed.checkpoint looks up every key of a state among the modules
-        if PART.match(f"{name}."):
-            raise AttributeError(no_distributed_checkpoint(name))
+        if self.part and is_checkpoint_lookup(sys._getframe(1)):
+            raise AttributeError(no_distributed_checkpoint(f"weights.{self.part}"))
         return super().__getattr__(name)
+
+
+def is_checkpoint_lookup(caller: FrameType) -> bool:
+    """Return whether get_state_dict or a similar function of torch.distributed.checkpoint looks up a Parameter.
+
+    These functions look up every Parameter by name before they read an optimizer's state, which has no marks.
+    """
+    module = sys.modules.get("torch.distributed.checkpoint.state_dict")
+    lookup = getattr(module, "_get_fqns", None)
+    return lookup is not None and caller.f_code is lookup.__code__
 
 
 def _mark_part(layer: StoredExperts, state: dict[str, Any], prefix: str, metadata: Any) -> None:

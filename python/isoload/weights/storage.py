@@ -90,7 +90,10 @@ class PartIndex(Tensor):
 
 def no_distributed_checkpoint(key: str) -> str:
     """Return why torch.distributed.checkpoint cannot save or load a key of a rank's part."""
-    return f"torch.distributed.checkpoint cannot save or load experts over ranks yet, got {key}: {WHOLE}"
+    return (
+        f"torch.distributed.checkpoint would keep one rank's experts of the state dicts of a model and its optimizer, "
+        f"got {key}: save and load isoload.layer.ProgramState(model, optimizer) in their place"
+    )
 
 
 def check_kind(key: str, loaded: Tensor, stored: Tensor) -> None:
