@@ -153,9 +153,16 @@ class Spare:
         changed = torch.where(slots == last.slot_to_expert, -1, slots)
         moves = (changed >= 0).sum()
         peak = torch.where(refills, after, before)
-        self.counts += torch.stack(
-            [refills.long(), moves, before.long() * live, peak.long() * live, loads.sum()]
-        )
+        own = changed.view(placed.topology.num_ranks, -1)[LAYERS.own_rank()]
+        sums = [
+            refills.long(),
+            moves,
+            before.long() * live,
+            peak.long() * live,
+            loads.sum(),
+            (own >= 0).sum(),
+        ]
+        self.counts += torch.stack(sums)
         data = torch.where(refills, filled.tables.data, last.tables.data)
         self._write(replace(filled, slot_to_expert=slots, tables=replace(filled.tables, data=data)))
         self.start(changed)
@@ -181,8 +188,8 @@ class Spare:
 
 
 # What Spare.counts sums over the prefill batches of a layer: batches that were filled, experts that travelled, R times
-# the peak over the last fill and over the new fill, copies.
-COUNTS = ("fills", "moves", "before", "after", "copies")
+# the peak over the last fill and over the new fill, copies; and experts that came to this rank.
+COUNTS = ("fills", "moves", "before", "after", "copies", "arrivals")
 
 
 def in_place(wanted: Tensor, present: Tensor, num_ranks: int, spare: int) -> Tensor:
@@ -472,6 +479,32 @@ def meet() -> None:
         spare.wait()
     for backend in {spare.backend for spare in layers if spare.backend is not None}:
         backend.meet()
+
+
+def report() -> None:
+    """Log and export what has travelled since the last report; the host waits for the device."""
+    rows = {i: spare.counts.tolist() for i, spare in spares().items() if spare.stacks is not None}
+    rows = {i: row for i, row in rows.items() if row[COUNTS.index("copies")]}
+    if not rows:
+        return
+    layers = spares()
+    for i, row in rows.items():
+        layers[i].counts.zero_()
+        arrivals = row[COUNTS.index("arrivals")]
+        LAYERS.metrics.add("experts_travelled_total", arrivals)
+        stacks = layers[i].stacks or ()
+        LAYERS.metrics.add("bytes_travelled_total", arrivals * sum(stack[0].nbytes for stack in stacks))
+    if LAYERS.engine_rank():
+        return
+    fills, moves, *_ = map(sum, zip(*rows.values(), strict=True))
+    last, filled = ([row[i] / row[4] for row in rows.values()] for i in (2, 3))
+    LAYERS.metrics.add("fills_total", fills)
+    LAYERS.metrics.set_imbalance("prefill", "last_fill", last)
+    LAYERS.metrics.set_imbalance("prefill", "filled", filled)
+    log.info(
+        f"isoload SGLang: spare slots of {len(rows)} layers were filled {fills} times by {moves} experts; imbalance of "
+        f"prefill {sum(last) / len(last):.3f} over the last fill, {sum(filled) / len(filled):.3f} filled"
+    )
 
 
 def update_expert_weights(original: Original, **kwargs: Any) -> Any:

@@ -195,6 +195,7 @@ def forward(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     LAYERS.step_ended()
     if LAYERS.meter is not None and LAYERS.meter.report_if_due():
         LAYERS.check_device()
+        borrowing.report()
     return result
 
 
