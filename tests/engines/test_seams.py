@@ -106,7 +106,7 @@ def test_the_file_of_sglang() -> None:
     in_shadow, on = ({s.name for s in of_mode(hooked, mode)} for mode in ("shadow", "on"))
     spare = {s.name for s in of_mode(hooked, "on", spare=True)}
     assert in_shadow - on == {"_post_process_topk_ids"} and len(in_shadow) == 5
-    assert on < spare and len(spare - on) == 9 and in_shadow | spare | older == set(HOOKS)
+    assert on < spare and len(spare - on) == 10 and in_shadow | spare | older == set(HOOKS)
     assert {option for s in seams for option in s.serves} == set(CHECKS)
 
 

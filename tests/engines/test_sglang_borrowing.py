@@ -55,6 +55,10 @@ def maps(seed: int) -> Tensor:
     return table.physical_to_logical
 
 
+def module_of(parts: dict[str, Tensor]) -> Any:
+    return SimpleNamespace(named_parameters=lambda: parts.items())
+
+
 class Engine:
     """One rank's process: layers as the plug-in makes them, stacks whose rows name expert and version."""
 
@@ -80,7 +84,7 @@ class Engine:
             i: dict(zip(("w13_weight", "w2_weight"), self.stacks[i], strict=True)) for i in self.stacks
         }
         borrowing.topology_of = lambda _: TOPOLOGY
-        borrowing.bind(self.metadata, self.stacks, parameters)
+        borrowing.bind(self.metadata, self.stacks, {i: module_of(parts) for i, parts in parameters.items()})
 
     def row(self, layer: int, expert: int) -> float:
         return 10000 * self.version + 100 * layer + expert
@@ -115,7 +119,8 @@ class Engine:
             changed = torch.where(listed == table, -1, table)
             self.write(changed)
 
-        borrowing.update_expert_weights(move, old_expert_location_metadata=old)
+        layers = list(range(NUM_LAYERS))
+        borrowing.update_expert_weights(move, old_expert_location_metadata=old, update_layer_ids=layers)
         borrowing.write_maps(old, range(NUM_LAYERS), table)
         LAYERS.refresh(old.physical_to_logical_map_cpu)
         borrowing.moved(old, range(NUM_LAYERS))
@@ -124,7 +129,7 @@ class Engine:
         """A weight update: every expert is written to the slots that SGLang's own list has."""
         self.version += 1
 
-        def load(_: object) -> None:
+        def load(_: object) -> None:  # of SGLang's WeightUpdater
             for i in range(NUM_LAYERS):
                 listed = torch.full((NUM_LAYERS, RANKS * SIZE), -1)
                 for expert, slots in enumerate(self.metadata.logical_to_all_physical_map_cpu[i].tolist()):
@@ -486,3 +491,83 @@ def test_a_fill_is_of_its_node_and_moves_as_little_as_it_can() -> None:
             assert wants <= set(now)
             assert sum(a != b for a, b in zip(now, then, strict=True)) == len(wants - set(then))
             assert all(a == b for a, b in zip(now, then, strict=True) if b in wants)
+
+
+def test_an_update_that_replaces_memory_ends_the_travel(
+    started: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    layer, parts = one_layer(), parameters()
+    layer.spare.stacks, layer.spare.backend = list(parts.values()), None
+    layer.spare.module = module_of(parts)
+    borrowing.stop_where_replaced()
+    assert layer.spare.stacks is not None and not caplog.messages
+    layer.spare.module = module_of(parts | {"w2_weight": parts["w2_weight"].clone()})
+    borrowing.stop_where_replaced()
+    assert layer.spare.stacks is None
+    (line,) = caplog.messages
+    assert (
+        "a weight update has replaced the memory of experts in layers [0]: no expert travels from now on"
+        in line
+    )
+
+
+def test_weights_move_to_memory_that_peers_read() -> None:
+    parts = {name: torch.nn.Parameter(torch.rand(tensor.shape)) for name, tensor in parameters().items()}
+    stacks, before = (
+        [part.data for part in parts.values()],
+        [part.detach().clone() for part in parts.values()],
+    )
+    backend: Any = SimpleNamespace(new_stack=lambda like, rows: like.new_zeros(rows, *like.shape[1:]))
+    addresses = [stack.data_ptr() for stack in stacks]
+    borrowing.rehome(backend, stacks, parts)
+    for part, stack, value, address in zip(parts.values(), stacks, before, addresses, strict=True):
+        assert part.data_ptr() == stack.data_ptr() != address and torch.equal(part.data, value)
+    rule = r"must come with expert weights that are parameters, got a tensor \[2\]: unset ISOLOAD_SPARE_SLOTS"
+    with pytest.raises(ValueError, match=rule):
+        borrowing.rehome(backend, [torch.zeros(2)], parts)
+
+
+def test_gpus_that_read_no_memory_of_each_other_are_refused(
+    started: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    why = SimpleNamespace(reads_peers=False, why="pull cannot be used: no NVLink")
+    for name, value in {
+        "get_process_group_ranks": lambda _: [0, 1, 2, 3],
+        "get_backend": lambda _: "nccl",
+    }.items():
+        monkeypatch.setattr(dist, name, value)
+    monkeypatch.setattr(dist, "new_group", lambda *_, **__: None)
+    monkeypatch.setattr(borrowing, "CollectiveGroup", lambda *_: None)
+    monkeypatch.setattr(borrowing, "make_backend", lambda *_: why)
+    monkeypatch.setattr(LAYERS, "engine_group", lambda: None)
+    LAYERS.device = torch.device("cuda")
+    with pytest.raises(
+        ValueError, match="GPUs that read each other's memory within a node, got pull cannot be used"
+    ):
+        borrowing.node_backend(TOPOLOGY)
+
+
+def test_a_report_has_what_travelled_since_the_last_one(
+    started: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    layer = one_layer()
+    layer.spare.stacks = list(parameters().values())
+    told: dict[tuple[str, ...], float] = {}
+    monkeypatch.setattr(LAYERS, "engine_rank", lambda: 0)
+    monkeypatch.setattr(LAYERS.metrics, "add", lambda name, value: told.update({(name,): value}))
+    monkeypatch.setattr(
+        LAYERS.metrics, "set_imbalance", lambda phase, plan, layers: told.update({(phase, plan): layers[0]})
+    )
+    layer.spare.counts += torch.tensor([2, 3, 150, 110, 100, 1])
+    with caplog.at_level("INFO", "isoload"):
+        borrowing.report()
+    assert told == {
+        ("fills_total",): 2, ("experts_travelled_total",): 1, ("bytes_travelled_total",): 4 * (12 + 6 + 4),
+        ("prefill", "last_fill"): 1.5, ("prefill", "filled"): 1.1,
+    }  # fmt: skip
+    assert caplog.messages == [
+        "isoload SGLang: spare slots of 1 layers were filled 2 times by 3 experts; imbalance of prefill 1.500 over the "
+        "last fill, 1.100 filled"
+    ]
+    borrowing.report()
+    assert len(caplog.messages) == 1, "nothing since"

@@ -207,7 +207,9 @@ def serve_spare(rank: int, ranks: int, config: Path) -> list[dict[str, Any]]:
     layer, size = ours.by_id[LAYER], EXPERTS // ranks + 2
     experts = locations.physical_to_logical_map_cpu[LAYER][rank * size : (rank + 1) * size]
     stacks = [experts.float().view(-1, 1).repeat(1, 3), experts.clone()]
-    borrowing.bind(locations, {LAYER: stacks}, {LAYER: {"w13_weight": stacks[0], "w2_weight": stacks[1]}})
+    parts = {"w13_weight": stacks[0], "w2_weight": stacks[1]}
+    experts_module: Any = SimpleNamespace(named_parameters=parts.items)
+    borrowing.bind(locations, {LAYER: stacks}, {LAYER: experts_module})
     found = []
     for number, case in enumerate(("full", "one rank empty", "few", "one rank empty", "full", "all empty")):
         ours.phase = "decode" if number == 2 else "prefill"

@@ -47,7 +47,7 @@ HOOKS = {
     **dict.fromkeys(
         (
             "update_weights_from_disk", "load_weights_from_distributed", "update_weights_from_tensor",
-            "update_weights_from_ipc",
+            "update_weights_from_ipc", "end_weight_update",
         ),
         borrowing.update_weights,
     ),

@@ -50,6 +50,7 @@ class Spare:
         self.layer = layer
         self.stacks: Sequence[Tensor] | None = None  # [S, ...] each, of this rank; None: nothing may travel
         self.backend: Backend | None = None  # of the ranks of this node
+        self.module: torch.nn.Module | None = None  # that computes the experts
         topology = layer.balancer.placement.topology
         self.first = (
             LAYERS.own_rank() // topology.ranks_per_node * topology.ranks_per_node
@@ -153,14 +154,14 @@ class Spare:
         changed = torch.where(slots == last.slot_to_expert, -1, slots)
         moves = (changed >= 0).sum()
         peak = torch.where(refills, after, before)
-        own = changed.view(placed.topology.num_ranks, -1)[LAYERS.own_rank()]
+        local = changed.view(placed.topology.num_ranks, -1)[LAYERS.own_rank()]
         sums = [
             refills.long(),
             moves,
             before.long() * live,
             peak.long() * live,
             loads.sum(),
-            (own >= 0).sum(),
+            (local >= 0).sum(),
         ]
         self.counts += torch.stack(sums)
         data = torch.where(refills, filled.tables.data, last.tables.data)
@@ -356,7 +357,7 @@ def hide(metadata: Any, layers: Sequence[int]) -> None:
     write_maps(metadata, layers, tables, with_empty(resident.flatten(1), metadata.ep_size, spare))
 
 
-def bind(metadata: Any, weights: Mapping[int, Any], modules: Mapping[int, Mapping[str, Tensor]]) -> None:
+def bind(metadata: Any, weights: Mapping[int, Any], modules: Mapping[int, torch.nn.Module]) -> None:
     """Let experts travel from now on; all ranks call it when the model is loaded.
 
     Args:
@@ -370,12 +371,12 @@ def bind(metadata: Any, weights: Mapping[int, Any], modules: Mapping[int, Mappin
     """
     layers = spares()
     for i, stacks in weights.items():
-        check_stacks(i, stacks, modules.get(i, {}), layers[i].size)
+        check_stacks(i, stacks, parameters_of(modules.get(i)), layers[i].size)
     backend = node_backend(topology_of(metadata))
     for i, stacks in weights.items():
         if backend.reads_peers:
-            rehome(backend, stacks, modules[i])
-        layers[i].stacks, layers[i].backend = stacks, backend
+            rehome(backend, stacks, parameters_of(modules.get(i)))
+        layers[i].stacks, layers[i].backend, layers[i].module = stacks, backend, modules.get(i)
     hide(metadata, range(metadata.num_layers))
 
 
@@ -395,22 +396,40 @@ def node_backend(topology: Topology) -> Backend:
 
 
 def rehome(backend: Backend, stacks: list[Tensor], parameters: Mapping[str, Tensor]) -> None:
-    """Move one layer's stacks to memory that the ranks of the node read; SGLang's lists then name this memory."""
+    """Move one layer's stacks, in place, to memory that the ranks of the node read.
+
+    Args:
+        backend: with memory of its own.
+        stacks: SGLang's list, which names the new memory afterwards.
+        parameters: of the layer's experts, by name.
+
+    Raises:
+        ValueError: a stack belongs to no parameter, so that the experts would be computed from the old memory.
+    """
     for j, stack in enumerate(stacks):
+        users = [parameter for parameter in parameters.values() if parameter.data_ptr() == stack.data_ptr()]
+        if not users:
+            raise ValueError(
+                f"{SPARE.name} must come with expert weights that are parameters, got a tensor {list(stack.shape)}: "
+                f"unset {SPARE.name}"
+            )
         shown = backend.new_stack(stack, len(stack))
         shown.copy_(stack)
-        for parameter in parameters.values():
-            if parameter.data_ptr() == stack.data_ptr():
-                parameter.data = shown
+        for parameter in users:
+            parameter.data = shown
         stacks[j] = shown
 
 
-def expert_modules(model: Any) -> dict[int, dict[str, Tensor]]:
-    """Return by layer the parameters of its experts, by name."""
+def expert_modules(model: Any) -> dict[int, torch.nn.Module]:
+    """Return by layer the module of its experts."""
     from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 
     experts = [module for module in model.modules() if isinstance(module, FusedMoE)]
-    return {module.layer_id: dict(module.named_parameters()) for module in experts}
+    return {module.layer_id: module for module in experts}
+
+
+def parameters_of(experts: torch.nn.Module | None) -> dict[str, Tensor]:
+    return {} if experts is None else dict(experts.named_parameters())
 
 
 def check_model(model: Any) -> None:
@@ -418,7 +437,7 @@ def check_model(model: Any) -> None:
     modules = expert_modules(model)
     for i, stacks in dict(getattr(model, "routed_experts_weights_of_layer", {})).items():
         if i in modules:
-            check_whole(i, stacks, modules[i])
+            check_whole(i, stacks, parameters_of(modules[i]))
 
 
 def check_whole(layer: int, stacks: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> None:
@@ -511,19 +530,40 @@ def update_expert_weights(original: Original, **kwargs: Any) -> Any:
     """Wrap _update_expert_weights: SGLang copies replicas from where its old map lists them, so no spare slot is
     listed.
     """
-    old = kwargs["old_expert_location_metadata"]
+    old, layers = kwargs["old_expert_location_metadata"], spares()
     meet()
-    for i, spare in spares().items():
+    for i in set(kwargs["update_layer_ids"]) & set(layers):
+        spare = layers[i]
         old.physical_to_logical_map_cpu[i].view(-1, spare.size)[:, spare.size - spare.num_slots :] = -1
     return original(**kwargs)
 
 
 def update_weights(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Wrap the weight updates of SGLang, which write each expert to its listed slots: empty all spare slots."""
+    """Wrap the weight updates of SGLang, which write each expert to its listed slots: empty all spare slots. If an
+    update replaces the weights' memory, no expert travels from then on.
+    """
     meet()
     for spare in spares().values():
         spare.drop()
-    return original(self, *args, **kwargs)
+    result = original(self, *args, **kwargs)
+    stop_where_replaced()
+    return result
+
+
+def stop_where_replaced() -> None:
+    """Let no expert travel any more if some layer computes with other memory than its stacks; the same on all ranks."""
+    replaced = []
+    for i, spare in spares().items():
+        present = {parameter.data_ptr() for parameter in parameters_of(spare.module).values()}
+        if spare.stacks is not None and any(stack.data_ptr() not in present for stack in spare.stacks):
+            replaced.append(i)
+    if replaced:
+        for spare in spares().values():
+            spare.stacks = None
+        log.error(
+            f"isoload SGLang: a weight update has replaced the memory of experts in layers {replaced}: no expert "
+            "travels from now on. Restart to let experts travel again"
+        )
 
 
 def wait_for_experts(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
