@@ -178,6 +178,29 @@ def test_a_mode_attaches_what_is_its_own(
         assert [(of.name, of.serves) for of in hooked] == [("dispatch", ("lp" if mode == "on" else SHADOW,))]
 
 
+@pytest.mark.parametrize("spare", [0, 1])
+def test_spare_slots_have_hooks_of_their_own(engine: None, spare: int) -> None:
+    """Without the variable an engine has no other hook than before."""
+    good = replace(seam("dispatch", "around", "(topk_ids, info=None, *, layer)"), serves=("dynamic",))
+    own = replace(seam("Locations", "around", "(table)"), serves=("ISOLOAD_SPARE_SLOTS",))
+    hooked: list[Seam] = []
+    checks = {"dynamic": lambda: True, "ISOLOAD_SPARE_SLOTS": lambda: spare == 1}
+    plug_in = PlugIn(
+        "Engine", SGLANG, lambda _: None, checks, lambda seams, _: hooked.extend(seams), [good, own]
+    )
+    settings = replace(Settings.read({}), spare_slots=spare)
+    assert plug_in.attach(settings) == []
+    assert [of.name for of in hooked] == ["dispatch", "Locations"][: 1 + spare]
+
+
+def test_spare_slots_are_sglangs_alone(engine: None) -> None:
+    good = replace(seam("dispatch", "around", "(topk_ids, info=None, *, layer)"), serves=("dynamic",))
+    plug_in = PlugIn("vLLM", SGLANG, lambda _: None, {}, lambda *_: None, [good])
+    rule = "ISOLOAD_SPARE_SLOTS must be 0 in vLLM: experts travel within a batch in SGLang only"
+    with pytest.raises(ValueError, match=rule):
+        plug_in.attach(replace(Settings.read({}), spare_slots=1))
+
+
 @pytest.mark.parametrize("fault", ["none", "seam", "batch"])
 def test_all_hooks_or_none(monkeypatch: pytest.MonkeyPatch, engine: None, fault: str) -> None:
     """A known batch passes under the defaults, and what the environment says is in force afterwards."""

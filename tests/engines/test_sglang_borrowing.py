@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,8 +20,10 @@ from isoload.engines.sglang import LAYERS, borrowing
 from isoload.engines.sglang.layers import Layer
 from isoload.engines.tables import fill_spare_slots, lay_out
 from isoload.online.weight_check import WeightCheck
+from support.documents import launch_words, launches
 from support.processes import run_ranks
 
+SGLANG_PAGE = Path(__file__).parents[2] / "docs" / "sglang.md"
 RANKS, PER_NODE, EXPERTS, K, NUM_LAYERS, SPARE, REDUNDANT = 4, 2, 16, 3, 2, 2, 12
 SIZE = (EXPERTS + REDUNDANT) // RANKS
 TOPOLOGY = isoload.Topology(RANKS, PER_NODE)
@@ -284,6 +287,13 @@ def test_options_with_which_experts_travel(started: None) -> None:
     check()
     check("lp", **DEEPEP)
     check(eplb_algorithm="auto", enable_eplb=False, expert_distribution_recorder_mode=None)
+
+
+def test_the_documented_launch_is_accepted() -> None:
+    (line,) = (of for of in launches(SGLANG_PAGE, "sglang.launch_server") if "ISOLOAD_SPARE_SLOTS" in of)
+    variables = dict(word.split("=", 1) for word in launch_words(line) if word.startswith("ISOLOAD_"))
+    settings = Settings.read(variables)
+    assert settings.spare_slots == 1 and settings.policies_for(shared=False)["prefill"].refill_above == 1.1
 
 
 REFUSED = [
@@ -571,3 +581,13 @@ def test_a_report_has_what_travelled_since_the_last_one(
     ]
     borrowing.report()
     assert len(caplog.messages) == 1, "nothing since"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("same", [False, True], ids=["own tokens", "same tokens"])
+def test_200_batches_with_drawn_thresholds(same: bool) -> None:
+    logs = run_ranks(serve, RANKS, same, 200, timeout=300.0)
+    assert len(logs[0]) == 200 * NUM_LAYERS
+    test_ranks_agree_on_loads_fills_and_moves(logs)
+    test_a_replay_of_the_loads_has_the_same_fills_moves_and_peaks(logs)
+    test_slots_get_the_copies_of_a_plan_whose_peak_is_the_least(logs)
