@@ -171,10 +171,8 @@ CHECKS = {
 def hook(seams: list[Seam], settings: Settings) -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    LAYERS.lost = frozenset(CHECKS) - {
-        SHADOW,
-        *(option for seam in seams for option in seam.serves),
-    }
+    unused = {SHADOW} if settings.spare_slots else {SHADOW, SPARE.name}
+    LAYERS.lost = frozenset(CHECKS) - unused - {option for seam in seams for option in seam.serves}
     for seam in seams:
         HookRegistry.register(seam.target, HOOKS[seam.name], HookType(seam.kind))
 
