@@ -193,7 +193,7 @@ PYTHON: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "ISOLOAD_POLICY with a borrowing policy": (
         lambda: settings(POLICY="llep"),
-        "ISOLOAD_POLICY must not borrow weights, which no engine copies between two batches, got 'llep'",
+        "ISOLOAD_POLICY must not borrow weights without ISOLOAD_SPARE_SLOTS, got 'llep'",
     ),
     "ISOLOAD_LOADS": (
         lambda: settings(LOADS="all"),

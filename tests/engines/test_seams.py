@@ -104,8 +104,9 @@ def test_the_file_of_sglang() -> None:
     hooked = [s for s in seams if s.kind in ("replace", "around")]
     older = {s.older.rsplit(".", 1)[-1] for s in hooked if s.older}
     in_shadow, on = ({s.name for s in of_mode(hooked, mode)} for mode in ("shadow", "on"))
+    spare = {s.name for s in of_mode(hooked, "on", spare=True)}
     assert in_shadow - on == {"_post_process_topk_ids"} and len(in_shadow) == 5
-    assert in_shadow | on | older == set(HOOKS)
+    assert on < spare and len(spare - on) == 10 and in_shadow | spare | older == set(HOOKS)
     assert {option for s in seams for option in s.serves} == set(CHECKS)
 
 
@@ -175,6 +176,29 @@ def test_a_mode_attaches_what_is_its_own(
         assert not hooked and "ISOLOAD_MODE=off, attached to nothing of Engine" in caplog.text
     else:
         assert [(of.name, of.serves) for of in hooked] == [("dispatch", ("lp" if mode == "on" else SHADOW,))]
+
+
+@pytest.mark.parametrize("spare", [0, 1])
+def test_spare_slots_have_hooks_of_their_own(engine: None, spare: int) -> None:
+    """Without the variable an engine has no other hook than before."""
+    good = replace(seam("dispatch", "around", "(topk_ids, info=None, *, layer)"), serves=("dynamic",))
+    own = replace(seam("Locations", "around", "(table)"), serves=("ISOLOAD_SPARE_SLOTS",))
+    hooked: list[Seam] = []
+    checks = {"dynamic": lambda: True, "ISOLOAD_SPARE_SLOTS": lambda: spare == 1}
+    plug_in = PlugIn(
+        "Engine", SGLANG, lambda _: None, checks, lambda seams, _: hooked.extend(seams), [good, own]
+    )
+    settings = replace(Settings.read({}), spare_slots=spare)
+    assert plug_in.attach(settings) == []
+    assert [of.name for of in hooked] == ["dispatch", "Locations"][: 1 + spare]
+
+
+def test_spare_slots_are_sglangs_alone(engine: None) -> None:
+    good = replace(seam("dispatch", "around", "(topk_ids, info=None, *, layer)"), serves=("dynamic",))
+    plug_in = PlugIn("vLLM", SGLANG, lambda _: None, {}, lambda *_: None, [good])
+    rule = "ISOLOAD_SPARE_SLOTS must be 0 in vLLM: experts travel within a batch in SGLang only"
+    with pytest.raises(ValueError, match=rule):
+        plug_in.attach(replace(Settings.read({}), spare_slots=1))
 
 
 @pytest.mark.parametrize("fault", ["none", "seam", "batch"])

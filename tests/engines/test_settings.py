@@ -89,7 +89,7 @@ BAD = {
     (
         "ISOLOAD_POLICY",
         "llep",
-    ): "ISOLOAD_POLICY must not borrow weights, which no engine copies between two batches, got 'llep'",
+    ): "ISOLOAD_POLICY must not borrow weights without ISOLOAD_SPARE_SLOTS, got 'llep'",
     ("ISOLOAD_POLICY", "spill_cost"): "ISOLOAD_POLICY must not borrow weights",
     **{
         ("ISOLOAD_POLICY", text): f"ISOLOAD_POLICY must name each of prefill and decode once, got '{text}'"
@@ -134,6 +134,13 @@ BAD = {
     ),
     ("ISOLOAD_RECORD", "/"): "ISOLOAD_RECORD must come with ISOLOAD_MODE=shadow, got 'on'",
     ("ISOLOAD_RECORD_EVERY", "0"): "ISOLOAD_RECORD_EVERY must be a whole number of at least 1, got '0'",
+    **{
+        (
+            "ISOLOAD_SPARE_SLOTS",
+            text,
+        ): f"ISOLOAD_SPARE_SLOTS must be a whole number of at least 0, got '{text}'"
+        for text in ("-1", "two", "1.5", "99999")
+    },
     ("ISOLOAD_RECORD_EVERY", "2.5"): "ISOLOAD_RECORD_EVERY must be a whole number of at least 1, got '2.5'",
 }
 
@@ -155,6 +162,35 @@ def test_shadow_mode_is_of_exact_and_writes_where_a_folder_is(tmp_path: Path) ->
             Settings.read(given | {"ISOLOAD_POLICY": "prefill=exact,decode=exact_active"})
     with pytest.raises(ValueError, match="ISOLOAD_RECORD must come with ISOLOAD_MODE=shadow, got 'on'"):
         Settings.read({"ISOLOAD_SWITCH": "file", "ISOLOAD_RECORD": str(tmp_path)})
+
+
+TRAVELS = "prefill=llep:within=node:refill_above=1.1,decode=exact"
+
+
+def test_spare_slots_come_with_a_policy_that_fills_them_in_prefill() -> None:
+    spare = {"ISOLOAD_SPARE_SLOTS": "2", "ISOLOAD_POLICY": TRAVELS}
+    assert Settings.read(spare).spare_slots == 2
+    assert Settings.read(spare | {"ISOLOAD_SWITCH": "file", "ISOLOAD_LOADS": "gathered"}).switch == "file"
+    for policy in (
+        "exact", "llep:within=node", "prefill=llep,decode=exact", "prefill=libra,decode=exact",
+        "prefill=exact,decode=llep:within=node", "prefill=llep:within=all,decode=exact",
+    ):  # fmt: skip
+        rule = "ISOLOAD_SPARE_SLOTS must come with a policy that borrows within the node in prefill alone"
+        with pytest.raises(ValueError, match=f"{rule} .*, got '{policy}'"):
+            Settings.read(spare | {"ISOLOAD_POLICY": policy})
+    with pytest.raises(ValueError, match="borrows within the node in prefill alone .*, got None"):
+        Settings.read({"ISOLOAD_SPARE_SLOTS": "1"})
+    for loads in ("own", "node"):
+        with pytest.raises(ValueError, match=f"must come with ISOLOAD_LOADS=gathered, .*, got '{loads}'"):
+            Settings.read(spare | {"ISOLOAD_LOADS": loads})
+    for name in (v.name for v in COMMON if v.name in ("ISOLOAD_TIMES", "ISOLOAD_RAGGED")):
+        rule = f"ISOLOAD_SPARE_SLOTS cannot be combined with {name}, got '/some': unset one of them"
+        with pytest.raises(ValueError, match=rule):
+            Settings.read(spare | {name: "/some"})
+    with pytest.raises(
+        ValueError, match="ISOLOAD_POLICY must be exact if ISOLOAD_MODE is shadow, got 'prefill"
+    ):
+        Settings.read(spare | {"ISOLOAD_MODE": "shadow", "ISOLOAD_REPORT_SECONDS": "1"})
 
 
 @pytest.mark.parametrize(("name", "value"), BAD)

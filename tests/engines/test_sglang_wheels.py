@@ -17,6 +17,7 @@ from support.wheels import holds
 ROOT = Path(__file__).parents[2]
 WHEELS = ROOT / "build" / "sglang"
 WATERFILL, EPLB, SHADOW = "Waterfill", "--eplb-algorithm isoload", "ISOLOAD_MODE=shadow"
+SPARE = "ISOLOAD_SPARE_SLOTS"
 ATTACHED = {
     "0.5.13": set(),
     "0.5.14": {WATERFILL},  # in its older home
@@ -25,8 +26,8 @@ ATTACHED = {
     "0.5.20": {WATERFILL, EPLB},
     "0.5.21": {WATERFILL, EPLB, SHADOW},
     "0.5.22": {WATERFILL, EPLB, SHADOW},
-    "0.5.23": {WATERFILL, EPLB, "dynamic", "lp", SHADOW},
-    "newest": {WATERFILL, EPLB, "dynamic", "lp", SHADOW},
+    "0.5.23": {WATERFILL, EPLB, "dynamic", "lp", SHADOW, SPARE},
+    "newest": {WATERFILL, EPLB, "dynamic", "lp", SHADOW, SPARE},
 }
 
 

@@ -62,6 +62,17 @@ def test_with_the_variable_all_seams_are_hooked(loader: pytest.MonkeyPatch, plac
     assert hooked() == {seam.name for seam in seams if seam.kind in ("replace", "around")}
 
 
+def test_spare_slots_have_their_own(loader: pytest.MonkeyPatch) -> None:
+    loader.setenv("ISOLOAD_SGLANG", "1")
+    loader.setenv("ISOLOAD_STRICT", "1")
+    loader.setenv("ISOLOAD_SPARE_SLOTS", "1")
+    loader.setenv("ISOLOAD_POLICY", "prefill=llep:within=node,decode=exact")
+    plugins.load_plugins()
+    seams = of_mode(read_seams("sglang"), "on", spare=True)
+    assert hooked() == {seam.name for seam in seams if seam.kind in ("replace", "around")}
+    assert not LAYERS.lost
+
+
 def test_in_shadow_mode_its_own_are(loader: pytest.MonkeyPatch) -> None:
     for name, value in {"SGLANG": "1", "MODE": "shadow", "REPORT_SECONDS": "1", "STRICT": "1"}.items():
         loader.setenv(f"ISOLOAD_{name}", value)
@@ -152,7 +163,7 @@ def test_a_moved_seam_is_named_and_its_options_stay_without(
     loader.setenv("ISOLOAD_SGLANG", "1")
     with caplog.at_level(logging.ERROR, "isoload"):
         plugins.load_plugins()
-    left = set(CHECKS) - {SHADOW} - lost
+    left = set(CHECKS) - {SHADOW, "ISOLOAD_SPARE_SLOTS"} - lost
     hooks = [seam for seam in of_mode(read_seams("sglang"), "on") if seam.kind in ("replace", "around")]
     assert hooked() == {seam.name for seam in hooks if left and (left & {*seam.serves} or not seam.serves)}
     assert LAYERS.lost == lost if left else not LAYERS.lost

@@ -10,7 +10,7 @@ import pytest
 import sglang.srt.managers.scheduler  # noqa: F401  # once, before ranks are forked
 import torch
 from deepseek_config import make_config
-from ranks import CASES, EXPERTS, LAYER, K, lose_last_rank, serve, serve_phases
+from ranks import CASES, EXPERTS, LAYER, K, lose_last_rank, serve, serve_phases, serve_spare
 from torch import Tensor
 
 import isoload
@@ -174,3 +174,19 @@ def test_a_rank_that_is_gone_gets_no_copy(config: Path) -> None:
         assert not found["gone"][2][(ranks - 1) * per_rank :].any(), "SGLang's map: expert 0 where nothing is"
         assert (found["gone"][0] == 0).any(), "which is asked for"
         assert found["kept"] and found["way"] == "loads own: nothing is exchanged, because ranks may leave"
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_experts_travel_behind_lp_also_where_a_rank_has_no_token(ranks: int, config: Path) -> None:
+    """SGLang's empty_topk_output calls the solver of a rank without tokens, which fills its slots as the others do."""
+    served = run_ranks(serve_spare, ranks, ranks, config, timeout=120.0)
+    for batches in zip(*served, strict=True):
+        table, peak = batches[0]["table"], batches[0]["peak"]
+        assert all(torch.equal(batch["table"], table) and batch["peak"] == peak for batch in batches)
+        assert all(batch["weights"] == batch["experts"] for batch in batches), "the weights have arrived"
+        for batch in batches:
+            assert torch.equal(table[batch["slots"].long()], batch["ids"])
+        loads = rank_loads([batch["slots"] for batch in batches], ranks, len(table) // ranks)
+        assert int(loads.max()) == peak
+    assert any(not len(batch["ids"]) and batch["moves"] for of in served for batch in of), "idle, and filled"
+    assert not any(batch["moves"] for of in served for batch in of if not batch["prefill"])

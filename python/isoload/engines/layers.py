@@ -9,7 +9,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, ClassVar, Generic, NoReturn, TypeVar
+from typing import Any, ClassVar, Generic, NoReturn, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ from isoload.online.metrics import Meter, Metrics
 from isoload.online.switch import Switch, Watchdog
 from isoload.online.weight_check import WeightCheck
 from isoload.ops import check_device
+from isoload.placement.placed_layers import PlacedLayers
 from isoload.placement.placement import Placement
 from isoload.policies import Policy
 from isoload.times.file import gpu_uuid
@@ -60,12 +61,21 @@ class LoneRank(LocalGroup):
     _swap = _gather
 
 
+class FilledSlots(Protocol):
+    """A layer's spare slots: what they hold now, and the slots of a batch over them."""
+
+    filled: PlacedLayers
+
+    def __call__(self, topk_ids: Tensor, num_valid: Tensor | None) -> Tensor: ...
+
+
 class EngineLayer:
     """One MoE layer: its Balancer, and the meter of the rank that reports."""
 
     def __init__(self, balancer: Balancer, meter: Meter | None) -> None:
         self.balancer, self.meter = balancer, meter
         self.switch: Switch | None = None
+        self.spare: FilledSlots | None = None  # plans batches over filled spare slots
         self.metrics = Metrics()
         self.ran = False  # whether the engine has called it: the model's dense layers have one, too
 
@@ -78,7 +88,8 @@ class EngineLayer:
         self.ran = True
         measured = (self.meter is not None or self.metrics.on) and not torch.compiler.is_compiling()
         start = time.perf_counter() if measured else 0.0
-        slots = self.balancer(topk_ids.contiguous(), num_valid)
+        choose = self.balancer if self.spare is None else self.spare
+        slots = choose(topk_ids.contiguous(), num_valid)
         assert isinstance(slots, Tensor)
         if measured:
             seconds = time.perf_counter() - start
@@ -300,7 +311,11 @@ class EngineLayers(ABC, Generic[AnyLayer]):
     def check_moved(self, layers: Sequence[int] | None = None) -> None:
         """Compare the weights of these layers, or of all, after their experts have moved."""
         if self.weights is not None:
-            self.weights.moved(self.tables, layers)
+            self.weights.moved(self.present(), layers)
+
+    def present(self) -> Tensor:
+        """Return [L, P] on the host, the expert whose weights each slot has now; -1: none that is known."""
+        return self.tables
 
     def detach(self) -> str:
         """Leave the choice of replicas to the engine from the next batch on, on all ranks; return a sentence about it.

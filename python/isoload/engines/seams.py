@@ -17,7 +17,7 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from importlib import import_module, resources
 from typing import Any, Literal
 
-from isoload.engines.settings import Settings, Variable, is_on
+from isoload.engines.settings import SPARE, Settings, Variable, is_on
 from isoload.online.metrics import set_refused
 
 log = logging.getLogger("isoload")
@@ -200,7 +200,11 @@ class PlugIn:
             options.
         """
         all_seams = [seam.located() for seam in self.seams or read_seams(self.engine.lower())]
-        seams = of_mode(all_seams, settings.mode)
+        if settings.spare_slots and SPARE.name not in options_of(all_seams):
+            raise ValueError(
+                f"{SPARE.name} must be 0 in {self.engine}: experts travel within a batch in SGLang only"
+            )
+        seams = of_mode(all_seams, settings.mode, settings.spare_slots > 0)
         other_options = set(options_of(all_seams)) - set(options_of(seams))
         checks = {name: check for name, check in self.checks.items() if name not in other_options}
         options = options_of(seams) or [self.engine]
@@ -231,11 +235,14 @@ class PlugIn:
         return wrong, live
 
 
-def of_mode(seams: Sequence[Seam], mode: str) -> list[Seam]:
-    """Return the seams of shadow mode, or of the other options, with only these options named."""
+def of_mode(seams: Sequence[Seam], mode: str, spare: bool = False) -> list[Seam]:
+    """Return the seams of shadow mode, or of the other options, with only these options named; spare: whether slots
+    are spare.
+    """
     needed = []
     for seam in seams:
         serves = tuple(option for option in seam.serves if (option == SHADOW) == (mode == "shadow"))
+        serves = tuple(option for option in serves if option != SPARE.name or spare)
         if serves or not seam.serves:
             needed.append(replace(seam, serves=serves))
     return needed

@@ -84,10 +84,16 @@ TIMES = Variable(
     "file of isoload measure: its speeds are those of the ranks if they differ by 1 % or more, its times those of "
     "ISOLOAD_REBALANCE; empty: equal ranks, an H100's times by arithmetic",
 )  # fmt: skip
+SPARE = Variable(
+    "ISOLOAD_SPARE_SLOTS", "0", "number",
+    "SGLang: so many redundant slots of each rank, its last, are spare; the policy of prefill, for example "
+    "llep:within=node, fills them with experts of busy ranks; 0: no expert travels within a batch",
+)  # fmt: skip
 COMMON = (
     MODE, STRICT, PLACEMENT, POLICY, LOADS, PLACER, REPORT, RECORD, RECORD_EVERY, SWITCH, CHECK, STALLED,
-    REBALANCE, TIMES,
+    REBALANCE, TIMES, SPARE,
 )  # fmt: skip
+UNEQUAL = ("TIMES", "RAGGED")  # variables with which ranks have other speeds or numbers of slots
 MODES = ("on", "off", "shadow")
 ALL_LOADS = ("gathered", "own", "node")
 PHASES = ("prefill", "decode")
@@ -110,6 +116,7 @@ class Settings:
     placement       file from which vLLM starts; None = none
     rebalance       when a new map is applied; None = always
     times           file of isoload measure; None = none
+    spare_slots     slots of each rank that prefill fills; 0 = none
     """
 
     strict: bool
@@ -126,6 +133,7 @@ class Settings:
     placement: str | None = None
     rebalance: RebalanceRule | None = None
     times: str | None = None
+    spare_slots: int = 0
 
     @classmethod
     def read(cls, environ: Mapping[str, str] | None = None) -> Settings:
@@ -134,12 +142,13 @@ class Settings:
         policy, loads = (_text(variable, environ) or None for variable in (POLICY, LOADS))
         placer = _text(PLACER, environ)
         _policies(policy)
+        spare = _spare(_text(SPARE, environ), policy, environ)
         if loads is not None:
             _check_loads(loads, policy)
         _check_placer(placer)
         report, stalled = (parse_amount(v.name, _text(v, environ)) for v in (REPORT, STALLED))
         mode, record, switch = _text(MODE, environ), _text(RECORD, environ), _text(SWITCH, environ)
-        _check_mode(mode, record, report, policy, switch)
+        _check_mode(mode, record, report, None if spare and mode == "on" else policy, switch)
         if mode == "shadow" and is_on(CHECK, environ):
             raise ValueError(
                 f"{CHECK.name} must be 0 if {MODE.name} is shadow, which checks no weights, got '1'"
@@ -150,7 +159,7 @@ class Settings:
         return cls(
             is_on(STRICT, environ), policy, loads, placer, report, is_on(CHECK, environ), stalled,
             mode, record or None, int(every), switch or None, _text(PLACEMENT, environ) or None,
-            _rule(_text(REBALANCE, environ)), _times(_text(TIMES, environ)),
+            _rule(_text(REBALANCE, environ)), _times(_text(TIMES, environ)), spare,
         )  # fmt: skip
 
     @property
@@ -248,15 +257,43 @@ def _usable(text: str) -> Policy:
     except ValueError as error:
         raise ValueError(f"{POLICY.name}: {error}") from None
     policy = make_policy(name, options)
-    if policy.borrows:
-        raise ValueError(
-            f"{POLICY.name} must not borrow weights, which no engine copies between two batches, got {text!r}"
-        )
     if policy.cpu_only:
         raise ValueError(
             f"{POLICY.name} must plan on the engine's device, this policy computes on the CPU only, got {text!r}"
         )
     return policy
+
+
+def _spare(text: str, policy: str | None, environ: Mapping[str, str]) -> int:
+    """Return the number of spare slots; raise ValueError if the policies cannot use them, or need some."""
+    if not (text.isdecimal() and len(text) < 5):
+        raise ValueError(f"{SPARE.name} must be a whole number of at least 0, got {text!r}")
+    policies = _policies(policy)
+    borrow = [phase for phase, phase_policy in policies.items() if phase_policy.borrows]
+    if not int(text):
+        if borrow:
+            raise ValueError(f"{POLICY.name} must not borrow weights without {SPARE.name}, got {policy!r}")
+        return 0
+    prefill = policies.get("prefill")
+    if borrow != ["prefill"] or getattr(prefill, "within", "all") != "node":
+        raise ValueError(
+            f"{SPARE.name} must come with a policy that borrows within the node in prefill alone "
+            f"({POLICY.name}=prefill=llep:within=node:refill_above=1.1,decode=exact), got {policy!r}"
+        )
+    if _text(LOADS, environ) not in ("", "gathered"):
+        raise ValueError(
+            f"{SPARE.name} must come with {LOADS.name}=gathered, because all ranks must fill the same slots, "
+            f"got {_text(LOADS, environ)!r}"
+        )
+    for variable in COMMON:
+        if variable.name.removeprefix("ISOLOAD_") in UNEQUAL and (value := _text(variable, environ)) not in (
+            "",
+            "0",
+        ):
+            raise ValueError(
+                f"{SPARE.name} cannot be combined with {variable.name}, got {value!r:.200}: unset one of them"
+            )
+    return int(text)
 
 
 def _check_placer(text: str) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from isoload.balancing.balancer import Balancer
+from isoload.balancing.planning import fill
 from isoload.engines.settings import PLACER, TIMES
 from isoload.engines.worth import NewMaps
 from isoload.placement.placement import Placement
@@ -61,7 +62,11 @@ def measured(path: str) -> Times:
 
 
 def placement_of(
-    physical_to_logical: Tensor, num_experts: int, topology: Topology, num_shared: int = 0
+    physical_to_logical: Tensor,
+    num_experts: int,
+    topology: Topology,
+    num_shared: int = 0,
+    spare_slots: int = 0,
 ) -> Placement:
     """Return the Placement of an engine's map.
 
@@ -70,14 +75,40 @@ def placement_of(
         num_experts: routed experts.
         topology: R ranks with P/R consecutive slots each.
         num_shared: 1: every rank has one more slot, its last, that holds the shared expert.
+        spare_slots: the last slots of each rank that are empty in the Placement.
     """
     slots = physical_to_logical.cpu().to(torch.int32)
+    if spare_slots:
+        slots = slots.clone()
+        slots.view(len(slots), topology.num_ranks, -1)[:, :, -spare_slots:] = -1
     if num_shared:
         layers, ranks = len(slots), topology.num_ranks
         shared = torch.arange(num_experts, num_experts + num_shared, dtype=torch.int32)
         per_rank = slots.view(layers, ranks, -1)
         slots = torch.cat([per_rank, shared.expand(layers, ranks, -1)], dim=2).view(layers, -1)
-    return Placement(slots, topology, num_experts + num_shared, num_shared=num_shared)
+    return Placement(
+        slots, topology, num_experts + num_shared, num_shared=num_shared, spare_slots=spare_slots
+    )
+
+
+def fill_spare_slots(placement: Placement, counts: Tensor) -> Tensor:
+    """Return [L, P] the expert in each slot, with spare slots that hold replicas of hot experts of their node.
+
+    Args:
+        placement: with empty spare slots.
+        counts: [L, E] copies per expert.
+    """
+    scale = min(1.0, 2**30 / max(float(counts.sum(1).max()), 1.0))
+    loads = (counts.cpu().double() * scale).round().clamp(min=1).to(torch.int32)
+    tables = fill(loads, placement, policy="hedge", within="node").slot_to_expert.clone()
+    size = placement.slots_per_rank
+    for layer, slot in (
+        (tables < 0).nonzero().tolist()
+    ):  # the policy wants no more: any expert that the rank lacks
+        on_rank = tables[layer, slot // size * size : (slot // size + 1) * size].tolist()
+        by_load = loads[layer].argsort(descending=True, stable=True).tolist()
+        tables[layer, slot] = next((expert for expert in by_load if expert not in on_rank), by_load[0])
+    return tables
 
 
 def replica_lists(placement: Placement) -> ReplicaLists:
@@ -135,6 +166,7 @@ def lay_out(
     before: Tensor | None,
     new_maps: NewMaps | None = None,
     passes: int = 1,
+    spare_slots: int = 0,
 ) -> ReplicaLists:
     """Place experts by a placer of the registry, from the present placement if the placer supports it, so that fewer
     move.
@@ -145,23 +177,30 @@ def lay_out(
         before: :func:`running`.
         new_maps: keeps the present placement if a new one does not pay; None = it is always replaced.
         passes: forward passes of the counts.
+        spare_slots: the last slots of each rank, in which no expert is alone.
     """
     name, options = parse_placer(placer)
-    present = None if before is None else placement_of(before, counts.shape[-1], topology)
+    num_experts, total = counts.shape[-1], counts if counts.dim() == 2 else counts.sum(0)
+    present = None if before is None else placement_of(before, num_experts, topology)
     start = present if PLACERS[name].takes_before else None
-    placed = place(counts, topology, slots_per_rank, name, before=start, **options)
+    if start is not None and before is not None and spare_slots:
+        start = placement_of(before, num_experts, topology, spare_slots=spare_slots)
+    placed = place(counts, topology, slots_per_rank, name, spare_slots, before=start, **options)
+    if spare_slots:
+        placed = placement_of(fill_spare_slots(placed, total), num_experts, topology)
     if new_maps is not None and present is not None:
-        total = counts if counts.dim() == 2 else counts.sum(0)
         placed = new_maps.choose(present, placed, total.cpu(), passes)
     return replica_lists(placed)
 
 
-def check_placer(option: str, placer: str, tables: Tensor, num_experts: int, topology: Topology) -> None:
+def check_placer(
+    option: str, placer: str, tables: Tensor, num_experts: int, topology: Topology, spare_slots: int = 0
+) -> None:
     """Make a placement as an engine's rebalance will, so that no rebalance fails while tokens are served."""
     layers, num_slots = tables.shape
     before, size = running(tables, num_slots), num_slots // topology.num_ranks
     try:
-        lay_out(torch.ones(layers, num_experts), topology, size, placer, before)
+        lay_out(torch.ones(layers, num_experts), topology, size, placer, before, spare_slots=spare_slots)
     except ValueError as error:
         raise ValueError(f"{option} with {PLACER.name}={placer}: {error}") from None
 

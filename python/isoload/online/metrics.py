@@ -55,7 +55,8 @@ METRICS = {
         "gauge",
         "max/mean rank load, at least 1: quantile over layers of each layer's mean since the last report. "
         "plan=isoload: isoload's plans, in shadow mode those that it would make; plan=even: copies spread evenly over "
-        "replicas; plan=engine: the engine's own choice",
+        "replicas; plan=engine: the engine's own choice; plan=last_fill and plan=filled: prefill before and after its "
+        "spare slots are filled",
         ("phase", "plan", "quantile"),
     ),
     "balancedness": Metric(
@@ -87,6 +88,11 @@ METRICS = {
         "counter", "experts that arrived on this rank from other ranks, over all layers"
     ),
     "bytes_moved_total": Metric("counter", "bytes of weights and scales of these experts"),
+    "fills_total": Metric("counter", "layers times prefills in which experts travelled to spare slots"),
+    "experts_travelled_total": Metric(
+        "counter", "experts that came to this rank's spare slots within prefills, over all layers"
+    ),
+    "bytes_travelled_total": Metric("counter", "bytes of weights and scales of these experts"),
     "plan_seconds": Metric(
         "histogram",
         "host time per layer and batch, without batches replayed from a graph",

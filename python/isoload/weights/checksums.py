@@ -105,14 +105,15 @@ def wrong_slots(
 
     Args:
         sums: [L, P] int64 of every slot.
-        slot_to_expert: [L, P] expert that each should hold.
+        slot_to_expert: [L, P] expert that each should hold, -1: any.
         expected: [L, E] :func:`expert_checksums`.
         layers: their L numbers.
         num_ranks: R; each rank has P/R consecutive slots.
     """
     per_rank = sums.shape[1] // num_ranks
     wrong = []
-    for i, slot in (sums != expected.gather(1, slot_to_expert.long())).nonzero().tolist():
+    differs = sums != expected.gather(1, slot_to_expert.clamp(min=0).long())
+    for i, slot in (differs & (slot_to_expert >= 0)).nonzero().tolist():
         holds = (expected[i] == sums[i, slot]).nonzero().flatten().tolist()
         expert = int(slot_to_expert[i, slot])
         wrong.append(WrongSlot(layers[i], slot // per_rank, slot, expert, holds[0] if holds else None))

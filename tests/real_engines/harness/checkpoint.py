@@ -8,14 +8,23 @@ from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCau
 
 WORDS = 512
 PROMPTS = [list(range(1, 20)), list(range(5, 12)), list(range(40, 100, 3))]
+# Of one or two words each, so that few experts get most copies of a prefill.
+SKEWED = [[17 * i % 500 + 1] * 40 if i % 2 else [31 * i % 500 + 1, 7 * i % 500 + 1] * 18 for i in range(12)]
 
 
-def make_qwen3_moe(folder: Path, head_dim: int = 16, num_dense: int = 0, tokens: int = 24) -> list[list[int]]:
-    """Saves a float32 model of 3 MoE layers and 16 experts whose routing is skewed; its greedy tokens for PROMPTS.
+def make_qwen3_moe(
+    folder: Path,
+    head_dim: int = 16,
+    num_dense: int = 0,
+    tokens: int = 24,
+    prompts: list[list[int]] = PROMPTS,
+    seed: int = 0,
+) -> list[list[int]]:
+    """Saves a float32 model of 3 MoE layers and 16 experts whose routing is skewed; its greedy tokens for the prompts.
 
     num_dense: dense layers before the MoE layers.
     """
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     config = Qwen3MoeConfig(
         vocab_size=WORDS, hidden_size=64, intermediate_size=128, moe_intermediate_size=32,
         num_hidden_layers=num_dense + 3,
@@ -32,7 +41,7 @@ def make_qwen3_moe(folder: Path, head_dim: int = 16, num_dense: int = 0, tokens:
                 weight.normal_(0, 0.5)
                 weight[:4] *= 3
     model.save_pretrained(folder)
-    return [greedy(model, prompt, tokens) for prompt in PROMPTS]
+    return [greedy(model, prompt, tokens) for prompt in prompts]
 
 
 def make_tokenizer(folder: Path) -> None:

@@ -42,6 +42,9 @@ def register() -> None:
     for_data_parallel_attention()
     if os.environ.get("ISOLOAD_SGLANG") == "1":
         HookRegistry.register("isoload.balancing.balancer.Balancer.exchange", say_exchange, HookType.AROUND)
+    if "ISOLOAD_SPARE_SLOTS" in os.environ:
+        target = "isoload.engines.sglang.borrowing.Spare.__call__"
+        HookRegistry.register(target, record_fill, HookType.AROUND)
     if "ENGINE_FLIP" in os.environ:
         HookRegistry.register(
             "sglang.srt.eplb.expert_location_updater._update_expert_weights", flip_a_bit, HookType.AROUND
@@ -147,3 +150,18 @@ def record_slots(original: Any, topk_ids: Tensor, *args: Any, **kwargs: Any) -> 
     with open(f"{os.environ['ENGINE_RECORD']}.{os.getpid()}", "a") as file:
         print(json.dumps(line), file=file)
     return result
+
+
+def record_fill(original: Any, spare: Any, *args: Any) -> Tensor:
+    """A line per layer and batch, before experts are computed: loads, experts in the slots, what has travelled."""
+    before = spare.counts.tolist()[:5]  # the sixth differs between ranks
+    slots: Tensor = original(spare, *args)
+    of = spare.layer.balancer
+    line = {
+        "layer": of.layer, "borrows": of.policy.borrows, "loads": of.last_loads.sum(0).tolist(),
+        "peak": int(of.last_plan.peak), "table": spare.filled.slot_to_expert.tolist(),
+        "counts": [now - then for now, then in zip(spare.counts.tolist()[:5], before, strict=True)],
+    }  # fmt: skip
+    with open(f"{os.environ['ENGINE_RECORD']}_fills.{os.getpid()}", "a") as file:
+        print(json.dumps(line), file=file)
+    return slots

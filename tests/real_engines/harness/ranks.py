@@ -193,6 +193,41 @@ def serve_phases(rank: int, ranks: int, config: Path, agree: bool = True) -> lis
     return found
 
 
+def serve_spare(rank: int, ranks: int, config: Path) -> list[dict[str, Any]]:
+    """Batches of prefill and decode behind lp, each with other experts in the spare slots; rows of weights name their
+    expert."""
+    policy = "prefill=llep:within=node:threshold=1:min_chunk=1:refill_above=1,decode=exact"
+    model = start(rank, ranks, "lp", False, config, ISOLOAD_SPARE_SLOTS="1", ISOLOAD_POLICY=policy)
+    from sglang.srt.eplb import expert_location
+
+    from isoload.engines.sglang import LAYERS as ours
+    from isoload.engines.sglang import borrowing
+
+    locations, top = expert_location.get_global_expert_location_metadata(), make_topk(model, False)
+    layer, size = ours.by_id[LAYER], EXPERTS // ranks + 2
+    experts = locations.physical_to_logical_map_cpu[LAYER][rank * size : (rank + 1) * size]
+    stacks = [experts.float().view(-1, 1).repeat(1, 3), experts.clone()]
+    parts = {"w13_weight": stacks[0], "w2_weight": stacks[1]}
+    experts_module: Any = SimpleNamespace(named_parameters=parts.items)
+    borrowing.bind(locations, {LAYER: stacks}, {LAYER: experts_module})
+    found = []
+    for number, case in enumerate(("full", "one rank empty", "few", "one rank empty", "full", "all empty")):
+        ours.phase = "decode" if number == 2 else "prefill"
+        ids, weights, valid = draw(case, rank)
+        ids = (ids + 5 * number) % EXPERTS
+        before = layer.spare.counts.tolist()
+        slots = route(top, ids, weights, valid).topk_ids
+        borrowing.wait_for_experts(lambda *_: None, SimpleNamespace(layer_id=LAYER))
+        assert torch.equal(stacks[0][:, 0].long(), stacks[1])
+        table = layer.spare.filled.slot_to_expert.clone()
+        found.append({
+            "ids": ids, "slots": slots, "table": table, "peak": int(layer.balancer.last_plan.peak),
+            "prefill": ours.phase == "prefill", "moves": layer.spare.counts.tolist()[1] - before[1],
+            "experts": table[rank * size : (rank + 1) * size].tolist(), "weights": stacks[1].tolist(),
+        })  # fmt: skip
+    return found
+
+
 def lose_last_rank(rank: int, ranks: int, config: Path) -> dict[str, Any] | None:
     """A batch, then the last rank is gone: one within SGLang's rebalance, one behind it, and one when it is back. The
     process of that rank has ended, so that whoever waited for it would fail."""

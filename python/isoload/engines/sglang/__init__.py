@@ -2,6 +2,7 @@
 docs/sglang.md.
 
 layers     the Balancers of all layers, made once and refreshed in place
+borrowing  experts that travel within a prefill (ISOLOAD_SPARE_SLOTS)
 dispatch   hooks of --ep-dispatch-algorithm dynamic and lp, and of --enable-waterfill
 placement  rebalances, --eplb-algorithm isoload, --init-expert-location
 
@@ -18,8 +19,8 @@ import torch
 
 from isoload.engines.record import EngineRecord
 from isoload.engines.seams import SHADOW, PlugIn, Seam
-from isoload.engines.settings import PLACEMENT, SGLANG, Settings
-from isoload.engines.sglang import dispatch, placement
+from isoload.engines.settings import PLACEMENT, SGLANG, SPARE, Settings
+from isoload.engines.sglang import borrowing, dispatch, placement
 from isoload.engines.sglang.dispatch import DeepEPWaterfillBalancer, WaterfillBalancer
 from isoload.engines.sglang.layers import EPLB, LAYERS, Layer
 from isoload.engines.tables import IDS, SLOTS, is_right, known_balancer, known_placement, replica_lists
@@ -29,7 +30,7 @@ HOOKS = {
     "update": placement.update_metadata,
     "init_lplb_solvers": dispatch.init_lplb_solvers,
     "resolve_routing_inputs": dispatch.resolve_routing_inputs,
-    "_post_process_topk_ids": dispatch.post_process,  # in shadow mode, with four of the other hooks
+    "_post_process_topk_ids": dispatch.post_process,  # in shadow mode, with four of the other hooks; spare slots
     "_topk_ids_logical_to_physical_dynamic": dispatch.map_dynamic,
     "_topk_ids_logical_to_physical_probability": dispatch.map_solved,
     "WaterfillBalancer": WaterfillBalancer,
@@ -39,7 +40,18 @@ HOOKS = {
     "rebalance": placement.rebalance,
     "initialize": dispatch.initialize,
     "forward": dispatch.forward,
-}
+    "_update_expert_weights": borrowing.update_expert_weights,
+    **dict.fromkeys(
+        ("run_moe_core", "forward_cutlass_w4afp8", "forward_cutlass_w4afp8_masked"), borrowing.wait_for_experts
+    ),
+    **dict.fromkeys(
+        (
+            "update_weights_from_disk", "load_weights_from_distributed", "update_weights_from_tensor",
+            "update_weights_from_ipc", "end_weight_update",
+        ),
+        borrowing.update_weights,
+    ),
+}  # fmt: skip
 
 
 def dispatch_info(algorithm: str) -> Any:
@@ -139,22 +151,28 @@ def check_shadow() -> bool:
     return all(result is routed for result in results) and torch.equal(record.recorder._now[0], counted)
 
 
+def check_spare() -> bool:
+    """Check that SGLang's recorder gets home slots, and that a layer without spare slots is computed as it is."""
+    slots, experts = torch.tensor([[4, 1], [-1, -1]]), object()
+    computed = borrowing.wait_for_experts(lambda layer, batch: (layer, batch), experts, slots)
+    return computed == (experts, slots) and borrowing.home_slots(0, slots) is slots
+
+
 CHECKS = {
     "dynamic": check_dynamic,
     "lp": check_lp,
     "Waterfill": check_waterfill,
     EPLB: check_placement,
     SHADOW: check_shadow,
+    SPARE.name: check_spare,
 }
 
 
 def hook(seams: list[Seam], settings: Settings) -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    LAYERS.lost = frozenset(CHECKS) - {
-        SHADOW,
-        *(option for seam in seams for option in seam.serves),
-    }
+    unused = {SHADOW} if settings.spare_slots else {SHADOW, SPARE.name}
+    LAYERS.lost = frozenset(CHECKS) - unused - {option for seam in seams for option in seam.serves}
     for seam in seams:
         HookRegistry.register(seam.target, HOOKS[seam.name], HookType(seam.kind))
 

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from isoload.balancing.balancer import Balancer
 from isoload.engines.layers import JOINED_BY_ALL
-from isoload.engines.settings import CHECK, REBALANCE, SWITCH, Variable
+from isoload.engines.settings import CHECK, REBALANCE, SPARE, SWITCH, Variable
+from isoload.engines.sglang import borrowing
 from isoload.engines.sglang.layers import LAYERS, Layer, model_name, moe, phase_of
 from isoload.engines.sglang.placement import check_at_start, check_file
 from isoload.placement.placement import Placement
@@ -40,10 +41,12 @@ def set_metadata(original: Original, value: Any, *args: Any, **kwargs: Any) -> N
     if LAYERS.settings.mode == "shadow":
         LAYERS.count(value)
         return
-    check_at_start(value)
     algorithm = moe().ep_dispatch_algorithm
+    borrowing.check_start(value, algorithm)
+    check_at_start(value)
     if algorithm == "dynamic" and "dynamic" not in LAYERS.lost:
         LAYERS.follow(value, "dynamic")
+        borrowing.begin()
     elif LAYERS.settings.switch is not None:
         raise ValueError(
             f"{SWITCH.name} must come with --ep-dispatch-algorithm dynamic that isoload attached to, got {algorithm!r}"
@@ -66,6 +69,7 @@ def init_lplb_solvers(*, model_config: Any) -> None:
     if metadata is None:
         return
     LAYERS.follow(metadata, "lp")
+    borrowing.begin()
     for layer_id, layer in LAYERS.by_id.items():
         set_global_lplb_solver(layer_id, layer)
 
@@ -109,7 +113,9 @@ def map_solved(topk_ids: Tensor, info: Any, log2phy_prob: Tensor) -> Tensor:
 
 
 def post_process(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Wrap _post_process_topk_ids in shadow mode: count the slots that SGLang chose."""
+    """Wrap _post_process_topk_ids in shadow mode: count the slots that SGLang chose. With spare slots: pass home slots
+    to SGLang's recorder.
+    """
     result = original(*args, **kwargs)
     arguments = dict(zip(NAMES, args, strict=False)) | kwargs
     info, slots = arguments.get("expert_location_dispatch_info"), result[2]
@@ -117,6 +123,8 @@ def post_process(original: Original, *args: Any, **kwargs: Any) -> Any:
         # On AMD rows of padding are those of expert 0, elsewhere they are -1.
         num_valid = arguments.get("num_token_non_padded") if torch.version.hip else None
         LAYERS.record.add(arguments["layer_id"], slots, num_valid)
+    if LAYERS.settings.spare_slots and info is not None and slots is not None:
+        return (*result[:2], borrowing.home_slots(arguments["layer_id"], slots))
     return result
 
 
@@ -139,6 +147,13 @@ def initialize(original: Original, self: Any, *args: Any, **kwargs: Any) -> None
     if LAYERS.settings.mode == "shadow":
         LAYERS.announce_shadow(model_name(self))
         return
+    if LAYERS.by_id and moe().enable_eplb:
+        borrowing.check_model(self.model)
+    if LAYERS.settings.spare_slots:
+        from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
+
+        modules = borrowing.expert_modules(self.model)
+        borrowing.bind(get_global_expert_location_metadata(), weights_of(self.model, SPARE), modules)
     LAYERS.announce()
     if LAYERS.settings.report_seconds:
         placer = LAYERS.settings.placer if LAYERS.places() else "engine"
@@ -180,6 +195,7 @@ def forward(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     LAYERS.step_ended()
     if LAYERS.meter is not None and LAYERS.meter.report_if_due():
         LAYERS.check_device()
+        borrowing.report()
     return result
 
 

@@ -19,8 +19,9 @@ from isoload.balancing.balancer import Balancer
 from isoload.engines.layers import EXCHANGED, JOINED_BY_ALL, EngineLayer, EngineLayers, LoneRank
 from isoload.engines.record import EngineRecord
 from isoload.engines.settings import CHECK, LOADS, PHASES, PLACER, POLICY, SWITCH, Settings, Variable
-from isoload.engines.tables import engine_topology
+from isoload.engines.tables import engine_topology, placement_of
 from isoload.online.metrics import Meter
+from isoload.placement.placement import Placement
 from isoload.policies import Policy, make_policy
 from isoload.policies.plan import without_shared_slots
 from isoload.topology import Topology
@@ -169,6 +170,17 @@ class Layers(EngineLayers[Layer]):
             layer = Layer(self.balancer(i, policies["decode"], group, loads), self.own_meter())
             layer.plan_by(policies)
             self.add(layer)
+
+    def _placement_of(self, tables: Tensor, num_shared: int) -> Placement:
+        experts, topology = self._num_experts, self._topology
+        return placement_of(tables, experts, topology, num_shared, self.settings.spare_slots)
+
+    def present(self) -> Tensor:
+        tables = self.tables.clone()
+        for i, layer in self.by_id.items():
+            if layer.spare is not None:
+                tables[i] = layer.spare.filled.slot_to_expert.to(tables)
+        return tables
 
     def count(self, metadata: Any) -> None:
         """In shadow mode: make the record of an ExpertLocationMetadata, or update the experts' locations."""

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from isoload.engines.sglang import borrowing
 from isoload.engines.sglang.layers import EPLB, LAYERS, elastic_backend, moe, parallel, topology_of
 from isoload.engines.tables import EngineSizes, check_placer, engine_topology, lay_out, running
 from isoload.files import open_regular, read_text
@@ -49,7 +50,7 @@ def rebalance_experts(
     passes = int(tokens_per_expert.flatten(1).any(1).sum()) if tokens_per_expert.dim() == 3 else 1
     placed = lay_out(
         tokens_per_expert, topology, num_local_physical_experts, LAYERS.settings.placer, before,
-        LAYERS.new_maps, passes,
+        LAYERS.new_maps, passes, LAYERS.settings.spare_slots,
     )  # fmt: skip
     return tuple(table.to(device) for table in placed)
 
@@ -65,6 +66,7 @@ def update_metadata(
     if self is get_global_expert_location_metadata():
         if LAYERS.by_id:
             LAYERS.follow(self, moe().ep_dispatch_algorithm)
+            borrowing.moved(self, update_layer_ids)
             LAYERS.check_moved(update_layer_ids)
         elif LAYERS.record is not None:  # in shadow mode
             LAYERS.record.moved(self.physical_to_logical_map_cpu)
@@ -88,7 +90,8 @@ def check_at_start(metadata: Any) -> None:
     if moe().eplb_algorithm == NAME and EPLB not in LAYERS.lost:
         tables, experts = metadata.physical_to_logical_map_cpu, metadata.num_logical_experts
         placer = LAYERS.settings.placer
-        check_placer(f"--eplb-algorithm {NAME}", placer, tables, experts, topology_of(metadata))
+        spare = LAYERS.settings.spare_slots
+        check_placer(f"--eplb-algorithm {NAME}", placer, tables, experts, topology_of(metadata), spare)
 
 
 def check_file(model_config: Any) -> None:
