@@ -422,6 +422,22 @@ def test_shared_copies_travel_as_little_as_promised():
     for row in rows:
         assert row["worst_peak_of_ours"] == 1
         assert row["peak"]["ours"] <= min(row["peak"][rule] for rule in ("static", "dynamic", "blog"))
+    page = prose(COMPARED)
+    assert len(rows) == 9 and f"at least {int(ratios[0])} times fewer of them" in page
+    many, few = ([row["unvisited"] for row in rows if row["top_k"] == k] for k in (8, 2))
+    ours, static = ([100 * row[rule] for row in many] for rule in ("ours", "static"))
+    assert (
+        f"{least_to_most(ours, 2)} % of all with top-8, where `static` sends {least_to_most(static, 1)} %"
+        in page
+    )
+    assert f"`dynamic` up to {100 * max(row['dynamic'] for row in many):.1f} %" in page
+    lost = [100 * row[rule] for rule in ("ours", "best") for row in few]
+    assert (
+        "sends {:.2f} and {:.2f} %, where a maximum flow over single tokens sends {:.2f} and {:.2f} %".format(
+            *lost
+        )
+        in page
+    )
 
 
 @pytest.fixture

@@ -151,18 +151,7 @@ SHARED_TRAFFIC: Columns = {
 ROUTE_SHOWN = [name for name in ROUTE_NAMES if name != "grace" and not name.endswith(("0.05", "0.2"))]
 
 
-def named_settings() -> list[Row]:
-    """Settings of bench_shared_traffic that a page shows: two with half of the drift, and all losses."""
-    shown_ranks = (16, 32), (32, 64)
-    return [
-        row
-        for row in read("bench_shared_traffic")
-        if row["top_k"] == 2 or (row["drift"] == 0.5 and (row["ranks"], row["replicas"]) in shown_ranks)
-    ]
-
-
 ROWS: dict[str, tuple[Columns, Callable[[], list[Row]]]] = {
-    "shared_traffic": (SHARED_TRAFFIC, named_settings),
     "planning": (PLANNING, lambda: read("bench_plan")),
     "sglang": (SGLANG, lambda: read("bench_sglang")),
     "vllm": (VLLM, lambda: read("bench_vllm")),
