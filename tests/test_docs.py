@@ -362,6 +362,22 @@ def test_figures_of_placers_without_a_table_are_those_of_the_results_file():
     assert "adds {:.1f} µs to a layer's call on the CPU, and {:.1f} µs".format(*recorder) in more
 
 
+def test_replicas_of_craft_are_those_of_the_results_file():
+    rows = {(row["experts"], row["ranks"]): row for row in results("bench_craft")}
+    few, many = rows[256, 32], rows[256, 96]
+    page = prose(DOCS / "results-placement.md")
+    assert f"`knee` takes {few['knee']} replicas of a rank on 32 ranks and {many['knee']} on 96" in page
+    for said, key, digits in (
+        ("The balance is then {} and {}", "at_knee", 3),
+        ("with {} and {} GiB of a rank", "gib_at_knee", 2),
+        ("it is {} and {} without replicas", "base", 3),
+        ("and {} and {} with a slot more on every", "eplb", 3),
+        ("which takes {} and {} GiB", "gib_eplb", 2),
+    ):
+        assert said.format(*(f"{row[key]:.{digits}f}" for row in (few, many))) in page, said
+    assert all(row["gain"] == 1 for row in rows.values())
+
+
 def test_every_choice_of_advise_was_the_best_later():
     rows = results("bench_advise")
     assert len(rows) == 10 and all(row["loss"] == 0 for row in rows)

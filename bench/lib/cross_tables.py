@@ -95,23 +95,6 @@ def place_budgets() -> Table:
 
 
 @shown
-def craft_factors() -> Table:
-    """CRAFT's replication factors: balance of unseen batches, what the two rules choose."""
-    columns: Columns = {
-        "experts": "{experts}",
-        "ranks": "{ranks}",
-        "R = 0": "{base:.3f}",
-        **{str(factor): f"{{R{factor}:.3f}}" for factor in (1, 2, 4, 8, 16)},
-        "`gain` takes": "{gain}",
-        "`knee` takes": "{knee}: {at_knee:.3f}",
-        "GiB of a rank": "{gib_at_knee:.2f}",
-        "`eplb` with all": "{eplb:.3f}",
-        "GiB": "{gib_eplb:.2f}",
-    }
-    return table(columns, [row for row in read("bench_craft") if row["ranks"] in (32, 96)])
-
-
-@shown
 def rebalance_placers() -> Table:
     """Placing anew while loads drift, by placer."""
     columns: Columns = {

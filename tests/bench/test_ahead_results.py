@@ -100,6 +100,12 @@ def test_figures_without_a_table() -> None:
     assert (
         f"ends at {made['last']['W6']:.3f} on W6" in PAGE and max(made["last"], key=made["last"].get) == "W6"
     )
+    for key in CELLS:
+        if key[3] == "lina" and key[2] in ("even", "sequence"):
+            assert mean(key[:3], "hedge", 2, key[5]) < mean(key[:3], "lina", key[4], key[5]), key
+    dealt = ("DeepSeek-V2-Lite", 8, "sequence")
+    sides = [mean(dealt, policy, 8, "popularity") for policy in ("lina", "libra")]
+    assert "{:.4f} against {:.4f} with popularity".format(*sides) in PAGE
     ops = [f"{r['us']:.1f} µs" for r in results("bench_ahead")]
     assert "a fill of `hedge` takes {}, the sums of `Linear` {} and `top_up` {}".format(*ops) in PAGE
 
