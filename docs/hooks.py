@@ -27,7 +27,13 @@ TYPES = {int: "INTEGER", float: "NUMBER", str: "TEXT", Path: "PATH"}
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Rewrite a page before mkdocs renders it."""
-    return name_files(re.sub(r"<!-- generated: (\w+) -->", lambda mark: GENERATED[mark[1]](), markdown))
+    markdown = re.sub(r"<!-- generated: (\w+) -->", lambda mark: GENERATED[mark[1]](), markdown)
+    return name_files(re.sub(r"^::: (\S+)\{(.+)\}$", _objects, markdown, flags=re.MULTILINE))
+
+
+def _objects(line: re.Match[str]) -> str:
+    """Expand ``::: isoload.{place, plan}`` to the lines of mkdocstrings, one for each object."""
+    return "\n".join(f"::: {line[1]}{name}" for name in line[2].split(", "))
 
 
 def on_page_content(html: str, **_: Any) -> str:

@@ -22,7 +22,8 @@ ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
 POLICY_PAGE, PLACER_PAGE = DOCS / "policies.md", DOCS / "placers.md"
-MEASURED = DOCS / "results-cpu.md"
+POLICY_NOTES = DOCS / "policy-notes.md"
+MEASURED, COMPARED = DOCS / "results-cpu.md", DOCS / "results-policies.md"
 RESULTS = ROOT / "bench" / "results"
 
 
@@ -139,7 +140,7 @@ def test_shown_replays_are_what_replay_prints(page, monkeypatch):
     pairs = re.findall(
         r"^```sh\nisoload ((?:replay|advise) .*?)\n```\n+```text\n(.*?)^```$", page.read_text(), re.S | re.M
     )
-    assert len(pairs) == len(blocks(page, "text")) == {"results-cpu.md": 3, "advise.md": 1}.get(page.name, 0)
+    assert len(pairs) == len(blocks(page, "text")) == {"results-cpu.md": 2, "advise.md": 1}.get(page.name, 0)
     monkeypatch.chdir(ROOT)
     for command, shown in pairs:
         assert without_times(shown) == without_times(printed(shlex.split(command.replace("\\\n", ""))))
@@ -170,7 +171,7 @@ def test_bench_commands_name_scripts_with_these_options(page):
 
 def test_balance_claims_hold():
     """What the page says of the whole results file, not of a row."""
-    rows, page = results("bench_balance"), prose(MEASURED)
+    rows, page = results("bench_balance"), prose(COMPARED)
     static = [r for r in rows if r["policy"].endswith("rule=static") and r["tokens"] >= 1024]
     raised = sum(r["busiest"] > 0 for r in static)
     assert f"in {raised} of the {len(static)} rows from 1024 tokens on" in page
@@ -190,7 +191,7 @@ def test_costs_of_sampling_are_those_of_the_results_file():
     for row in results("bench_replicas"):
         key = row["trace"], row["ranks"], row["replicas"], row["tokens"]
         cells.setdefault(key, {})[row["policy"]] = 1 + row["gap_mean"]
-    page = prose(MEASURED)
+    page = prose(COMPARED)
 
     def sampled(tokens):
         costs = [100 * (c["lp_sampled"] / c["lp"] - 1) for key, c in cells.items() if key[3] == tokens]
@@ -218,7 +219,7 @@ def test_planning_times_are_those_of_the_results_files():
     for solver, dtype in (("lp32", "float32"), ("lp64", "float64")):
         ratios = [t[solver]["batch"] / t["exact"]["batch"] for t in times]
         said = f"{ends(ratios)}( `exact`'s time)? in {dtype}"
-        assert re.search(said, prose(POLICY_PAGE)), ends(ratios)
+        assert re.search(said, prose(POLICY_NOTES)), ends(ratios)
     rows = results("bench_plan")
     public = max(row["public_us"]["median"] for row in rows)
     late = next(row["ranks"] for row in rows if row["share_row_us"] > 10)
@@ -255,33 +256,132 @@ def test_shares_of_right_predictions_are_those_of_the_results_file():
     assert f"the most popular experts of earlier batches {ends('popularity')}" in page
 
 
+def by_policy(output):
+    """Return the rows of a replay by policy, as words."""
+    rows = map(str.split, output.splitlines())
+    return {row[0]: row[1:] for row in rows if row and row[0].split(":")[0] in POLICIES}
+
+
+def node_rows(row):
+    return row[9 if len(row) > 8 else 3].replace("%", " %")
+
+
 def test_figures_quoted_from_the_replays_are_in_them():
-    """Rows of the three replays by policy, as words; every sentence that quotes them is built from these."""
-    first, shared, small = (
-        {
-            row[0]: row[1:]
-            for row in map(str.split, block.splitlines())
-            if row and row[0].split(":")[0] in POLICIES
-        }
-        for block in blocks(MEASURED, "text")
-    )
-    assert (first["exact"][0], shared["joint"][0], small["exact"][0]) == ("1.042", "1.000", "1.247")
-
-    def node_rows(row):
-        return row[9 if len(row) > 8 else 3].replace("%", " %")
-
-    losses, text = prose(MEASURED), prose(POLICY_PAGE)
+    """Every sentence that quotes the two replays is built from their rows."""
+    first, shared = map(by_policy, blocks(MEASURED, "text"))
+    assert (first["exact"][0], shared["joint"][0]) == ("1.042", "1.000")
+    losses, text = prose(MEASURED), prose(POLICY_NOTES)
     assert f"({node_rows(first['exact'])}) than `static` does ({node_rows(first['static'])})" in losses
-    noise = [float(r["dynamic"][0]) - float(r["even"][0]) for r in (first, small)]
-    assert f"by {noise[0]:.3f} at 512 tokens" in text
-    assert f"({first['dynamic'][0]} and {first['even'][0]}) and by {noise[1]:.3f} at 16" in text
-    local, spread = small["exact:objective=local"], small["exact"]
-    assert f"{node_rows(local)} of the rows leave their node with `local`, {node_rows(spread)} with" in text
+    noise = float(first["dynamic"][0]) - float(first["even"][0])
+    assert f"by {noise:.3f} at 512 tokens ({first['dynamic'][0]} and {first['even'][0]})" in text
     leave = {policy: [cell.replace("%", " %") for cell in row[11:13]] for policy, row in shared.items()}
     static, waterfill = leave["waterfill_sampled"], leave["waterfill"]
     assert f"{static[0]} of the shared copies leave their rank, {static[1]} to a rank that" in text
     assert f"with `waterfill` it is {waterfill[0]} and {waterfill[1]}" in text
     assert f"{leave['joint'][0]} against {leave['waterfill:routed=exact'][0]}" in text
+
+
+@pytest.mark.slow
+def test_figures_quoted_from_the_replay_of_small_batches_are_in_it(monkeypatch):
+    page, text = prose(MEASURED), prose(POLICY_NOTES)
+    (command,) = re.findall(r"`isoload (replay [^`]*--batch-tokens 16[^`]*)`", page)
+    monkeypatch.chdir(ROOT)
+    small = by_policy(printed(shlex.split(command)))
+    means = [small[policy][0] for policy in ("exact", "even", "static")]
+    assert "`exact` ends at {}, where `even` has {} and `static` {}".format(*means) in page
+    assert f"and by {float(small['dynamic'][0]) - float(small['even'][0]):.3f} at 16 tokens" in text
+    local, spread = small["exact:objective=local"], small["exact"]
+    assert f"{node_rows(local)} of the rows leave their node with `local`, {node_rows(spread)} with" in text
+
+
+def least_to_most(values, digits=0):
+    return f"{min(values):.{digits}f} to {max(values):.{digits}f}"
+
+
+def test_planning_times_without_a_table_are_those_of_the_results_files():
+    page, shared = prose(COMPARED), results("bench_shared")
+    joint = [row["joint_us"] for row in shared]
+    assert (shared[0]["ranks"], shared[-1]["ranks"]) == (16, 128)
+    assert f"`joint` takes {joint[0]:.1f} µs per layer on 16 ranks and {joint[-1]:.1f} on 128" in page
+    public = least_to_most([row["public_us"]["joint"] for row in shared])
+    assert f"a public call takes {public} µs" in page
+    fills = {(row["time"], row["ranks"]): row for row in results("bench_fill") if "time" in row}
+    medians, most = (
+        {name: [fills[name, ranks][key] for ranks in (8, 64)] for name in ("llep", "spill_cost")}
+        for key in ("median_us", "slowest_us")
+    )
+    assert f"`llep` takes {least_to_most(medians['llep'])} µs in the median" in page
+    assert f"`spill_cost` {least_to_most(medians['spill_cost'])}, at most" in page
+    assert f"at most {max(most['llep']):.0f} and {max(most['spill_cost']):.0f} in 512 drawn" in page
+    gap = max(row["reached"]["lp32"]["gap"]["max"] for row in results("bench_lp"))
+    assert f"within {gap:.4f} % of HiGHS's optimum" in page
+
+
+def test_figures_of_placers_without_a_table_are_those_of_the_results_file():
+    rows, page, more = (
+        results("bench_place"),
+        prose(DOCS / "record-and-place.md"),
+        prose(DOCS / "results-placement.md"),
+    )
+
+    def kind(name):
+        return [row for row in rows if row["table"] == name]
+
+    for placer, said in (
+        ("eplb", "in {} ms with `eplb`"),
+        ("search=False", "{} with `search=False`"),
+        ("scenario", "{} with `scenario`"),
+        ("split=exact", "{} with `split=exact`"),
+    ):
+        times = [row["ms"] for row in kind("times") if row["placer"] == placer]
+        digits = 0 if min(times) > 100 else 1
+        assert said.format(least_to_most(times, digits).replace("6.0 to", "6 to")) in page, placer
+        assert all(row["ms"] <= row["goal"] for row in kind("times"))
+    pinned = [f"{row['exact']:.3f}" for row in kind("pinned") if row["pinned"]]
+    assert "give {} on DeepSeek-V3, {} on GLM-5.2 and {} on Gemma-4".format(*pinned) in page
+    ends = {
+        (placer, policy): least_to_most(
+            [row[policy] for row in kind("drawn") if row["placer"] == placer], 3
+        ).split(" to ")
+        for placer in ("eplb", "scenario")
+        for policy in ("static", "exact")
+    }
+    (least, most), scenario = ends["eplb", "static"], ends["scenario", "static"]
+    assert f"it has {least} (gpt-oss-20b on 8 ranks) to {most} (GLM-5.2 on 64) with `eplb`" in page
+    assert f"{' to '.join(scenario)} with `scenario`" in page
+    exact = [" to ".join(ends[placer, "exact"]) for placer in ("eplb", "scenario")]
+    assert "where `exact` has {} and {}".format(*exact) in page
+    moves = {row["moves"]: row for row in kind("moves")}
+    few, many, none, scratch = (moves[n] for n in (5, 43, 0, None))
+    assert f"With 5 moves of slots per layer and plan ({100 * few['changed']:.1f} % of the slots)" in more
+    assert f"is {100 * few['of_scratch']:.1f} % of that from scratch" in more
+    assert f"(which changes {100 * scratch['changed']:.1f} %)" in more
+    assert f"43 moves ({100 * many['changed']:.1f} %) it is {100 * many['of_scratch']:.1f} %" in more
+    assert f"without any {100 * none['of_scratch']:.1f} %" in more
+    recorder = [row["us_a_layer"] for row in kind("recorder")]
+    assert "adds {:.1f} µs to a layer's call on the CPU, and {:.1f} µs".format(*recorder) in more
+
+
+def test_replicas_of_craft_are_those_of_the_results_file():
+    rows = {(row["experts"], row["ranks"]): row for row in results("bench_craft")}
+    few, many = rows[256, 32], rows[256, 96]
+    page = prose(DOCS / "results-placement.md")
+    assert f"`knee` takes {few['knee']} replicas of a rank on 32 ranks and {many['knee']} on 96" in page
+    for said, key, digits in (
+        ("The balance is then {} and {}", "at_knee", 3),
+        ("with {} and {} GiB of a rank", "gib_at_knee", 2),
+        ("it is {} and {} without replicas", "base", 3),
+        ("and {} and {} with a slot more on every", "eplb", 3),
+        ("which takes {} and {} GiB", "gib_eplb", 2),
+    ):
+        assert said.format(*(f"{row[key]:.{digits}f}" for row in (few, many))) in page, said
+    assert all(row["gain"] == 1 for row in rows.values())
+
+
+def test_every_choice_of_advise_was_the_best_later():
+    rows = results("bench_advise")
+    assert len(rows) == 10 and all(row["loss"] == 0 for row in rows)
+    assert "In all ten settings the chosen candidate was the best" in prose(DOCS / "times.md")
 
 
 def test_borrowing_numbers_are_those_of_the_results_file():
@@ -338,6 +438,22 @@ def test_shared_copies_travel_as_little_as_promised():
     for row in rows:
         assert row["worst_peak_of_ours"] == 1
         assert row["peak"]["ours"] <= min(row["peak"][rule] for rule in ("static", "dynamic", "blog"))
+    page = prose(COMPARED)
+    assert len(rows) == 9 and f"at least {int(ratios[0])} times fewer of them" in page
+    many, few = ([row["unvisited"] for row in rows if row["top_k"] == k] for k in (8, 2))
+    ours, static = ([100 * row[rule] for row in many] for rule in ("ours", "static"))
+    assert (
+        f"{least_to_most(ours, 2)} % of all with top-8, where `static` sends {least_to_most(static, 1)} %"
+        in page
+    )
+    assert f"`dynamic` up to {100 * max(row['dynamic'] for row in many):.1f} %" in page
+    lost = [100 * row[rule] for rule in ("ours", "best") for row in few]
+    assert (
+        "sends {:.2f} and {:.2f} %, where a maximum flow over single tokens sends {:.2f} and {:.2f} %".format(
+            *lost
+        )
+        in page
+    )
 
 
 @pytest.fixture
@@ -381,12 +497,12 @@ def test_pictures_are_what_the_script_draws(benches, tmp_path, monkeypatch):
     drawn = {path.name: path.read_text() for path in tmp_path.iterdir()}
     kept = {path.name: path.read_text() for path in (DOCS / "pictures").iterdir()}
     assert drawn == kept
-    shown = MEASURED.read_text() + (DOCS / "own-counts.md").read_text()
+    shown = "".join(page.read_text() for page in (MEASURED, COMPARED, DOCS / "own-counts.md"))
     assert {name for name in kept if f"pictures/{name}" in shown} == set(kept)
 
 
 def test_what_hedge_reaches_is_in_its_results_file():
-    text = prose(POLICY_PAGE)
+    text = prose(POLICY_NOTES)
 
     def most(policy, spare, predict):
         key = {"policy": policy, "spare": spare, "predict": predict, "ranks": 8, "deal": "even"}

@@ -110,8 +110,11 @@ def resolve(name: str) -> Any:
     return value
 
 
-def test_every_public_name_is_in_the_api_reference() -> None:
-    targets = re.findall(r"^::: (\S+)$", (DOCS / "api.md").read_text(), re.M)
+def test_every_public_name_is_in_the_api_reference(hooks: Any) -> None:
+    targets = re.findall(r"^::: (\S+)$", rendered(hooks, "api.md"), re.M)
+    for target in targets:
+        if target != "isoload.engines.megatron.balance":  # Megatron-Core is not installed
+            resolve(target)
     assert len(targets) == len({*targets})
     assert [t.removeprefix("isoload.") for t in targets if t.count(".") == 1] == [*isoload.__all__, "ops"]
 

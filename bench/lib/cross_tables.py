@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lib.result_tables import Row, by, read, shown
-from lib.table import Columns, Table, same, table
+from lib.table import Columns, Table, table
 
 
 def ends(values: Any) -> str:
@@ -79,32 +79,6 @@ def place_slots() -> Table:
 
 
 @shown
-def place_pinned() -> Table:
-    """Imbalance of unseen batches after `exact`, homes pinned or not, beside `eplb`."""
-    eplb = {
-        (row["trace"], row["ranks"]): row for row in read("bench_place", "unseen") if row["placer"] == "eplb"
-    }
-    cells = placed("pinned", last="pinned")
-    columns: Columns = {
-        **WHERE,
-        "`eplb`": lambda cell: f"{eplb[cell['any']['trace'], cell['any']['ranks']]['exact']:.3f}",
-        "`split=exact:pinned=True`": lambda cell: f"{cell[True]['exact']:.3f}",
-        "`split=exact`": lambda cell: f"{cell[False]['exact']:.3f}",
-    }
-    return table(columns, cells)
-
-
-@shown
-def place_drawn() -> Table:
-    """Imbalance of drawn tokens, `static` / `exact`, by placer."""
-    figures = "{NAME[static]:.3f} / {NAME[exact]:.3f}"
-    placers = {
-        f"`{placer}`": figures.replace("NAME", placer) for placer in ("eplb", "scenario", "split=exact")
-    }
-    return table({**WHERE, **placers}, placed("drawn"))
-
-
-@shown
 def place_budgets() -> Table:
     """Replica budgets: imbalance of unseen batches."""
     columns: Columns = {
@@ -116,24 +90,8 @@ def place_budgets() -> Table:
         "`eplb` with all": "{scenario[eplb]:.3f}",
     }
     cells = by(read("bench_place", "budgets"), "trace", "ranks", "replicas_of_a_rank", last="placer")
-    return table(columns, list(cells.values()))
-
-
-@shown
-def craft_factors() -> Table:
-    """CRAFT's replication factors: balance of unseen batches, what the two rules choose."""
-    columns: Columns = {
-        "experts": "{experts}",
-        "ranks": "{ranks}",
-        "R = 0": "{base:.3f}",
-        **{str(factor): f"{{R{factor}:.3f}}" for factor in (1, 2, 4, 8, 16)},
-        "`gain` takes": "{gain}",
-        "`knee` takes": "{knee}: {at_knee:.3f}",
-        "GiB of a rank": "{gib_at_knee:.2f}",
-        "`eplb` with all": "{eplb:.3f}",
-        "GiB": "{gib_eplb:.2f}",
-    }
-    return table(columns, read("bench_craft"))
+    sizes = (("DeepSeek-V3", 32, 2), ("DeepSeek-V3", 32, 4), ("DeepSeek-V3", 64, 8), ("DeepSeek-V3", 64, 14))
+    return table(columns, [cells[key] for key in (*sizes, ("GLM-5.2", 32, 1), ("GLM-5.2", 32, 4))])
 
 
 @shown
@@ -151,38 +109,91 @@ def rebalance_placers() -> Table:
 @shown
 def rebalance_rule() -> Table:
     """An engine's rebalances with and without ISOLOAD_REBALANCE, on steady and on drifting traffic."""
-    columns: Columns = {
-        "traffic": "{traffic}",
-        "placer": "`{placer}`",
-        "ISOLOAD_REBALANCE": "{rule}",
-        "rebalances": "{moves}",
-        "slots changed": "{changed:.1f*100} %",
-        "saved, s": "{gain_s:.1f}",
-        "moves take, s": "{cost_s:.1f}",
+    rules = ("always", "gain_ms=0")
+    both = {
+        "rebalances": "{NAME[moves]}",
+        "slots changed": "{NAME[changed]:.1f*100} %",
+        "saved, s": "{NAME[gain_s]:.1f}",
+        "moves take, s": "{NAME[cost_s]:.1f}",
     }
-    return table(columns, [row for row in read("bench_rebalance") if "rule" in row])
+    columns: Columns = {
+        "traffic": "{always[traffic]}",
+        "placer": "`{always[placer]}`",
+        **{head: " / ".join(how.replace("NAME", rule) for rule in rules) for head, how in both.items()},
+    }
+    rows = [row for row in read("bench_rebalance") if "rule" in row]
+    return table(columns, by(rows, "traffic", "placer", last="rule").values())
 
 
-def took(row: Row) -> str:
-    ms = f"{row['ms']:.0f}" if row["ms"] >= 100 else f"{row['ms']:.2g}"
-    return ms if row["ms"] <= row["goal"] else f"{ms} LOSS"
+NEAR_TRACES = {
+    "dsv2lite_esft_law": "DeepSeek-V2-Lite, law",
+    "dsv2lite_esft_intent": "DeepSeek-V2-Lite, intent",
+    "dsv2lite_esft_summary": "DeepSeek-V2-Lite, summary",
+    "gptoss20b_decode_mmlu": "gpt-oss-20b",
+    "olmoe_mmlu_small": "OLMoE",
+}
 
 
 @shown
-def place_times() -> Table:
-    """Planner times against their goals, and memory, with the load of the machine when times were taken."""
-    memory = by(read("bench_place", "memory"), "ranks", last="placer")
-    cells = by(read("bench_place", "times"), "ranks", last="placer")
+def place_near() -> Table:
+    """`scenario` without and with `near`: rows between nodes, and imbalance of tokens that were not placed on."""
+
+    def place(cell: Row) -> str:
+        trace, *part = cell["near"]["placed_on"].split(", ")
+        return NEAR_TRACES[trace] + (f", {part[0]} tokens" if "300" in str(part) else "")
+
     columns: Columns = {
-        "ranks x slots": "{eplb[ranks]} x {eplb[slots]}",
-        **{
-            f"`{placer}`, ms": lambda cell, placer=placer: took(cell[placer])
-            for placer in ("eplb", "search=False", "scenario", "split=exact")
-        },
-        "memory, MB": lambda cell: f"{memory[cell['eplb']['ranks'],]['split=exact']['planning_mb']:.0f}",
-        "load": "{eplb[load]:.0f}",
+        "placed on": place,
+        "judged on": lambda cell: NEAR_TRACES.get(cell["near"]["judged_on"], cell["near"]["judged_on"]).split(
+            ", "
+        )[-1],
+        "nodes x ranks, slots": lambda cell: (
+            f"{cell['near']['nodes']} x {cell['near']['ranks'] // cell['near']['nodes']}, {cell['near']['slots']}"
+        ),
+        "rows to other nodes": lambda cell: (
+            f"{cell['scenario']['rows']:.3f} / {cell['near']['rows']:.3f}"
+            f" ({100 * cell['near']['rows_ratio'] - 100:+.0f} %)"
+        ),
+        "peak, exact": lambda cell: (
+            f"{cell['scenario']['peak']:.3f} / {cell['near']['peak']:.3f}"
+            + (" LOSS" if cell["near"].get("met") is False else "")
+        ),
+        "even": "{scenario[even]:.3f} / {near[even]:.3f}",
     }
-    return table(columns, list(cells.values()))
+    rows = [
+        row for row in read("bench_near", "unseen") if (row["nodes"], row["slots"]) not in ((2, 6), (4, 12))
+    ]
+    cells = by(rows, "placed_on", "judged_on", "nodes", "ranks", "slots", last="placer")
+    return table(columns, cells.values())
+
+
+GRACE_TRACES = {
+    "dsv2lite_esft_law": "DeepSeek-V2-Lite",
+    "gptoss20b_decode_mmlu": "gpt-oss-20b",
+    "olmoe_mmlu_small": "OLMoE",
+}
+
+
+@shown
+def place_grace() -> Table:
+    """GRACE-MoE's components: change of rows between nodes against experts in order, and idle share."""
+    changes = "{NAME[node_rows_change]:+.0f*100} %, {NAME[node_dispatch_rows_change]:+.0f*100} %"
+    figures = changes + ", {NAME[idle_share]:.1f*100} %"
+    columns: Columns = {
+        "variant": lambda cell: (
+            cell["any"]["variant"] + " LOSS" * any(row.get("met") is False for row in cell.values())
+        ),
+        **{name: figures.replace("NAME", trace) for trace, name in GRACE_TRACES.items()},
+    }
+    rows = [
+        row
+        for row in read("bench_grace")
+        if row["ranks"] == 4
+        and row["trace"] in GRACE_TRACES
+        and row["variant"] not in ("random", "affinity, any size", "affinity, as printed")
+    ]
+    cells = by(rows, "variant", last="trace")
+    return table(columns, [cell | {"any": next(iter(cell.values()))} for cell in cells.values()])
 
 
 STREAMS = (
@@ -192,14 +203,13 @@ STREAMS = (
     ("GLM-5.2", 8, "even"),
     ("GLM-5.2", 32, "even"),
 )
-FORECASTS = ("perfect", "0.8", "0.45", "0.12", "0.45 partner", "last", "linear", "path", "popularity")
+FORECASTS = ("0.45", "0.45 partner", "last")
 FILLS = {
     "`hedge` 2": ("hedge", 2),
     "`hedge` 4": ("hedge", 4),
     "`hedge` 2, local kept": ("hedge held", 2),
     "`libra_published` 8": ("libra_published", 8),
     "`libra` 8": ("libra", 8),
-    "lina 8": ("lina", 8),
 }
 
 
@@ -222,8 +232,8 @@ def mean(row: Row | None) -> str:
 def ahead() -> Table:
     """Mean imbalance of fills by their forecast."""
     cells, rows = imbalances(), []
-    for stream in STREAMS:
-        for forecast in FORECASTS:
+    for stream in STREAMS[1:]:
+        for forecast in FORECASTS + ("popularity",) * stream[0].startswith("GLM"):
             found = [cells.get((*stream, *fill, forecast)) for fill in FILLS.values()]
             if found[0]:
                 rows.append([named(stream), forecast, *map(mean, found)])
@@ -242,57 +252,29 @@ def ahead_others() -> Table:
 
 
 @shown
-def ahead_workloads() -> Table:
-    """W0-W7."""
-    cells = imbalances()
-    columns = (
-        ("none", ("none", 2, "true loads")),
-        ("EPLB, exact 2", ("eplb exact", 2, "calibration")),
-        ("llep 2", ("llep", 2, "true loads")),
-        ("`hedge` 2, perfect", ("hedge", 2, "perfect")),
-        ("0.45", ("hedge", 2, "0.45")),
-        ("last", ("hedge", 2, "last")),
-        ("`libra_published` 8, perfect", ("libra_published", 8, "perfect")),
-        ("0.45", ("libra_published", 8, "0.45")),
-    )
-    streams = dict.fromkeys(key[:3] for key in cells if key[2] == "own")
-    rows = [[s[0], *(mean(cells[(*s, *of)]) for _, of in columns)] for s in streams]
-    return f"workload | {' | '.join(head for head, _ in columns)}", rows
-
-
-@shown
 def ahead_costs() -> Table:
-    """Local share, experts borrowed and bytes, of the first layers' fills where 80 % is right."""
-    cells, rows = imbalances(), []
+    """Local share, experts borrowed and bytes, of the first layers' fills where 80 % is right, on two streams."""
+    cells, rows, streams = imbalances(), [], {"few": STREAMS[2], "many": STREAMS[4]}
     sent = by(read("bench_libra", "traffic"), "trace", "ranks", "deal", "policy", last="spare")
-    for stream in STREAMS:
-        for policy, spare in (("none", 2), ("libra", 8), ("hedge", 2), ("hedge", 8)):
-            row = cells[(*stream, policy, spare, "true loads" if policy == "none" else "0.8")]
-            name = f"`{policy}` {spare}" if policy != "none" else "`none`"
-            rows.append(row | sent[(*stream, policy)][spare] | {"stream": named(stream), "fill": name})
+    for policy, spare in (("none", 2), ("libra", 8), ("hedge", 2), ("hedge", 8)):
+        forecast = "true loads" if policy == "none" else "0.8"
+        found = {
+            name: cells[(*stream, policy, spare, forecast)] | sent[(*stream, policy)][spare]
+            for name, stream in streams.items()
+        }
+        rows.append(found | {"fill": f"`{policy}`" if policy == "none" else f"`{policy}` {spare}"})
+    both = {
+        "local copies": "{NAME[local_mean]:.1f*100} %",
+        "borrowed per rank, MB": "{NAME[imports_mean]:.1f}, {NAME[import_mb]:.0f}",
+        "rows sent per token": "{NAME[rows_per_token]:.2f}",
+        "all-to-all, MB": "{NAME[all_to_all_mb]:.1f}",
+        "all-gather, MB": "{NAME[all_gather_mb]:.1f}",
+    }
     columns: Columns = {
-        **same(("stream", "fill"), "{NAME}"),
-        "local copies": "{local_mean:.1f*100} %",
-        "borrowed per rank, MB": "{imports_mean:.1f}, {import_mb:.0f}",
-        "rows sent per token": "{rows_per_token:.2f}",
-        "all-to-all, MB": "{all_to_all_mb:.1f}",
-        "all-gather, MB": "{all_gather_mb:.1f}",
+        "fill": "{fill}",
+        **{head: " / ".join(how.replace("NAME", name) for name in streams) for head, how in both.items()},
     }
     return table(columns, rows)
-
-
-@shown
-def accuracy() -> Table:
-    """Per expert and token."""
-    found = [row for row in read("bench_libra") if row["table"] in ("accuracy", "other tasks")]
-    cells = by(found, "trace", "fitted", last="predictor")
-    columns: Columns = {
-        "tokens": "{linear[trace]}",
-        "fitted on": "{linear[fitted]}",
-        "`Linear`": "{linear[accuracy]:.3f}",
-        "`PathTable`": "{path[accuracy]:.3f}",
-    }
-    return table(columns, list(cells.values()))
 
 
 @shown
@@ -304,17 +286,16 @@ def published() -> Table:
 @shown
 def node_dispatch() -> Table:
     """Rows between nodes per token and layer, of a dispatch by ranks and of one by nodes."""
+
+    def rows(policy: str) -> str:
+        return f"{{{policy}[node_rows]:.3f}} / {{{policy}[node_dispatch_rows]:.3f}}"
+
     columns: Columns = {
-        "stream": "{trace}",
-        "placer": "`{placer}`",
-        "policy": "`{policy}`",
-        "by ranks": "{node_rows:.3f}",
-        "by nodes": "{node_dispatch_rows:.3f}",
-        "fewer": lambda row: f"{100 * (1 - row['node_dispatch_rows'] / row['node_rows']):.0f} %",
+        "stream": "{none[trace]}",
+        "placer": "`{none[placer]}`",
+        **{f"`{policy}`": rows(policy) for policy in ("none", "grace", "exact")},
     }
-    return table(
-        columns, [r for r in read("bench_route", "even", "deal") if r["policy"] in ("none", "grace", "exact")]
-    )
+    return table(columns, by(read("bench_route", "even", "deal"), "trace", "placer").values())
 
 
 @shown

@@ -7,10 +7,9 @@ from lib.table import Columns, Table, table
 
 SIZES = {(16, 128): "128", (16, 4096): "4,096", (16, 16384): "16,384", (64, 4096): "4,096, 64 ranks"}
 OPS = (
-    *("floor: one word", "count", "plan_exact", "share, own row", "route", "chain", "balancer"),
-    *("plan_own", "balance_own", "balance_same", "plan_lp", "plan_waterfill", "plan_joint", "plan_active"),
-    *("top_up", "replica_tables", "round_split"),
-    *("number_rows", "group_copies", "route_shared"),
+    *("floor: one word", "count", "plan_exact", "route", "chain", "balancer"),
+    *("balance_own", "balance_same", "plan_lp", "plan_waterfill", "plan_joint", "plan_active"),
+    *("top_up", "route_shared"),
 )
 
 
@@ -34,31 +33,42 @@ def gpu_ops() -> Table:
 
 @shown
 def gpu_kernels() -> Table:
-    """The Triton kernels against a copy of as many bytes."""
+    """The Triton kernels against a copy of as many bytes, and against torch."""
+    rows = [row for row in read("bench_kernels") if "clamped" not in row["kernel"]]
+    cells: dict[str, dict[str, Row]] = {}
+    for row in rows:
+        place = f"{row['shape']}, {100 * row['share']:.0f} %"
+        cells.setdefault(row["kernel"], {"any": row})[place] = row
+
+    def figures(row: Row) -> str:
+        return f"{row['kernel_us']:.0f} µs, {100 * row['roof_us'] / row['kernel_us']:.0f} %"
+
+    def torch(cell: Row) -> str:
+        ratios = [row["torch_us"] / row["kernel_us"] for row in cell.values()]
+        return f"{min(ratios):.1f} to {max(ratios):.0f}x"
+
+    places = [place for place in next(iter(cells.values())) if place != "any"]
     columns: Columns = {
-        "shape": "{shape}",
-        "copies here": "{share:.0f*100} %",
-        "kernel": "{kernel}",
-        "µs": "{kernel_us:.0f}",
-        "a copy of its bytes": "{roof_us:.0f}",
-        "of the copy's speed": lambda row: f"{100 * row['roof_us'] / row['kernel_us']:.0f} %",
-        "torch": "{torch_us:.0f}",
+        "kernel": "{any[kernel]}",
+        **{place: lambda cell, place=place: figures(cell[place]) for place in places},
+        "torch takes": torch,
     }
-    return table(columns, [row for row in read("bench_kernels") if "clamped" not in row["kernel"]])
+    return table(columns, cells.values())
 
 
 @shown
 def gpu_layer() -> Table:
-    """One layer's stages by policy; routing made, 8 virtual ranks."""
-    columns: Columns = {
-        "layer": "{shape}, {phase}",
-        "policy": "`{policy}`",
-        "busiest rank / ideal": "{busiest_over_ideal:.3f}",
-        "its experts, ms": "{ms[experts]:.2f}",
-        "weights moved, GB/s": lambda row: (
-            f"{row['weights_gb_per_s']:.0f}" if row["weights_gb_per_s"] else ""
-        ),
-    }
+    """One layer by policy: busiest rank over ideal, time of its experts, speed of moved weights."""
     policies = ("none", "static", "dynamic", "lp", "exact", "llep", "hedge")
-    rows = [row for row in read("bench_dispatch_cuda_local") if "ms" in row and row["routing"] == "made"]
-    return table(columns, [row for row in rows if row["policy"] in policies])
+    cells: dict[str, dict[str, str]] = {policy: {"policy": policy} for policy in policies}
+    for row in read("bench_dispatch_cuda_local"):
+        if "ms" in row and row["routing"] == "made" and row["policy"] in policies:
+            speed = f", {row['weights_gb_per_s']:.0f} GB/s" if row["weights_gb_per_s"] else ""
+            figures = f"{row['busiest_over_ideal']:.3f}, {row['ms']['experts']:.2f} ms{speed}"
+            cells[row["policy"]][f"{row['shape']}, {row['phase']}"] = figures
+    places = [name for name in cells["none"] if name != "policy"]
+    columns: Columns = {
+        "policy": "`{policy}`",
+        **{place: lambda cell, place=place: cell[place] for place in places},
+    }
+    return table(columns, cells.values())

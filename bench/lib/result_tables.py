@@ -74,23 +74,6 @@ LP: Columns = {
     "iterations": "{reached[lp32][iterations][mean]:.1f}",
     "largest gap, %": "{reached[lp32][gap][max]:.4f}",
 }
-FILL: Columns = {
-    "policy": "{time}",
-    "ranks": "{ranks}",
-    "median": "{median_us:.0f}",
-    "slowest": "{slowest_us:.0f}",
-    "the slowest instance: tokens into experts": "{slowest}",
-}
-LAYER: Columns = {
-    "policy": "{policy}",
-    "busiest rank: copies": "{busiest_copies:.0f}",
-    "its experts, ms": "{experts_busiest_ms:.2f}",
-    "rows sent": "{rows_sent:.0f}",
-    "forward, MB": "{forward_bytes:.1f/1e6}",
-    "backward, MB": "{backward_bytes:.1f/1e6}",
-    "refresh, MB": "{refresh_bytes:.1f/1e6}",
-    "peak forward / training, MB": "{forward_peak_bytes:.0f/1e6} / {training_peak_bytes:.0f/1e6}",
-}
 HELD = {"own": "their own", "same": "all the same"}
 SGLANG_NAMES = {
     ("own", "static"): "SGLang `static`",
@@ -119,29 +102,11 @@ VLLM: Columns = {
     "imbalance, mean": "{imbalance_mean:.3f}",
     "worst layer and batch": "{imbalance_max:.3f}",
 }
-MOVES: Columns = {
-    "moves": lambda row: "from scratch" if row["moves"] is None else str(row["moves"]),
-    "slots changed": "{changed:.1f*100} %",
-    "balance of the next batches": "{balance:.3f}",
-    "of that from scratch": "{of_scratch:.1f*100} %",
-}
 GROUPS: Columns = {
     "ranks / nodes": "{ranks} / {nodes}",
     "placer": "`{placer}`",
     "balance, seen": "{balance:.3f}",
     "nodes per token": "{nodes_per_token:.2f}",
-}
-RECORDER: Columns = {
-    "ranks of the process": "{owned_ranks}",
-    "µs a layer": "{us_a_layer:.1f}",
-    "load": "{load:.0f}",
-}
-NEAR_TRACES = {
-    "dsv2lite_esft_law": "DeepSeek-V2-Lite, law",
-    "dsv2lite_esft_intent": "DeepSeek-V2-Lite, intent",
-    "dsv2lite_esft_summary": "DeepSeek-V2-Lite, summary",
-    "gptoss20b_decode_mmlu": "gpt-oss-20b",
-    "olmoe_mmlu_small": "OLMoE",
 }
 NEAR_TOKENS: Columns = {
     "trace": lambda row: {"law": "DeepSeek-V2-Lite, law", "summary": "DeepSeek-V2-Lite, summary"}[
@@ -153,40 +118,6 @@ NEAR_TOKENS: Columns = {
     ),
     "peak, with `near`": "{near_peak:.3f}",
     "peak, without": "{scenario_peak:.3f}",
-}
-NEAR: Columns = {
-    "placed on": lambda row: (
-        NEAR_TRACES[row["placed_on"].split(", ")[0]]
-        + (f", {row['placed_on'].split(', ')[1]} tokens" if "300" in row["placed_on"] else "")
-    ),
-    "judged on": lambda row: NEAR_TRACES.get(row["judged_on"], row["judged_on"]).split(", ")[-1],
-    "nodes x ranks, slots": lambda row: f"{row['nodes']} x {row['ranks'] // row['nodes']}, {row['slots']}",
-    "placer": lambda row: f"`{row['placer']}`" + (" LOSS" if row.get("met") is False else ""),
-    "rows to other nodes": lambda row: (
-        f"{row['rows']:.3f}" + (f" ({100 * row['rows_ratio'] - 100:+.0f} %)" if "rows_ratio" in row else "")
-    ),
-    "peak, exact": "{peak:.3f}",
-    "even": "{even:.3f}",
-}
-GRACE_TRACES = {
-    "dsv2lite_esft_law": "DeepSeek-V2-Lite",
-    "gptoss20b_decode_mmlu": "gpt-oss-20b",
-    "olmoe_mmlu_small": "OLMoE",
-}
-GRACE: Columns = {
-    "trace": lambda row: GRACE_TRACES[row["trace"]] if row["variant"] == "in order" else "",
-    "variant": lambda row: row["variant"] + (" LOSS" if row.get("met") is False else ""),
-    "rows to other ranks": "{rank_rows:.0f} ({rank_rows_change:+.0f*100} %)",
-    "of these between nodes": "{node_rows:.0f} ({node_rows_change:+.0f*100} %)",
-    "rows to other nodes": "{node_dispatch_rows:.0f} ({node_dispatch_rows_change:+.0f*100} %)",
-    "load deviation": "{deviation:.3f}",
-    "idle share": "{idle_share:.1f*100} %",
-}
-AHEAD_TIMES: Columns = {
-    "one call": "{op}",
-    "median, us": "{us:.1f}",
-    "slowest instance, us": "{slowest_us:.1f}",
-    "goal, us": "{goal_us}",
 }
 ROUTE_NAMES = {
     "grace_sampled:locality=False": "weighted random",
@@ -217,35 +148,26 @@ SHARED_TRAFFIC: Columns = {
     **same(TRAFFIC_RULES, "{unvisited[NAME]:.2f*100} ({peak[NAME]:.3f})"),
     "static / ours": lambda row: "none sent" if row["fewer"] is None else f"{row['fewer']:.0f}x",
 }
+ROUTE_SHOWN = [name for name in ROUTE_NAMES if name != "grace" and not name.endswith(("0.05", "0.2"))]
+
+
 ROWS: dict[str, tuple[Columns, Callable[[], list[Row]]]] = {
-    "shared_traffic": (SHARED_TRAFFIC, lambda: read("bench_shared_traffic")),
     "planning": (PLANNING, lambda: read("bench_plan")),
-    "shared_planning": (SHARED_PLANNING, lambda: read("bench_shared")),
-    "lp": (LP, lambda: read("bench_lp")),
-    "fill": (
-        FILL,
-        lambda: sorted((r for r in read("bench_fill") if "time" in r), key=lambda r: r["time"]),
-    ),
-    "layer": (
-        LAYER,
-        lambda: [r for r in read("bench_layer", "virtual", "kind") if r["routing"].startswith("gptoss")],
-    ),
     "sglang": (SGLANG, lambda: read("bench_sglang")),
     "vllm": (VLLM, lambda: read("bench_vllm")),
-    "place_moves": (MOVES, lambda: read("bench_place", "moves")),
     "place_groups": (GROUPS, lambda: read("bench_place", "groups")),
-    "place_recorder": (RECORDER, lambda: read("bench_place", "recorder")),
     "near_tokens": (
         NEAR_TOKENS,
         lambda: [r for r in read("bench_near", "tokens") if r["tokens"] not in (256, 4096)],
     ),
-    "place_near": (NEAR, lambda: read("bench_near", "unseen")),
-    "place_grace": (
-        GRACE,
-        lambda: [r for r in read("bench_grace") if r["ranks"] == 4 and r["trace"] in GRACE_TRACES],
+    "route": (
+        ROUTE,
+        lambda: [
+            row
+            for row in read("bench_route", "even", "deal")
+            if row["policy"] in ROUTE_SHOWN and not row["trace"].startswith("DeepSeek")
+        ],
     ),
-    "ahead_times": (AHEAD_TIMES, lambda: read("bench_ahead")),
-    "route": (ROUTE, lambda: [r for r in read("bench_route", "even", "deal") if r["policy"] in ROUTE_NAMES]),
 }
 
 # --- Tables across rows.
@@ -273,16 +195,10 @@ def replay() -> Table:
 
 
 BALANCE = [
-    *(
-        (trace, placement, 4096)
-        for trace in ("DeepSeek-V3", "GLM-5.2", "gpt-oss-20b")
-        for placement in ("no EPLB", "red0", "red16", "red32")
-    ),
-    *(("DeepSeek-V3", "red32", tokens) for tokens in (64, 1024, 65536)),
-    ("GLM-5.2", "red32", 64),
+    *(("DeepSeek-V3", placement, 4096) for placement in ("no EPLB", "red0", "red32")),
+    *((trace, "red32", 4096) for trace in ("GLM-5.2", "gpt-oss-20b")),
+    *((trace, "red32", 64) for trace in ("DeepSeek-V3", "GLM-5.2")),
     ("gpt-oss-20b", "red16", 64),
-    ("gpt-oss-20b", "red32", 64),
-    ("gpt-oss-20b, shipped cut", "red32", 256),
 ]
 
 
@@ -303,12 +219,10 @@ def balance() -> Table:
 
 
 SAMPLING = {  # (ranks, replicas): tokens
-    "DeepSeek-V3": {(8, 32): [1024], (16, 32): [64, 1024, 65536], (32, 64): [64, 1024, 65536]},
-    "GLM-5.2": {(8, 32): [1024], (16, 32): [64, 1024, 65536], (32, 64): [64, 1024, 65536]},
-    "gpt-oss-20b": {(8, 8): [1024], (16, 16): [64, 1024, 65536]},
+    "DeepSeek-V3": {(16, 32): [64, 1024, 65536], (128, 128): [1024]},
+    "GLM-5.2": {(16, 32): [64], (128, 128): [1024]},
+    "gpt-oss-20b": {(16, 16): [64, 1024]},
 }
-for _large in ("DeepSeek-V3", "GLM-5.2"):
-    SAMPLING[_large] |= {(64, 64): [1024], (128, 128): [1024]}
 
 
 @shown
@@ -328,25 +242,6 @@ def sampling() -> Table:
         (m, *size, n) for m, sizes in SAMPLING.items() for size, batches in sizes.items() for n in batches
     ]
     return table(columns, [cells[key] for key in keys])
-
-
-@shown
-def active_slots() -> Table:
-    """Fewest slots against fewest copies, by the tokens of a batch."""
-    files = {
-        "gpt-oss-20b": ("gptoss20b_decode", [8, 64, 1024, 4096]),
-        "DeepSeek-V3": ("dsv3_sglang_longin", [32, 128, 1024, 8192]),
-    }
-    rows = []
-    for model, (trace, batches) in files.items():
-        cells = by(read(f"bench_active_{trace}"), "tokens", last="split")
-        rows += [cells[tokens,] | {"model": model} for tokens in batches]
-    columns = {"trace": "{model}, R={exact[ranks]}, S={exact[slots_per_rank]}", "tokens": "{exact[tokens]}"}
-    for split, name in (("even", "even"), ("exact", "exact"), ("active", "exact_active")):
-        columns |= {
-            f"{name}: slots, copies, us": f"{{{split}[slots]:.1f}}, {{{split}[copies]:.0f}}, {{{split}[us]:.0f}}"
-        }
-    return table(columns, rows)
 
 
 BORROW = [
@@ -382,13 +277,17 @@ def borrow() -> Table:
 
 @shown
 def advise() -> Table:
-    """What was chosen by some batches, and what it loses to the best of the grid on others."""
-    keys = ("trace", "phase", "ranks", "tokens", "chosen", "verdict")
-    cells = [
-        [*(f"{row[key]}" for key in keys), f"{100 * row['loss']:.1f} %" if row["loss"] else "0"]
-        for row in read("bench_advise")
-    ]
-    return "trace | phase | ranks | tokens a rank | chosen | isoload | loss later", cells
+    """What was chosen by some batches, and the verdict about isoload, by phase."""
+    how = "{NAME[chosen]}: {NAME[verdict]}"
+    columns: Columns = {
+        "trace": "{prefill[trace]}",
+        "ranks": "{prefill[ranks]}",
+        **{
+            f"{phase}, {tokens} tokens of a rank": how.replace("NAME", phase)
+            for phase, tokens in (("prefill", "4,096"), ("decode", 128))
+        },
+    }
+    return table(columns, by(read("bench_advise"), "trace", "ranks", last="phase").values())
 
 
 @shown

@@ -82,6 +82,34 @@ def test_losses_of_fills_are_named() -> None:
     assert f"{min(ratios):.1f} to {max(ratios):.1f} times what an all-to-all" in PAGE
 
 
+def test_figures_without_a_table() -> None:
+    right = {(r["trace"], r["fitted"], r["predictor"]): r["accuracy"] for r in LIBRA if "predictor" in r}
+    for predictor, said in (("linear", "predicts {:.3f}"), ("path", "(`PathTable`) {:.3f}")):
+        assert said.format(right["DeepSeek-V2-Lite", "all", predictor]) in PAGE
+    assert f"token on DeepSeek-V2-Lite and {right['gpt-oss-20b', 'all', 'linear']:.3f} on" in PAGE
+    assert f"and {right['gpt-oss-20b', 'all', 'path']:.3f}." in PAGE
+    law = [right["DeepSeek-V2-Lite, law", "other tasks", predictor] for predictor in ("linear", "path")]
+    assert "it is {:.3f} against {:.3f}".format(*law) in PAGE
+    made = {
+        predict: {key[0][:2]: mean(key[:3], "hedge", 2, predict) for key in CELLS if key[2] == "own"}
+        for predict in ("perfect", "last")
+    }
+    others = [x for name, x in made["perfect"].items() if name not in ("W2", "W5", "W6")]
+    assert f"On W5 `hedge` ends at {made['perfect']['W5']:.3f}, on the other" in PAGE
+    assert f"at {max(others):.3f} at most with a perfect forecast" in PAGE
+    assert (
+        f"ends at {made['last']['W6']:.3f} on W6" in PAGE and max(made["last"], key=made["last"].get) == "W6"
+    )
+    for key in CELLS:
+        if key[3] == "lina" and key[2] in ("even", "sequence"):
+            assert mean(key[:3], "hedge", 2, key[5]) < mean(key[:3], "lina", key[4], key[5]), key
+    dealt = ("DeepSeek-V2-Lite", 8, "sequence")
+    sides = [mean(dealt, policy, 8, "popularity") for policy in ("lina", "libra")]
+    assert "{:.4f} against {:.4f} with popularity".format(*sides) in PAGE
+    ops = [f"{r['us']:.1f} µs" for r in results("bench_ahead")]
+    assert "a fill of `hedge` takes {}, the sums of `Linear` {} and `top_up` {}".format(*ops) in PAGE
+
+
 FIRST = {(r["trace"], r["deal"], r["placer"]): r for r in ROUTE if r["policy"] == "grace_sampled"}
 
 

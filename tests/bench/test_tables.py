@@ -40,7 +40,11 @@ def test_measured_figures_stand_in_generated_tables_only(tables):
 
 
 def copy_of_the_documents(folder):
-    for page in ("README.md", "docs/results-cpu.md", "docs/own-counts.md"):
+    for page in (
+        "README.md",
+        "docs/results-policies.md",
+        "docs/own-counts.md",
+    ):
         (folder / page).parent.mkdir(exist_ok=True)
         (folder / page).write_text((ROOT / page).read_text())
 
@@ -52,13 +56,13 @@ def run(tables, monkeypatch, folder, *options):
 
 def test_a_changed_figure_is_found_and_written_again(tables, monkeypatch, tmp_path, capsys):
     copy_of_the_documents(tmp_path)
-    page = tmp_path / "docs" / "results-cpu.md"
+    page = tmp_path / "docs" / "results-policies.md"
     kept = page.read_text()
     page.write_text(re.sub(r"\| 16\+32 \| [\d.]+ \|", "| 16+32 | 9.87 |", kept, count=1))
     assert page.read_text() != kept
     assert run(tables, monkeypatch, tmp_path, "--check") == 1
     printed = capsys.readouterr().out
-    assert "docs/results-cpu.md: 10 tables, 1 not current\n  planning\n" in printed
+    assert "docs/results-policies.md: 3 tables, 1 not current\n  planning\n" in printed
     assert page.read_text() != kept, "--check writes nothing"
     assert run(tables, monkeypatch, tmp_path) == 0
     assert page.read_text() == kept
@@ -87,8 +91,8 @@ def test_a_changed_result_makes_its_table_old(tables, monkeypatch, tmp_path):
         ),
         ("<!-- table: planning -->\n| a |\n", r"page.md:1: table planning has no <!-- end -->"),
         (
-            "<!-- table: lp -->\n<!-- table: fill -->\n<!-- end -->",
-            r"page.md:1: table lp has no <!-- end -->",
+            "<!-- table: planning -->\n<!-- table: sampling -->\n<!-- end -->",
+            r"page.md:1: table planning has no <!-- end -->",
         ),
         ("a\n\n<!-- end -->\n", r"page.md:3: <!-- end --> without <!-- table: NAME -->"),
     ],
@@ -99,6 +103,6 @@ def test_markers_that_do_not_fit_are_refused(tables, text, message):
 
 
 def test_rows_as_wide_as_their_head(tables, monkeypatch):
-    monkeypatch.setitem(tables.TABLES, "lp", lambda: ("a | b", [["1", "2"], ["3"]]))
-    with pytest.raises(ValueError, match=r"table lp has 2 columns, got a row of 1: \['3'\]"):
-        tables.markdown("lp")
+    monkeypatch.setitem(tables.TABLES, "sampling", lambda: ("a | b", [["1", "2"], ["3"]]))
+    with pytest.raises(ValueError, match=r"table sampling has 2 columns, got a row of 1: \['3'\]"):
+        tables.markdown("sampling")
