@@ -23,7 +23,9 @@ def test_a_row_with_memory_has_memory_for_all_of_its_bytes() -> None:
     num = draw.integers(1, 21, DRAWN)
     rows = draw.integers(0, num + 1)
     pages, whole = np.empty(DRAWN, np.int64), np.empty(DRAWN, np.int64)
-    for i, (a, b, c, d) in enumerate(zip(row.tolist(), num.tolist(), page.tolist(), rows.tolist(), strict=True)):
+    for i, (a, b, c, d) in enumerate(
+        zip(row.tolist(), num.tolist(), page.tolist(), rows.tolist(), strict=True)
+    ):
         layout = PageLayout(a, b, c)
         pages[i], whole[i] = layout.pages_of(d), layout.num_pages
     assert (pages * page >= row * rows).all()
@@ -84,9 +86,13 @@ def test_pages_are_given_before_they_are_taken() -> None:
 
 
 def test_what_cannot_be_paged_is_refused() -> None:
-    with pytest.raises(ValueError, match="weights must be on the CPU to be paged, got meta: pages on CUDA are not"):
+    with pytest.raises(
+        ValueError, match="weights must be on the CPU to be paged, got meta: pages on CUDA are not"
+    ):
         PagedTensor(torch.empty(2, 3, device="meta"), 1)
-    with pytest.raises(ValueError, match=re.escape("weights must have rows of at least one byte, got shape [2, 0]")):
+    with pytest.raises(
+        ValueError, match=re.escape("weights must have rows of at least one byte, got shape [2, 0]")
+    ):
         PagedTensor(torch.empty(2, 0), 1)
     with pytest.raises(ValueError, match=r"rows must be in 0\.\.2, got 3"):
         PagedTensor(torch.empty(2, 3), 3)
@@ -95,5 +101,7 @@ def test_what_cannot_be_paged_is_refused() -> None:
 def test_absent_slots_come_last_on_their_rank() -> None:
     table = torch.tensor([[0, 1, 2, -1], [0, -1, 1, 2]])
     assert resident_slots(table, 2).tolist() == [[2, 1], [1, 2]]
-    with pytest.raises(ValueError, match="absent slots must be the last of their rank, not so in layer 1, rank 1"):
+    with pytest.raises(
+        ValueError, match="absent slots must be the last of their rank, not so in layer 1, rank 1"
+    ):
         resident_slots(torch.tensor([[0, 1, 2, -1], [0, 1, -1, 2]]), 2)

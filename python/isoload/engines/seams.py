@@ -17,13 +17,14 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from importlib import import_module, resources
 from typing import Any, Literal
 
-from isoload.engines.settings import Settings, Variable, is_on
+from isoload.engines.settings import MODE, RAGGED, Settings, Variable, is_on
 from isoload.online.metrics import set_refused
 
 log = logging.getLogger("isoload")
 Kind = Literal["replace", "around", "call", "fields"]
 # Among the options that seams serve: shadow mode attaches alone, other options only without it.
 SHADOW = "ISOLOAD_MODE=shadow"
+PAGES = "ISOLOAD_RAGGED=pages"  # attaches only where the variable is set
 
 
 @dataclass(frozen=True)
@@ -179,6 +180,11 @@ class PlugIn:
             raise SystemExit(f"isoload: {error}") from None
         if settings.report_seconds and not live:
             set_refused(self.engine)
+        if settings.ragged and PAGES not in live:
+            reason = "; ".join(wrong) or f"{self.engine} is not supported with it, or {MODE.name} is off"
+            raise SystemExit(
+                f"isoload: {RAGGED.name}={settings.ragged} cannot attach to {self.engine}: {reason}"
+            )
         if wrong:
             whole = f"isoload: not attached to {self.engine}, which is not as isoload expects"
             reason = f"{f'isoload: {self.engine} is not as isoload expects' if live else whole}: {'; '.join(wrong)}"
@@ -200,7 +206,7 @@ class PlugIn:
             options.
         """
         all_seams = [seam.located() for seam in self.seams or read_seams(self.engine.lower())]
-        seams = of_mode(all_seams, settings.mode)
+        seams = of_mode(all_seams, settings.mode, bool(settings.ragged))
         other_options = set(options_of(all_seams)) - set(options_of(seams))
         checks = {name: check for name, check in self.checks.items() if name not in other_options}
         options = options_of(seams) or [self.engine]
@@ -231,11 +237,17 @@ class PlugIn:
         return wrong, live
 
 
-def of_mode(seams: Sequence[Seam], mode: str) -> list[Seam]:
-    """Return the seams of shadow mode, or of the other options, with only these options named."""
+def of_mode(seams: Sequence[Seam], mode: str, ragged: bool = False) -> list[Seam]:
+    """Return the seams of shadow mode, or of the other options, with only these options named; and those of absent
+    slots if they are on.
+    """
     needed = []
     for seam in seams:
-        serves = tuple(option for option in seam.serves if (option == SHADOW) == (mode == "shadow"))
+        serves = tuple(
+            option
+            for option in seam.serves
+            if (ragged if option == PAGES else (option == SHADOW) == (mode == "shadow"))
+        )
         if serves or not seam.serves:
             needed.append(replace(seam, serves=serves))
     return needed

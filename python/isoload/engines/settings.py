@@ -84,9 +84,15 @@ TIMES = Variable(
     "file of isoload measure: its speeds are those of the ranks if they differ by 1 % or more, its times those of "
     "ISOLOAD_REBALANCE; empty: equal ranks, an H100's times by arithmetic",
 )  # fmt: skip
+RAGGED = Variable(
+    "ISOLOAD_RAGGED", "", "pages",
+    "pages: SGLang starts from a file with absent slots (isoload place --holes) and gives back the memory of their "
+    "weights before it sizes the KV cache; CPU only so far; empty: such a file is refused",
+)  # fmt: skip
+CHUNKS = "--eplb-rebalance-layers-per-chunk"  # SGLang's option
 COMMON = (
     MODE, STRICT, PLACEMENT, POLICY, LOADS, PLACER, REPORT, RECORD, RECORD_EVERY, SWITCH, CHECK, STALLED,
-    REBALANCE, TIMES,
+    REBALANCE, TIMES, RAGGED,
 )  # fmt: skip
 MODES = ("on", "off", "shadow")
 ALL_LOADS = ("gathered", "own", "node")
@@ -110,6 +116,7 @@ class Settings:
     placement       file from which vLLM starts; None = none
     rebalance       when a new map is applied; None = always
     times           file of isoload measure; None = none
+    ragged          "pages", or empty: every slot has memory
     """
 
     strict: bool
@@ -126,6 +133,7 @@ class Settings:
     placement: str | None = None
     rebalance: RebalanceRule | None = None
     times: str | None = None
+    ragged: str = ""
 
     @classmethod
     def read(cls, environ: Mapping[str, str] | None = None) -> Settings:
@@ -136,7 +144,9 @@ class Settings:
         _policies(policy)
         if loads is not None:
             _check_loads(loads, policy)
-        _check_placer(placer)
+        ragged = _text(RAGGED, environ)
+        _check_ragged(ragged, environ)
+        _check_placer(placer, ragged)
         report, stalled = (parse_amount(v.name, _text(v, environ)) for v in (REPORT, STALLED))
         mode, record, switch = _text(MODE, environ), _text(RECORD, environ), _text(SWITCH, environ)
         _check_mode(mode, record, report, policy, switch)
@@ -150,7 +160,7 @@ class Settings:
         return cls(
             is_on(STRICT, environ), policy, loads, placer, report, is_on(CHECK, environ), stalled,
             mode, record or None, int(every), switch or None, _text(PLACEMENT, environ) or None,
-            _rule(_text(REBALANCE, environ)), _times(_text(TIMES, environ)),
+            _rule(_text(REBALANCE, environ)), _times(_text(TIMES, environ)), ragged,
         )  # fmt: skip
 
     @property
@@ -259,7 +269,20 @@ def _usable(text: str) -> Policy:
     return policy
 
 
-def _check_placer(text: str) -> None:
+def _check_ragged(ragged: str, environ: Mapping[str, str]) -> None:
+    if ragged not in ("", "pages"):
+        raise ValueError(f"{RAGGED.name} must be pages or empty, got {ragged!r}")
+    for name, reason in (
+        ("ISOLOAD_SPARE_SLOTS", "whose slots need memory in every layer"),
+        (REBALANCE.name, "which compares maps of the same slots"),
+    ):
+        if ragged and environ.get(name, "").strip() not in ("", "0"):
+            raise ValueError(
+                f"{name} must be unset with {RAGGED.name}={ragged}, {reason}, got {environ[name]!r}"
+            )
+
+
+def _check_placer(text: str, ragged: str) -> None:
     """Reject a placer that cannot fill an engine's slots, before the engine loads a model."""
     try:
         placer = make_placer(*parse_placer(text))
@@ -269,7 +292,11 @@ def _check_placer(text: str) -> None:
         raise ValueError(
             f"{PLACER.name} must place by counts, because an engine records no per-token choices, got {text!r}"
         )
-    if placer.has_budget:
+    if ragged and not placer.takes_capacity:
+        raise ValueError(
+            f"{PLACER.name} must be a placer that keeps slots absent with {RAGGED.name}={ragged}, got {text!r}"
+        )
+    if placer.has_budget and not ragged:
         raise ValueError(
             f"{PLACER.name} must fill all slots of the engine, {placer.name} with these options leaves some empty, "
             f"got {text!r}"

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from isoload.engines.record import EngineRecord
-from isoload.engines.seams import SHADOW, PlugIn, Seam
+from isoload.engines.seams import PAGES, SHADOW, PlugIn, Seam
 from isoload.engines.settings import PLACEMENT, SGLANG, Settings
-from isoload.engines.sglang import dispatch, placement
+from isoload.engines.sglang import dispatch, pages, placement
 from isoload.engines.sglang.dispatch import DeepEPWaterfillBalancer, WaterfillBalancer
 from isoload.engines.sglang.layers import EPLB, LAYERS, Layer
 from isoload.engines.tables import IDS, SLOTS, is_right, known_balancer, known_placement, replica_lists
@@ -37,6 +37,12 @@ HOOKS = {
     "compute_algorithm": placement.compute_algorithm,
     "rebalance_experts": placement.rebalance_experts,
     "rebalance": placement.rebalance,
+    "init_by_mapping": pages.by_mapping,
+    "_compute_logical_to_all_physical_map": pages.lists_without_holes,
+    "_convert_global_physical_count_to_logical_count": pages.counts_without_holes,
+    "update_expert_weights_single_layer": pages.update_layer,
+    "_update_expert_weights": pages.update_weights,
+    "load_model": pages.load_model,
     "initialize": dispatch.initialize,
     "forward": dispatch.forward,
 }
@@ -139,12 +145,26 @@ def check_shadow() -> bool:
     return all(result is routed for result in results) and torch.equal(record.recorder._now[0], counted)
 
 
+def check_pages() -> bool:
+    """Check that absent slots are replicas of no expert, and that copies are counted by SGLang's function."""
+    from sglang.srt.eplb import expert_distribution, expert_location
+
+    table = torch.tensor([[0, 1, -1, 1, 2, -1]])
+    want = torch.tensor([[[0, -1], [1, 3], [4, -1]]])
+    lists = expert_location._compute_logical_to_all_physical_map
+    count = expert_distribution._convert_global_physical_count_to_logical_count
+    mapped = pages.lists_without_holes(lists, table, 3, ep_size=2, moe_ep_rank=None)
+    copies = pages.counts_without_holes(count, torch.tensor([[[5, 2, 0, 3, 1, 0]]]), 1, 3, table)
+    return torch.equal(mapped, want) and copies.tolist() == [[[5, 5, 1]]]
+
+
 CHECKS = {
     "dynamic": check_dynamic,
     "lp": check_lp,
     "Waterfill": check_waterfill,
     EPLB: check_placement,
     SHADOW: check_shadow,
+    PAGES: check_pages,
 }
 
 
@@ -153,6 +173,7 @@ def hook(seams: list[Seam], settings: Settings) -> None:
 
     LAYERS.lost = frozenset(CHECKS) - {
         SHADOW,
+        PAGES,
         *(option for seam in seams for option in seam.serves),
     }
     for seam in seams:
