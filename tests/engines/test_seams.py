@@ -104,8 +104,10 @@ def test_the_file_of_sglang() -> None:
     hooked = [s for s in seams if s.kind in ("replace", "around")]
     older = {s.older.rsplit(".", 1)[-1] for s in hooked if s.older}
     in_shadow, on = ({s.name for s in of_mode(hooked, mode)} for mode in ("shadow", "on"))
+    paged = {s.name for s in of_mode(hooked, "on", ragged=True)} - on
+    assert len(paged) == 6 and not paged & in_shadow, "without ISOLOAD_RAGGED none of these is hooked"
     assert in_shadow - on == {"_post_process_topk_ids"} and len(in_shadow) == 5
-    assert in_shadow | on | older == set(HOOKS)
+    assert in_shadow | on | older | paged == set(HOOKS)
     assert {option for s in seams for option in s.serves} == set(CHECKS)
 
 

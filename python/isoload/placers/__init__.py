@@ -132,11 +132,13 @@ def place(
         for trace in traces[1:]:
             identity = joined(identity, trace.identity, f"trace {traces[0].name}", f"trace {trace.name}")
     placed = planner.place(scenarios, live_ranks)
-    width = placed.slots.shape[2]
+    width, ragged = placed.slots.shape[2], planner.has_budget or rooms is not None
     if live_ranks.slots_per_rank is None:
         dense = width
     slots = np.full((scenarios.num_layers, topology.num_ranks, dense + others), -1, dtype=np.int32)
-    slots[:, live, :width] = placed.slots if before is None else keep_places(placed.slots, live_ranks.before)
+    slots[:, live, :width] = (
+        placed.slots if before is None else keep_places(placed.slots, live_ranks.before, ragged)
+    )
     weight = np.zeros(slots.shape, dtype=np.float32)
     if placed.replica_weight is None:
         weight[:, live] = weights_by_load(slots[:, live], scenarios.mean(scenarios.loads), live_ranks.tick)
@@ -195,10 +197,10 @@ def parse_placer(text: str) -> tuple[str, dict[str, Any]]:
     return parse("placer", PLACERS, text)
 
 
-def keep_places(slots: Slots, before: Slots | None) -> Slots:
+def keep_places(slots: Slots, before: Slots | None, ragged: bool) -> Slots:
     """Return slots [L, R, S] reordered so that every expert that stays on its rank keeps its slot in ``before``.
 
-    Absent slots come last, so an expert leaves a slot that is absent now.
+    If the placement is ragged, absent slots come last, so an expert leaves a slot that is absent now.
     """
     assert before is not None
     width = slots.shape[2]
@@ -206,7 +208,9 @@ def keep_places(slots: Slots, before: Slots | None) -> Slots:
     start[:, :, : before.shape[2]] = before[:, :, :width]
     rows = (array.reshape(-1, width) for array in (ordered, start, slots))
     for row, old, new in zip(*rows, strict=True):
-        stays = (old >= 0) & np.isin(old, new) & (np.arange(width) < (new >= 0).sum())
+        stays = (old >= 0) & np.isin(old, new)
+        if ragged:
+            stays &= np.arange(width) < (new >= 0).sum()
         row[stays] = old[stays]
         come = new[(new >= 0) & ~np.isin(new, row)]
         row[np.flatnonzero(~stays)[: len(come)]] = come

@@ -125,7 +125,7 @@ def moved_slots(capacity: Ints, replicas: Ints, experts: int) -> Ints:
         experts: E.
     """
     slots: Ints = capacity.copy()
-    limit, most = capacity.sum(0), int(capacity.max())
+    limit, stride = capacity.sum(0), int(capacity.max())
     change = experts + replicas - capacity.sum(1)
     for layer, number in enumerate(change):
         for _ in range(-number):
@@ -134,15 +134,15 @@ def moved_slots(capacity: Ints, replicas: Ints, experts: int) -> Ints:
     for layer, number in enumerate(change):
         for _ in range(number):
             totals = slots.sum(0)
-            free = np.flatnonzero((totals < limit) & (slots[layer] < most))
+            free = np.flatnonzero((totals < limit) & (slots[layer] < stride))
             if not len(free):
                 break
             rank = int(free[np.lexsort((totals[free], slots[layer][free]))[0]])
             slots[layer, rank] += 1
     lost = (slots - capacity).clip(max=0)
-    for rank in np.flatnonzero(slots.sum(0) < limit):  # no layer that needs more could take these slots
-        for shrunk in np.flatnonzero(lost[:, rank] < 0)[: limit[rank] - slots[:, rank].sum()]:
-            slots[shrunk, rank] += 1
+    for short in np.flatnonzero(slots.sum(0) < limit):  # no layer that needs more could take these slots
+        for shrunk in np.flatnonzero(lost[:, short] < 0)[: limit[short] - slots[:, short].sum()]:
+            slots[shrunk, short] += 1
     return slots
 
 

@@ -125,13 +125,15 @@ def counts_without_holes(
     num_layers: int,
     num_logical_experts: int,
     physical_to_logical_map: Tensor,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     """Wrap _convert_global_physical_count_to_logical_count, whose scatter fails on -1.
 
     Nothing is counted in an absent slot, so any expert will do for it.
     """
     table = physical_to_logical_map.clamp(min=0)
-    return original(global_physical_count, num_layers, num_logical_experts, table)
+    return original(global_physical_count, num_layers, num_logical_experts, table, *args, **kwargs)
 
 
 def update_layer(
