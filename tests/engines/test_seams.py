@@ -13,7 +13,16 @@ from typing import NamedTuple
 
 import pytest
 
-from isoload.engines.seams import SHADOW, PlugIn, Seam, bare_signature, missing_package, of_mode, read_seams
+from isoload.engines.seams import (
+    PAGES,
+    SHADOW,
+    PlugIn,
+    Seam,
+    bare_signature,
+    missing_package,
+    of_mode,
+    read_seams,
+)
 from isoload.engines.settings import SGLANG, Settings
 
 
@@ -297,3 +306,17 @@ def test_a_package_that_the_engine_needs_is_the_only_reason(
     )
     plug_in = PlugIn("Made", SGLANG, lambda settings: None, {}, lambda seams, settings: None, seams)
     assert plug_in.attach(Settings.read({})) == [wanted]
+
+
+@pytest.mark.parametrize("mode", ["on", "off"])
+def test_absent_slots_are_refused_by_an_engine_without_their_hooks(
+    monkeypatch: pytest.MonkeyPatch, engine: None, mode: str
+) -> None:
+    """Also without ISOLOAD_STRICT: an engine alone would take -1 for an expert. vLLM has no such hooks."""
+    for name, value in {"ISOLOAD_SGLANG": "1", "ISOLOAD_RAGGED": "pages", "ISOLOAD_MODE": mode}.items():
+        monkeypatch.setenv(name, value)
+    assert not any(PAGES in seam.serves for seam in read_seams("vllm"))
+    seams = [replace(seam("route", "call", "()"), serves=("lp",))]
+    plug_in = PlugIn("Engine", SGLANG, lambda settings: None, {}, lambda seams, settings: None, seams)
+    with pytest.raises(SystemExit, match="^isoload: .*ISOLOAD_RAGGED=pages"):
+        plug_in.attach_or_leave()

@@ -15,7 +15,7 @@ from engine_runs import EngineRun, run_sglang
 
 import isoload
 
-RANKS, LAYERS, EXPERTS, TOKENS = 2, 3, 16, 200
+RANKS, LAYERS, EXPERTS, TOKENS = 2, 3, 16, 206
 REPLICAS = 2  # of a rank over all layers
 EPLB = {
     "ep_dispatch_algorithm": "dynamic", "enable_eplb": True, "eplb_algorithm": "isoload",
@@ -114,3 +114,42 @@ def test_no_copy_goes_to_an_absent_slot(file: Path, moved: Paged) -> None:
     table = torch.tensor(json.loads(file.read_text())["physical_to_logical_map"])
     first = [batch for batch in moved.run.batches[0][: 2 * LAYERS]]
     assert all(torch.equal(table[batch.layer][batch.slots], batch.ids) for batch in first)
+
+
+@pytest.mark.slow
+def test_two_hundred_rebalances_with_drawn_capacities(
+    oracle: tuple[Path, list[list[int]]], file: Path, tmp_path: Path
+) -> None:
+    """One after each forward pass."""
+    often = {"eplb_rebalance_num_iterations": 1, "expert_distribution_recorder_buffer_size": 1}
+    variables = {"ENGINE_DRAWN": "1", "ISOLOAD_STALLED_SECONDS": "0"}
+    paged = served(oracle, tmp_path / "run", file, variables, lengths=[TOKENS] * 3, **often)
+    assert paged.run.tokens == oracle[1]
+    check_memory(paged)
+    assert len(paged.lines[0]) > 200 and len(paged.lines[1]) == len(paged.lines[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("placer", "variables", "options"),
+    [
+        ("craft", {"ISOLOAD_PLACER": f"craft:replicas={REPLICAS}"}, {}),
+        ("scenario", {"ISOLOAD_PLACER": f"scenario:replicas={REPLICAS}"}, {}),
+        ("scenario", {"ISOLOAD_PLACER": "eplb"}, {"eplb_rebalance_layers_per_chunk": 1}),
+        ("eplb", {}, {"ep_dispatch_algorithm": "static"}),
+    ],
+    ids=["craft", "scenario", "kept capacities in chunks", "static"],
+)
+def test_other_placers_and_dispatch(
+    oracle: tuple[Path, list[list[int]]],
+    tmp_path: Path,
+    placer: str,
+    variables: dict[str, str],
+    options: dict[str, Any],
+) -> None:
+    path = tmp_path / "placement.json"
+    isoload.write_placement(ragged(placer), path, "sglang", holes=True)
+    paged = served(oracle, tmp_path / "run", path, variables, lengths=[24, 24, 24], **options)
+    assert paged.run.tokens == [tokens[:24] for tokens in oracle[1]]
+    check_memory(paged)
+    assert len(paged.lines[0]) > 5

@@ -17,7 +17,7 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from importlib import import_module, resources
 from typing import Any, Literal
 
-from isoload.engines.settings import MODE, RAGGED, Settings, Variable, is_on
+from isoload.engines.settings import RAGGED, Settings, Variable, is_on
 from isoload.online.metrics import set_refused
 
 log = logging.getLogger("isoload")
@@ -181,7 +181,7 @@ class PlugIn:
         if settings.report_seconds and not live:
             set_refused(self.engine)
         if settings.ragged and PAGES not in live:
-            reason = "; ".join(wrong) or f"{self.engine} is not supported with it, or {MODE.name} is off"
+            reason = "; ".join(wrong) or f"isoload has no hooks for absent slots in {self.engine}"
             raise SystemExit(
                 f"isoload: {RAGGED.name}={settings.ragged} cannot attach to {self.engine}: {reason}"
             )

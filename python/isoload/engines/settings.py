@@ -272,6 +272,8 @@ def _usable(text: str) -> Policy:
 def _check_ragged(ragged: str, environ: Mapping[str, str]) -> None:
     if ragged not in ("", "pages"):
         raise ValueError(f"{RAGGED.name} must be pages or empty, got {ragged!r}")
+    if ragged and (mode := _text(MODE, environ)) != "on":
+        raise ValueError(f"{MODE.name} must be on with {RAGGED.name}={ragged}, got {mode!r}")
     for name, reason in (
         ("ISOLOAD_SPARE_SLOTS", "whose slots need memory in every layer"),
         (REBALANCE.name, "which compares maps of the same slots"),

@@ -153,7 +153,7 @@ def update_layer(
 
 
 def update_weights(original: Original, **kwargs: Any) -> dict[int, list[int]]:
-    """Wrap _update_expert_weights: first the layers in which no rank gains a slot, then the layers in which one does.
+    """Wrap _update_expert_weights: first the layers in which no rank gains a slot, then the remaining layers.
 
     Every rank checks the slots of all ranks before a weight moves, so all of them raise or none does.
 
