@@ -154,6 +154,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "--elastic-ep-backend must be left out with ISOLOAD_RAGGED=pages, got 'mooncake'": {
         "elastic_ep_backend": "mooncake"
     },
+    "--enable-paged-experts must be left out with ISOLOAD_RAGGED=pages, got True": {"enable_paged_experts": True},
     "--dwdp-size must be left out with ISOLOAD_RAGGED=pages, got 2": {"dwdp_size": 2},
     "--enable-memory-saver must be left out with ISOLOAD_RAGGED=pages, got True": {"enable_memory_saver": True},
     "--remote-instance-weight-loader-start-seed-via-transfer-engine must be left out": {

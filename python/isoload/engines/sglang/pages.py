@@ -29,6 +29,7 @@ CANARY = "SGLANG_EXPERT_LOCATION_UPDATER_CANARY"
 FOREIGN: dict[str, tuple[Any, ...]] = {
     "elastic_ep_backend": (None, "none"),
     "enable_elastic_expert_backup": (None, False),
+    "enable_paged_experts": (None, False),
     "dwdp_size": (None, 0, 1),
     "enable_memory_saver": (None, False),
     "remote_instance_weight_loader_start_seed_via_transfer_engine": (None, False),
