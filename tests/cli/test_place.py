@@ -217,8 +217,8 @@ def test_memory_for_replicas_becomes_a_budget(trace, tmp_path):
             "--replica-memory 5 cannot be combined with the placer's option replicas: leave one of",
         ),
         (
-            ["--replica-memory", 5, "--placer", "eplb"],
-            "--replica-memory must be 0 for placer eplb, which has no budget",
+            ["--replica-memory", 5, "--placer", "trivial"],
+            "--replica-memory must be 0 for placer trivial, which has no budget",
         ),
     ):
         assert error_of(*base, *more).startswith(message)
@@ -396,7 +396,7 @@ def test_replay_takes_a_placer_with_options(trace):
     ]
     assert found[0]["imbalance"] != found[1]["imbalance"]
     assert error_of(*base, "--placer", "eplb:x=1").startswith(
-        "option must be one of dedup, groups for placer eplb"
+        "option must be one of dedup, groups, replicas for placer eplb"
     )
 
 

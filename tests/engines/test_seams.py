@@ -13,7 +13,17 @@ from typing import NamedTuple
 
 import pytest
 
-from isoload.engines.seams import SHADOW, PlugIn, Seam, bare_signature, missing_package, of_mode, read_seams
+from isoload.engines.seams import (
+    EXTRA,
+    PAGES,
+    SHADOW,
+    PlugIn,
+    Seam,
+    bare_signature,
+    missing_package,
+    of_mode,
+    read_seams,
+)
 from isoload.engines.settings import SGLANG, Settings
 
 
@@ -104,9 +114,10 @@ def test_the_file_of_sglang() -> None:
     hooked = [s for s in seams if s.kind in ("replace", "around")]
     older = {s.older.rsplit(".", 1)[-1] for s in hooked if s.older}
     in_shadow, on = ({s.name for s in of_mode(hooked, mode)} for mode in ("shadow", "on"))
-    spare = {s.name for s in of_mode(hooked, "on", spare=True)}
+    extra = {option: {s.name for s in of_mode(hooked, "on", {option})} - on for option in EXTRA}
     assert in_shadow - on == {"_post_process_topk_ids"} and len(in_shadow) == 5
-    assert on < spare and len(spare - on) == 10 and in_shadow | spare | older == set(HOOKS)
+    assert [len(names) for names in extra.values()] == [10, 6], "without its variable none of these is hooked"
+    assert set().union(in_shadow, on, older, *extra.values()) == set(HOOKS)
     assert {option for s in seams for option in s.serves} == set(CHECKS)
 
 
@@ -319,3 +330,17 @@ def test_a_package_that_the_engine_needs_is_the_only_reason(
     )
     plug_in = PlugIn("Made", SGLANG, lambda settings: None, {}, lambda seams, settings: None, seams)
     assert plug_in.attach(Settings.read({})) == [wanted]
+
+
+@pytest.mark.parametrize("mode", ["on", "off"])
+def test_absent_slots_are_refused_by_an_engine_without_their_hooks(
+    monkeypatch: pytest.MonkeyPatch, engine: None, mode: str
+) -> None:
+    """Also without ISOLOAD_STRICT: an engine alone would take -1 for an expert. vLLM has no such hooks."""
+    for name, value in {"ISOLOAD_SGLANG": "1", "ISOLOAD_RAGGED": "pages", "ISOLOAD_MODE": mode}.items():
+        monkeypatch.setenv(name, value)
+    assert not any(PAGES in seam.serves for seam in read_seams("vllm"))
+    seams = [replace(seam("route", "call", "()"), serves=("lp",))]
+    plug_in = PlugIn("Engine", SGLANG, lambda settings: None, {}, lambda seams, settings: None, seams)
+    with pytest.raises(SystemExit, match="^isoload: .*ISOLOAD_RAGGED=pages"):
+        plug_in.attach_or_leave()

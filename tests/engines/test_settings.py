@@ -183,10 +183,10 @@ def test_spare_slots_come_with_a_policy_that_fills_them_in_prefill() -> None:
     for loads in ("own", "node"):
         with pytest.raises(ValueError, match=f"must come with ISOLOAD_LOADS=gathered, .*, got '{loads}'"):
             Settings.read(spare | {"ISOLOAD_LOADS": loads})
-    for name in (v.name for v in COMMON if v.name in ("ISOLOAD_TIMES", "ISOLOAD_RAGGED")):
-        rule = f"ISOLOAD_SPARE_SLOTS cannot be combined with {name}, got '/some': unset one of them"
-        with pytest.raises(ValueError, match=rule):
-            Settings.read(spare | {name: "/some"})
+    with pytest.raises(
+        ValueError, match="cannot be combined with ISOLOAD_TIMES, got '/some': unset one of them"
+    ):
+        Settings.read(spare | {"ISOLOAD_TIMES": "/some"})
     with pytest.raises(
         ValueError, match="ISOLOAD_POLICY must be exact if ISOLOAD_MODE is shadow, got 'prefill"
     ):
@@ -233,3 +233,34 @@ def test_the_first_variables_are_on_the_page_of_an_engine(page: str, switch: Var
     )
     assert [row[::2] for row in rows] == [(v.name, f"`{v.default}`") for v in (switch, MODE, REPORT)]
     assert rows[1:] == others[1:] and "(environment.md)" in texts[0]
+
+
+RAGGED_REFUSED = {
+    "ISOLOAD_RAGGED must be pages or empty, got 'yes'": {"ISOLOAD_RAGGED": "yes"},
+    "ISOLOAD_SPARE_SLOTS must be unset with ISOLOAD_RAGGED=pages, whose slots need memory in every layer, got '1'": {
+        "ISOLOAD_SPARE_SLOTS": "1",
+        "ISOLOAD_POLICY": "prefill=llep:within=node,decode=exact",
+    },
+    "ISOLOAD_REBALANCE must be unset with ISOLOAD_RAGGED=pages, which compares maps of the same slots, got": {
+        "ISOLOAD_REBALANCE": "gain_ms=1"
+    },
+    "ISOLOAD_MODE must be on with ISOLOAD_RAGGED=pages, got 'shadow'": {"ISOLOAD_MODE": "shadow"},
+    "ISOLOAD_PLACER must be a placer that keeps slots absent with ISOLOAD_RAGGED=pages, got 'trivial'": {
+        "ISOLOAD_PLACER": "trivial"
+    },
+}
+
+
+@pytest.mark.parametrize("message", RAGGED_REFUSED)
+def test_what_absent_slots_cannot_be_combined_with(message: str) -> None:
+    with pytest.raises(ValueError, match="^" + re.escape(message)):
+        Settings.read({"ISOLOAD_RAGGED": "pages"} | RAGGED_REFUSED[message])
+
+
+def test_a_budget_of_replicas_needs_absent_slots() -> None:
+    assert (
+        Settings.read({"ISOLOAD_RAGGED": "pages", "ISOLOAD_PLACER": "scenario:replicas=8"}).ragged == "pages"
+    )
+    for placer in ("scenario:replicas=8", "eplb:replicas=8", "craft"):
+        with pytest.raises(ValueError, match="ISOLOAD_PLACER must fill all slots of the engine"):
+            Settings.read({"ISOLOAD_PLACER": placer})

@@ -11,6 +11,7 @@ import pytest
 import isoload
 from isoload.placers.base import make_scenarios
 from isoload.placers.craft import CraftPlacer, allocate, assign, make_grid, pick_budget
+from isoload.weights.pages import resident_slots
 from support.placing import busiest, live_ranks_of
 
 
@@ -148,10 +149,108 @@ def test_craft_names_what_it_refuses(message, options):
         isoload.place(loads, isoload.Topology(4), **{"placer": "craft", "replicas": 1, **options})
 
 
-def test_a_budget_with_before_is_refused_and_wider_slots_stay_free():
+def test_a_budget_leaves_wider_slots_free():
     loads = np.random.default_rng(7).lognormal(0, 1, (2, 8))
-    before = isoload.place(loads, isoload.Topology(4), 3)
-    with pytest.raises(ValueError, match="^replicas must be None with before"):
-        isoload.place(loads, isoload.Topology(4), 3, "scenario", before=before, replicas=1)
     wide = isoload.place(loads, isoload.Topology(4), 5, "scenario", replicas=1)
     assert wide.slots_per_rank == 5 and (wide.slot_to_expert.view(2, 4, 5)[:, :, 4] == -1).all()
+
+
+BUDGETED = ("eplb", "craft", "scenario")
+
+
+def rooms(placement):
+    """[L, R] slots with an expert; absent slots come last."""
+    table = placement.slot_to_expert
+    return resident_slots(table, placement.topology.num_ranks).numpy().astype(np.int32)
+
+
+@pytest.mark.parametrize("name", BUDGETED)
+def test_slots_move_between_layers_within_each_ranks_memory(name):
+    """With loads that turn around: every rank keeps its number of slots, and no layer has ranks that gain and lose."""
+    draw, moved = np.random.default_rng(11), 0
+    for _ in range(8):
+        ranks, layers, replicas = (
+            int(draw.choice([2, 3, 4])),
+            int(draw.integers(2, 6)),
+            int(draw.integers(1, 3)),
+        )
+        loads = draw.lognormal(0, 1.5, (3, layers, 12)) ** draw.choice([0.2, 2], layers)[:, None]
+        now = isoload.place(loads, isoload.Topology(ranks), None, name, replicas=replicas)
+        start, capacity = rooms(now), rooms(now)
+        assert (capacity.sum(0) <= 12 * layers // ranks + replicas).all() and np.ptp(capacity.sum(0)) <= 1
+        for turn in range(4):
+            options = {"before": now} if name == "scenario" else {}
+            changed = loads[:, draw.permutation(layers)] if turn else loads[:, ::-1]
+            now = isoload.place(
+                changed, ranks, start.max(), name, capacity=capacity, replicas=replicas, **options
+            )
+            change = rooms(now) - capacity
+            assert (rooms(now).sum(0) == start.sum(0)).all() and rooms(now).max() <= start.max()
+            assert not ((change > 0).any(1) & (change < 0).any(1)).any()
+            moved, capacity = moved + int(change.any()), rooms(now)
+    assert moved > 8
+
+
+@pytest.mark.parametrize("name", ["eplb", "scenario"])
+def test_without_a_budget_every_rank_keeps_its_slots_in_every_layer(name):
+    loads = np.random.default_rng(3).lognormal(0, 1.5, (4, 3, 8))
+    now = isoload.place(loads, isoload.Topology(4), None, "scenario", replicas=1)
+    options = {"before": now} if name == "scenario" else {}
+    other = isoload.place(loads[:, ::-1], 4, now.slots_per_rank, name, capacity=rooms(now), **options)
+    assert (rooms(other) == rooms(now)).all()
+    if name == "scenario":  # experts that stay on their rank keep their slots, as far as these have memory
+        old, new = (p.slot_to_expert.view(3, 4, -1).numpy() for p in (now, other))
+        for a, b in zip(old.reshape(-1, old.shape[2]), new.reshape(-1, old.shape[2]), strict=True):
+            assert all(b[i] == e for i, e in enumerate(a) if e >= 0 and e in b)
+
+
+def test_a_budget_starts_from_a_placement():
+    """Most experts stay on their ranks, wherever the budget has put the replicas."""
+    loads = np.random.default_rng(5).lognormal(0, 1, (4, 4, 16))
+    before = isoload.place(loads, isoload.Topology(4), None, "scenario")
+    after = isoload.place(loads, 4, None, "scenario", before=before, replicas=2)
+    assert rooms(after).sum() == 4 * 16 + 8
+    old, new = (p.slot_to_expert.view(4, 4, -1).numpy() for p in (before, after))
+    stays = [
+        len(np.intersect1d(a[a >= 0], b))
+        for a, b in zip(old.reshape(16, -1), new.reshape(16, -1), strict=True)
+    ]
+    assert sum(stays) > 0.8 * 4 * 16
+
+
+def test_eplbs_replicas_go_to_the_hottest_experts_of_all_layers():
+    """By a plain loop over experts."""
+    loads = np.random.default_rng(8).lognormal(0, 2, (3, 8)).astype(np.float32)
+    copies, layers = np.ones((3, 8)), [0, 0, 0]
+    for _ in range(4 * 2):
+        best = max(
+            (loads[i, e] / loads[i].sum() / copies[i, e], -i, -e)
+            for i in range(3) for e in range(8) if layers[i] < 4 and copies[i, e] < 4
+        )  # fmt: skip
+        copies[-best[1], -best[2]] += 1
+        layers[-best[1]] += 1
+    found = isoload.place(loads, isoload.Topology(4), placer="eplb", replicas=2)
+    assert rooms(found).sum(1).tolist() == [8 + n for n in layers] and (rooms(found).sum(0) == 8).all()
+
+
+REFUSED_CAPACITY = {
+    "capacity must be None for placer trivial, which fills every slot": {"placer": "trivial"},
+    "capacity must be [2, 4] for these counts and ranks, got [1, 4]": {"capacity": np.full((1, 4), 2)},
+    "capacity must be in 0..3 on every rank, got 2..4": {"capacity": [[2] * 4, [2, 2, 2, 4]]},
+    "capacity must have a slot for each of the 8 experts, got 7 in layer 1": {
+        "capacity": [[2] * 4, [2, 2, 2, 1]]
+    },
+    "groups must be 0 and dedup True with replicas and where slots differ between layers, got groups=2": {
+        "groups": 2
+    },
+    "pinned must be False with before where slots move between layers, got True": {
+        "placer": "scenario", "pinned": True, "before": isoload.place(np.ones((2, 8)), 4, 3)
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", REFUSED_CAPACITY)
+def test_a_capacity_that_cannot_be_is_refused(message):
+    call = {"placer": "eplb", "capacity": np.full((2, 4), 2), **REFUSED_CAPACITY[message]}
+    with pytest.raises(ValueError, match="^" + re.escape(message)):
+        isoload.place(np.ones((2, 8)), isoload.Topology(4), 3, **call)

@@ -316,7 +316,7 @@ REFUSED = [
         {"slots_per_rank": 10, "spare_slots": 1},
     ),
     (f"placer must be one of {', '.join(isoload.PLACERS)}, got 'best'", {"placer": "best"}),
-    ("option must be one of dedup, groups for placer eplb, got 'seed'", {"seed": 1}),
+    ("option must be one of dedup, groups, replicas for placer eplb, got 'seed'", {"seed": 1}),
     ("option must be one of (none) for placer trivial, got 'dedup'", {"placer": "trivial", "dedup": True}),
 ]
 

@@ -22,8 +22,8 @@ from sglang.srt.model_executor.model_runner_components import moe_ep_setup
 from sglang.srt.plugins.hook_registry import HookRegistry
 
 from isoload.cli.engines import ENGINES, look
-from isoload.engines.seams import SHADOW, of_mode, read_seams, wrong_check
-from isoload.engines.settings import Settings
+from isoload.engines.seams import EXTRA, SHADOW, of_mode, read_seams, wrong_check
+from isoload.engines.settings import SPARE, Settings
 from isoload.engines.sglang import CHECKS, LAYERS
 
 
@@ -68,7 +68,7 @@ def test_spare_slots_have_their_own(loader: pytest.MonkeyPatch) -> None:
     loader.setenv("ISOLOAD_SPARE_SLOTS", "1")
     loader.setenv("ISOLOAD_POLICY", "prefill=llep:within=node,decode=exact")
     plugins.load_plugins()
-    seams = of_mode(read_seams("sglang"), "on", spare=True)
+    seams = of_mode(read_seams("sglang"), "on", {SPARE.name})
     assert hooked() == {seam.name for seam in seams if seam.kind in ("replace", "around")}
     assert not LAYERS.lost
 
@@ -163,7 +163,7 @@ def test_a_moved_seam_is_named_and_its_options_stay_without(
     loader.setenv("ISOLOAD_SGLANG", "1")
     with caplog.at_level(logging.ERROR, "isoload"):
         plugins.load_plugins()
-    left = set(CHECKS) - {SHADOW, "ISOLOAD_SPARE_SLOTS"} - lost
+    left = set(CHECKS) - {SHADOW, *EXTRA} - lost
     hooks = [seam for seam in of_mode(read_seams("sglang"), "on") if seam.kind in ("replace", "around")]
     assert hooked() == {seam.name for seam in hooks if left and (left & {*seam.serves} or not seam.serves)}
     assert LAYERS.lost == lost if left else not LAYERS.lost

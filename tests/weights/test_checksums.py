@@ -176,3 +176,15 @@ def test_weights_stay_as_they_are(size: int) -> None:
     before = [tensor.clone() for tensor in weights]
     slot_checksums(weights)
     assert all(torch.equal(a, b) for a, b in zip(weights, before, strict=True))
+
+
+def test_absent_slots_have_no_expert_and_are_never_wrong() -> None:
+    """Without the test for -1 the last expert's checksum would be that of an absent slot."""
+    sums = torch.tensor([[10, 11, 0, 12, 11, 0]])
+    table = torch.tensor([[0, 1, -1, 2, 1, -1]])
+    expected = expert_checksums(sums, table, 3)
+    assert expected.tolist() == [[10, 11, 12]]
+    assert wrong_slots(sums, table, expected, [7], 2) == []
+    moved = sums.clone()
+    moved[0, 4] = 12
+    assert wrong_slots(moved, table, expected, [7], 2) == [WrongSlot(7, 1, 4, 1, 2)]

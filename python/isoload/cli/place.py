@@ -154,11 +154,21 @@ def arrival_line(start: Placement, placement: Placement, expert_bytes: int) -> s
 
 
 def memory_budget(
-    memory: int, size: int, name: str, options: dict[str, Any], num_layers: int
+    memory: int, size: int, name: str, options: dict[str, Any], num_layers: int, replicas: int | None = None
 ) -> dict[str, int]:
-    """Return the placer's option ``replicas`` from bytes of a rank and of an expert, if they are given."""
+    """Return the placer's option ``replicas``, from bytes of a rank and of an expert or from their number."""
     from isoload.placers import PLACERS
 
+    has_option = "replicas" in [option.name for option in fields(PLACERS[name])]
+    if replicas is not None:
+        if memory or "replicas" in options:
+            other = f"replica_memory {memory}" if memory else "the placer's option replicas"
+            raise ValueError(f"replicas {replicas} cannot be combined with {other}: leave one of them out")
+        if not has_option:
+            raise ValueError(
+                f"replicas must be left out for placer {name}, which has no budget, got {replicas}"
+            )
+        return {"replicas": replicas}
     if memory == 0:
         return {}
     if memory < 0 or size < 1:
@@ -169,9 +179,55 @@ def memory_budget(
         raise ValueError(
             f"replica_memory {memory} cannot be combined with the placer's option replicas: leave one of them out"
         )
-    if "replicas" not in [option.name for option in fields(PLACERS[name])]:
+    if not has_option:
         raise ValueError(f"replica_memory must be 0 for placer {name}, which has no budget, got {memory}")
     return {"replicas": min(memory // size, num_layers)}
+
+
+def replica_memory_of(placement: Placement, expert_bytes: int, kv_bytes: int | None) -> dict[str, Any]:
+    """Return the memory of the replicas on the rank with most, and of one more slot in every layer.
+
+    Args:
+        placement: any.
+        expert_bytes: of one expert in one layer.
+        kv_bytes: of one token's KV cache in all layers; None = unknown.
+    """
+    from isoload.analysis.judge import most_replicas
+
+    slots = -(-placement.num_routed // len(placement.topology.live_ranks)) + 1
+    even = placement.num_routed / len(placement.topology.live_ranks)
+    replicas, more = (
+        round(number * expert_bytes)
+        for number in (most_replicas(placement), placement.num_layers * (slots - even))
+    )
+    tokens = None if kv_bytes is None else max(more - replicas, 0) // kv_bytes
+    return {"replica_bytes": replicas, "one_slot_more_bytes": more, "kv_tokens": tokens}
+
+
+def memory_line(memory: dict[str, Any]) -> str:
+    """Return a sentence with the figures of :func:`replica_memory_of`."""
+    line = (
+        f"replicas take {memory['replica_bytes'] / 2**30:.2f} GiB of the rank with most, one more slot in every layer "
+        f"{memory['one_slot_more_bytes'] / 2**30:.2f} GiB"
+    )
+    tokens = memory["kv_tokens"]
+    return (
+        line if tokens is None else f"{line}: the difference holds {tokens:,} tokens of KV cache in bfloat16"
+    )
+
+
+def check_absent(holes: bool, rectangle: bool, file_format: str) -> None:
+    """Raise ValueError if the options for absent slots do not fit each other or the format."""
+    from isoload.placement.files import FORMATS
+
+    if holes and rectangle:
+        raise ValueError("holes must be left out with rectangle, which fills all slots")
+    if holes and not FORMATS[file_format].holes:
+        formats = ", ".join(name for name, form in FORMATS.items() if form.holes)
+        raise ValueError(
+            f"holes must come with a format that can have absent slots ({formats}; isoload's own always can), got "
+            f"{file_format}"
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -182,13 +238,16 @@ class Way:
     name: str
     slots: int | None
     options: dict[str, Any] = field(default_factory=dict)
+    rectangle: bool = False  # whether absent slots get replicas
 
     def place(self, counts: Any, topology: Topology) -> Placement:
         """Return the placement of counts or traces."""
         from isoload.analysis.judge import without_replicas
-        from isoload.placers import place
+        from isoload.placers import place, rectangle
 
         placement = place(counts, topology, self.slots, self.name, **self.options)
+        if self.rectangle:
+            return rectangle(placement, counts)
         return without_replicas(placement) if self.label == options.BASELINE else placement
 
 
@@ -275,6 +334,27 @@ def place(
             help="Bytes per rank for replicas of all layers: fewer slots, where they help most. Ragged placement."
         ),
     ] = 0,
+    replicas: Annotated[
+        int | None,
+        options.Range(0, 2**20),
+        typer.Option(
+            metavar="N", help="As --replica-memory, as a number of replicas per rank over all layers."
+        ),
+    ] = None,
+    holes: Annotated[
+        bool,
+        typer.Option(
+            "--holes",
+            help="Write a ragged placement for SGLang, which then needs ISOLOAD_RAGGED=pages to start.",
+        ),
+    ] = False,
+    rectangle: Annotated[
+        bool,
+        typer.Option(
+            "--rectangle",
+            help="Fill the absent slots of a ragged placement with the replicas that help most.",
+        ),
+    ] = False,
     stages: options.Stages = False,
     same_layers: options.SameLayers = False,
     allow_missing_ranks: options.AllowMissingRanks = False,
@@ -307,6 +387,7 @@ def place(
     """
     from isoload.analysis import judge
     from isoload.analysis.batches import strictest
+    from isoload.analysis.models import find_model
     from isoload.cli.arguments import Reading, check_targets, load_traces, source_line, with_extra
     from isoload.cli.options import load_plugins
     from isoload.placement.files import check_format, read_placement, write_placement
@@ -322,6 +403,7 @@ def place(
     if gpu is not None and model is None:
         raise ValueError(f"model must be given with gpu, whose experts are computed, got {gpu} alone")
     check_format(file_format, output, "output")
+    check_absent(holes, rectangle, file_format)
     reading = Reading(stages, same_layers, allow_missing_ranks, first_moe_layer, model)
     loaded = load_traces(traces, reading)
     first = loaded[0]
@@ -340,16 +422,17 @@ def place(
             ("against", read_placement(against, topology) if against else None),
         )
     )
-    slots = slots_per_rank or (0 if start is None else slots_of_before(start, topology))
+    has_budget = replica_memory > 0 or replicas is not None
+    slots = slots_per_rank or (0 if start is None or has_budget else slots_of_before(start, topology))
     # Only scenario starts from a placement or keeps to a budget of replicas.
-    either = BOTH if start is None and not replica_memory else BOTH[-1:]
+    either = BOTH if start is None and not has_budget else BOTH[-1:]
     tried = []
     for text in either if placer is None else [placer]:
         name, chosen = parse_placer(text)
-        chosen |= memory_budget(replica_memory, expert_bytes, name, chosen, first.num_layers)
+        chosen |= memory_budget(replica_memory, expert_bytes, name, chosen, first.num_layers, replicas)
         if start is not None:
             chosen["before"] = start
-        tried.append(Way(text, name, slots or free_slots(name, chosen, first, topology), chosen))
+        tried.append(Way(text, name, slots or free_slots(name, chosen, first, topology), chosen, rectangle))
     judged_ways = {way.label: judge_way(way, first, held_back, topology) for way in tried}
     best = min(reversed(tried), key=lambda way: judged_ways[way.label][1].mean())
     placement = best.place(loaded, topology)
@@ -397,6 +480,10 @@ def place(
         rows.append(judged(against, rival, *(f(rival, first.batch_counts()) for f in measures)))
     figures: dict[str, Any] = {"calibrate": held_back, "provenance": placement.provenance, "placers": rows}
     figures |= {"refused": refused} if refused else {}
+    known = find_model(model) if model is not None and (has_budget or holes) else None
+    size = expert_bytes or (0 if known is None else round(known.expert_bytes))
+    if size and (has_budget or holes):
+        figures["memory"] = replica_memory_of(placement, size, None if known is None else known.kv_bytes)
     written = with_extra(placement, extra_layers)
     start_with = start_of(written, str(output), file_format)
     figures["start"] = start_with
@@ -409,6 +496,8 @@ def place(
             saved = near_ms(first, pair, near_rows, device, model, tokens_per_rank)
             figures["near_saved_ms"] = saved
         line += near_line(near_rows, (peaks[plain.label], peaks[best.label]), saved)
+    if "memory" in figures:
+        line += f"; {memory_line(figures['memory'])}"
     if start is not None:
         line += arrival_line(start, placement, expert_bytes)
         figures["arrivals"] = judge.arrivals(start, placement).sum(0).tolist()
@@ -430,7 +519,7 @@ def place(
         from isoload.cli.pages import place_page
 
         text = place_page(first, placement, rows, line, page_table(columns), units, figures)
-    write_placement(written, output, file_format)
+    write_placement(written, output, file_format, holes)
     console = Console(highlight=False, stderr=descriptor_of(str(output)) == 1)
     write_out(json, figures, show, console, html, lambda: text)
 

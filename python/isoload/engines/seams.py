@@ -12,18 +12,20 @@ import json
 import logging
 import os
 import pkgutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from importlib import import_module, resources
 from typing import Any, Literal
 
-from isoload.engines.settings import SPARE, Settings, Variable, is_on
+from isoload.engines.settings import RAGGED, SPARE, Settings, Variable, is_on
 from isoload.online.metrics import set_refused
 
 log = logging.getLogger("isoload")
 Kind = Literal["replace", "around", "call", "fields"]
 # Among the options that seams serve: shadow mode attaches alone, other options only without it.
 SHADOW = "ISOLOAD_MODE=shadow"
+PAGES = "ISOLOAD_RAGGED=pages"
+EXTRA = (SPARE.name, PAGES)  # options that attach only where their variable is set
 
 
 @dataclass(frozen=True)
@@ -179,6 +181,11 @@ class PlugIn:
             raise SystemExit(f"isoload: {error}") from None
         if settings.report_seconds and not live:
             set_refused(self.engine)
+        if settings.ragged and PAGES not in live:
+            reason = "; ".join(wrong) or f"isoload has no hooks for absent slots in {self.engine}"
+            raise SystemExit(
+                f"isoload: {RAGGED.name}={settings.ragged} cannot attach to {self.engine}: {reason}"
+            )
         if wrong:
             whole = f"isoload: not attached to {self.engine}, which is not as isoload expects"
             reason = f"{f'isoload: {self.engine} is not as isoload expects' if live else whole}: {'; '.join(wrong)}"
@@ -204,7 +211,7 @@ class PlugIn:
             raise ValueError(
                 f"{SPARE.name} must be 0 in {self.engine}: experts travel within a batch in SGLang only"
             )
-        seams = of_mode(all_seams, settings.mode, settings.spare_slots > 0)
+        seams = of_mode(all_seams, settings.mode, extra_options(settings))
         other_options = set(options_of(all_seams)) - set(options_of(seams))
         checks = {name: check for name, check in self.checks.items() if name not in other_options}
         options = options_of(seams) or [self.engine]
@@ -235,14 +242,20 @@ class PlugIn:
         return wrong, live
 
 
-def of_mode(seams: Sequence[Seam], mode: str, spare: bool = False) -> list[Seam]:
-    """Return the seams of shadow mode, or of the other options, with only these options named; spare: whether slots
-    are spare.
+def extra_options(settings: Settings) -> set[str]:
+    """Return the options of EXTRA that are on."""
+    on = {SPARE.name: settings.spare_slots > 0, PAGES: bool(settings.ragged)}
+    return {option for option in EXTRA if on[option]}
+
+
+def of_mode(seams: Sequence[Seam], mode: str, extra: Collection[str] = ()) -> list[Seam]:
+    """Return the seams of shadow mode, or of the other options, with only these options named; extra: options of EXTRA
+    that are on.
     """
     needed = []
     for seam in seams:
         serves = tuple(option for option in seam.serves if (option == SHADOW) == (mode == "shadow"))
-        serves = tuple(option for option in serves if option != SPARE.name or spare)
+        serves = tuple(option for option in serves if option not in EXTRA or option in extra)
         if serves or not seam.serves:
             needed.append(replace(seam, serves=serves))
     return needed

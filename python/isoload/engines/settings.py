@@ -89,11 +89,16 @@ SPARE = Variable(
     "SGLang: so many redundant slots of each rank, its last, are spare; the policy of prefill, for example "
     "llep:within=node, fills them with experts of busy ranks; 0: no expert travels within a batch",
 )  # fmt: skip
+RAGGED = Variable(
+    "ISOLOAD_RAGGED", "", "pages",
+    "pages: SGLang starts from a file with absent slots (isoload place --holes) and gives back the memory of their "
+    "weights before it sizes the KV cache; CPU only so far; empty: such a file is refused",
+)  # fmt: skip
+CHUNKS = "--eplb-rebalance-layers-per-chunk"  # SGLang's option
 COMMON = (
     MODE, STRICT, PLACEMENT, POLICY, LOADS, PLACER, REPORT, RECORD, RECORD_EVERY, SWITCH, CHECK, STALLED,
-    REBALANCE, TIMES, SPARE,
+    REBALANCE, TIMES, SPARE, RAGGED,
 )  # fmt: skip
-UNEQUAL = ("TIMES", "RAGGED")  # variables with which ranks have other speeds or numbers of slots
 MODES = ("on", "off", "shadow")
 ALL_LOADS = ("gathered", "own", "node")
 PHASES = ("prefill", "decode")
@@ -117,6 +122,7 @@ class Settings:
     rebalance       when a new map is applied; None = always
     times           file of isoload measure; None = none
     spare_slots     slots of each rank that prefill fills; 0 = none
+    ragged          "pages", or empty: every slot has memory
     """
 
     strict: bool
@@ -134,6 +140,7 @@ class Settings:
     rebalance: RebalanceRule | None = None
     times: str | None = None
     spare_slots: int = 0
+    ragged: str = ""
 
     @classmethod
     def read(cls, environ: Mapping[str, str] | None = None) -> Settings:
@@ -145,7 +152,9 @@ class Settings:
         spare = _spare(_text(SPARE, environ), policy, environ)
         if loads is not None:
             _check_loads(loads, policy)
-        _check_placer(placer)
+        ragged = _text(RAGGED, environ)
+        _check_ragged(ragged, environ)
+        _check_placer(placer, ragged)
         report, stalled = (parse_amount(v.name, _text(v, environ)) for v in (REPORT, STALLED))
         mode, record, switch = _text(MODE, environ), _text(RECORD, environ), _text(SWITCH, environ)
         _check_mode(mode, record, report, None if spare and mode == "on" else policy, switch)
@@ -159,7 +168,7 @@ class Settings:
         return cls(
             is_on(STRICT, environ), policy, loads, placer, report, is_on(CHECK, environ), stalled,
             mode, record or None, int(every), switch or None, _text(PLACEMENT, environ) or None,
-            _rule(_text(REBALANCE, environ)), _times(_text(TIMES, environ)), spare,
+            _rule(_text(REBALANCE, environ)), _times(_text(TIMES, environ)), spare, ragged,
         )  # fmt: skip
 
     @property
@@ -285,18 +294,29 @@ def _spare(text: str, policy: str | None, environ: Mapping[str, str]) -> int:
             f"{SPARE.name} must come with {LOADS.name}=gathered, because all ranks must fill the same slots, "
             f"got {_text(LOADS, environ)!r}"
         )
-    for variable in COMMON:
-        if variable.name.removeprefix("ISOLOAD_") in UNEQUAL and (value := _text(variable, environ)) not in (
-            "",
-            "0",
-        ):
-            raise ValueError(
-                f"{SPARE.name} cannot be combined with {variable.name}, got {value!r:.200}: unset one of them"
-            )
+    if times := _text(TIMES, environ):
+        raise ValueError(
+            f"{SPARE.name} cannot be combined with {TIMES.name}, got {times!r:.200}: unset one of them"
+        )
     return int(text)
 
 
-def _check_placer(text: str) -> None:
+def _check_ragged(ragged: str, environ: Mapping[str, str]) -> None:
+    if ragged not in ("", "pages"):
+        raise ValueError(f"{RAGGED.name} must be pages or empty, got {ragged!r}")
+    if ragged and (mode := _text(MODE, environ)) != "on":
+        raise ValueError(f"{MODE.name} must be on with {RAGGED.name}={ragged}, got {mode!r}")
+    for name, reason in (
+        (SPARE.name, "whose slots need memory in every layer"),
+        (REBALANCE.name, "which compares maps of the same slots"),
+    ):
+        if ragged and environ.get(name, "").strip() not in ("", "0"):
+            raise ValueError(
+                f"{name} must be unset with {RAGGED.name}={ragged}, {reason}, got {environ[name]!r}"
+            )
+
+
+def _check_placer(text: str, ragged: str) -> None:
     """Reject a placer that cannot fill an engine's slots, before the engine loads a model."""
     try:
         placer = make_placer(*parse_placer(text))
@@ -306,7 +326,11 @@ def _check_placer(text: str) -> None:
         raise ValueError(
             f"{PLACER.name} must place by counts, because an engine records no per-token choices, got {text!r}"
         )
-    if placer.has_budget:
+    if ragged and not placer.takes_capacity:
+        raise ValueError(
+            f"{PLACER.name} must be a placer that keeps slots absent with {RAGGED.name}={ragged}, got {text!r}"
+        )
+    if placer.has_budget and not ragged:
         raise ValueError(
             f"{PLACER.name} must fill all slots of the engine, {placer.name} with these options leaves some empty, "
             f"got {text!r}"

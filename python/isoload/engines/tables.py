@@ -19,6 +19,7 @@ from isoload.placement.placement import Placement
 from isoload.placers import PLACERS, parse_placer, place
 from isoload.times.file import Times, load
 from isoload.topology import Topology
+from isoload.weights.pages import resident_slots
 
 
 class ReplicaLists(NamedTuple):
@@ -111,19 +112,23 @@ def fill_spare_slots(placement: Placement, counts: Tensor) -> Tensor:
     return tables
 
 
-def replica_lists(placement: Placement) -> ReplicaLists:
-    """Return a placement's tables; raise ValueError for empty slots, which the tables cannot hold."""
-    slots, experts = placement.slot_to_expert.long(), placement.num_experts
-    if (slots < 0).any():
+def replica_lists(placement: Placement, holes: bool = False) -> ReplicaLists:
+    """Return a placement's tables; raise ValueError for empty slots unless holes are allowed."""
+    table, experts = placement.slot_to_expert.long(), placement.num_experts
+    absent = table < 0
+    if absent.any() and not holes:
         raise ValueError("placement must fill every slot, got one that is empty")
-    num = torch.zeros(len(slots), experts, dtype=torch.int64).scatter_add_(1, slots, torch.ones_like(slots))
-    lists = torch.full((len(slots), experts, int(num.max())), -1)
+    slots = table.masked_fill(absent, experts)  # replicas of one expert more, whose list is left out
+    more = experts + int(absent.any())
+    num = torch.zeros(len(slots), more, dtype=torch.int64).scatter_add_(1, slots, torch.ones_like(slots))
+    lists = torch.full((len(slots), more, int(num.max())), -1)
     by_expert = slots.argsort(dim=1, stable=True)
     sorted_experts = slots.gather(1, by_expert)
     first = num.cumsum(1) - num  # position of an expert's first slot in by_expert
     column = torch.arange(slots.shape[1]) - first.gather(1, sorted_experts)
     lists[torch.arange(len(slots)).unsqueeze(1), sorted_experts, column] = by_expert
-    return ReplicaLists(slots, lists, num)
+    num = num[:, :experts]
+    return ReplicaLists(table, lists[:, :experts, : int(num.max())], num)
 
 
 def keep_slots(slots: Tensor, before: Tensor, num_ranks: int) -> Tensor:
@@ -149,11 +154,11 @@ def arrivals(before: Tensor, after: Tensor, rank: int, num_ranks: int) -> dict[i
     return {i: len(set(b) - set(a) - {-1}) for i, (a, b) in enumerate(zip(old, new, strict=True)) if a != b}
 
 
-def running(before: Tensor | None, num_slots: int) -> Tensor | None:
-    """Return the map [L, P] of an engine's present placement; None if there is none yet, or some slots are empty or P
-    differs, as when ranks join or leave.
+def running(before: Tensor | None, num_slots: int, holes: bool = False) -> Tensor | None:
+    """Return the map [L, P] of an engine's present placement; None if there is none yet, or P differs, as when ranks
+    join or leave, or slots are empty and holes are not allowed.
     """
-    if before is None or before.shape[1] != num_slots or (before < 0).any():
+    if before is None or before.shape[1] != num_slots or (not holes and (before < 0).any()):
         return None
     return before
 
@@ -167,6 +172,7 @@ def lay_out(
     new_maps: NewMaps | None = None,
     passes: int = 1,
     spare_slots: int = 0,
+    holes: bool = False,
 ) -> ReplicaLists:
     """Place experts by a placer of the registry, from the present placement if the placer supports it, so that fewer
     move.
@@ -178,6 +184,7 @@ def lay_out(
         new_maps: keeps the present placement if a new one does not pay; None = it is always replaced.
         passes: forward passes of the counts.
         spare_slots: the last slots of each rank, in which no expert is alone.
+        holes: whether slots may be absent: every rank keeps the number of slots that have memory in `before`.
     """
     name, options = parse_placer(placer)
     num_experts, total = counts.shape[-1], counts if counts.dim() == 2 else counts.sum(0)
@@ -185,22 +192,39 @@ def lay_out(
     start = present if PLACERS[name].takes_before else None
     if start is not None and before is not None and spare_slots:
         start = placement_of(before, num_experts, topology, spare_slots=spare_slots)
-    placed = place(counts, topology, slots_per_rank, name, spare_slots, before=start, **options)
+    capacity = None if before is None or not holes else resident_slots(before, topology.num_ranks)
+    placed = place(
+        counts, topology, slots_per_rank, name, spare_slots, before=start, capacity=capacity, **options
+    )
     if spare_slots:
         placed = placement_of(fill_spare_slots(placed, total), num_experts, topology)
     if new_maps is not None and present is not None:
         placed = new_maps.choose(present, placed, total.cpu(), passes)
-    return replica_lists(placed)
+    return replica_lists(placed, holes)
 
 
 def check_placer(
-    option: str, placer: str, tables: Tensor, num_experts: int, topology: Topology, spare_slots: int = 0
+    option: str,
+    placer: str,
+    tables: Tensor,
+    num_experts: int,
+    topology: Topology,
+    spare_slots: int = 0,
+    holes: bool = False,
 ) -> None:
     """Make a placement as an engine's rebalance will, so that no rebalance fails while tokens are served."""
     layers, num_slots = tables.shape
-    before, size = running(tables, num_slots), num_slots // topology.num_ranks
+    before, size = running(tables, num_slots, holes), num_slots // topology.num_ranks
     try:
-        lay_out(torch.ones(layers, num_experts), topology, size, placer, before, spare_slots=spare_slots)
+        lay_out(
+            torch.ones(layers, num_experts),
+            topology,
+            size,
+            placer,
+            before,
+            spare_slots=spare_slots,
+            holes=holes,
+        )
     except ValueError as error:
         raise ValueError(f"{option} with {PLACER.name}={placer}: {error}") from None
 

@@ -9,9 +9,11 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import pad
 
 from isoload.online.metrics import Metrics
 from isoload.weights.checksums import WrongSlot, expert_checksums, slot_checksums, wrong_slots
+from isoload.weights.pages import resident_slots
 
 log = logging.getLogger("isoload")
 NAMED = 8  # limit of wrong slots named in one line
@@ -49,7 +51,8 @@ class WeightCheck:
         """
         if not (layers := sorted(self.weights)):
             return
-        tables, sums = slot_to_expert[layers], self._sums(layers)
+        tables = slot_to_expert[layers]
+        sums = self._sums(layers, tables)
         self.expected = dict(zip(layers, expert_checksums(sums, tables, num_experts), strict=True))
         self._judge(layers, tables, sums, "at load")
 
@@ -64,12 +67,19 @@ class WeightCheck:
         """
         layers = sorted(self.weights if layers is None else self.weights.keys() & set(layers))
         if layers:
-            self._judge(layers, slot_to_expert[layers], self._sums(layers), "after a rebalance")
+            tables = slot_to_expert[layers]
+            self._judge(layers, tables, self._sums(layers, tables), "after a rebalance")
 
-    def _sums(self, layers: Sequence[int]) -> Tensor:
-        """Return checksums [L, P] of all ranks' slots, on the host, which waits once."""
-        local = torch.stack([slot_checksums(self.weights[layer]) for layer in layers])
-        num_ranks = dist.get_world_size(self.group)
+    def _sums(self, layers: Sequence[int], tables: Tensor) -> Tensor:
+        """Return checksums [L, P] of all ranks' slots, on the host, which waits once; 0 for absent slots.
+
+        Absent slots may have no memory, so their rows are not read.
+        """
+        num_ranks, rank = dist.get_world_size(self.group), dist.get_rank(self.group)
+        slots = resident_slots(tables, num_ranks)[:, rank].tolist()
+        width = tables.shape[1] // num_ranks
+        parts = ([t[:n] for t in self.weights[layer]] for layer, n in zip(layers, slots, strict=True))
+        local = torch.stack([pad(slot_checksums(part), (0, width - len(part[0]))) for part in parts])
         ranks = local.new_empty(num_ranks * local.numel())
         dist.all_gather_into_tensor(ranks, local.flatten(), self.group)
         return ranks.cpu().view(num_ranks, *local.shape).transpose(0, 1).flatten(1)
@@ -82,7 +92,9 @@ class WeightCheck:
         self.metrics.set("wrong_slots", sum(self.wrong.values()))
         if not wrong:
             if dist.get_rank(self.group) == 0:
-                log.info(f"isoload {self.engine}: {sums.numel()} slots have their experts' weights {when}")
+                log.info(
+                    f"isoload {self.engine}: {int((tables >= 0).sum())} slots have their experts' weights {when}"
+                )
             return
         line = f"isoload {self.engine}: weights are not those of their experts {when}: {named(wrong)}"
         if self.strict:

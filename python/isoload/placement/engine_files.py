@@ -23,6 +23,8 @@ from isoload.wording import shown
 Rows = np.ndarray[Any, np.dtype[np.int64]]
 
 SGLANG = "physical_to_logical_map"
+RAGGED = "isoload_ragged"  # a second key if slots are absent, so that SGLang without isoload does not start
+PAGES = "pages"  # its value: how the slots are absent in memory
 VLLM = "eplb_initial_mapping"  # its record_type
 ASSIGNMENTS = "initial_global_assignments"
 
@@ -31,8 +33,16 @@ class UnknownRanks(ValueError):
     """A file without a number of ranks, read without a topology."""
 
 
-def engine_slots(placement: Placement) -> Rows:
-    """Return [L, P] routed experts of all slots except the shared ones."""
+def engine_slots(placement: Placement, holes: bool = False) -> Rows:
+    """Return [L, P] routed experts of all slots except the shared ones.
+
+    Args:
+        placement: of live ranks only, without spare slots.
+        holes: whether slots may be absent (-1), after the experts of their rank.
+
+    Raises:
+        ValueError: an engine's file cannot hold the placement.
+    """
     if placement.spare_slots:
         raise ValueError(
             f"placement must have no spare slots for an engine's file, got {placement.spare_slots}"
@@ -43,9 +53,19 @@ def engine_slots(placement: Placement) -> Rows:
     rows = placement.arrays[0].reshape(placement.num_layers, placement.topology.num_ranks, -1)
     routed = rows[:, :, : placement.slots_per_rank - placement.num_shared]
     absent = (routed < 0).any((1, 2))
-    if absent.any():
+    if absent.any() and not holes:
         layer = placement.layer_ids[int(absent.argmax())]
-        raise ValueError(f"placement must have no absent slots for an engine's file, layer {layer} is ragged")
+        raise ValueError(
+            f"placement must have no absent slots for an engine's file, layer {layer} is ragged: isoload place "
+            "--holes writes it for SGLang with ISOLOAD_RAGGED=pages, --rectangle fills the slots with replicas"
+        )
+    early = ((routed[:, :, :-1] < 0) & (routed[:, :, 1:] >= 0)).any(2)
+    if early.any():
+        layer, rank = np.argwhere(early)[0].tolist()
+        raise ValueError(
+            f"absent slots must be the last of their rank for an engine's file, not so in layer "
+            f"{placement.layer_ids[layer]}, rank {rank}"
+        )
     return routed.reshape(placement.num_layers, -1).astype(np.int64)
 
 
@@ -100,20 +120,32 @@ def by_moe_layers(placement: Placement, numbering: Numbering) -> Placement:
 
 
 def sglang_write(placement: Placement) -> Any:
-    """Return a row for every layer of the model up to the last; dense layers hold expert i mod E in slot i."""
-    slots = engine_slots(placement)
+    """Return a row for every layer of the model up to the last; dense layers hold expert i mod E in slot i.
+
+    Where slots are absent, dense layers have one slot for each expert.
+    """
+    slots = engine_slots(placement, holes=True)
     if max(placement.layer_ids) >= MAX_LAYERS:
         raise ValueError(
             f"layer_ids must be below {MAX_LAYERS} for SGLang's file, got {max(placement.layer_ids)}"
         )
     rows = np.tile(np.arange(slots.shape[1]) % placement.num_routed, (max(placement.layer_ids) + 1, 1))
+    ragged = bool((slots < 0).any())
+    if ragged:
+        ranks = placement.topology.num_ranks
+        parts = np.array_split(np.arange(placement.num_routed), ranks)
+        size = slots.shape[1] // ranks
+        rows[:] = np.concatenate([np.pad(part, (0, size - len(part)), constant_values=-1) for part in parts])
     rows[list(placement.layer_ids)] = slots
-    return {SGLANG: rows.tolist()}  # SGLang passes other keys on as arguments, and fails
+    # SGLang passes other keys on as arguments, and fails.
+    return {SGLANG: rows.tolist()} | ({RAGGED: PAGES} if ragged else {})
 
 
 def sglang_read(content: Any, topology: Topology | None) -> Placement:
     """Read all rows, including those of dense layers: the file does not state which they are."""
-    check_keys(content, {SGLANG})
+    check_keys(content, {SGLANG, RAGGED} if RAGGED in content else {SGLANG})
+    if content.get(RAGGED, PAGES) != PAGES:
+        raise ValueError(f"{RAGGED} must be {PAGES}, got {shown(content[RAGGED])}")
     rows = integer_rows(SGLANG, content[SGLANG])
     return made(rows, tuple(range(len(rows))), "hidden", topology, SGLANG, "SGLang's file")
 
@@ -248,10 +280,16 @@ def launch_line(placement: Placement, format: str, path: str, ranks: int | None 
     The line names one arrangement of the ranks, tensor parallel; other arrangements take the same file.
     """
     try:
-        redundant = engine_slots(placement).shape[1] - placement.num_routed
+        slots = engine_slots(placement, holes=format == "sglang")
     except ValueError:  # spare, dead or absent slots
         return ""
-    file = shlex.quote(path)
+    redundant, file = slots.shape[1] - placement.num_routed, shlex.quote(path)
+    if format == "sglang" and (slots < 0).any():
+        size = f"--tp {ranks} --ep-size {ranks} " if ranks else ""
+        return (
+            f"ISOLOAD_SGLANG=1 ISOLOAD_RAGGED={PAGES} python -m sglang.launch_server --model-path MODEL {size}"
+            f"--ep-num-redundant-experts {redundant} --init-expert-location {file}"
+        )
     if format == "sglang":
         size = f"--tp {ranks} --ep-size {ranks} " if ranks else ""
         return f"{size}--ep-num-redundant-experts {redundant} --init-expert-location {file}"

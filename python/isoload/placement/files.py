@@ -215,6 +215,7 @@ class Format:
     suffix: str = ""  # of the file's name, if the reader depends on it
     holds: type = dict
     numbering: Numbering | None = None  # of the engine's layers; None: the file states it
+    holes: bool = False  # whether the engine runs with absent slots
 
 
 FORMATS = {
@@ -232,6 +233,7 @@ FORMATS = {
         engine_files.sglang_write,
         suffix=".json",
         numbering="hidden",
+        holes=True,
     ),
     "vllm": Format(
         lambda c: c.get("record_type") == engine_files.VLLM,
@@ -264,7 +266,9 @@ def check_format(format: str, path: str | Path, name: str = "path") -> None:
         raise ValueError(f"{name} must end in {suffix} for format {format}, got {str(path)!r}")
 
 
-def write_placement(placement: Placement, path: str | Path, format: str = "isoload") -> None:
+def write_placement(
+    placement: Placement, path: str | Path, format: str = "isoload", holes: bool = False
+) -> None:
     """Write a placement. The file appears whole or not at all.
 
     Args:
@@ -272,6 +276,7 @@ def write_placement(placement: Placement, path: str | Path, format: str = "isolo
             :meth:`Placement.with_moe_layers` states them.
         path: the file.
         format: one of ``isoload.placement.files.FORMATS``.
+        holes: whether an engine's file may have absent slots; SGLang's only, which then needs ISOLOAD_RAGGED=pages.
 
     Raises:
         ValueError: an unknown format; a placement that the format cannot hold, or a name that its reader does not
@@ -282,7 +287,7 @@ def write_placement(placement: Placement, path: str | Path, format: str = "isolo
     form = FORMATS[format]
     if form.numbering is not None:
         engine_files.engine_slots(
-            placement
+            placement, holes and form.holes
         )  # checks whether any engine's file can hold it, before the layers' numbers
         placement = engine_files.by_moe_layers(placement, form.numbering)
     write_text(form.dumps(form.write(placement)), str(path))

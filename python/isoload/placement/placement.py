@@ -267,7 +267,11 @@ class Placement(Identified):
         live, experts = self.topology.live_ranks, self.num_routed
         routed = self.slots_per_rank - self.spare_slots - self.num_shared
         rows = np.full((self.topology.num_ranks, self.slots_per_rank), -1)
-        rows[live, :routed] = (np.arange(len(live) * routed) % experts).reshape(len(live), routed)
+        if (self.arrays[0].reshape(self.num_layers, self.topology.num_ranks, -1)[:, live, :routed] < 0).any():
+            for rank, part in zip(live, np.array_split(np.arange(experts), len(live)), strict=True):
+                rows[rank, : len(part)] = part  # a ragged placement has replicas only where they pay
+        else:
+            rows[live, :routed] = (np.arange(len(live) * routed) % experts).reshape(len(live), routed)
         rows[live, routed : routed + self.num_shared] = np.arange(experts, self.num_experts)
         extra = torch.from_numpy(rows.reshape(1, -1)).expand(len(wanted), -1)
         known = tuple(sorted({*self.identity.moe_layers, *wanted})) if self.identity.moe_layers else ()

@@ -6,7 +6,7 @@ dead ranks.
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -28,7 +28,7 @@ from isoload.placers.base import (
 from isoload.placers.craft import CraftPlacer
 from isoload.placers.eplb import EplbPlacer, TrivialPlacer
 from isoload.placers.grace import GracePlacer
-from isoload.placers.resize import resized
+from isoload.placers.resize import filled_up, resized
 from isoload.placers.scenario import ScenarioPlacer
 from isoload.topology import NOMINAL_TICKS, Topology, as_topology
 from isoload.traces.identity import joined
@@ -61,6 +61,7 @@ def place(
     spare_slots: int = 0,
     num_shared: int = 0,
     before: Placement | None = None,
+    capacity: Any = None,
     **options: Any,
 ) -> Placement:
     """Return a placement: the expert or replica in each slot.
@@ -78,6 +79,9 @@ def place(
             its layers; an array of counts has all of its layers, in order. Ranks may have died or recovered since. If
             the number of ranks or slots differs, rank r stays rank r, and ranks leave or join at the end. The placer
             then starts from slots in which the remaining ranks keep as many copies as possible.
+        capacity: [L, R] slots for routed experts that have memory on each rank in each layer, at most slots_per_rank;
+            the other slots stay absent. Placers eplb, craft and scenario keep to these, and with a budget of replicas
+            move slots between layers. None: no such bound.
         **options: the placer's own, e.g. ``dedup=False``.
 
     Raises:
@@ -89,6 +93,7 @@ def place(
     dense = _dense_slots(scenarios, topology, slots_per_rank, spare_slots, num_shared)
     others, ticks = spare_slots + num_shared, topology.ticks
     tick = np.ones(len(live)) if ticks is None else ticks.numpy()[live] / NOMINAL_TICKS
+    rooms = _check_capacity(capacity, planner, scenarios, topology, dense)
     start: Slots | None = None
     home_rank: Ints | None = None
     if before is not None:
@@ -101,7 +106,8 @@ def place(
         rows = merged(
             before.arrays[0].reshape(before.num_layers, before.topology.num_ranks, -1)[:, :, :routed_slots]
         )
-        if (before.topology.num_ranks, routed_slots) == (topology.num_ranks, dense):
+        same_ranks = before.topology.num_ranks == topology.num_ranks
+        if same_ranks and (routed_slots == dense or planner.has_budget or rooms is not None):
             start = rows[:, live]  # only the first of two slots of an expert on a rank
         else:
             start = resized(rows, live, dense, scenarios.mean(scenarios.loads), tick)
@@ -118,6 +124,7 @@ def place(
         slots_per_rank=None if planner.has_budget and slots_per_rank is None else dense,
         before=start,
         home_rank=home_rank,
+        capacity=rooms,
     )
     identity = None if before is None else before.identity
     if traces:  # all traces are of one model; some may state more about it than the first
@@ -125,11 +132,13 @@ def place(
         for trace in traces[1:]:
             identity = joined(identity, trace.identity, f"trace {traces[0].name}", f"trace {trace.name}")
     placed = planner.place(scenarios, live_ranks)
-    width = placed.slots.shape[2]
+    width, ragged = placed.slots.shape[2], planner.has_budget or rooms is not None
     if live_ranks.slots_per_rank is None:
         dense = width
     slots = np.full((scenarios.num_layers, topology.num_ranks, dense + others), -1, dtype=np.int32)
-    slots[:, live, :width] = placed.slots if before is None else keep_places(placed.slots, live_ranks.before)
+    slots[:, live, :width] = (
+        placed.slots if before is None else keep_places(placed.slots, live_ranks.before, ragged)
+    )
     weight = np.zeros(slots.shape, dtype=np.float32)
     if placed.replica_weight is None:
         weight[:, live] = weights_by_load(slots[:, live], scenarios.mean(scenarios.loads), live_ranks.tick)
@@ -157,6 +166,27 @@ def place(
     )
 
 
+def rectangle(placement: Placement, counts: Any) -> Placement:
+    """Return a placement with replicas in its absent slots, each where it helps most; all other slots stay.
+
+    Args:
+        placement: of live ranks, without spare slots and shared experts.
+        counts: as for :func:`place`, those that the placement was made from.
+    """
+    scenarios, _ = make_scenarios(counts)
+    layers, ranks = placement.num_layers, placement.topology.num_ranks
+    ticks = placement.topology.ticks
+    tick = np.ones(ranks) if ticks is None else ticks.numpy() / NOMINAL_TICKS
+    loads = scenarios.mean(scenarios.loads)
+    slots = filled_up(placement.arrays[0].reshape(layers, ranks, -1), loads, tick)
+    weight = weights_by_load(slots, loads, tick).reshape(layers, -1)
+    return replace(
+        placement,
+        slot_to_expert=torch.from_numpy(slots.reshape(layers, -1)),
+        replica_weight=torch.from_numpy(weight),
+    )
+
+
 def make_placer(name: str, options: dict[str, Any]) -> Placer:
     """Return the placer with a name and options."""
     return make("placer", PLACERS, name, options)
@@ -167,17 +197,49 @@ def parse_placer(text: str) -> tuple[str, dict[str, Any]]:
     return parse("placer", PLACERS, text)
 
 
-def keep_places(slots: Slots, before: Slots | None) -> Slots:
-    """Return slots [L, R, S] reordered so that every expert that stays on its rank keeps its slot in ``before``."""
+def keep_places(slots: Slots, before: Slots | None, ragged: bool) -> Slots:
+    """Return slots [L, R, S] reordered so that every expert that stays on its rank keeps its slot in ``before``.
+
+    If the placement is ragged, absent slots come last, so an expert leaves a slot that is absent now.
+    """
     assert before is not None
-    ordered = np.full_like(slots, -1)
-    rows = (array.reshape(-1, slots.shape[2]) for array in (ordered, before, slots))
+    width = slots.shape[2]
+    ordered, start = np.full_like(slots, -1), np.full_like(slots, -1)
+    start[:, :, : before.shape[2]] = before[:, :, :width]
+    rows = (array.reshape(-1, width) for array in (ordered, start, slots))
     for row, old, new in zip(*rows, strict=True):
         stays = (old >= 0) & np.isin(old, new)
+        if ragged:
+            stays &= np.arange(width) < (new >= 0).sum()
         row[stays] = old[stays]
-        come = new[(new >= 0) & ~np.isin(new, old)]
+        come = new[(new >= 0) & ~np.isin(new, row)]
         row[np.flatnonzero(~stays)[: len(come)]] = come
     return ordered
+
+
+def _check_capacity(
+    capacity: Any, planner: Placer, scenarios: Scenarios, topology: Topology, dense: int
+) -> Ints | None:
+    """Return [L, live ranks] the slots of every live rank; None without a bound."""
+    if capacity is None:
+        return None
+    if not planner.takes_capacity:
+        raise ValueError(f"capacity must be None for placer {planner.name}, which fills every slot")
+    slots, shape = np.asarray(capacity, dtype=np.int32), (scenarios.num_layers, topology.num_ranks)
+    if slots.shape != shape:
+        raise ValueError(
+            f"capacity must be {list(shape)} for these counts and ranks, got {list(slots.shape)}"
+        )
+    live: Ints = slots[:, topology.live_ranks]
+    if live.min() < 0 or live.max() > dense:
+        raise ValueError(f"capacity must be in 0..{dense} on every rank, got {live.min()}..{live.max()}")
+    if (short := live.sum(1) < scenarios.num_experts).any():
+        layer = int(short.argmax())
+        raise ValueError(
+            f"capacity must have a slot for each of the {scenarios.num_experts} experts, got {live[layer].sum()} "
+            f"in layer {layer}"
+        )
+    return live
 
 
 def _dense_slots(
@@ -261,5 +323,6 @@ __all__ = [
     "make_placer",
     "parse_placer",
     "place",
+    "rectangle",
     "register_placer",
 ]

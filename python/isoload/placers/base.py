@@ -139,6 +139,9 @@ class LiveRanks:
     # [L, R, slots_per_rank] current experts (-1 = none), from which the placer starts
     before: Slots | None = None
     home_rank: Ints | None = None  # [L, E] rank of each expert's home in `before`, of these R; -1 = dead
+    # [L, R] slots that have memory on every rank now; None = no bound on each rank. A placer with a budget may move
+    # them between layers; see `isoload.placers.craft.moved_slots`.
+    capacity: Ints | None = None
 
     @property
     def num_ranks(self) -> int:
@@ -162,6 +165,7 @@ class Placer(ABC):
 
     name: ClassVar[str]
     takes_before: ClassVar[bool] = False  # whether it can start from a placement
+    takes_capacity: ClassVar[bool] = False  # whether layers and ranks may have different numbers of slots
     needs_tokens: ClassVar[bool] = False  # whether it needs traces with per-token choices
     uses_tokens: ClassVar[bool] = False  # whether it uses per-token choices if a trace has them
     # Whether the placer selects the number of slots itself, by a budget of replicas.

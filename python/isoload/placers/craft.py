@@ -112,6 +112,50 @@ def assign(slots: Ints, num_ranks: int) -> Ints:
     return capacity
 
 
+def moved_slots(capacity: Ints, replicas: Ints, experts: int) -> Ints:
+    """Return [L, R] slots of every rank, moved from layers that need fewer replicas now to layers that need more.
+
+    Every rank keeps its number of slots over all layers, and has no more in a layer than the most of any rank in any.
+    In a layer no rank gains a slot while another loses one. So a rank that first gives back the slots of layers that
+    shrink never has more than at the start. A layer whose replicas find no rank with a free slot gets fewer.
+
+    Args:
+        capacity: [L, R] present slots.
+        replicas: [L] wanted replicas of each layer.
+        experts: E.
+    """
+    slots: Ints = capacity.copy()
+    limit, stride = capacity.sum(0), int(capacity.max())
+    change = experts + replicas - capacity.sum(1)
+    for layer, number in enumerate(change):
+        for _ in range(-number):
+            rank = int(np.lexsort((slots.sum(0), slots[layer]))[-1])  # most slots in the layer, then in all
+            slots[layer, rank] -= 1
+    for layer, number in enumerate(change):
+        for _ in range(number):
+            totals = slots.sum(0)
+            free = np.flatnonzero((totals < limit) & (slots[layer] < stride))
+            if not len(free):
+                break
+            rank = int(free[np.lexsort((totals[free], slots[layer][free]))[0]])
+            slots[layer, rank] += 1
+    lost = (slots - capacity).clip(max=0)
+    for short in np.flatnonzero(slots.sum(0) < limit):  # no layer that needs more could take these slots
+        for shrunk in np.flatnonzero(lost[:, short] < 0)[: limit[short] - slots[:, short].sum()]:
+            slots[shrunk, short] += 1
+    return slots
+
+
+def budget_capacity(counts: Ints, live_ranks: LiveRanks, experts: int) -> Ints:
+    """Return [L, R] slots of every rank for the replicas of each layer [L] that a budget has chosen.
+
+    Where ranks have a capacity, all slots with memory stay in use, for any budget.
+    """
+    if live_ranks.capacity is not None:
+        return moved_slots(live_ranks.capacity, counts, experts)
+    return assign(experts + counts, live_ranks.num_ranks)
+
+
 OBJECTIVES = ("time", "gain", "printed")
 
 
@@ -137,6 +181,7 @@ class CraftPlacer(Placer):
 
     name = "craft"
     has_budget = True
+    takes_capacity = True
     replicas: int | str = "knee"
     objective: str = "time"
     grid: str = "powers"
@@ -150,7 +195,7 @@ class CraftPlacer(Placer):
         weight = scenarios.total().astype(np.float32)
         worth = self._worth(scenarios, weight, grid, ranks)
         counts, curve = allocate(worth, grid, ranks, self.replicas)
-        slots = pack_into(weight, assign(experts + counts, ranks))
+        slots = pack_into(weight, budget_capacity(counts, live_ranks, experts))
         notes = {"replicas_by_layer": counts.tolist(), "worth_by_replicas_of_a_rank": curve}
         return Placed(slots, notes=notes)
 

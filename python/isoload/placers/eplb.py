@@ -22,18 +22,27 @@ class EplbPlacer(Placer):
     Options:
         dedup: never two replicas of an expert on one rank, so at most R replicas of each. False reproduces the
             published maps exactly (for equal loads: those of the published code with a stable sort).
+        replicas: number per rank over all layers, given one after the other to the expert with the most load per
+            replica of all layers, at most R in a layer. None: the same number of slots in every layer.
         groups: number of groups of consecutive experts, from which a token's router selects some. If the number of
             nodes divides it, this is the hierarchical policy: groups are packed onto nodes, and each node's experts
             are replicated and packed on that node. 0 or any other number means the global policy, as published.
 
     Raises:
-        ValueError: with ``dedup``, a rank has more slots than there are experts (hierarchical: on its node); groups
-            do not divide the experts; or nodes have unequal numbers of live ranks.
+        ValueError: replicas is out of range, or comes with groups or without dedup; with ``dedup``, a rank has more
+            slots than there are experts (hierarchical: on its node); groups do not divide the experts; or nodes have
+            unequal numbers of live ranks.
     """
 
     name = "eplb"
+    takes_capacity = True
     dedup: bool = True
     groups: int = 0
+    replicas: int | None = None
+
+    @property
+    def has_budget(self) -> bool:  # type: ignore[override]
+        return self.replicas is not None
 
     def place(self, scenarios: Scenarios, live_ranks: LiveRanks) -> Placed:
         # float32 from here on, as in the published code, whose near-ties depend on the rounding.
@@ -41,6 +50,8 @@ class EplbPlacer(Placer):
         experts = scenarios.num_experts
         if self.groups and (self.groups < 0 or experts % self.groups):
             raise ValueError(f"groups must divide the {experts} experts, got {self.groups}")
+        if self.replicas is not None or live_ranks.capacity is not None:
+            return Placed(self._place_ragged(weight, live_ranks))
         nodes = len(set(live_ranks.node.tolist()))
         if not self.groups or nodes == 1 or self.groups % nodes:
             return Placed(pack_replicas(weight, live_ranks.num_ranks, slots_of(live_ranks), self.dedup))
@@ -50,6 +61,27 @@ class EplbPlacer(Placer):
                 f"groups must be 0 where nodes have unequal numbers of live ranks, got {self.groups}"
             )
         return Placed(self._place_by_node(weight, nodes, live_ranks))
+
+    def _place_ragged(self, weight: Floats, live_ranks: LiveRanks) -> Slots:
+        """Return [L, R, S] slots, of which layers and ranks have different numbers."""
+        from isoload.placers.craft import (
+            budget_capacity,
+            check_budget,
+        )  # which packs experts as this module does
+
+        if self.groups or not self.dedup:
+            raise ValueError(
+                "groups must be 0 and dedup True with replicas and where slots differ between layers, got "
+                f"groups={self.groups} and dedup={self.dedup}"
+            )
+        capacity = live_ranks.capacity
+        if self.replicas is not None:
+            layers, experts = weight.shape
+            check_budget(self.replicas, layers, live_ranks, experts)
+            counts = hottest_layers(weight, self.replicas, live_ranks.num_ranks)
+            capacity = budget_capacity(counts, live_ranks, experts)
+        assert capacity is not None
+        return pack_into(weight, capacity)
 
     def _place_by_node(self, weight: Floats, nodes: int, live_ranks: LiveRanks) -> Slots:
         """Return [L, R, S] slots of the hierarchical policy."""
@@ -63,6 +95,21 @@ class EplbPlacer(Placer):
         packed = pack_replicas(node_weight, live_ranks.num_ranks // nodes, slots_of(live_ranks), self.dedup)
         slots = np.take_along_axis(ids, packed.reshape(layers * nodes, -1), 1)
         return slots.reshape(layers, live_ranks.num_ranks, -1).astype(np.int32)
+
+
+def hottest_layers(weight: Floats, replicas: int, ranks: int) -> Slots:
+    """Return [L] replicas: R * replicas of them, each for the expert of the most load per replica of all layers.
+
+    A layer gets at most R, and an expert at most one on each rank.
+    """
+    share = weight / np.maximum(weight.sum(1, keepdims=True), np.finfo(np.float32).tiny)
+    copies, counts = np.ones(weight.shape), np.zeros(len(weight), dtype=np.int32)
+    for _ in range(ranks * replicas):
+        free = (counts < ranks)[:, None] & (copies < ranks)
+        layer, expert = np.unravel_index(int(np.where(free, share / copies, -1.0).argmax()), weight.shape)
+        copies[layer, expert] += 1
+        counts[layer] += 1
+    return counts
 
 
 def pack_replicas(weight: Floats, ranks: int, slots: int, dedup: bool) -> Slots:

@@ -9,8 +9,8 @@ import numpy as np
 from isoload.placers.base import Floats, Ints, Slots
 
 
-def resized(rows: Slots, ranks: Sequence[int], width: int, loads: Floats, tick: Floats) -> Slots:
-    """Return [L, N, width] slots of the N ranks of the new group, from which a placer starts.
+def resized(rows: Slots, ranks: Sequence[int], size: int | Ints, loads: Floats, tick: Floats) -> Slots:
+    """Return [L, N, S] slots of the N ranks of the new group, from which a placer starts.
 
     As many replicas as possible stay on their ranks, provided that every expert gets a slot: first one replica of as
     many experts as possible, then further replicas. Experts without a rank go to the ranks with the least load, the
@@ -19,35 +19,47 @@ def resized(rows: Slots, ranks: Sequence[int], width: int, loads: Floats, tick: 
     Args:
         rows: [L, R, S] experts on the R former ranks, -1 = none, no expert twice on a rank.
         ranks: [N] live ranks of the new group, ascending. Ranks from R on are new and empty.
-        width: slots of a rank. All ranks together have at least one slot for each expert.
+        size: slots of every rank, or [L, N] slots of each, after which a rank's slots are -1. All ranks together have
+            at least one slot for each expert.
         loads: [L, E] mean loads.
         tick: [N] cost of one copy on each rank.
     """
     stays = np.array([rank for rank in ranks if rank < rows.shape[1]], dtype=np.int64)
-    filled = np.full((len(rows), len(ranks), width), -1, dtype=np.int32)
+    capacity = np.broadcast_to(np.asarray(size, dtype=np.int32), (len(rows), len(ranks)))
+    filled = np.full((len(rows), len(ranks), int(capacity.max())), -1, dtype=np.int32)
     for layer, load in enumerate(loads):
-        staying = _kept(rows[layer, stays], len(ranks) * width, width, len(load))
+        staying = _kept(rows[layer, stays], int(capacity[layer].sum()), capacity[layer], len(load))
         for rank, row in enumerate(staying):
             stay = row[row >= 0]
             filled[layer, rank, : len(stay)] = stay
-        _fill(filled[layer], load, tick)
+        _fill(filled[layer], capacity[layer], load, tick)
     return filled
 
 
-def _kept(slots: Ints, num_slots: int, width: int, experts: int) -> Ints:
-    """Return [R, S] the experts that stay, -1 elsewhere; the new group has num_slots slots, width per rank."""
-    if slots.shape[1] > width:
-        slots = _narrowed(slots, width, experts)
+def filled_up(slots: Slots, loads: Floats, tick: Floats) -> Slots:
+    """Return slots [L, R, S] with a replica in every absent slot: each time of the expert with the most load per
+    replica, on the rank with the least load.
+    """
+    full: Slots = slots.copy()
+    for layer, load in enumerate(loads):
+        _fill(full[layer], np.full(slots.shape[1], slots.shape[2]), load, tick)
+    return full
+
+
+def _kept(slots: Ints, num_slots: int, capacity: Ints, experts: int) -> Ints:
+    """Return [R, S] the experts that stay, -1 elsewhere; the new group has num_slots slots, capacity of each rank."""
+    if ((slots >= 0).sum(1) > capacity[: len(slots)]).any():
+        slots = _narrowed(slots, capacity, experts)
     copies = np.bincount(slots[slots >= 0], minlength=experts).astype(np.int32)
     short = int((copies == 0).sum()) - (num_slots - int((slots >= 0).sum()))
     return _without_replicas(slots, copies, max(short, 0))
 
 
-def _fill(slots: Ints, load: Floats, tick: Floats) -> None:
-    """Fill the empty slots [N, width] in place."""
+def _fill(slots: Ints, capacity: Ints, load: Floats, tick: Floats) -> None:
+    """Fill the empty slots [N, S] in place, up to the capacity of every rank [N]."""
     copies = np.bincount(slots[slots >= 0], minlength=len(load))
     lost = sorted(np.flatnonzero(copies == 0), key=lambda expert: -load[expert])
-    while (free := (slots < 0).any(1)).any():
+    while (free := (slots >= 0).sum(1) < capacity).any():
         per_replica = load / np.maximum(copies, 1)
         cost = np.where(slots >= 0, per_replica[slots], 0.0).sum(1) * tick
         rank = int(np.where(free, cost, np.inf).argmin())
@@ -62,8 +74,8 @@ def _fill(slots: Ints, load: Floats, tick: Floats) -> None:
         copies[expert] += 1
 
 
-def _narrowed(slots: Ints, width: int, experts: int) -> Ints:
-    """Return [R, S] with at most `width` experts per rank: first one replica of as many experts as possible.
+def _narrowed(slots: Ints, capacity: Ints, experts: int) -> Ints:
+    """Return [R, S] with at most `capacity` experts on each rank [R]: first one replica of as many experts as possible.
 
     Uses augmenting paths between experts and ranks, starting with the experts that have the fewest replicas.
     """
@@ -75,7 +87,7 @@ def _narrowed(slots: Ints, width: int, experts: int) -> Ints:
             if rank in visited:
                 continue
             visited.add(rank)
-            if len(chosen[rank]) < width:
+            if len(chosen[rank]) < capacity[rank]:
                 chosen[rank].append(expert)
                 return True
             for place, other in enumerate(chosen[rank]):
@@ -89,7 +101,8 @@ def _narrowed(slots: Ints, width: int, experts: int) -> Ints:
     staying = np.full_like(slots, -1)
     for rank, row in enumerate(slots):
         first = set(chosen[rank])
-        others = [expert for expert in row if expert >= 0 and expert not in first][: width - len(first)]
+        others = [expert for expert in row if expert >= 0 and expert not in first]
+        others = others[: capacity[rank] - len(first)]
         stay = [*first, *others]
         staying[rank] = np.where(np.isin(row, stay), row, -1)
     return staying

@@ -13,8 +13,9 @@ import numpy as np
 
 from isoload.placers.base import WHOLE, Floats, Ints, LiveRanks, Placed, Placer, Scenarios, Slots, slots_of
 from isoload.placers.compiled import LANES, MAX_NODES, near_slots, num_threads, search_slots
-from isoload.placers.craft import allocate, assign, check_budget, make_grid
+from isoload.placers.craft import allocate, assign, budget_capacity, check_budget, make_grid
 from isoload.placers.eplb import pack_into, pack_once
+from isoload.placers.resize import resized
 
 SWAP_STEPS = 30_000  # changes that all searches of a layer try together
 LONGEST = 10_000  # most changes that one search tries; with few slots there are more and shorter searches
@@ -146,6 +147,7 @@ class ScenarioPlacer(Placer):
 
     name = "scenario"
     takes_before = True
+    takes_capacity = True
     uses_tokens = True
     split: str = "even"
     search: bool = True
@@ -164,6 +166,10 @@ class ScenarioPlacer(Placer):
     def place(self, scenarios: Scenarios, live_ranks: LiveRanks) -> Placed:
         self._check(scenarios, live_ranks)
         capacity, notes = self._capacity(scenarios, live_ranks)
+        if live_ranks.before is not None and (self.replicas is not None or live_ranks.capacity is not None):
+            loads, ranks = scenarios.mean(scenarios.loads), range(live_ranks.num_ranks)
+            start = resized(live_ranks.before, ranks, capacity, loads, live_ranks.tick)
+            live_ranks = replace(live_ranks, before=start)
         slots, objective = self.search_layers(scenarios, live_ranks, capacity, STEPS if self.search else 0)
         if self.near and self.search and applies(scenarios, live_ranks):
             node, home = self._kept(scenarios, live_ranks)
@@ -192,23 +198,24 @@ class ScenarioPlacer(Placer):
     def _capacity(self, scenarios: Scenarios, live_ranks: LiveRanks) -> tuple[Ints, dict[str, Any]]:
         """Return [L, R] slots of every rank, and notes on how they were chosen."""
         layers, experts, ranks = scenarios.num_layers, scenarios.num_experts, live_ranks.num_ranks
-        if live_ranks.before is not None and self.replicas is not None:
-            raise ValueError(f"replicas must be None with before, whose slots are fixed, got {self.replicas}")
         if self.replicas is None:
+            if live_ranks.capacity is not None:
+                return live_ranks.capacity, {}
             return np.full((layers, ranks), slots_of(live_ranks), dtype=np.int32), {}
         check_budget(self.replicas, layers, live_ranks, experts)
         grid = make_grid(live_ranks, experts)
-        times = []
+        times, anew = [], replace(live_ranks, before=None, home_rank=None)
+        judge = replace(self, moves=None)
         mean = scenarios.weight @ scenarios.loads.sum(-1) / ranks  # [L] copies
         for number in grid:
             alone = np.repeat(assign(np.array([experts + number]), ranks), layers, axis=0)
             times.append(
-                mean * self.search_layers(scenarios, live_ranks, alone, TABLE_STEPS if self.search else 0)[1]
+                mean * judge.search_layers(scenarios, anew, alone, TABLE_STEPS if self.search else 0)[1]
             )
         table = np.array(times).T
         counts, curve = allocate(table[:, :1] - table, grid, ranks, self.replicas)
         notes = {"replicas_by_layer": counts.tolist(), "worth_by_replicas_of_a_rank": curve}
-        return assign(experts + counts, ranks), notes
+        return budget_capacity(counts, live_ranks, experts), notes
 
     def _check(self, scenarios: Scenarios, live_ranks: LiveRanks) -> None:
         if self.split not in ("even", "exact"):
@@ -230,6 +237,9 @@ class ScenarioPlacer(Placer):
                 f"replicas must be None with pinned where {live_ranks.num_ranks} ranks do not divide the "
                 f"{scenarios.num_experts} experts, got {self.replicas}"
             )
+        uneven = self.replicas is not None or live_ranks.capacity is not None
+        if self.pinned and live_ranks.before is not None and uneven:
+            raise ValueError("pinned must be False with before where slots move between layers, got True")
         if self.replicas is None and slots_of(live_ranks) > scenarios.num_experts:
             raise ValueError(
                 f"slots_per_rank must be at most {scenarios.num_experts} without spare slots, one for each expert, "

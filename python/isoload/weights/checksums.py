@@ -90,11 +90,13 @@ def _shifted(words: Tensor, bits: int) -> Tensor:
 
 
 def expert_checksums(sums: Tensor, slot_to_expert: Tensor, num_experts: int) -> Tensor:
-    """Return [L, E] int64, each expert's sum in its lowest slot, from sums [L, P] of slots that hold experts [L, P]."""
+    """Return [L, E] int64, each expert's sum in its lowest slot, from sums [L, P] of slots that hold experts [L, P], -1
+    in absent slots.
+    """
     checksums = sums.new_zeros(len(sums), num_experts)
-    layers = torch.arange(len(sums))
     for slot in reversed(range(sums.shape[1])):
-        checksums[layers, slot_to_expert[:, slot].long()] = sums[:, slot]
+        layers = (slot_to_expert[:, slot] >= 0).nonzero().flatten()
+        checksums[layers, slot_to_expert[layers, slot].long()] = sums[layers, slot]
     return checksums
 
 
@@ -105,15 +107,16 @@ def wrong_slots(
 
     Args:
         sums: [L, P] int64 of every slot.
-        slot_to_expert: [L, P] expert that each should hold, -1: any.
+        slot_to_expert: [L, P] expert that each should hold; -1: absent, or any.
         expected: [L, E] :func:`expert_checksums`.
         layers: their L numbers.
         num_ranks: R; each rank has P/R consecutive slots.
     """
     per_rank = sums.shape[1] // num_ranks
     wrong = []
-    differs = sums != expected.gather(1, slot_to_expert.clamp(min=0).long())
-    for i, slot in (differs & (slot_to_expert >= 0)).nonzero().tolist():
+    present = slot_to_expert >= 0
+    differs = sums != expected.gather(1, slot_to_expert.long().clamp(min=0))
+    for i, slot in (differs & present).nonzero().tolist():
         holds = (expected[i] == sums[i, slot]).nonzero().flatten().tolist()
         expert = int(slot_to_expert[i, slot])
         wrong.append(WrongSlot(layers[i], slot // per_rank, slot, expert, holds[0] if holds else None))

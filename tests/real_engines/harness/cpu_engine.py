@@ -45,6 +45,13 @@ def register() -> None:
     if "ISOLOAD_SPARE_SLOTS" in os.environ:
         target = "isoload.engines.sglang.borrowing.Spare.__call__"
         HookRegistry.register(target, record_fill, HookType.AROUND)
+    if "ENGINE_PAGES" in os.environ:
+        HookRegistry.register("isoload.engines.sglang.pages.into_pages", record_pages, HookType.AROUND)
+        HookRegistry.register(
+            "isoload.engines.layers.EngineLayers.check_moved", record_pages_of, HookType.AROUND
+        )
+    if os.environ.get("ENGINE_DRAWN") == "1":
+        HookRegistry.register("isoload.placers.eplb.hottest_layers", drawn_layers, HookType.REPLACE)
     if "ENGINE_FLIP" in os.environ:
         HookRegistry.register(
             "sglang.srt.eplb.expert_location_updater._update_expert_weights", flip_a_bit, HookType.AROUND
@@ -133,6 +140,36 @@ def flip_a_bit(original: Any, **given: Any) -> Any:
 
 
 FLIPPED = {"rebalances": 0}
+DRAW = torch.Generator().manual_seed(5)
+
+
+def drawn_layers(weight: Any, replicas: int, ranks: int) -> Any:
+    """Return replicas of each layer that have nothing to do with loads, the same on all ranks."""
+    of_slot = torch.randperm(ranks * len(weight), generator=DRAW)[: ranks * replicas] % len(weight)
+    return torch.bincount(of_slot, minlength=len(weight)).int().numpy()
+
+
+def record_pages(original: Any, runner: Any) -> None:
+    """A line per rank when the model is loaded: the bytes that are in memory, and SGLang's own map."""
+    from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
+
+    from isoload.engines.sglang import LAYERS
+
+    original(runner)
+    write_pages(LAYERS, get_global_expert_location_metadata().physical_to_logical_map_cpu)
+
+
+def record_pages_of(original: Any, layers: Any, *args: Any) -> None:
+    """The same after a rebalance, behind the comparison of weights."""
+    original(layers, *args)
+    write_pages(layers, layers.tables)
+
+
+def write_pages(layers: Any, table: Tensor) -> None:
+    resident, size = layers.pages.resident_bytes(), layers.pages.slot_bytes()
+    line = {"rank": layers.engine_rank(), "resident": resident, "size": size, "table": table.tolist()}
+    with open(f"{os.environ['ENGINE_PAGES']}.{layers.engine_rank()}", "a") as file:
+        print(json.dumps(line), file=file)
 
 
 def say_exchange(original: Any, balancer: Any, *others: Any) -> Any:

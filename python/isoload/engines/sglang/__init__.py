@@ -18,12 +18,20 @@ from typing import Any
 import torch
 
 from isoload.engines.record import EngineRecord
-from isoload.engines.seams import SHADOW, PlugIn, Seam
+from isoload.engines.seams import EXTRA, PAGES, SHADOW, PlugIn, Seam, extra_options
 from isoload.engines.settings import PLACEMENT, SGLANG, SPARE, Settings
-from isoload.engines.sglang import borrowing, dispatch, placement
+from isoload.engines.sglang import borrowing, dispatch, pages, placement
 from isoload.engines.sglang.dispatch import DeepEPWaterfillBalancer, WaterfillBalancer
 from isoload.engines.sglang.layers import EPLB, LAYERS, Layer
 from isoload.engines.tables import IDS, SLOTS, is_right, known_balancer, known_placement, replica_lists
+
+
+def move_weights(original: Any, **kwargs: Any) -> Any:
+    """Wrap _update_expert_weights for absent or spare slots; settings with both are rejected."""
+    return (pages.update_weights if LAYERS.settings.ragged else borrowing.update_expert_weights)(
+        original, **kwargs
+    )
+
 
 HOOKS = {
     "set_global_expert_location_metadata": dispatch.set_metadata,
@@ -38,9 +46,14 @@ HOOKS = {
     "compute_algorithm": placement.compute_algorithm,
     "rebalance_experts": placement.rebalance_experts,
     "rebalance": placement.rebalance,
+    "init_by_mapping": pages.by_mapping,
+    "_compute_logical_to_all_physical_map": pages.lists_without_holes,
+    "_convert_global_physical_count_to_logical_count": pages.counts_without_holes,
+    "update_expert_weights_single_layer": pages.update_layer,
+    "load_model": pages.load_model,
     "initialize": dispatch.initialize,
     "forward": dispatch.forward,
-    "_update_expert_weights": borrowing.update_expert_weights,
+    "_update_expert_weights": move_weights,
     **dict.fromkeys(
         ("run_moe_core", "forward_cutlass_w4afp8", "forward_cutlass_w4afp8_masked"), borrowing.wait_for_experts
     ),
@@ -158,6 +171,19 @@ def check_spare() -> bool:
     return computed == (experts, slots) and borrowing.home_slots(0, slots) is slots
 
 
+def check_pages() -> bool:
+    """Check that absent slots are replicas of no expert, and that copies are counted by SGLang's function."""
+    from sglang.srt.eplb import expert_distribution, expert_location
+
+    table = torch.tensor([[0, 1, -1, 1, 2, -1]])
+    want = torch.tensor([[[0, -1], [1, 3], [4, -1]]])
+    lists = expert_location._compute_logical_to_all_physical_map
+    count = expert_distribution._convert_global_physical_count_to_logical_count
+    mapped = pages.lists_without_holes(lists, table, 3, ep_size=2, moe_ep_rank=None)
+    copies = pages.counts_without_holes(count, torch.tensor([[[5, 2, 0, 3, 1, 0]]]), 1, 3, table)
+    return torch.equal(mapped, want) and copies.tolist() == [[[5, 5, 1]]]
+
+
 CHECKS = {
     "dynamic": check_dynamic,
     "lp": check_lp,
@@ -165,13 +191,14 @@ CHECKS = {
     EPLB: check_placement,
     SHADOW: check_shadow,
     SPARE.name: check_spare,
+    PAGES: check_pages,
 }
 
 
 def hook(seams: list[Seam], settings: Settings) -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    unused = {SHADOW} if settings.spare_slots else {SHADOW, SPARE.name}
+    unused = {SHADOW, *EXTRA} - extra_options(settings)
     LAYERS.lost = frozenset(CHECKS) - unused - {option for seam in seams for option in seam.serves}
     for seam in seams:
         HookRegistry.register(seam.target, HOOKS[seam.name], HookType(seam.kind))

@@ -23,6 +23,7 @@ from isoload.engines.layers import JOINED_BY_ALL
 from isoload.engines.settings import CHECK, REBALANCE, SPARE, SWITCH, Variable
 from isoload.engines.sglang import borrowing
 from isoload.engines.sglang.layers import LAYERS, Layer, model_name, moe, phase_of
+from isoload.engines.sglang.pages import check_start
 from isoload.engines.sglang.placement import check_at_start, check_file
 from isoload.placement.placement import Placement
 from isoload.policies.shared import WaterfillPolicy
@@ -140,6 +141,7 @@ def initialize(original: Original, self: Any, *args: Any, **kwargs: Any) -> None
     When it returns, the algorithm of every layer is fixed.
     """
     if not self.is_draft_worker:
+        check_start(self)
         check_file(getattr(self, "model_config", None))
     original(self, *args, **kwargs)
     if self.is_draft_worker:

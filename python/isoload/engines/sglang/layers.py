@@ -26,6 +26,7 @@ from isoload.policies import Policy, make_policy
 from isoload.policies.plan import without_shared_slots
 from isoload.topology import Topology
 from isoload.transport import Group
+from isoload.weights.pages import PagePool
 
 log = logging.getLogger("isoload")
 EPLB = "--eplb-algorithm isoload"
@@ -117,6 +118,8 @@ class Layers(EngineLayers[Layer]):
         self.waterfill_flag = "--enable-waterfill"  # the option that places them
         self.lost: frozenset[str] = frozenset()  # options to which isoload is not attached
         self.phase = "decode"  # of the current pass
+        self.pages: PagePool | None = None  # of the weights, where slots are absent
+        self.page_limits: Tensor | None = None  # [R] slots of every rank with memory at the start
         self.in_prefill_graph: Callable[[], bool] | None = None  # set if each phase has a policy
 
     def engine_group(self) -> dist.ProcessGroup:

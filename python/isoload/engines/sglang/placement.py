@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from isoload.engines.settings import RAGGED
 from isoload.engines.sglang import borrowing
 from isoload.engines.sglang.layers import EPLB, LAYERS, elastic_backend, moe, parallel, topology_of
 from isoload.engines.tables import EngineSizes, check_placer, engine_topology, lay_out, running
 from isoload.files import open_regular, read_text
+from isoload.weights.pages import resident_slots
 
 Original = Callable[..., Any]
 NAME = "isoload"
@@ -46,11 +48,13 @@ def rebalance_experts(
     topology = engine_topology(
         num_physical_experts // num_local_physical_experts, num_nodes, LAYERS.settings.times
     )
-    before = None if metadata is None else running(metadata.physical_to_logical_map_cpu, num_physical_experts)
+    holes = bool(LAYERS.settings.ragged)
+    table = None if metadata is None else metadata.physical_to_logical_map_cpu
+    before = running(table, num_physical_experts, holes)
     passes = int(tokens_per_expert.flatten(1).any(1).sum()) if tokens_per_expert.dim() == 3 else 1
     placed = lay_out(
         tokens_per_expert, topology, num_local_physical_experts, LAYERS.settings.placer, before,
-        LAYERS.new_maps, passes, LAYERS.settings.spare_slots,
+        LAYERS.new_maps, passes, LAYERS.settings.spare_slots, holes,
     )  # fmt: skip
     return tuple(table.to(device) for table in placed)
 
@@ -90,8 +94,8 @@ def check_at_start(metadata: Any) -> None:
     if moe().eplb_algorithm == NAME and EPLB not in LAYERS.lost:
         tables, experts = metadata.physical_to_logical_map_cpu, metadata.num_logical_experts
         placer = LAYERS.settings.placer
-        spare = LAYERS.settings.spare_slots
-        check_placer(f"--eplb-algorithm {NAME}", placer, tables, experts, topology_of(metadata), spare)
+        sizes = topology_of(metadata), LAYERS.settings.spare_slots, bool(LAYERS.settings.ragged)
+        check_placer(f"--eplb-algorithm {NAME}", placer, tables, experts, *sizes)
 
 
 def check_file(model_config: Any) -> None:
@@ -109,6 +113,11 @@ def check_file(model_config: Any) -> None:
         return
     path = moe().init_expert_location
     # While ranks may join, SGLang adds their slots to those of the file, and checks the sum.
+    if path == "trivial" and LAYERS.settings.ragged:
+        raise ValueError(
+            f"{RAGGED.name}={LAYERS.settings.ragged} needs a file with absent slots: pass --init-expert-location "
+            f"FILE.json, made by isoload place --holes, or unset {RAGGED.name}"
+        )
     if path == "trivial" or elastic_backend() is not None:
         return
     from sglang.srt.eplb.expert_location import ModelConfigForExpertLocation
@@ -131,10 +140,40 @@ def check_file(model_config: Any) -> None:
     elif (rows := content.get("physical_to_logical_map")) is not None:
         table = torch.as_tensor(rows)
         sizes.check(source, *table.shape)
+        check_absent(source, table, experts, sizes.num_ranks)
+        table = torch.where(table < 0, 0, table) if LAYERS.settings.ragged else table
         if int(table.min()) < 0 or int(table.max()) >= experts:
             raise ValueError(
                 f"{source} has experts {int(table.min())} to {int(table.max())} but the model has {experts}, from 0: "
                 "pass a file of this model"
+            )
+
+
+def check_absent(source: str, table: Tensor, experts: int, num_ranks: int) -> None:
+    """Raise ValueError unless a map [L, P] has absent slots exactly if ISOLOAD_RAGGED is set, each last on its rank."""
+    ragged = LAYERS.settings.ragged
+    if (table < -1).any():  # not absent, but wrong
+        return
+    if bool((table < 0).any()) != bool(ragged):
+        if ragged:
+            raise ValueError(
+                f"{source} has no absent slots, so {RAGGED.name}={ragged} has no effect: unset it"
+            )
+        raise ValueError(
+            f"{source} has absent slots: set {RAGGED.name}=pages, or make a file without them by isoload place "
+            "--rectangle"
+        )
+    if not ragged:
+        return
+    try:
+        resident_slots(table, num_ranks)
+    except ValueError as error:
+        raise ValueError(f"{source}: {error}") from None
+    for layer, row in enumerate(table.tolist()):
+        if missing := sorted(set(range(experts)) - set(row)):
+            raise ValueError(
+                f"{source} must have a slot for each of the {experts} experts, expert {missing[0]} has none in layer "
+                f"{layer}"
             )
 
 

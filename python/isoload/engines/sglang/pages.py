@@ -1,0 +1,250 @@
+"""Absent slots inside of SGLang (ISOLOAD_RAGGED=pages): replicas only where they pay.
+
+SGLang's tensors and ids stay rectangular. Slots with -1 in its map are absent: they come last on their rank, no copy is
+sent there, and the memory of their weights is given back after the model is loaded and before the KV cache is sized. At
+a rebalance layers that shrink give pages back before layers that grow take them. SGLang itself is not ready for -1: its
+functions that read the map are wrapped here.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isoload.engines.settings import CHUNKS, PLACER, RAGGED
+from isoload.engines.sglang.layers import LAYERS, moe
+from isoload.placers import make_placer, parse_placer
+from isoload.weights.pages import PagePool, resident_slots
+
+log = logging.getLogger("isoload")
+Original = Callable[..., Any]
+CANARY = "SGLANG_EXPERT_LOCATION_UPDATER_CANARY"
+# SGLang's options whose code reads, moves or frees the memory of experts in other ways: by attribute the values with
+# which they are off.
+FOREIGN: dict[str, tuple[Any, ...]] = {
+    "elastic_ep_backend": (None, "none"),
+    "enable_elastic_expert_backup": (None, False),
+    "enable_paged_experts": (None, False),
+    "dwdp_size": (None, 0, 1),
+    "enable_memory_saver": (None, False),
+    "remote_instance_weight_loader_start_seed_via_transfer_engine": (None, False),
+    "weight_cache_mode": (None, "none", "off", ""),
+    "kt_weight_path": (None, ""),
+    "cpu_offload_gb": (None, 0),
+    "offload_group_size": (None, -1, 0),
+}
+FOREIGN_VALUES = {"megamoe": ("moe_a2a_backend", "moe_runner_backend"), "expert_pack": ("load_format",)}
+FOREIGN_VALUES |= {"remote": ("load_format",)}
+
+
+def check_start(runner: Any) -> None:
+    """Check SGLang's options before the model is loaded.
+
+    Args:
+        runner: SGLang's ModelRunner.
+
+    Raises:
+        ValueError: an option cannot be combined with absent slots; one sentence.
+    """
+    if not LAYERS.settings.ragged:
+        return
+    without = f"must be left out with {RAGGED.name}={LAYERS.settings.ragged}"
+    device = str(getattr(runner, "device", "cpu"))
+    if not device.startswith("cpu"):
+        raise ValueError(
+            f"{RAGGED.name}={LAYERS.settings.ragged} gives back memory on the CPU only, the model is on {device}: use "
+            "a file without absent slots (isoload place --rectangle)"
+        )
+    options, arguments = moe(), getattr(runner, "server_args", None)
+    for name, off in FOREIGN.items():
+        value = getattr(arguments, name, None)
+        if value not in off:
+            raise ValueError(f"--{name.replace('_', '-')} {without}, got {value!r}")
+    for part, names in FOREIGN_VALUES.items():
+        for name in names:
+            value = str(getattr(arguments, name, None) or "")
+            if part in value:
+                raise ValueError(f"--{name.replace('_', '-')} {value} {without}")
+    algorithm = options.ep_dispatch_algorithm
+    if algorithm == "fake" or (algorithm == "lp" and "lp" in LAYERS.lost):
+        whose = "SGLang's own " if algorithm == "lp" else ""
+        raise ValueError(
+            f"{whose}--ep-dispatch-algorithm {algorithm} {without}: it sends copies to absent slots"
+        )
+    if options.enable_eplb and not LAYERS.places():
+        raise ValueError(
+            f"--eplb-algorithm must be isoload with {RAGGED.name}={LAYERS.settings.ragged}, because SGLang's own fill "
+            f"every slot, got {options.eplb_algorithm!r}"
+        )
+    chunks = getattr(options, "eplb_rebalance_layers_per_chunk", None)
+    if (
+        options.enable_eplb
+        and chunks is not None
+        and make_placer(*parse_placer(LAYERS.settings.placer)).has_budget
+    ):
+        raise ValueError(
+            f"{CHUNKS} {without} and {PLACER.name}={LAYERS.settings.placer}, which moves memory between layers, got "
+            f"{chunks}"
+        )
+    if os.environ.get(CANARY, "").lower() in ("1", "true", "yes", "y"):
+        raise ValueError(
+            f"{CANARY} must be unset with {RAGGED.name}: it compares the map of absent slots with weights"
+        )
+
+
+def by_mapping(
+    original: Original, model_config: Any, physical_to_logical_map: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Wrap ExpertLocationMetadata.init_by_mapping, which gets all keys of the file: drop that of absent slots."""
+    kwargs.pop("isoload_ragged", None)
+    return original(model_config, physical_to_logical_map, *args, **kwargs)
+
+
+def lists_without_holes(
+    original: Original, physical_to_logical_map: Tensor, num_logical_experts: int, *args: Any, **kwargs: Any
+) -> Tensor:
+    """Wrap _compute_logical_to_all_physical_map, which takes -1 for the last expert.
+
+    Absent slots become replicas of one expert more, whose list is left out.
+    """
+    absent = physical_to_logical_map < 0
+    if not bool(absent.any()):
+        return torch.as_tensor(original(physical_to_logical_map, num_logical_experts, *args, **kwargs))
+    table = torch.where(absent, num_logical_experts, physical_to_logical_map)
+    lists: Tensor = original(table, num_logical_experts + 1, *args, **kwargs)[:, :num_logical_experts]
+    return lists[:, :, : int((lists >= 0).sum(2).max())]
+
+
+def counts_without_holes(
+    original: Original,
+    global_physical_count: Tensor,
+    num_layers: int,
+    num_logical_experts: int,
+    physical_to_logical_map: Tensor,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Wrap _convert_global_physical_count_to_logical_count, whose scatter fails on -1.
+
+    Nothing is counted in an absent slot, so any expert will do for it.
+    """
+    table = physical_to_logical_map.clamp(min=0)
+    return original(global_physical_count, num_layers, num_logical_experts, table, *args, **kwargs)
+
+
+def update_layer(
+    original: Original,
+    *args: Any,
+    old_physical_to_logical_map: list[int],
+    new_physical_to_logical_map: list[int],
+    **kwargs: Any,
+) -> Any:
+    """Wrap update_expert_weights_single_layer, which would fetch expert -1: a slot that becomes absent keeps its expert
+    until its pages are given back.
+    """
+    pairs = zip(old_physical_to_logical_map, new_physical_to_logical_map, strict=True)
+    new = [before if after < 0 else after for before, after in pairs]
+    maps = {"old_physical_to_logical_map": old_physical_to_logical_map, "new_physical_to_logical_map": new}
+    return original(*args, **maps, **kwargs)
+
+
+def update_weights(original: Original, **kwargs: Any) -> dict[int, list[int]]:
+    """Wrap _update_expert_weights: first the layers in which no rank gains a slot, then the remaining layers.
+
+    Every rank checks the slots of all ranks before a weight moves, so all of them raise or none does.
+
+    Raises:
+        ValueError: a rank would have more slots than it had at the start.
+    """
+    old, new = (kwargs[f"{name}_expert_location_metadata"] for name in ("old", "new"))
+    layers: list[int] = list(kwargs["update_layer_ids"])
+    before, after = (resident_slots(m.physical_to_logical_map_cpu, m.ep_size) for m in (old, new))
+    pool, rank, missing = LAYERS.pages, LAYERS.engine_rank(), dict[int, list[int]]()
+    assert pool is not None
+    grows = (after > before).any(1)
+    check_moves(before, after, layers, pool)
+    for part in ([i for i in layers if not grows[i]], [i for i in layers if grows[i]]):
+        if part:
+            pool.resize({i: int(torch.maximum(before, after)[i, rank]) for i in part})
+            missing |= original(**(kwargs | {"update_layer_ids": part}))
+            pool.resize({i: int(after[i, rank]) for i in part})
+    return missing
+
+
+def check_moves(before: Tensor, after: Tensor, layers: Sequence[int], pool: PagePool) -> None:
+    """Raise ValueError on all ranks if one of them would need more memory than at the start while experts move.
+
+    Args:
+        before, after: [L, R] slots with memory.
+        layers: those that change now.
+        pool: of this rank; it has the layers with weights.
+    """
+    peak = before.clone()
+    grows = (after > before).any(1)
+    for i in layers:
+        peak[i] = torch.maximum(before[i], after[i]) if grows[i] else after[i]
+    paged = sorted(pool.layers)
+    assert LAYERS.page_limits is not None
+    if ((total := peak[paged].sum(0)) > LAYERS.page_limits).any():
+        rank = int((total > LAYERS.page_limits).int().argmax())
+        raise ValueError(
+            f"a rebalance must leave rank {rank} at most {int(LAYERS.page_limits[rank])} slots with memory over all "
+            f"layers, as at the start, got {int(total[rank])}: {PLACER.name} must keep to the capacity of every rank"
+        )
+
+
+def load_model(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Wrap ModelRunner.load_model: give back the pages of absent slots, before the KV cache is sized."""
+    result = original(self, *args, **kwargs)
+    if not self.is_draft_worker:
+        into_pages(self)
+    return result
+
+
+def into_pages(runner: Any) -> None:
+    """Put the weights of a loaded model into pages.
+
+    Args:
+        runner: SGLang's ModelRunner.
+
+    Raises:
+        ValueError: the KV cache has its size already; or the model's weights are not one row for every slot.
+    """
+    from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
+
+    from isoload.engines.sglang.dispatch import weights_of
+
+    if getattr(runner, "token_to_kv_pool", None) is not None:
+        raise ValueError(
+            f"{RAGGED.name} must give pages back before the KV cache is sized, but this SGLang sizes it before "
+            "the model is loaded: use a file without absent slots (isoload place --rectangle)"
+        )
+    metadata = get_global_expert_location_metadata()
+    weights = weights_of(runner.model, RAGGED)
+    slots = resident_slots(metadata.physical_to_logical_map_cpu, metadata.ep_size)
+    stride = metadata.physical_to_logical_map_cpu.shape[1] // metadata.ep_size
+    rank, pool = LAYERS.engine_rank(), PagePool()
+    parameters = {p.data_ptr(): p for p in runner.model.parameters() if p.numel()}
+    for layer, tensors in sorted(weights.items()):
+        for tensor in tensors:
+            if len(tensor) != stride or not tensor.is_contiguous() or tensor.data_ptr() not in parameters:
+                raise ValueError(
+                    f"{RAGGED.name} needs weights that are parameters of one row for each of a rank's {stride} slots, "
+                    f"got {list(tensor.shape)} in layer {layer} of {type(runner.model).__name__}"
+                )
+        paged = pool.add(layer, tensors, int(slots[layer, rank]))
+        for i, (old, new) in enumerate(zip(list(tensors), paged, strict=True)):
+            parameters[old.data_ptr()].data = new
+            tensors[i] = new  # type: ignore[index]  # the engine moves experts between these
+    LAYERS.pages, LAYERS.page_limits = pool, slots[sorted(weights)].sum(0)
+    freed = sum(size * (stride - pool.slots[layer]) for layer, size in pool.slot_bytes().items())
+    if rank == 0:
+        log.info(
+            f"isoload SGLang: {pool.limit} of {stride * len(weights)} expert slots of a rank have memory, "
+            f"{freed / 2**30:.2f} GiB of weights were given back"
+        )
