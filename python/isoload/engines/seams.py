@@ -93,8 +93,8 @@ def read_seams(engine: str) -> list[Seam]:
 
 # By engine its lists of seams, each with the hook that is all of it; empty: options attach one by one.
 ENGINE_SEAMS: Mapping[str, Mapping[str, str]] = {
-    "SGLang": {"sglang": ""},
-    "vLLM": {"vllm": "ISOLOAD_VLLM=1", "vllm_start": "ISOLOAD_PLACEMENT"},
+    "SGLang": {"sglang": "", "sglang_routing": "ISOLOAD_ROUTING"},
+    "vLLM": {"vllm": "ISOLOAD_VLLM=1", "vllm_start": "ISOLOAD_PLACEMENT", "vllm_routing": "isoload:FILE"},
     "Megatron-Core": {"megatron": "isoload.engines.megatron.balance"},
     "transformers": {"transformers": "ep_implementation='isoload'"},
 }

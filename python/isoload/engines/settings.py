@@ -85,6 +85,11 @@ TIMES = Variable(
     "file of isoload measure: its speeds are those of the ranks if they differ by 1 % or more, its times those of "
     "ISOLOAD_REBALANCE; empty: equal ranks, an H100's times by arithmetic",
 )  # fmt: skip
+ROUTING = Variable(
+    "ISOLOAD_ROUTING", "", "FILE, FILE:seed=N or FILE:phase=NAME",
+    "trace by which SGLang routes every token, to measure without production traffic: tokens then have no meaning; "
+    "vLLM's is VLLM_MOE_ROUTING_SIMULATION_STRATEGY=isoload:FILE; empty: the model's router",
+)  # fmt: skip
 COMMON = (
     MODE, STRICT, PLACEMENT, POLICY, LOADS, PLACER, REPORT, RECORD, RECORD_EVERY, SWITCH, CHECK, STALLED,
     REBALANCE, TIMES,

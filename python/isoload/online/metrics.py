@@ -79,7 +79,7 @@ METRICS = {
     "fallbacks_total": Metric("counter", "layers times forward passes in which the engine chose replicas"),
     "batches_not_certified_total": Metric(
         "counter",
-        "batches whose plan is not proved optimal within the policy's tolerance, among plans from the counts of all ranks",
+        "batches whose plan is not proved optimal within the policy's tolerance, among plans from all ranks' counts",
     ),
     "errors_total": Metric("counter", "log lines of isoload at level ERROR or above"),
     "rebalances_total": Metric("counter", "finished rebalances of the engine that moved experts"),
