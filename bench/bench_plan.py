@@ -5,6 +5,8 @@ Fairness ledger
   exp(0.5 N(0,1)) per expert; 1,000 to 200,000 global tokens, log-uniform. 58 layers.
 - exact, 58 layers: one op call of all 58 instances, time / 58; median over calls.
 - exact, p99: of the single instances: one op call of 58 copies of it (kinder to the branch predictor), time / 58.
+- tolerance: the engines' default, exact with tolerance=0.001, by the same call of all 58; the largest peak / bound over
+  the layers; the augmenting paths that it spares, mean per layer, and the copies of the batch that these move.
 - ratios: a rival's time on an instance / ours on the same one, each repeated alone; median over instances.
 - public call: isoload.plan(loads [E], placement, layer=...) in Python, checks and allocations included.
 - HiGHS: its run() on a ready model, building excluded. It solves the real-valued program, we the integer one.
@@ -24,6 +26,7 @@ import torch
 
 import isoload
 from isoload import ops
+from isoload.engines.settings import TOLERANCE
 from lib import table
 from lib.harness import Timing, begin, command, measure, over_instances, write_results
 from lib.result_tables import PLANNING, RANKS
@@ -79,6 +82,21 @@ def bench_exact(placement: isoload.Placement, loads: torch.Tensor) -> tuple[Timi
     return batch, single, over_instances(public)
 
 
+def bench_tolerance(placement: isoload.Placement, loads: torch.Tensor) -> dict[str, float]:
+    """The engines' default tolerance against none: time, what the peak loses, paths and copies that it spares."""
+    tables = placement.layers("cpu").tables
+    exact, near = (ops.plan_exact(loads, tables, tolerance=t) for t in (0.0, TOLERANCE))
+    assert bool((near.peak <= near.bound + near.bound * round(1e6 * TOLERANCE) // 1_000_000).all()), (
+        "no certificate"
+    )
+    return {
+        "plan_us": measure(lambda: ops.plan_exact(loads, tables, tolerance=TOLERANCE), LAYERS).median,
+        "above_bound": float((near.peak / near.bound).max()) - 1,
+        "paths_spared": float((exact.telemetry[:, 1] - near.telemetry[:, 1]).float().mean()),
+        "copies_spared": float((exact.quota - near.quota).abs().sum(1).float().mean()) / 2,
+    }
+
+
 def bench_rivals(placement: isoload.Placement, loads: torch.Tensor, ours: list[float]) -> dict[str, float]:
     """Medians over the layers that `ours` has times for; gaps of the affine scaling's split to the real-valued
     optimum, per cent."""
@@ -128,6 +146,7 @@ def bench_case(ranks: int, replicas: int, quantum: int, rival_layers: int, seed:
         "experts": EXPERTS,
         "replicas": replicas,
         "plan_us": {"batch": batch.median, "single_median": alone.median, "single_p99": alone.p99},
+        "tolerance": bench_tolerance(placement, loads),
         "public_us": {"median": public.median, "p99": public.p99},
         **rivals,
         "imbalance": {"exact": float((plans.peak / mean).mean()), "even": float((even.peak / mean).mean())},

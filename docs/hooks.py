@@ -18,7 +18,7 @@ from typer.models import OptionInfo
 
 from isoload.cli.app import app
 from isoload.cli.options import MAX_COUNT, ranges
-from isoload.engines.settings import COMMON, SGLANG, VLLM, Variable
+from isoload.engines.settings import COMMON, ROUTING, SGLANG, VLLM, Variable
 
 ROOT = Path(__file__).parent.parent
 FOLDERS, SUFFIXES = ("python", "csrc", "bench"), (".py", ".h", ".cuh", ".cpp", ".cu")
@@ -141,7 +141,7 @@ BUILDING = [
 
 def plugin_variables() -> str:
     """Return the table of the variables of the plug-ins for SGLang and vLLM."""
-    return _variables([SGLANG, VLLM, *COMMON])
+    return _variables([SGLANG, VLLM, *COMMON, ROUTING])
 
 
 def _variables(variables: Sequence[Variable]) -> str:

@@ -16,17 +16,26 @@ def asked(switch: str) -> bool:
 
 def sglang() -> None:
     """Entry point of the group ``sglang.srt.plugins``; SGLang calls it in all of its processes."""
-    if not asked("ISOLOAD_SGLANG") or SCHEDULER not in sys.modules:
+    if SCHEDULER not in sys.modules:
         return
-    from isoload.engines.sglang import attach_or_leave
+    if asked("ISOLOAD_SGLANG"):
+        from isoload.engines.sglang import attach_or_leave
 
-    attach_or_leave()
+        attach_or_leave()
+    if trace := os.environ.get("ISOLOAD_ROUTING", "").strip():
+        from isoload.engines.recorded_skew import attach_to
+
+        attach_to("SGLang", trace)
 
 
 def vllm() -> None:
     """Entry point of the group ``vllm.general_plugins``; vLLM calls it in all of its processes."""
-    if not asked("ISOLOAD_VLLM"):
-        return
-    from isoload.engines.vllm import attach_or_leave
+    if asked("ISOLOAD_VLLM"):
+        from isoload.engines.vllm import attach_or_leave
 
-    attach_or_leave()
+        attach_or_leave()
+    kind, _, trace = os.environ.get("VLLM_MOE_ROUTING_SIMULATION_STRATEGY", "").partition(":")
+    if kind == "isoload":
+        from isoload.engines.recorded_skew import attach_to
+
+        attach_to("vLLM", trace)

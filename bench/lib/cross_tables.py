@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from isoload.engines.seams import ENGINE_SEAMS, version_ranges
 from lib.result_tables import Row, by, read, shown
 from lib.table import Columns, Table, table
 
@@ -351,3 +352,14 @@ def known_routes() -> Table:
         "rows to other ranks": "{chosen[rows]:.2f}",
     }
     return table(columns, list(cells.values()))
+
+
+@shown
+def hooks() -> Table:
+    """docs/support.md: the versions of each engine to which each hook attaches, and the reasons."""
+    rows = []
+    for engine in ENGINE_SEAMS:
+        for hook, ranges in version_ranges(engine).items():
+            missing = [f"{versions}: {reason}" for reason, versions in ranges.items() if reason]
+            rows.append([engine, f"`{hook}`", ranges[""] or "none", "; ".join(missing)])
+    return "engine | hook | attaches to | does not attach to", rows

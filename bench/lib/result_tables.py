@@ -44,6 +44,9 @@ AFFINE = "{affine_us:.0f} ({affine_ratio:.0f}x), {affine_gap_mean:.1f} %"
 PLANNING: Columns = {
     "R + replicas": RANKS,
     "exact, per layer of 58": "{plan_us[batch]:.2f}",
+    "with tolerance 0.001": "{tolerance[plan_us]:.2f}",
+    "paths that it spares": "{tolerance[paths_spared]:.1f}",
+    "copies that these move": "{tolerance[copies_spared]:.0f}",
     "p99 of single layers": "{plan_us[single_p99]:.1f}",
     "public call": "{public_us[median]:.1f}",
     "HiGHS": "{highs_us:.0f} ({highs_ratio:.0f}x)",

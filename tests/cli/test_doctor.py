@@ -17,6 +17,7 @@ from support import measured_times
 NAMES = [
     "python", "torch", "isoload ops", "isoload CUDA ops", "CUDA device", "symmetric memory", "nvcc", "NCCL",
     "Triton", "Triton kernels", "DeepEP", "SGLang", "vLLM", "transformers", "Megatron-Core",
+    "SGLang versions", "vLLM versions", "transformers versions", "Megatron-Core versions",
     "HiGHS (scipy)", "break-even",
 ]  # fmt: skip
 
@@ -131,6 +132,21 @@ def test_break_even():
     )
 
 
+def test_versions_of_an_engine_are_those_of_the_page():
+    page = (Path(__file__).parents[2] / "docs" / "support.md").read_text()
+    for engine in engines.ENGINES:
+        rows = [
+            row.strip("| ").split(" | ")
+            for row in page.splitlines()
+            if row.startswith(f"| {engine.name} | `")
+        ]
+        said = item(f"{engine.name} versions").detail
+        assert rows and len(said.split("; ")) >= len(rows)
+        for _, hook, versions, *reasons in rows:
+            assert f"{hook.strip('`')}: {versions}" in said
+            assert all(part.replace("`", "") in said for cell in reasons for part in cell.split("; ") if part)
+
+
 # numpy stands for an engine: it is here, and quick to ask.
 def ask(monkeypatch, probe="", *, group="sglang.srt.plugins", switch=SGLANG, **environ):
     engine = engines.Engine("Engine", "numpy", probe, "all well", switch, group, "PLUGINS")
@@ -226,7 +242,7 @@ def test_an_engine_that_finds_no_entry_point_or_needs_none(monkeypatch):
 def test_exit_code_1_where_an_engine_that_is_asked_for_stays_without(monkeypatch, value, code):
     """No engine is here."""
     done = CliRunner().invoke(app, ["doctor"], env={"ISOLOAD_VLLM": value})
-    assert done.exit_code == code and "vLLM              off  not installed" in done.stdout
+    assert done.exit_code == code and "vLLM                    off  not installed" in done.stdout
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
@@ -113,6 +114,24 @@ def test_metrics_are_those_of_the_line() -> None:
     assert found == {("mixed", "even"): pytest.approx(1.7), ("mixed", "isoload"): pytest.approx(1.7)}
     assert told.values["balancedness", "mixed", "isoload", "0.5"] == pytest.approx(1 / 1.7)
     assert told.values["batches_not_certified_total"] == 1
+
+
+def test_a_plan_within_its_policys_tolerance_is_certified(caplog: pytest.LogCaptureFixture) -> None:
+    """A peak of 1001 over a bound of 1000 is at a thousandth; 1002 is above it."""
+    counts = torch.tensor([[1000, 1000, 0], [0, 0, 0]], dtype=torch.int32)
+    placement = isoload.Placement(TABLE, TOPOLOGY, 3)
+    for tolerance, certified in ((0.0, [True, False, False]), (0.001, [True, True, False])):
+        best = isoload.plan(counts, placement, 0, "exact", tolerance=tolerance)
+        assert best.bound is not None and int(best.bound) == 1000
+        meter = Meter("engine", 0)
+        for peak in (1000, 1001, 1002):
+            meter.add(5, counts, replace(best, peak=torch.full_like(best.bound, peak)), 1e-3)
+            assert meter.read()[0].certified == certified[peak - 1000]
+        meter.add(5, counts, best, 1e-3)
+        with caplog.at_level(logging.INFO, "isoload"):
+            meter.report_if_due()
+        proof = "peak <= 1.001 bound" if tolerance else "peak == bound"
+        assert f"{proof} in all batches of 1 of 1 layers" in caplog.records[-1].getMessage()
 
 
 def test_of_exchanges_and_samples_nothing_is_certified_nor_not() -> None:

@@ -6,7 +6,9 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 import isoload
 from isoload.engines.settings import (
@@ -28,7 +30,19 @@ def test_defaults() -> None:
     settings = Settings.read({})
     assert settings == Settings(False, None, None, "eplb", 0.0, False, 60.0, "on", None, 64, None)
     for shared, name in ((False, "exact"), (True, "joint")):
-        assert {phase: of.name for phase, of in settings.policies_for(shared).items()} == both(name)
+        assert settings.policies_for(shared) == both(isoload.POLICIES[name](tolerance=0.001))
+
+
+def test_the_default_plan_is_certified_within_a_thousandth() -> None:
+    """32 ranks, 16 replicas: the default ends earlier than the exact plan, and its peak is at most 1.001 bounds."""
+    draw = np.random.default_rng(3)
+    loads = torch.from_numpy(draw.multinomial(2**19, draw.dirichlet(np.full(128, 0.6)), 16)).int()
+    placement = isoload.place(loads.double(), isoload.Topology(16), 12)
+    policy = Settings.read({}).policies_for(shared=False)["decode"]
+    exact, default = (isoload.balancing.planning.plan_layers(loads, placement, p) for p in ("exact", policy))
+    assert torch.equal(exact.peak, exact.bound) and (default.peak > default.bound).any()
+    assert (default.peak <= default.bound + default.bound // 1000).all()
+    assert (default.bound <= exact.peak).all(), "a bound for every split"
 
 
 def both(of: Any) -> dict[str, Any]:

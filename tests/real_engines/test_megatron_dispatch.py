@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.router_replay import RouterReplayAction
 from megatron_on_cpu import EXPERTS, HIDDEN, join, make_layer
 
@@ -330,3 +332,22 @@ def lose_a_loan(rank: int) -> str:
 def test_copies_without_weights_raise() -> None:
     for said in run_ranks(lose_a_loan, 2):
         assert "copies must be for experts of this rank" in said
+
+
+def test_an_option_is_read_by_its_name_before_0_16() -> None:
+    """0.15 has no moe_latent_size, and moe_router_padding_for_quantization under another name."""
+    options = dict(megatron.REFUSED)
+    del options["moe_router_padding_for_quantization"], options["moe_latent_size"]
+    one = SimpleNamespace(size=lambda: 1)
+    experts = SequentialMLP.__new__(SequentialMLP)
+    stock = SimpleNamespace(tp_group=one)
+
+    def check(**older: Any) -> None:
+        config = SimpleNamespace(**options, **older)
+        megatron.check_layer(SimpleNamespace(experts=experts, config=config, token_dispatcher=stock))
+
+    check(moe_router_padding_for_fp8=False)
+    with pytest.raises(ValueError, match="moe_router_padding_for_quantization must be False, got True"):
+        check(moe_router_padding_for_fp8=True)
+    with pytest.raises(ValueError, match="got 'no such option'"):
+        check()

@@ -164,7 +164,7 @@ def test_isoload_says_what_it_does(balanced: EngineRun) -> None:
     reports = [line for line in balanced.lines("isoload vLLM: ") if "plans of" in line]
     assert reports
     for report in reports:
-        assert "peak == bound in all batches of 3 of 3 layers" in report
+        assert "peak <= 1.001 bound in all batches of 3 of 3 layers" in report
         before, after = re.search(r"imbalance ([\d.]+) evenly spread, ([\d.]+) planned", report).groups()
         assert float(after) <= float(before)
 
@@ -224,7 +224,9 @@ def test_gathered_loads_are_certified(pair: list[EngineRun]) -> None:
     (line,) = pair[0].lines("isoload: attached")
     assert "tokens of their own, loads gathered" in line and "placer scenario:moves=2" in line
     reports = [line for line in pair[0].lines("isoload vLLM: ") if "plans of" in line]
-    assert reports and all("peak == bound in all batches of 3 of 3 layers" in report for report in reports)
+    assert reports and all(
+        "peak <= 1.001 bound in all batches of 3 of 3 layers" in report for report in reports
+    )
 
 
 def test_loads_of_both_ranks_are_as_level_as_can_be(pair: list[EngineRun]) -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ast
+import inspect
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from isoload.engines.seams import Seam
+from isoload.engines.seams import Seam, hooks_of
+
+BUILD = Path(__file__).parents[2] / "build"
 
 Definition = ast.ClassDef | ast.FunctionDef
 
@@ -54,28 +57,86 @@ def imported(inside: Sequence[ast.stmt], name: str, path: Path, module: Sequence
     return ""
 
 
-def parameters(found: Definition) -> str:
-    """As :func:`isoload.engines.seams.bare_signature` writes them, without spaces."""
-    if isinstance(found, ast.ClassDef):
-        found = next(of for of in found.body if isinstance(of, ast.FunctionDef) and of.name == "__init__")
-        found.args.args.pop(0)
-    elif any(ast.unparse(of) == "classmethod" for of in found.decorator_list):
-        found.args.args.pop(0)
-    given = found.args
-    for one in [*given.posonlyargs, *given.args, *given.kwonlyargs]:
-        one.annotation = None
-    return f"({ast.unparse(given)})".replace(" ", "")
+class Written:
+    """A default value as its source has it."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def __repr__(self) -> str:
+        return self.text
 
 
-def holds(root: Path, seam: Seam, follow: bool = False) -> bool:
-    """Whether a seam is in an engine below a folder as its signatures say."""
-    found = [definition(root, target, follow) for target in (seam.target, seam.older) if target]
-    if not (there := [one for one in found if one is not None]):
-        return False
+def parameters(node: Definition) -> inspect.Signature:
+    """Return names, kinds and defaults as :func:`isoload.engines.seams.bare_signature` does."""
+    drop_first = any(ast.unparse(one) == "classmethod" for one in node.decorator_list)
+    if isinstance(node, ast.ClassDef):
+        node = next(one for one in node.body if isinstance(one, ast.FunctionDef) and one.name == "__init__")
+        drop_first = True
+    args = node.args
+    kinds = [
+        (inspect.Parameter.POSITIONAL_ONLY, args.posonlyargs),
+        (inspect.Parameter.POSITIONAL_OR_KEYWORD, args.args),
+    ]
+    positional = [(kind, one) for kind, several in kinds for one in several]
+    defaults = [None] * (len(positional) - len(args.defaults)) + [*args.defaults]
+    parts = [(kind, one, value) for (kind, one), value in zip(positional, defaults, strict=True)][drop_first:]
+    parts += [(inspect.Parameter.VAR_POSITIONAL, args.vararg, None)] if args.vararg else []
+    parts += [
+        (inspect.Parameter.KEYWORD_ONLY, one, value)
+        for one, value in zip(args.kwonlyargs, args.kw_defaults, strict=True)
+    ]
+    parts += [(inspect.Parameter.VAR_KEYWORD, args.kwarg, None)] if args.kwarg else []
+    empty = inspect.Parameter.empty
+    return inspect.Signature(
+        inspect.Parameter(one.arg, kind, default=empty if value is None else Written(ast.unparse(value)))
+        for kind, one, value in parts
+    )
+
+
+def fault(root: Path, seam: Seam, follow: bool = True) -> str:
+    """Return the difference of an engine below a folder from a seam, in a few words; empty if there is none."""
+    there = [one for path in (seam.target, seam.older) if path and (one := definition(root, path, follow))]
+    if not there:
+        return f"no `{seam.name}`"
     if seam.kind == "fields":
-        body = there[0].body
-        names = {
-            of.target.id for of in body if isinstance(of, ast.AnnAssign) and isinstance(of.target, ast.Name)
-        }
-        return names | {getattr(of, "name", "") for of in body} >= set(seam.signatures)
-    return parameters(there[0]) in [wanted.replace(" ", "") for wanted in seam.signatures]
+        field = seam.missing_field(field_names(there[0]))
+        return f"no field `{field}` of `{seam.name}`" if field else ""
+    return "" if seam.takes(parameters(there[0])) else f"other parameters of `{seam.name}`"
+
+
+def field_names(record: Definition) -> set[str]:
+    """Return the annotated fields, the properties and the methods of a class."""
+    annotated = (one for one in record.body if isinstance(one, ast.AnnAssign))
+    fields = {one.target.id for one in annotated if isinstance(one.target, ast.Name)}
+    return fields | {getattr(one, "name", "") for one in record.body}
+
+
+def reasons(root: Path, engine: str) -> dict[str, str]:
+    """Return by hook the first difference of an engine below a folder; empty: the hook attaches."""
+    return {
+        hook: next(filter(None, (fault(root, seam) for seam in seams)), "")
+        for hook, seams in hooks_of(engine).items()
+    }
+
+
+# By engine its folder below build/, and the package by which a folder is recognised.
+UNPACKED = {
+    "SGLang": ("sglang", "sglang"),
+    "vLLM": ("vllm", "vllm"),
+    "Megatron-Core": ("megatron-core", "megatron"),
+    "transformers": ("transformers", "transformers"),
+}
+
+
+def unpacked(engine: str, version: str) -> Path | None:
+    """Return the folder into which `make test-wheels` unpacked a version; None: it is not there."""
+    folder, package = UNPACKED[engine]
+    root = BUILD / folder / version
+    return root if (root / package).is_dir() else None
+
+
+def version_of(root: Path) -> str:
+    """Return the version of the only package in a folder, from its metadata."""
+    (metadata,) = root.glob("*.dist-info")
+    return metadata.name.removesuffix(".dist-info").rpartition("-")[2]

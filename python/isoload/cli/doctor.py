@@ -42,7 +42,7 @@ def report() -> list[Item]:
     import torch
 
     from isoload import __version__
-    from isoload.cli.engines import ENGINES, look
+    from isoload.cli.engines import ENGINES, hook_versions, look
     from isoload.ops.library import LIBRARY, ON_CUDA
 
     checks: dict[str, Callable[[], tuple[bool, str]]] = {
@@ -61,6 +61,7 @@ def report() -> list[Item]:
         "break-even": _break_even,
     }
     engines = [Item(engine.name, *look(engine, os.environ)) for engine in ENGINES]
+    engines += [Item(f"{engine.name} versions", True, hook_versions(engine.name)) for engine in ENGINES]
     items = [Item(name, *check()) for name, check in checks.items()]
     return [*items[:-2], *engines, *items[-2:]]
 

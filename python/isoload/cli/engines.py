@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 
+from isoload.engines.seams import version_ranges
 from isoload.engines.settings import MODE, PLACEMENT, PLACER, POLICY, SGLANG, VLLM, Variable
 
 SAID = "isoload: "  # prefix of the probe's lines, because engines print too
@@ -42,11 +43,27 @@ SCHEDULER = "import sglang.srt.managers.scheduler"
 HUGGING_FACE = "from isoload.engines import huggingface; huggingface.register()"
 EXPERTS = "ep_implementation='isoload' after isoload.engines.huggingface.register()"
 MEGATRON = "import isoload.engines.megatron"
+
+
+def _differences(seams: str, then: str) -> str:
+    return f"""
+from isoload.engines.seams import read_seams
+faults = [fault for seam in read_seams({seams!r}) if (fault := seam.fault())]
+for fault in faults: print({SAID!r} + fault)
+if not faults: {then}
+"""
+
+
 ENGINES = (
     Engine("SGLang", "sglang", _attaches("sglang", SCHEDULER), HOOKS, SGLANG, "sglang.srt.plugins"),
     Engine("vLLM", "vllm", _attaches("vllm"), HOOKS, VLLM, "vllm.general_plugins", "VLLM_PLUGINS", PLACEMENT),
-    Engine("transformers", "transformers", HUGGING_FACE, EXPERTS),
-    Engine("Megatron-Core", "megatron.core", MEGATRON, "isoload.engines.megatron.balance(model)"),
+    Engine("transformers", "transformers", _differences("transformers", HUGGING_FACE), EXPERTS),
+    Engine(
+        "Megatron-Core",
+        "megatron.core",
+        _differences("megatron", MEGATRON),
+        "isoload.engines.megatron.balance(model)",
+    ),
 )
 
 
@@ -84,6 +101,16 @@ def look(engine: Engine, environ: Mapping[str, str]) -> tuple[bool, str, bool]:
     chosen = [environ.get(variable.name, "").strip() or variable.default for variable in (POLICY, PLACER)]
     attaches = f"attaches, policy {chosen[0] or 'exact'}, placer {chosen[1]}"
     return True, f"{name} {version}: {engine.use}; {attaches}{starts}", asked
+
+
+def hook_versions(engine: str) -> str:
+    """Return the versions of an engine to which each hook attaches, and the reasons for the other versions."""
+    hooks = []
+    for hook, ranges in version_ranges(engine).items():
+        missing = [f"{versions}: {reason}" for reason, versions in ranges.items() if reason]
+        reasons = f" (not {', '.join(missing)})" if missing else ""
+        hooks.append(f"{hook}: {ranges[''] or 'no version'}{reasons}".replace("`", ""))
+    return "; ".join(hooks)
 
 
 def is_here(module: str) -> bool:

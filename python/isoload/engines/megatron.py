@@ -228,6 +228,9 @@ REFUSED: dict[str, Any] = {
     "cuda_graph_impl": "none",
 }
 
+# Of these options the name before Megatron-Core 0.16; empty: there was none.
+OLDER_OPTIONS = {"moe_router_padding_for_quantization": "moe_router_padding_for_fp8", "moe_latent_size": ""}
+
 
 class BalancedTokenDispatcher(MoETokenDispatcher):  # type: ignore[misc]  # Megatron has no types
     """The token dispatcher that :func:`isoload.engines.megatron.balance` installs in a layer.
@@ -376,13 +379,15 @@ def check_layer(layer: MoELayer) -> None:
     """Raise ValueError for a layer whose tokens this dispatcher does not support."""
     experts_of(layer)
     for name, value in REFUSED.items():
-        if (setting := getattr(layer.config, name, "no such option")) != value:
+        older = OLDER_OPTIONS.get(name)
+        absent = value if older == "" else "no such option"
+        if (setting := getattr(layer.config, name, getattr(layer.config, older or name, absent))) != value:
             raise ValueError(f"{name} must be {value}, got {setting!r}")
     if (implementation := getattr(layer.config, "transformer_impl", "local")) == "inference_optimized":
         raise ValueError(
             f"transformer_impl must not replace token dispatchers as its inference runs, got {implementation!r}"
         )
-    if (size := layer.experts.tp_group.size()) != 1:
+    if (size := layer.token_dispatcher.tp_group.size()) != 1:
         raise ValueError(f"expert_tensor_parallel_size must be 1, got {size}")
 
 

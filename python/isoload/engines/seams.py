@@ -66,13 +66,21 @@ class Seam:
         except Exception as error:
             return f"{self.target} cannot be found ({type(error).__name__}: {error})"
         if self.kind == "fields":
-            missing = [name for name in self.signatures if name not in field_names(member)]
-            return f"{self.target} has no field {missing[0]}" if missing else None
+            field = self.missing_field(field_names(member))
+            return f"{self.target} has no field {field}" if field else None
         signature = bare_signature(member)
-        if any(str(part) in self.signatures for part in (signature, *shortened(signature, self.kind))):
+        if self.takes(signature):
             return None
         wanted = " or ".join(self.signatures)
         return f"{self.target} must take {wanted} (as in {self.read_from}), got {signature}"
+
+    def missing_field(self, names: set[str]) -> str:
+        """Return the first field that a record with these names lacks; empty if it has all."""
+        return next((name for name in self.signatures if name not in names), "")
+
+    def takes(self, signature: inspect.Signature) -> bool:
+        """Return whether the plug-in supports a function with this signature."""
+        return any(str(part) in self.signatures for part in (signature, *shortened(signature, self.kind)))
 
 
 def read_seams(engine: str) -> list[Seam]:
@@ -83,6 +91,61 @@ def read_seams(engine: str) -> list[Seam]:
         Seam(read_from=file["read_from"], **(row | {key: tuple(row[key]) for key in lists if key in row}))
         for row in file["seams"]
     ]
+
+
+# By engine its lists of seams, each with the hook that is all of it; empty: options attach one by one.
+ENGINE_SEAMS: Mapping[str, Mapping[str, str]] = {
+    "SGLang": {"sglang": "", "sglang_routing": "ISOLOAD_ROUTING"},
+    "vLLM": {"vllm": "ISOLOAD_VLLM=1", "vllm_start": "ISOLOAD_PLACEMENT", "vllm_routing": "isoload:FILE"},
+    "Megatron-Core": {"megatron": "isoload.engines.megatron.balance"},
+    "transformers": {"transformers": "ep_implementation='isoload'"},
+}
+
+
+def hooks_of(engine: str) -> dict[str, list[Seam]]:
+    """Return the seams that each hook of an engine needs."""
+    hooks = {}
+    for file, whole in ENGINE_SEAMS[engine].items():
+        seams = read_seams(file)
+        for hook in [*filter(None, [whole]), *options_of(seams)]:
+            hooks[hook] = [seam for seam in seams if not seam.serves or hook in seam.serves]
+    return hooks
+
+
+def read_attached() -> dict[str, dict[str, dict[str, str]]]:
+    """Return, by engine, version and hook, why the hook does not attach; empty: it attaches.
+
+    ``tests/tools/attached.py`` writes the file from the engines' wheels, by the seams of :func:`hooks_of`.
+    """
+    text = resources.files(__package__).joinpath("attached.json").read_text()
+    return json.loads(text)  # type: ignore[no-any-return]
+
+
+def version_ranges(engine: str) -> dict[str, dict[str, str]]:
+    """Return, by hook and reason, the engine's versions as text ("0.5.20 to 0.5.22"); no reason: the hook attaches."""
+    versions = read_attached()[engine]
+    ranges: dict[str, dict[str, str]] = {}
+    for hook in hooks_of(engine):
+        runs: dict[str, list[list[str]]] = {"": []}
+        previous = None
+        for version, reasons in versions.items():
+            reason = reasons[hook]
+            if reason != previous:
+                runs.setdefault(reason, []).append([])
+            runs[reason][-1].append(version)
+            previous = reason
+        ranges[hook] = {
+            reason: ", ".join(run[0] if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in parts)
+            for reason, parts in runs.items()
+        }
+    return ranges
+
+
+def versions_with(engine: str, hooks: Sequence[str]) -> str:
+    """Return which versions of an engine have these hooks, for a message; empty if no version of the table has."""
+    ranges = version_ranges(engine) if engine in ENGINE_SEAMS else {}
+    known = {text for hook in hooks if (text := ranges.get(hook, {}).get("", ""))}
+    return f"; {engine} {' and '.join(sorted(known))} has it" if known else ""
 
 
 def missing_package(seams: Sequence[Seam]) -> str | None:
@@ -219,7 +282,10 @@ class PlugIn:
         lost: set[str] = set()
 
         def lose(fault: str, serves: Sequence[str]) -> None:
-            wrong.append(f"{fault} (needed by {' and '.join(serves)})" if serves else fault)
+            needed = (
+                f" (needed by {' and '.join(serves)}{versions_with(self.engine, serves)})" if serves else ""
+            )
+            wrong.append(f"{fault}{needed}")
             lost.update(serves or options)
 
         if (fault := missing_package(seams)) is not None:

@@ -42,7 +42,8 @@ PLACEMENT = Variable(
 )  # fmt: skip
 POLICY = Variable(
     "ISOLOAD_POLICY", "", "name, name:option=value or, in SGLang, prefill=name,decode=name",
-    "how copies are split over replicas; empty: exact, and joint with SGLang's Waterfill",
+    "how copies are split over replicas; empty: exact:tolerance=0.001, whose busiest rank has at most 0.1 % more "
+    "copies than the proved minimum, and joint:tolerance=0.001 with SGLang's Waterfill",
 )  # fmt: skip
 LOADS = Variable(
     "ISOLOAD_LOADS", "", "gathered, own or node",
@@ -95,11 +96,19 @@ RAGGED = Variable(
     "weights before it sizes the KV cache; CPU only so far; empty: such a file is refused",
 )  # fmt: skip
 CHUNKS = "--eplb-rebalance-layers-per-chunk"  # SGLang's option
+ROUTING = Variable(
+    "ISOLOAD_ROUTING", "", "FILE, FILE:seed=N or FILE:phase=NAME",
+    "trace by which SGLang routes every token, to measure without production traffic: tokens then have no meaning; "
+    "vLLM's is VLLM_MOE_ROUTING_SIMULATION_STRATEGY=isoload:FILE; empty: the model's router",
+)  # fmt: skip
 COMMON = (
     MODE, STRICT, PLACEMENT, POLICY, LOADS, PLACER, REPORT, RECORD, RECORD_EVERY, SWITCH, CHECK, STALLED,
     REBALANCE, TIMES, SPARE, RAGGED,
 )  # fmt: skip
 MODES = ("on", "off", "shadow")
+# Of the default policies. The last thousandth of a plan takes most of its augmenting paths and moves few copies:
+# `tolerance` in bench/bench_plan.py.
+TOLERANCE = 0.001
 ALL_LOADS = ("gathered", "own", "node")
 PHASES = ("prefill", "decode")
 
@@ -191,8 +200,7 @@ class Settings:
                 f"token's rank "
                 f"(SGLang: without --enable-waterfill), got {self.policy!r}"
             )
-        policies = _policies(self.policy)
-        return policies or dict.fromkeys(PHASES, make_policy("joint" if shared else "exact"))
+        return _policies(self.policy) or default_policies(shared)
 
     def unused(self, reasons: Mapping[Variable, str]) -> list[str]:
         """Return a line for each variable that is set to another value than its default and has no effect.
@@ -213,6 +221,11 @@ class Settings:
         loads = self.loads or default
         _check_loads(loads, self.policy)
         return loads
+
+
+def default_policies(shared: bool) -> dict[str, Policy]:
+    """Return by phase the policy without ISOLOAD_POLICY, of layers with or without shared experts that may move."""
+    return dict.fromkeys(PHASES, make_policy("joint" if shared else "exact", {"tolerance": TOLERANCE}))
 
 
 def _check_mode(mode: str, record: str, seconds: float, policy: str | None, switch: str) -> None:

@@ -79,7 +79,8 @@ METRICS = {
     ),
     "fallbacks_total": Metric("counter", "layers times forward passes in which the engine chose replicas"),
     "batches_not_certified_total": Metric(
-        "counter", "batches whose plan is not proved optimal, among plans from the counts of all ranks"
+        "counter",
+        "batches whose plan is not proved optimal within the policy's tolerance, among plans from all ranks' counts",
     ),
     "errors_total": Metric("counter", "log lines of isoload at level ERROR or above"),
     "rebalances_total": Metric("counter", "finished rebalances of the engine that moved experts"),
@@ -225,7 +226,7 @@ def _client() -> Any:
     return prometheus_client
 
 
-COLUMNS = 5  # batches, sum of imbalance before, after, batches with peak == bound, batches that have a peak
+COLUMNS = 5  # batches, sum of imbalance before, after, certified batches, batches that have a peak
 
 
 @dataclass(frozen=True)
@@ -237,7 +238,8 @@ class LayerReport:
                exchange, because between exchanges no rank has all ranks' counts
     before     mean imbalance if every expert's copies were spread evenly over its replicas; None: not gathered
     after      mean imbalance of the plans; None: the policy samples, so that its plans have no peak
-    certified  batches whose plan has peak == bound: no split over these replicas is better
+    certified  batches whose plan has peak <= bound * (1 + the policy's tolerance): no split over these replicas is
+               better by more than the tolerance
     peaks      batches whose plan has a peak
     """
 
@@ -260,6 +262,7 @@ class Meter:
         self._sums: dict[int, Tensor] = {}
         self._sent: Tensor | None = None  # [2, L]: exchanges after copies of a layer, sum of imbalance
         self._calls, self._host_seconds = 0, 0.0
+        self.tolerance = 0.0  # of the plans' policies: the largest
         self._since = time.monotonic()
 
     def add(self, layer: int, loads: Tensor, planned: Plan, host_seconds: float) -> None:
@@ -273,7 +276,11 @@ class Meter:
         some, least = mean > 0, mean.clamp(min=1e-9)
         row = [some, some * even / least]
         if planned.peak is not None:
-            row += [some * planned.peak / least, some & (planned.peak == planned.bound), some]
+            tolerance = getattr(planned.policy, "tolerance", None) or 0.0
+            self.tolerance = max(self.tolerance, tolerance)
+            # In millionths and integers, as plan_exact counts them.
+            certified = planned.peak - planned.bound <= planned.bound * round(1e6 * tolerance) // 1_000_000
+            row += [some * planned.peak / least, some & certified, some]
         self._sums[layer][: len(row)] += torch.stack([value.to(torch.float64) for value in row])
         self._calls += 1
         self._host_seconds += host_seconds
@@ -309,7 +316,8 @@ class Meter:
             return False
         self._since = time.monotonic()
         for layers in filter(None, (self.read(), self.read_sent())):
-            log.info(line(self.name, layers, self._host_seconds / self._calls if self._calls else None))
+            plan_seconds = self._host_seconds / self._calls if self._calls else None
+            log.info(line(self.name, layers, plan_seconds, self.tolerance))
             before, after = before_and_after(layers)
             self.metrics.set_imbalance("mixed", "even", before)
             self.metrics.set_imbalance("mixed", "isoload", after)
@@ -327,7 +335,7 @@ def before_and_after(layers: list[LayerReport]) -> tuple[list[float], list[float
     return before, [layer.after for layer in layers if layer.after is not None]
 
 
-def line(name: str, layers: list[LayerReport], plan_seconds: float | None) -> str:
+def line(name: str, layers: list[LayerReport], plan_seconds: float | None, tolerance: float = 0.0) -> str:
     """Return a report's line for the log; plan_seconds: of the host per layer and batch."""
     before, after = before_and_after(layers)
     planned, worst = (sum(after) / len(after), max(after)) if after else (float("nan"), float("nan"))
@@ -337,12 +345,13 @@ def line(name: str, layers: list[LayerReport], plan_seconds: float | None) -> st
             f"{planned:.3f} of all copies of the batch before each, {worst:.3f} in the worst layer"
         )
     level = sum(layer.certified == layer.batches for layer in layers)
+    proof = f"peak <= {1 + tolerance:g} bound" if tolerance else "peak == bound"
     time_taken = "all replayed from graphs"
     if plan_seconds is not None:
         time_taken = f"{1e6 * plan_seconds:.0f} us per plan on the host"
     return (
         f"isoload {name}: {sum(layer.batches for layer in layers)} plans of {len(layers)} layers; "
         f"imbalance {sum(before) / len(before):.3f} evenly spread, {planned:.3f} planned, "
-        f"{worst:.3f} in the worst layer; peak == bound in all batches of {level} of "
+        f"{worst:.3f} in the worst layer; {proof} in all batches of {level} of "
         f"{len(layers)} layers; {time_taken}"
     )

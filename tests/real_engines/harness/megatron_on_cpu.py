@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -77,7 +78,10 @@ def make_layer(dispatcher: str, ranks: int, **options: Any) -> MoELayer:
         }
         | options,
     )
-    layer = build_module(get_moe_module_spec(use_te=False, num_experts=EXPERTS), config)
+    spec = get_moe_module_spec(use_te=False, num_experts=EXPERTS)
+    layer = (
+        spec(config) if isinstance(spec, partial) else build_module(spec, config)
+    )  # 0.18 returns a partial
     draw = torch.Generator().manual_seed(3)
     with torch.no_grad():
         router = torch.randn(EXPERTS, HIDDEN, generator=draw)

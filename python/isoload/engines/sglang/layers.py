@@ -18,11 +18,20 @@ from torch import Tensor
 from isoload.balancing.balancer import Balancer
 from isoload.engines.layers import EXCHANGED, JOINED_BY_ALL, EngineLayer, EngineLayers, LoneRank
 from isoload.engines.record import EngineRecord
-from isoload.engines.settings import CHECK, LOADS, PHASES, PLACER, POLICY, SWITCH, Settings, Variable
+from isoload.engines.settings import (
+    CHECK,
+    LOADS,
+    PLACER,
+    POLICY,
+    SWITCH,
+    Settings,
+    Variable,
+    default_policies,
+)
 from isoload.engines.tables import engine_topology, placement_of
 from isoload.online.metrics import Meter
 from isoload.placement.placement import Placement
-from isoload.policies import Policy, make_policy
+from isoload.policies import Policy
 from isoload.policies.plan import without_shared_slots
 from isoload.topology import Topology
 from isoload.transport import Group
@@ -164,8 +173,7 @@ class Layers(EngineLayers[Layer]):
             getattr(options, f"enable_{name}", False) for name in ("waterfill", "deepep_waterfill")
         )
         waits = self.settings.places_shared and waterfill and "Waterfill" not in self.lost
-        exact = dict.fromkeys(PHASES, make_policy("exact"))
-        policies = exact if waits else self.settings.policies_for(shared=False)
+        policies = default_policies(shared=False) if waits else self.settings.policies_for(shared=False)
         self.in_prefill_graph = prefill_graphs() if self.settings.phased else None
         same = options.moe_a2a_backend == "none"
         loads, group = ("gathered", None) if same else (self.loads_of(algorithm), self.group(topology))
