@@ -106,8 +106,8 @@ COMMON = (
     REBALANCE, TIMES, SPARE, RAGGED,
 )  # fmt: skip
 MODES = ("on", "off", "shadow")
-# Of the default policies. The last thousandth of a plan takes most of its augmenting paths and moves few copies:
-# `tolerance` in bench/bench_plan.py.
+# Of the default policies. The last thousandth of a plan moves few copies, and a plan without it takes up to 9 % less
+# time on a CPU: `tolerance` in bench/bench_plan.py.
 TOLERANCE = 0.001
 ALL_LOADS = ("gathered", "own", "node")
 PHASES = ("prefill", "decode")
