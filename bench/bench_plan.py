@@ -6,8 +6,8 @@ Fairness ledger
 - exact, 58 layers: one op call of all 58 instances, time / 58; median over calls.
 - exact, p99: of the single instances: one op call of 58 copies of it (kinder to the branch predictor), time / 58.
 - tolerance: the engines' default, exact with tolerance=0.001, against tolerance 0: the same call of all 58, by turns,
-  and the median of the ratios; the largest peak / bound over the layers; the augmenting paths of a layer (mean) that the
-  tolerance spares, and the copies that these move.
+  and the median of the ratios; the largest peak / bound over the layers; the augmenting paths of a layer (mean) that
+  the tolerance spares, and the copies that these move.
 - ratios: a rival's time on an instance / ours on the same one, each repeated alone; median over instances.
 - public call: isoload.plan(loads [E], placement, layer=...) in Python, checks and allocations included.
 - HiGHS: its run() on a ready model, building excluded. It solves the real-valued program, we the integer one.
