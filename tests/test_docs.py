@@ -130,6 +130,9 @@ def test_shell_blocks_say_what_they_need_and_are_run_in_ci(page):
     assert page.name == "README.md" or page.stem in run.split(",")
 
 
+SHOWN = {"results-cpu.md": 2, "advise.md": 1, "replicas.md": 1}  # outputs of a page
+
+
 @pytest.mark.parametrize(
     "page",
     [pytest.param(page, marks=[pytest.mark.slow] * (page == MEASURED)) for page in PAGES],
@@ -138,9 +141,11 @@ def test_shell_blocks_say_what_they_need_and_are_run_in_ci(page):
 def test_shown_replays_are_what_replay_prints(page, monkeypatch):
     """Each shell block with a replay is followed by its output; planning times may differ."""
     pairs = re.findall(
-        r"^```sh\nisoload ((?:replay|advise) .*?)\n```\n+```text\n(.*?)^```$", page.read_text(), re.S | re.M
+        r"^```sh\nisoload ((?:replay|advise|place) .*?)\n```\n+```text\n(.*?)^```$",
+        page.read_text(),
+        re.S | re.M,
     )
-    assert len(pairs) == len(blocks(page, "text")) == {"results-cpu.md": 2, "advise.md": 1}.get(page.name, 0)
+    assert len(pairs) == len(blocks(page, "text")) == SHOWN.get(page.name, 0)
     monkeypatch.chdir(ROOT)
     for command, shown in pairs:
         assert without_times(shown) == without_times(printed(shlex.split(command.replace("\\\n", ""))))
@@ -220,7 +225,7 @@ def test_planning_times_are_those_of_the_results_files():
         ratios = [t[solver]["batch"] / t["exact"]["batch"] for t in times]
         said = f"{ends(ratios)}( `exact`'s time)? in {dtype}"
         assert re.search(said, prose(POLICY_NOTES)), ends(ratios)
-    rows = results("bench_plan")
+    rows = [row for row in results("bench_plan") if "table" not in row]
     public = max(row["public_us"]["median"] for row in rows)
     late = next(row["ranks"] for row in rows if row["share_row_us"] > 10)
     said = f"public call takes at most {public:.1f} us, the share row first passes 10 us at {late} ranks."

@@ -23,7 +23,7 @@ MOST_CALLS = 32  # of a block, whose routes are kept for recomputation
 TOPK = (torch.topk, Tensor.topk)
 LOST = (
     f"a checkpoint recomputes a call whose routes are lost: run backward after at most {MOST_CALLS} calls with routes, "
-    "and do not seed torch alike before two of them (a random number names the call)"
+    "and do not seed torch with one number before two of them (a random number names the call)"
 )
 
 
@@ -113,7 +113,7 @@ class BlockReplay:
     """Hooks of one block: the routes of its calls, also of those that a checkpoint recomputes.
 
     A recomputed call is found by a random number that both calls draw, because checkpoints restore the generator. Where
-    the number does not tell the call, the recompute raises: it would use another call's experts.
+    the number is not that of one call, the recompute raises: it would use another call's experts.
     """
 
     def __init__(self, block: Any, position: int, model: ModelReplay) -> None:
