@@ -38,14 +38,16 @@ EXPERTS, LAYERS, TOP_K = 256, 58, 8
 CASES = [(16, 32), (32, 64), (64, 128), (128, 128)]  # ranks, replicas
 
 
-def make_case(ranks: int, replicas: int, seed: int) -> tuple[isoload.Placement, torch.Tensor]:
-    """A placement of 58 layers and the loads [58, E] of one later batch."""
+def make_case(
+    ranks: int, replicas: int, seed: int, drift: float = 0.5
+) -> tuple[isoload.Placement, torch.Tensor]:
+    """A placement of 58 layers and the loads [58, E] of one later batch, after a drift."""
     draw = np.random.default_rng(seed)
     zipf = 1 / np.arange(1, EXPERTS + 1) ** 0.8
     popularity = np.stack([draw.permutation(zipf) for _ in range(LAYERS)])
     topology = isoload.Topology(ranks, min(8, ranks))
     placement = isoload.place(popularity / zipf.sum() * 1e6, topology, (EXPERTS + replicas) // ranks)
-    live = popularity * np.exp(0.5 * draw.standard_normal(popularity.shape))
+    live = popularity * np.exp(drift * draw.standard_normal(popularity.shape))
     tokens = np.exp(draw.uniform(np.log(1e3), np.log(2e5), LAYERS)).astype(int)
     loads = [draw.multinomial(TOP_K * t, p / p.sum()) for t, p in zip(tokens, live, strict=True)]
     return placement, torch.tensor(np.stack(loads), dtype=torch.int32)

@@ -72,6 +72,12 @@ TOLERANCES: Columns = {
     "copies that these move": "{copies_spared:.0f}",
     "peak above the bound": "{above_bound:.3f*100} %",
 }
+SPEEDS: Columns = {
+    "speeds": "{speeds}",
+    "R + replicas": RANKS,
+    "placer": "`{placer}`",
+    **{f"{name} known": f"{{{name}:.3f}}" for name in ("nothing", "plan", "placement", "both")},
+}
 LP: Columns = {
     "R + replicas": RANKS,
     "exact": "{plan_us[exact][batch]:.1f}",
@@ -161,6 +167,7 @@ ROUTE_SHOWN = [name for name in ROUTE_NAMES if name != "grace" and not name.ends
 
 
 ROWS: dict[str, tuple[Columns, Callable[[], list[Row]]]] = {
+    "speeds": (SPEEDS, lambda: read("bench_speeds")),
     "planning": (PLANNING, lambda: [row for row in read("bench_plan") if "table" not in row]),
     "tolerance": (TOLERANCES, lambda: read("bench_plan", "tolerance")),
     "sglang": (SGLANG, lambda: read("bench_sglang")),
