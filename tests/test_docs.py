@@ -121,7 +121,7 @@ def test_python_examples_run(page, tmp_path):
 def test_shell_blocks_say_what_they_need_and_are_run_in_ci(page):
     """A page's blocks run in one fresh shell, in .ci/first_hour; but those of engines, which need GPUs."""
     commands = blocks(page, "sh")
-    if not commands or page.stem in ("sglang", "vllm", "measure-on-your-gpus"):
+    if not commands or page.stem in ("sglang", "sglang-policies", "vllm", "measure-on-your-gpus"):
         return
     assert commands[0].startswith("make run ") == (page.name == "README.md")
     activated = [body for body in commands if not body.startswith("make ")]

@@ -76,7 +76,8 @@ def check_name(span, row):
     if span.startswith("isoload."):
         check_call(span)
     elif span.startswith("--"):  # SGLang's
-        assert span in (ROOT / "docs" / "sglang.md").read_text(), "not in docs/sglang.md"
+        pages = [(ROOT / "docs" / name).read_text() for name in ("sglang.md", "sglang-policies.md")]
+        assert span in "".join(pages), "not in docs/sglang.md or docs/sglang-policies.md"
     elif "/" in span:
         assert (ROOT / span).exists(), "no such path"
     elif "=" in span and ":" not in span:  # an option of a policy or placer of the same row

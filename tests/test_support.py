@@ -41,7 +41,7 @@ def test_the_engine_that_loads_our_files_is_named_with_the_test_that_saw_it():
 
 
 def test_sglangs_page_says_how_to_try_it_without_a_gpu_and_what_has_not_been_tried():
-    said = page("docs/sglang.md")
+    said = page("docs/sglang.md") + page("docs/sglang-policies.md")
     for words in (
         "**Without a GPU**",
         "`make test-sglang`",
