@@ -75,12 +75,12 @@ def assert_dense(step: Step, batch: int, layers: list[MoE], leaves: Rows, ys: Ro
     outputs, of_rows, of_stacks = dense_model(step, batch)
     assert all(close(y, wanted, 1e-12) for y, wanted in zip(ys, outputs, strict=True))
     for leaf, wanted in zip(leaves, of_rows, strict=True):
-        assert leaf.grad is not None and close(leaf.grad, wanted, 1e-11)
+        assert leaf.grad is not None and close(leaf.grad, wanted, 1e-12)
     for layer, gradients in zip(layers, of_stacks, strict=True):
         for rank in layer.weights:
             homes = list(rank.layout.homes)
             for name, wanted in zip(STACKS, gradients, strict=True):
-                assert close(getattr(rank, name).grad, wanted[homes], 1e-11)
+                assert close(getattr(rank, name).grad, wanted[homes], 1e-12)
 
 
 @contextmanager
@@ -206,10 +206,10 @@ def process(rank: int, capacity: int | None) -> tuple[int, int]:
             rows = rows + layer.compute(rows, ids, gates, plan=plans[batch, index])  # type: ignore[operator]
         rows.square().sum().backward()
         outputs, of_rows, of_stacks = dense_model(step, batch)
-        assert close(rows, outputs[rank], 1e-12) and close(first.grad, of_rows[rank], 1e-11)  # type: ignore
+        assert close(rows, outputs[rank], 1e-12) and close(first.grad, of_rows[rank], 1e-12)  # type: ignore
         for layer, gradients in zip(layers, of_stacks, strict=True):
             (weights,) = layer.weights
-            assert close(weights.down.grad, gradients[-1][list(weights.layout.homes)], 1e-11)  # type: ignore
+            assert close(weights.down.grad, gradients[-1][list(weights.layout.homes)], 1e-12)  # type: ignore
     return before, transport.group.traffic.bytes["gather"]
 
 
