@@ -62,7 +62,8 @@ class StoredExperts(nn.Module):
     compute_dtype: torch.dtype | None
 
     def named_modules(self, *how: Any, **options: Any) -> Iterator[tuple[str, nn.Module]]:
-        ignore_in_construction(self.group, self._ranks())
+        if not torch.compiler.is_compiling():  # no wrapper is constructed there, and frames cannot be traced
+            ignore_in_construction(self.group, self._ranks())
         modules: Iterator[tuple[str, nn.Module]] = super().named_modules(*how, **options)
         return modules
 
