@@ -105,7 +105,7 @@ def engine_rows(counts: np.ndarray, drifting: np.ndarray) -> list[dict[str, Any]
     steady = np.stack([[draw.multinomial(COPIES, share) for share in shares] for _ in range(INTERVALS + 2)])
     rows = []
     for traffic, stream in (("steady", steady), ("drifting", drifting)):
-        for placer in ("eplb", "scenario", "scenario:least_gain=0.02"):
+        for placer in ("eplb", "scenario:least_gain=0", "scenario"):
             for decides in (False, True):
                 rule = "gain_ms=0" if decides else "always"
                 rows.append(

@@ -23,7 +23,7 @@ from isoload.online.weight_check import WeightCheck
 from support.documents import launch_words, launches
 from support.processes import run_ranks
 
-SGLANG_PAGE = Path(__file__).parents[2] / "docs" / "sglang.md"
+SGLANG_PAGE = Path(__file__).parents[2] / "docs" / "sglang-policies.md"
 RANKS, PER_NODE, EXPERTS, K, NUM_LAYERS, SPARE, REDUNDANT = 4, 2, 16, 3, 2, 2, 12
 SIZE = (EXPERTS + REDUNDANT) // RANKS
 TOPOLOGY = isoload.Topology(RANKS, PER_NODE)
