@@ -12,11 +12,13 @@ import isoload
 from support.liveness import find_dead
 
 ROOT = Path(__file__).parent.parent
-# Megatron's MoE layer calls its dispatcher's stages by name, transformers' Trainer its own methods, click a group's.
+# Called by name: a dispatcher's stages by Megatron's MoE layer, Trainer's methods by transformers, a group's by click, a
+# registered routing's by vLLM.
 CALLED = [
     "isoload.cli.options.Group",
     "isoload.engines.megatron.BalancedTokenDispatcher",
     "isoload.engines.huggingface.BalancedTraining",
+    "isoload.engines.recorded_skew.Strategy",
 ]
 
 

@@ -34,7 +34,6 @@ ALLOWED = {
     "transport/deep_ep/transport.py p.read_text": "sources of an installed package",
     "transport/collective.py boot_id.read_text": "of the kernel",
     "transport/collective.py path.open": "writes a new file",
-    "weights/pages.py open": "of the kernel, /proc/self/pagemap",
     "weights/pages.py mmap.mmap": "memory without a file",
     "layer/program_state.py torch.load": "reads bytes of a state, as tensors alone",
     "transport/collective.py read_text": "a peer's file, in the trial that its ranks run",

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from isoload.weights.pages import PagedTensor, PageLayout, PagePool, resident_slots
+from support.pagemap import resident_by_layer, resident_bytes
 
 torch.set_num_threads(1)
 DRAWN = 200_000
@@ -45,7 +46,7 @@ def test_resident_bytes_are_those_of_the_rows_with_memory(width: int) -> None:
         if before is None:
             paged.tensor[:rows] = values[:rows]
         assert torch.equal(paged.tensor[:rows], values[:rows]), rows
-        assert paged.resident_bytes() == layout.pages_of(rows) * mmap.PAGESIZE, rows
+        assert resident_bytes(paged) == layout.pages_of(rows) * mmap.PAGESIZE, rows
     first = layout.pages_of(1) * mmap.PAGESIZE
     assert not paged.tensor.view(-1).view(torch.uint8)[first:].any(), "absent rows read as zeros"
 
@@ -72,7 +73,7 @@ def test_a_rank_never_has_more_slots_than_at_the_start() -> None:
             tensor.tensor[:2] = 1.0
     size = values[0].nbytes * 3 // 2
     assert pool.slots == {3: 2, 5: 2} and pool.slot_bytes() == {3: size, 5: size}
-    assert pool.resident_bytes() == {3: 2 * size, 5: 2 * size}
+    assert resident_by_layer(pool) == {3: 2 * size, 5: 2 * size}
 
 
 def test_pages_are_given_before_they_are_taken() -> None:

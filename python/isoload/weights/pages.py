@@ -11,14 +11,8 @@ import mmap
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
-
-# Bits of an entry in /proc/self/pagemap: the page is in memory, and it is this process's alone. A page that was read
-# and never written is the kernel's page of zeros, which all processes share.
-IN_MEMORY = np.uint64(1 << 63 | 1 << 56)
-ENTRY_BYTES = 8
 
 
 class PageLayout(NamedTuple):
@@ -88,13 +82,6 @@ class PagedTensor:
             self._memory.madvise(mmap.MADV_DONTNEED, first, end - first)
         self.rows = rows
 
-    def resident_bytes(self) -> int:
-        """Return the bytes of the tensor's pages that take memory now, by /proc/self/pagemap."""
-        with open("/proc/self/pagemap", "rb") as file:
-            file.seek(self.tensor.data_ptr() // mmap.PAGESIZE * ENTRY_BYTES)
-            entries = np.frombuffer(file.read(ENTRY_BYTES * self.layout.num_pages), dtype=np.uint64)
-        return int(((entries & IN_MEMORY) == IN_MEMORY).sum()) * mmap.PAGESIZE
-
 
 class PagePool:
     """All paged tensors of one rank: the number of slots with memory, over all layers, never grows.
@@ -133,10 +120,6 @@ class PagePool:
         for layer, rows in sorted(slots.items(), key=lambda entry: entry[1] - self.slots[entry[0]]):
             for tensor in self.layers[layer]:
                 tensor.resize(rows)
-
-    def resident_bytes(self) -> dict[int, int]:
-        """Return the bytes in memory now, by layer."""
-        return {layer: sum(t.resident_bytes() for t in tensors) for layer, tensors in self.layers.items()}
 
     def slot_bytes(self) -> dict[int, int]:
         """Return the bytes of one slot, by layer."""

@@ -7,6 +7,7 @@ It is in every engine that the tests start, with isoload and without.
 import json
 import os
 import sys
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -166,7 +167,10 @@ def record_pages_of(original: Any, layers: Any, *args: Any) -> None:
 
 
 def write_pages(layers: Any, table: Tensor) -> None:
-    resident, size = layers.pages.resident_bytes(), layers.pages.slot_bytes()
+    sys.path.append(str(Path(__file__).parents[2]))  # tests, for support
+    from support.pagemap import resident_by_layer
+
+    resident, size = resident_by_layer(layers.pages), layers.pages.slot_bytes()
     line = {"rank": layers.engine_rank(), "resident": resident, "size": size, "table": table.tolist()}
     with open(f"{os.environ['ENGINE_PAGES']}.{layers.engine_rank()}", "a") as file:
         print(json.dumps(line), file=file)
