@@ -12,8 +12,8 @@ import isoload
 from support.liveness import find_dead
 
 ROOT = Path(__file__).parent.parent
-# Called by name: a dispatcher's stages by Megatron's MoE layer, Trainer's methods by transformers, a group's by click, a
-# registered routing's by vLLM.
+# Called by name: a dispatcher's stages by Megatron's MoE layer, Trainer's methods by transformers, a group's by click,
+# and a registered routing's by vLLM.
 CALLED = [
     "isoload.cli.options.Group",
     "isoload.engines.megatron.BalancedTokenDispatcher",
