@@ -9,7 +9,6 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.router_replay import RouterReplayAction
 from megatron_on_cpu import EXPERTS, HIDDEN, join, make_layer
 
@@ -339,7 +338,7 @@ def test_an_option_is_read_by_its_name_before_0_16() -> None:
     options = dict(megatron.REFUSED)
     del options["moe_router_padding_for_quantization"], options["moe_latent_size"]
     one = SimpleNamespace(size=lambda: 1)
-    experts = SequentialMLP.__new__(SequentialMLP)
+    experts = SimpleNamespace(local_experts=[torch.nn.Linear(1, 1)])
     stock = SimpleNamespace(tp_group=one)
 
     def check(**older: Any) -> None:
