@@ -158,7 +158,7 @@ def test_a_budget_leaves_wider_slots_free():
 BUDGETED = ("eplb", "craft", "scenario")
 
 
-def rooms(placement):
+def capacities(placement):
     """[L, R] slots with an expert; absent slots come last."""
     table = placement.slot_to_expert
     return resident_slots(table, placement.topology.num_ranks).numpy().astype(np.int32)
@@ -176,7 +176,7 @@ def test_slots_move_between_layers_within_each_ranks_memory(name):
         )
         loads = draw.lognormal(0, 1.5, (3, layers, 12)) ** draw.choice([0.2, 2], layers)[:, None]
         now = isoload.place(loads, isoload.Topology(ranks), None, name, replicas=replicas)
-        start, capacity = rooms(now), rooms(now)
+        start, capacity = capacities(now), capacities(now)
         assert (capacity.sum(0) <= 12 * layers // ranks + replicas).all() and np.ptp(capacity.sum(0)) <= 1
         for turn in range(4):
             options = {"before": now} if name == "scenario" else {}
@@ -184,10 +184,10 @@ def test_slots_move_between_layers_within_each_ranks_memory(name):
             now = isoload.place(
                 changed, ranks, start.max(), name, capacity=capacity, replicas=replicas, **options
             )
-            change = rooms(now) - capacity
-            assert (rooms(now).sum(0) == start.sum(0)).all() and rooms(now).max() <= start.max()
+            change = capacities(now) - capacity
+            assert (capacities(now).sum(0) == start.sum(0)).all() and capacities(now).max() <= start.max()
             assert not ((change > 0).any(1) & (change < 0).any(1)).any()
-            moved, capacity = moved + int(change.any()), rooms(now)
+            moved, capacity = moved + int(change.any()), capacities(now)
     assert moved > 8
 
 
@@ -196,8 +196,8 @@ def test_without_a_budget_every_rank_keeps_its_slots_in_every_layer(name):
     loads = np.random.default_rng(3).lognormal(0, 1.5, (4, 3, 8))
     now = isoload.place(loads, isoload.Topology(4), None, "scenario", replicas=1)
     options = {"before": now} if name == "scenario" else {}
-    other = isoload.place(loads[:, ::-1], 4, now.slots_per_rank, name, capacity=rooms(now), **options)
-    assert (rooms(other) == rooms(now)).all()
+    other = isoload.place(loads[:, ::-1], 4, now.slots_per_rank, name, capacity=capacities(now), **options)
+    assert (capacities(other) == capacities(now)).all()
     if name == "scenario":  # experts that stay on their rank keep their slots, as far as these have memory
         old, new = (p.slot_to_expert.view(3, 4, -1).numpy() for p in (now, other))
         for a, b in zip(old.reshape(-1, old.shape[2]), new.reshape(-1, old.shape[2]), strict=True):
@@ -209,7 +209,7 @@ def test_a_budget_starts_from_a_placement():
     loads = np.random.default_rng(5).lognormal(0, 1, (4, 4, 16))
     before = isoload.place(loads, isoload.Topology(4), None, "scenario")
     after = isoload.place(loads, 4, None, "scenario", before=before, replicas=2)
-    assert rooms(after).sum() == 4 * 16 + 8
+    assert capacities(after).sum() == 4 * 16 + 8
     old, new = (p.slot_to_expert.view(4, 4, -1).numpy() for p in (before, after))
     stays = [
         len(np.intersect1d(a[a >= 0], b))
@@ -230,7 +230,9 @@ def test_eplbs_replicas_go_to_the_hottest_experts_of_all_layers():
         copies[-best[1], -best[2]] += 1
         layers[-best[1]] += 1
     found = isoload.place(loads, isoload.Topology(4), placer="eplb", replicas=2)
-    assert rooms(found).sum(1).tolist() == [8 + n for n in layers] and (rooms(found).sum(0) == 8).all()
+    assert (
+        capacities(found).sum(1).tolist() == [8 + n for n in layers] and (capacities(found).sum(0) == 8).all()
+    )
 
 
 REFUSED_CAPACITY = {

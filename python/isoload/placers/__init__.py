@@ -93,7 +93,7 @@ def place(
     dense = _dense_slots(scenarios, topology, slots_per_rank, spare_slots, num_shared)
     others, ticks = spare_slots + num_shared, topology.ticks
     tick = np.ones(len(live)) if ticks is None else ticks.numpy()[live] / NOMINAL_TICKS
-    rooms = _check_capacity(capacity, planner, scenarios, topology, dense)
+    capacities = _check_capacity(capacity, planner, scenarios, topology, dense)
     start: Slots | None = None
     home_rank: Ints | None = None
     if before is not None:
@@ -107,7 +107,7 @@ def place(
             before.arrays[0].reshape(before.num_layers, before.topology.num_ranks, -1)[:, :, :routed_slots]
         )
         same_ranks = before.topology.num_ranks == topology.num_ranks
-        if same_ranks and (routed_slots == dense or planner.has_budget or rooms is not None):
+        if same_ranks and (routed_slots == dense or planner.has_budget or capacities is not None):
             start = rows[:, live]  # only the first of two slots of an expert on a rank
         else:
             start = resized(rows, live, dense, scenarios.mean(scenarios.loads), tick)
@@ -124,7 +124,7 @@ def place(
         slots_per_rank=None if planner.has_budget and slots_per_rank is None else dense,
         before=start,
         home_rank=home_rank,
-        capacity=rooms,
+        capacity=capacities,
     )
     identity = None if before is None else before.identity
     if traces:  # all traces are of one model; some may state more about it than the first
@@ -132,7 +132,7 @@ def place(
         for trace in traces[1:]:
             identity = joined(identity, trace.identity, f"trace {traces[0].name}", f"trace {trace.name}")
     placed = planner.place(scenarios, live_ranks)
-    width, ragged = placed.slots.shape[2], planner.has_budget or rooms is not None
+    width, ragged = placed.slots.shape[2], planner.has_budget or capacities is not None
     if live_ranks.slots_per_rank is None:
         dense = width
     slots = np.full((scenarios.num_layers, topology.num_ranks, dense + others), -1, dtype=np.int32)
