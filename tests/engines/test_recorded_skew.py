@@ -48,7 +48,7 @@ def test_rows_have_the_counts_and_no_expert_twice(seed: int) -> None:
 
 
 def test_recorded_choices_are_drawn_as_they_are() -> None:
-    """One round through the tokens has the trace's counts; the next batch goes on where the last one ended."""
+    """One round through the tokens has the trace's counts; each batch starts at the row after the last batch."""
     routing = RecordedRouting(f"{TRACE}:seed=3")
     routing.prepare(7, 32, 4, CPU)
     chosen = torch.cat([routing(7, tokens) for tokens in (1, 1000, 6167)])
