@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -71,9 +72,20 @@ def placed(stock: EngineRun, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def balanced(
     oracle: tuple[Path, list[list[int]]], placed: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> EngineRun:
-    """It starts from where isoload placed the experts."""
-    start = {"eplb_algorithm": "isoload", "init_expert_location": str(placed)}
-    return run_sglang(oracle[0], tmp_path_factory.mktemp("runs") / "isoload", ATTACHED, **EPLB, **start)
+    """It starts from where isoload placed the experts, with the options that isoload prints for the file."""
+    start = {"eplb_algorithm": "isoload", **printed_options(placed)}
+    return run_sglang(oracle[0], tmp_path_factory.mktemp("runs") / "isoload", ATTACHED, **(EPLB | start))
+
+
+def printed_options(file: Path) -> dict[str, Any]:
+    """The options that `isoload doctor FILE` prints for an engine's file, which does not state the ranks."""
+    printed = CliRunner().invoke(app, ["doctor", str(file)], env={"COLUMNS": "1000"}).output
+    (line,) = re.findall(
+        rf"--ep-num-redundant-experts \d+ --init-expert-location {re.escape(str(file))}", printed
+    )
+    words = line.split()
+    options = {name[2:].replace("-", "_"): value for name, value in zip(words[::2], words[1::2], strict=True)}
+    return options | {"ep_num_redundant_experts": int(options["ep_num_redundant_experts"])}
 
 
 @pytest.fixture(scope="module")
