@@ -37,7 +37,7 @@ def test_versions_that_ran_are_those_of_ci(name):
 def test_the_engine_that_loads_our_files_is_named_with_the_test_that_saw_it():
     said = " ".join(page("docs/file-formats.md").split())
     seen = re.search(rf"SGLang {pinned('SGLang')} starts from such a file on a CPU \(`(\S+)`\)", said)
-    assert seen and "init_expert_location" in page(seen[1])
+    assert seen and "init-expert-location" in page(seen[1])
 
 
 def test_sglangs_page_says_how_to_try_it_without_a_gpu_and_what_has_not_been_tried():
