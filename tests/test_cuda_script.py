@@ -31,7 +31,7 @@ STEPS = {
         *("library", "bench", "ncu", "ncu_details", "kernels", "dispatch"),
         *("kernels_cuda", "forward", "gradients", "symmetric"),
     ],
-    3: ["library", "stack", "engine", "stages", "ops", "racecheck", "synccheck"],
+    3: ["library", "stack", "pages", "engine", "stages", "ops", "racecheck", "synccheck"],
 }
 ON_A_CPU = ["simt_build", "check_cpu", "check_simt", "same_bits", "one_wrong"]
 BY_NAME = {step.name: step for step in steps("python", Path("logs"))}

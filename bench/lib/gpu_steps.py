@@ -62,6 +62,7 @@ GPU_ONLY = {
     "tests/layer/test_cuda_gradients.py": ("gradients", 2, 15),
     "tests/layer/test_cuda_symmetric.py": ("symmetric", 2, 35),
     "tests/layer/test_cuda_stack.py": ("stack", 3, 35),
+    "tests/weights/test_cuda_pages.py": ("pages", 3, 15),
     "tests/engines/test_cuda_engine.py": ("engine", 3, 15),
 }
 

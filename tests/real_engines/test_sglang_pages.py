@@ -117,6 +117,20 @@ def test_no_copy_goes_to_an_absent_slot(file: Path, moved: Paged) -> None:
 
 
 @pytest.mark.slow
+def test_pages_of_a_gpu_follow_the_experts(
+    oracle: tuple[Path, list[list[int]]], file: Path, tmp_path: Path
+) -> None:
+    """Over a stand-in for the CUDA driver's virtual memory."""
+    variables = {"ENGINE_DRAWN": "1", "ENGINE_GPU_PAGES": "1"}
+    paged = served(oracle, tmp_path / "run", file, variables, lengths=[24, 24, 24])
+    assert paged.run.tokens == [tokens[:24] for tokens in oracle[1]]
+    check_memory(paged)
+    assert len(paged.lines[0]) == len(paged.lines[1]) > 10
+    (line,) = paged.run.lines("absent slots on GPUs have been tested with a stand-in")
+    assert "isoload SGLang" in line
+
+
+@pytest.mark.slow
 def test_two_hundred_rebalances_with_drawn_capacities(
     oracle: tuple[Path, list[list[int]]], file: Path, tmp_path: Path
 ) -> None:

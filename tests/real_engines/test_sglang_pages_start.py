@@ -150,7 +150,7 @@ def test_absent_slots_need_a_file(ragged: None) -> None:
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "ISOLOAD_RAGGED=pages gives back memory on the CPU only, the model is on cuda": {"device": "cuda"},
+    "ISOLOAD_RAGGED=pages gives back memory on CPUs and NVIDIA GPUs only, the model is on xpu": {"device": "xpu"},
     "--elastic-ep-backend must be left out with ISOLOAD_RAGGED=pages, got 'mooncake'": {
         "elastic_ep_backend": "mooncake"
     },
@@ -214,6 +214,18 @@ def test_weights_of_another_shape_are_refused(ragged: None) -> None:
     with published(), pytest.raises(ValueError, match=re.escape("got [18, 4] in layer 0 of Linear")):
         get_parallel().override_permanently(tp_rank=0, moe_ep_rank=0)
         pages.into_pages(SimpleNamespace(model=model))
+
+
+def test_weights_with_a_second_reference_are_refused(ragged: None) -> None:
+    """Their old memory would stay, and a kernel that has the old address would read weights that no longer change."""
+    weights = [torch.ones(4, 8)]
+    parameter = torch.nn.Parameter(weights[0], requires_grad=False)
+    again = parameter.data  # an alias, as a quantisation method may keep
+    with pytest.raises(RuntimeError, match="the weights of layer 3 are referenced a second time"):
+        pages.replace(weights, [torch.ones(4, 8)], {parameter.data_ptr(): parameter}, 3)
+    del again
+    pages.replace(weights, [torch.zeros(4, 8)], {parameter.data_ptr(): parameter}, 3)
+    assert not parameter.any() and weights[0].data_ptr() == parameter.data_ptr()
 
 
 def test_a_rebalance_beyond_the_memory_of_any_rank_is_refused_on_all_ranks(ragged: None) -> None:

@@ -1,15 +1,16 @@
 """Weights in pages: tensors [S, ...] whose last rows have no memory, and the slots of a rank that do.
 
 An engine wants the same number of slots in every layer and on every rank. A ragged placement has fewer on some. The
-tensors stay rectangular in virtual memory, and the pages of absent slots are given back to the operating system. On
-the CPU the memory is an anonymous mapping. There is no CUDA backing yet.
+tensors stay rectangular in virtual memory, and the pages of absent slots are given back. On the CPU the memory is an
+anonymous mapping, on an NVIDIA GPU the driver's virtual memory (CUDA driver API, section "Virtual Memory Management").
 """
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -42,44 +43,138 @@ class PageLayout(NamedTuple):
             raise ValueError(f"rows must be in 0..{self.num_rows}, got {rows}")
 
 
+class HostMemory:
+    """Virtual memory of the CPU: a page takes memory when it is written, and reads as zeros before that."""
+
+    page_bytes = mmap.PAGESIZE
+
+    def __init__(self, num_pages: int) -> None:
+        self._memory = mmap.mmap(-1, num_pages * mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_NOHUGEPAGE"):  # a huge page would take memory for many small ones
+            self._memory.madvise(mmap.MADV_NOHUGEPAGE)
+
+    def take(self, first: int, end: int) -> None:
+        pass
+
+    def give(self, first: int, end: int) -> None:
+        self._memory.madvise(mmap.MADV_DONTNEED, first * mmap.PAGESIZE, (end - first) * mmap.PAGESIZE)
+
+    def tensor(self, num_bytes: int) -> Tensor:
+        return torch.frombuffer(self._memory, dtype=torch.uint8, count=num_bytes)
+
+
+class Driver(Protocol):
+    """Protocol of a GPU's virtual memory, of which tests have a stand-in on the CPU."""
+
+    page_bytes: int
+
+    def reserve(self, num_bytes: int) -> int: ...
+    def create(self) -> int: ...
+    def map(self, address: int, page: int) -> None: ...
+    def unmap(self, address: int) -> None: ...
+    def allow(self, address: int, num_bytes: int) -> None: ...
+    def tensor(self, address: int, num_bytes: int, owner: object) -> Tensor: ...
+    def wait(self) -> None: ...
+
+
+class GpuPages:
+    """Physical pages of one GPU, for all paged tensors of a rank.
+
+    A page that a tensor gives back is kept for the tensors that grow: no other allocation can take it in between. All
+    absent pages show one page of zeros, because warm-up, autotuning and masked GEMMs read rows of all slots.
+    """
+
+    def __init__(self, driver: Driver) -> None:
+        self.driver, self.page_bytes = driver, driver.page_bytes
+        self.unused: list[int] = []
+        self.created = 0  # pages that take memory, without the page of zeros
+        self.zeros = driver.create()
+        address = driver.reserve(self.page_bytes)
+        driver.map(address, self.zeros)
+        driver.allow(address, self.page_bytes)
+        driver.tensor(address, self.page_bytes, self).zero_()
+
+    def pop(self) -> int:
+        """Return a page that no tensor uses."""
+        if self.unused:
+            return self.unused.pop()
+        self.created += 1
+        return self.driver.create()
+
+
+class GpuMemory:
+    """Address range of a GPU whose pages get memory one by one. It lives as long as the process."""
+
+    def __init__(self, pages: GpuPages, num_pages: int) -> None:
+        self.page_bytes, self._pages = pages.page_bytes, pages
+        self._address = pages.driver.reserve(num_pages * pages.page_bytes)
+        self._mapped: list[int | None] = [None] * num_pages
+        self._show(0, [pages.zeros] * num_pages)
+
+    def take(self, first: int, end: int) -> None:
+        """Give the pages first to end - 1 memory; their contents are undefined."""
+        self._show(first, [self._pages.pop() for _ in range(first, end)])
+
+    def give(self, first: int, end: int) -> None:
+        """Take the memory of the pages first to end - 1, which show zeros then."""
+        pages = [page for page in self._mapped[first:end] if page is not None]
+        self._show(first, [self._pages.zeros] * (end - first))
+        self._pages.unused += pages
+
+    def tensor(self, num_bytes: int) -> Tensor:
+        return self._pages.driver.tensor(self._address, num_bytes, self)
+
+    def _show(self, first: int, pages: Sequence[int]) -> None:
+        driver, size = self._pages.driver, self.page_bytes
+        if not pages:
+            return
+        driver.wait()  # a kernel that still reads one of these pages would fail
+        for i, page in enumerate(pages, first):
+            if self._mapped[i] is not None:
+                driver.unmap(self._address + i * size)
+            driver.map(self._address + i * size, page)
+            self._mapped[i] = page
+        driver.allow(self._address + first * size, len(pages) * size)
+
+
 class PagedTensor:
     """Copy of a tensor [S, ...] whose first rows alone have memory; absent rows read as zeros.
 
     Nothing may write to an absent row: the write would take memory that no pool has counted.
 
     Args:
-        values: [S, ...] on the CPU; the first `rows` rows are copied.
+        values: [S, ...]; the first `rows` rows are copied.
         rows: number of rows with memory.
+        pages: those of the tensor's GPU. None: the tensor is on the CPU.
 
     Raises:
         ValueError: the tensor is on another device, or has no bytes.
     """
 
-    def __init__(self, values: Tensor, rows: int) -> None:
-        if values.device.type != "cpu":
-            raise ValueError(
-                f"weights must be on the CPU to be paged, got {values.device}: pages on CUDA are not implemented"
-            )
+    def __init__(self, values: Tensor, rows: int, pages: GpuPages | None = None) -> None:
+        if pages is None and values.device.type != "cpu":
+            raise ValueError(f"weights on {values.device} need the pages of that GPU: use PagePool.add")
         if values.dim() == 0 or values.nbytes == 0:
             raise ValueError(f"weights must have rows of at least one byte, got shape {list(values.shape)}")
-        self.layout = PageLayout(values.nbytes // len(values), len(values), mmap.PAGESIZE)
+        page_bytes = HostMemory.page_bytes if pages is None else pages.page_bytes
+        self.layout = PageLayout(values.nbytes // len(values), len(values), page_bytes)
         self.layout.check(rows)
-        self._memory = mmap.mmap(
-            -1, self.layout.num_pages * mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        )
-        if hasattr(mmap, "MADV_NOHUGEPAGE"):  # a huge page would take memory for many small ones
-            self._memory.madvise(mmap.MADV_NOHUGEPAGE)
-        whole = torch.frombuffer(self._memory, dtype=torch.uint8, count=values.nbytes)
+        num = self.layout.num_pages
+        self._memory = HostMemory(num) if pages is None else GpuMemory(pages, num)
+        whole = self._memory.tensor(values.nbytes)
         self.tensor = whole.view(values.dtype).view(values.shape)
+        self.rows = 0
+        self.resize(rows)
         self.tensor[:rows] = values[:rows]
-        self.rows = rows
 
     def resize(self, rows: int) -> None:
         """Give back the pages behind the first `rows` rows, or let further rows be written."""
         self.layout.check(rows)
-        first, end = (self.layout.pages_of(number) * mmap.PAGESIZE for number in (rows, self.rows))
-        if first < end:
-            self._memory.madvise(mmap.MADV_DONTNEED, first, end - first)
+        wanted, present = self.layout.pages_of(rows), self.layout.pages_of(self.rows)
+        if wanted < present:
+            self._memory.give(wanted, present)
+        elif present < wanted:
+            self._memory.take(present, wanted)
         self.rows = rows
 
 
@@ -93,13 +188,26 @@ class PagePool:
     def __init__(self) -> None:
         self.layers: dict[int, list[PagedTensor]] = {}
         self.limit = 0  # slots with memory when the last layer was added
+        self._pages: dict[torch.device, GpuPages] = {}
+
+    def _pages_of(self, device: torch.device) -> GpuPages | None:
+        if device.type == "cpu":
+            return None
+        if device not in self._pages:
+            self._pages[device] = GpuPages(CudaDriver(device))
+        return self._pages[device]
 
     def add(self, layer: int, tensors: Sequence[Tensor], rows: int) -> list[Tensor]:
         """Copy a layer's tensors [S, ...] into pages, of which `rows` slots have memory; return the new tensors."""
-        paged = [PagedTensor(tensor, rows) for tensor in tensors]
+        paged = [PagedTensor(tensor, rows, self._pages_of(tensor.device)) for tensor in tensors]
         self.layers[layer] = paged
         self.limit += rows
         return [copy.tensor for copy in paged]
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether a tensor is on a GPU."""
+        return bool(self._pages)
 
     @property
     def slots(self) -> dict[int, int]:
@@ -124,6 +232,126 @@ class PagePool:
     def slot_bytes(self) -> dict[int, int]:
         """Return the bytes of one slot, by layer."""
         return {layer: sum(t.layout.row_bytes for t in tensors) for layer, tensors in self.layers.items()}
+
+
+class _Location(ctypes.Structure):
+    """CUmemLocation of cuda.h."""
+
+    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
+
+
+class _Allocation(ctypes.Structure):
+    """CUmemAllocationProp of cuda.h; the last field has the allocation's flags, all 0."""
+
+    _fields_ = (
+        ("type", ctypes.c_int),
+        ("handle_types", ctypes.c_int),
+        ("location", _Location),
+        ("windows", ctypes.c_void_p),
+        ("flags", ctypes.c_ubyte * 8),
+    )
+
+
+class _Access(ctypes.Structure):
+    """CUmemAccessDesc of cuda.h."""
+
+    _fields_ = (("location", _Location), ("flags", ctypes.c_int))
+
+
+class CudaDriver:
+    """Virtual memory of one NVIDIA GPU by the CUDA driver API.
+
+    Args:
+        device: the GPU, on which torch has a context.
+
+    Raises:
+        ValueError: the device is no NVIDIA GPU, or the driver has no virtual memory for it.
+        RuntimeError: a call of the driver failed; the message has the call and the error number of cuda.h.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        if device.type != "cuda" or torch.version.hip:
+            raise ValueError(f"weights must be on the CPU or on an NVIDIA GPU to be paged, got {device}")
+        self.device = torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
+        try:
+            self._library = ctypes.CDLL("libcuda.so.1")
+        except OSError as error:
+            raise ValueError(f"pages on {self.device} need the CUDA driver's library: {error}") from None
+        location = _Location(1, self.device.index)  # CU_MEM_LOCATION_TYPE_DEVICE
+        self._allocation = _Allocation(1, 0, location)  # CU_MEM_ALLOCATION_TYPE_PINNED, not exported
+        self._access = _Access(location, 3)  # CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        size = ctypes.c_size_t()
+        recommended = ctypes.c_int(1)
+        self._call(
+            "cuMemGetAllocationGranularity", ctypes.byref(size), ctypes.byref(self._allocation), recommended
+        )
+        self.page_bytes = size.value
+
+    def reserve(self, num_bytes: int) -> int:
+        address, none = ctypes.c_uint64(), ctypes.c_uint64(0)
+        self._call(
+            "cuMemAddressReserve",
+            ctypes.byref(address),
+            *(ctypes.c_size_t(number) for number in (num_bytes, self.page_bytes)),
+            *(none, none),
+        )
+        return address.value
+
+    def create(self) -> int:
+        page, size = ctypes.c_uint64(), ctypes.c_size_t(self.page_bytes)
+        self._call(
+            "cuMemCreate", ctypes.byref(page), size, ctypes.byref(self._allocation), ctypes.c_uint64(0)
+        )
+        return page.value
+
+    def map(self, address: int, page: int) -> None:
+        size, offset = ctypes.c_size_t(self.page_bytes), ctypes.c_size_t(0)
+        self._call(
+            "cuMemMap", ctypes.c_uint64(address), size, offset, ctypes.c_uint64(page), ctypes.c_uint64(0)
+        )
+
+    def unmap(self, address: int) -> None:
+        self._call("cuMemUnmap", ctypes.c_uint64(address), ctypes.c_size_t(self.page_bytes))
+
+    def allow(self, address: int, num_bytes: int) -> None:
+        """Let the GPU read and write pages that were mapped."""
+        count = ctypes.c_size_t(1)
+        access = ctypes.byref(self._access)
+        self._call("cuMemSetAccess", ctypes.c_uint64(address), ctypes.c_size_t(num_bytes), access, count)
+
+    def tensor(self, address: int, num_bytes: int, owner: object) -> Tensor:
+        """Return a uint8 tensor over mapped memory; the tensor keeps the owner alive."""
+        view = _ArrayInterface(owner, address, num_bytes)
+        tensor = torch.as_tensor(view, device=self.device)
+        if tensor.data_ptr() != address:
+            raise RuntimeError(f"torch copied pages of {self.device} instead of using them")
+        return tensor
+
+    def wait(self) -> None:
+        torch.cuda.synchronize(self.device)
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        with torch.cuda.device(self.device):
+            status = getattr(self._library, name)(*arguments)
+        if status == 2:
+            raise RuntimeError(
+                f"{name}: {self.device} has no memory left for a page of {self.page_bytes} bytes of expert weights"
+            )
+        if status:
+            raise RuntimeError(f"{name} failed on {self.device} with CUDA driver error {status}")
+
+
+class _ArrayInterface:
+    """Bytes at an address of a GPU, as torch.as_tensor accepts them without a copy."""
+
+    def __init__(self, owner: object, address: int, num_bytes: int) -> None:
+        self.owner = owner
+        self.__cuda_array_interface__ = {
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+        }
 
 
 def resident_slots(table: Tensor, num_ranks: int) -> Tensor:

@@ -5,6 +5,7 @@ It is in every engine that the tests start, with isoload and without.
 """
 
 import json
+import mmap
 import os
 import sys
 from pathlib import Path
@@ -47,10 +48,13 @@ def register() -> None:
         target = "isoload.engines.sglang.borrowing.Spare.__call__"
         HookRegistry.register(target, record_fill, HookType.AROUND)
     if "ENGINE_PAGES" in os.environ:
+        sys.path.append(str(Path(__file__).parents[2]))  # tests, for support
         HookRegistry.register("isoload.engines.sglang.pages.into_pages", record_pages, HookType.AROUND)
         HookRegistry.register(
             "isoload.engines.layers.EngineLayers.check_moved", record_pages_of, HookType.AROUND
         )
+    if "ENGINE_GPU_PAGES" in os.environ:
+        over_gpu_pages()
     if os.environ.get("ENGINE_DRAWN") == "1":
         HookRegistry.register("isoload.placers.eplb.hottest_layers", drawn_layers, HookType.REPLACE)
     if "ENGINE_FLIP" in os.environ:
@@ -167,13 +171,30 @@ def record_pages_of(original: Any, layers: Any, *args: Any) -> None:
 
 
 def write_pages(layers: Any, table: Tensor) -> None:
-    sys.path.append(str(Path(__file__).parents[2]))  # tests, for support
     from support.pagemap import resident_by_layer
 
-    resident, size = resident_by_layer(layers.pages), layers.pages.slot_bytes()
+    pool = layers.pages
+    size = pool.slot_bytes()
+    if pool.on_gpu:
+        (pages,) = pool._pages.values()
+        resident = {
+            layer: sum(map(pages.driver.pages_of, (paged.tensor for paged in tensors))) * pages.page_bytes
+            for layer, tensors in pool.layers.items()
+        }
+    else:
+        resident = resident_by_layer(pool)
     line = {"rank": layers.engine_rank(), "resident": resident, "size": size, "table": table.tolist()}
     with open(f"{os.environ['ENGINE_PAGES']}.{layers.engine_rank()}", "a") as file:
         print(json.dumps(line), file=file)
+
+
+def over_gpu_pages() -> None:
+    """Weights in pages as on a GPU, over a stand-in for the CUDA driver."""
+    from isoload.weights.pages import GpuPages, PagePool
+    from support.gpu_pages import StandIn
+
+    pages = GpuPages(StandIn(page_bytes=mmap.PAGESIZE))
+    PagePool._pages_of = lambda pool, device: pool._pages.setdefault(device, pages)  # type: ignore[method-assign]
 
 
 def say_exchange(original: Any, balancer: Any, *others: Any) -> Any:

@@ -8,6 +8,7 @@ functions that read the map are wrapped here.
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 from collections.abc import Callable, Sequence
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from isoload.engines.settings import CHUNKS, PLACER, RAGGED
 from isoload.engines.sglang.layers import LAYERS, moe
@@ -54,11 +56,11 @@ def check_start(runner: Any) -> None:
     if not LAYERS.settings.ragged:
         return
     without = f"must be left out with {RAGGED.name}={LAYERS.settings.ragged}"
-    device = str(getattr(runner, "device", "cpu"))
-    if not device.startswith("cpu"):
+    device = str(getattr(runner, "device", "cpu")).partition(":")[0]
+    if device not in ("cpu", "cuda") or (device == "cuda" and torch.version.hip):
         raise ValueError(
-            f"{RAGGED.name}={LAYERS.settings.ragged} gives back memory on the CPU only, the model is on {device}: use "
-            "a file without absent slots (isoload place --rectangle)"
+            f"{RAGGED.name}={LAYERS.settings.ragged} gives back memory on CPUs and NVIDIA GPUs only, the model is on "
+            f"{device}: use a file without absent slots (isoload place --rectangle)"
         )
     options, arguments = moe(), getattr(runner, "server_args", None)
     for name, off in FOREIGN.items():
@@ -231,20 +233,48 @@ def into_pages(runner: Any) -> None:
     rank, pool = LAYERS.engine_rank(), PagePool()
     parameters = {p.data_ptr(): p for p in runner.model.parameters() if p.numel()}
     for layer, tensors in sorted(weights.items()):
-        for tensor in tensors:
-            if len(tensor) != stride or not tensor.is_contiguous() or tensor.data_ptr() not in parameters:
-                raise ValueError(
-                    f"{RAGGED.name} needs weights that are parameters of one row for each of a rank's {stride} slots, "
-                    f"got {list(tensor.shape)} in layer {layer} of {type(runner.model).__name__}"
-                )
-        paged = pool.add(layer, tensors, int(slots[layer, rank]))
-        for i, (old, new) in enumerate(zip(list(tensors), paged, strict=True)):
-            parameters[old.data_ptr()].data = new
-            tensors[i] = new  # type: ignore[index]  # the engine moves experts between these
+        wrong = [
+            t.shape
+            for t in tensors
+            if len(t) != stride or not t.is_contiguous() or t.data_ptr() not in parameters
+        ]
+        if wrong:
+            raise ValueError(
+                f"{RAGGED.name} needs weights that are parameters of one row for each of a rank's {stride} slots, got "
+                f"{list(wrong[0])} in layer {layer} of {type(runner.model).__name__}"
+            )
+        replace(tensors, pool.add(layer, tensors, int(slots[layer, rank])), parameters, layer)
     LAYERS.pages, LAYERS.page_limits = pool, slots[sorted(weights)].sum(0)
     freed = sum(size * (stride - pool.slots[layer]) for layer, size in pool.slot_bytes().items())
+    if pool.on_gpu:
+        log.warning(
+            "isoload SGLang: absent slots on a GPU have been tested with a stand-in of the CUDA driver only"
+        )
     if rank == 0:
         log.info(
             f"isoload SGLang: {pool.limit} of {stride * len(weights)} expert slots of a rank have memory, "
             f"{freed / 2**30:.2f} GiB of weights were given back"
         )
+
+
+def replace(
+    tensors: Any, paged: Sequence[Tensor], parameters: dict[int, torch.nn.Parameter], layer: int
+) -> None:
+    """Put the paged copies of one layer's weights into the model and free the old weights.
+
+    Raises:
+        RuntimeError: something else still refers to the old weights, so that their memory stays and may be read.
+    """
+    old = [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors]
+    for i, new in enumerate(paged):
+        parameters.pop(tensors[i].data_ptr()).data = new
+        tensors[i] = new  # the engine moves experts between these
+    if not all(storage.expired() for storage in old):
+        gc.collect()
+    if not all(storage.expired() for storage in old):
+        raise RuntimeError(
+            f"the weights of layer {layer} are referenced a second time, so {RAGGED.name} cannot give their memory "
+            "back: use a file without absent slots (isoload place --rectangle)"
+        )
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()  # torch keeps freed memory, and the next layer's pages need it
