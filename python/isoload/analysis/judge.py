@@ -164,6 +164,24 @@ def most_replicas(placement: Placement) -> float:
     return float(filled - placement.num_layers * placement.num_routed / len(placement.topology.live_ranks))
 
 
+def replica_memory(placement: Placement, expert_bytes: int, kv_bytes: int | None) -> dict[str, Any]:
+    """Return the memory of the replicas on the rank with most, and of one more slot in every layer.
+
+    Args:
+        placement: any.
+        expert_bytes: of one expert in one layer.
+        kv_bytes: of one token's KV cache in all layers; None = unknown.
+    """
+    slots = -(-placement.num_routed // len(placement.topology.live_ranks)) + 1
+    even = placement.num_routed / len(placement.topology.live_ranks)
+    replicas, more = (
+        round(number * expert_bytes)
+        for number in (most_replicas(placement), placement.num_layers * (slots - even))
+    )
+    tokens = None if kv_bytes is None else max(more - replicas, 0) // kv_bytes
+    return {"replica_bytes": replicas, "one_slot_more_bytes": more, "kv_tokens": tokens}
+
+
 def without_replicas(placement: Placement) -> Placement:
     """Return the placement with every routed expert in its home slot only; the other replicas' slots are absent."""
     slots, home = (array.copy() for array in placement.arrays)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
@@ -184,28 +185,8 @@ def memory_budget(
     return {"replicas": min(memory // size, num_layers)}
 
 
-def replica_memory_of(placement: Placement, expert_bytes: int, kv_bytes: int | None) -> dict[str, Any]:
-    """Return the memory of the replicas on the rank with most, and of one more slot in every layer.
-
-    Args:
-        placement: any.
-        expert_bytes: of one expert in one layer.
-        kv_bytes: of one token's KV cache in all layers; None = unknown.
-    """
-    from isoload.analysis.judge import most_replicas
-
-    slots = -(-placement.num_routed // len(placement.topology.live_ranks)) + 1
-    even = placement.num_routed / len(placement.topology.live_ranks)
-    replicas, more = (
-        round(number * expert_bytes)
-        for number in (most_replicas(placement), placement.num_layers * (slots - even))
-    )
-    tokens = None if kv_bytes is None else max(more - replicas, 0) // kv_bytes
-    return {"replica_bytes": replicas, "one_slot_more_bytes": more, "kv_tokens": tokens}
-
-
 def memory_line(memory: dict[str, Any]) -> str:
-    """Return a sentence with the figures of :func:`replica_memory_of`."""
+    """Return a sentence with the figures of :func:`isoload.analysis.judge.replica_memory`."""
     line = (
         f"replicas take {memory['replica_bytes'] / 2**30:.2f} GiB of the rank with most, one more slot in every layer "
         f"{memory['one_slot_more_bytes'] / 2**30:.2f} GiB"
@@ -267,14 +248,96 @@ def free_slots(name: str, options: dict[str, Any], trace: Trace, topology: Topol
     return default_slots_per_rank(trace.num_experts, topology.num_ranks)
 
 
-def judge_way(way: Way, trace: Trace, calibrate: str, topology: Topology) -> tuple[Any, Any]:
-    """Return the imbalance [batches, L], even and exact, of placements made without the batches they are judged on."""
-    from isoload.analysis.judge import unseen_imbalances
-    from isoload.placers import PLACERS
+@dataclass(frozen=True, eq=False)
+class Comparison:
+    """What ways are compared on. Figures are of placements made without the batches on which they are judged.
 
-    kind = PLACERS[way.name]
-    make = partial(way.place, topology=topology)
-    return unseen_imbalances(trace, calibrate, make, kind.needs_tokens, kind.uses_tokens)
+    traces: the first one is judged. expert_bytes: of one expert in one layer; 0 = unknown. old: the placement of
+    --before or --against, whose slots are compared with those of each placement.
+    """
+
+    traces: Sequence[Trace]
+    topology: Topology
+    calibrate: str
+    expert_bytes: int
+    old: Placement | None
+    judged: dict[str, tuple[Any, Any]] = field(default_factory=dict)  # results of imbalances, by label
+
+    def imbalances(self, way: Way) -> tuple[Any, Any]:
+        """Return the imbalance [batches, L] on unseen batches, copies spread evenly and split exactly."""
+        from isoload.analysis.judge import unseen_imbalances
+        from isoload.placers import PLACERS
+
+        if way.label not in self.judged:
+            kind = PLACERS[way.name]
+            make = partial(way.place, topology=self.topology)
+            self.judged[way.label] = unseen_imbalances(
+                self.traces[0], self.calibrate, make, kind.needs_tokens, kind.uses_tokens
+            )
+        return self.judged[way.label]
+
+    def best(self, ways: Sequence[Way]) -> Way:
+        """Return the way with the lowest imbalance, split exactly; of equal ones the last."""
+        return min(reversed(ways), key=lambda way: self.imbalances(way)[1].mean())
+
+    def row(self, label: str, placement: Placement, even: Any, exact: Any, written: bool = False) -> Row:
+        """Return a row of the table: means over unseen batches and layers, and under by_batch [batches][L]."""
+        from isoload.analysis import judge
+
+        most = judge.most_replicas(placement)
+        same_size = self.old is not None and self.old.num_slots == placement.num_slots
+        return {
+            "placer": label,
+            "written": written,
+            "even": float(even.mean()),
+            "exact": float(exact.mean()),
+            "replicas": judge.count_replicas(placement),
+            "replica_bytes": round(most * self.expert_bytes) if self.expert_bytes else None,
+            "changed": None
+            if self.old is None or not same_size
+            else judge.changed_slots(self.old, placement),
+            "by_batch": {"even": even.tolist(), "exact": exact.tolist()},
+        }
+
+    def rows(
+        self, ways: Sequence[Way], best: Way, written: Placement, keep_going: bool
+    ) -> tuple[list[Row], dict[str, str]]:
+        """Return the rows of the ways, and with keep_going by label why a placer cannot place this trace."""
+        rows, refused = [], {}
+        for way in {way.label: way for way in ways}.values():
+            try:
+                imbalances = self.imbalances(way)
+                placement = written if way is best else way.place(self.traces, self.topology)
+            except (ValueError, ImportError) as error:
+                if not keep_going:
+                    raise
+                refused[way.label] = str(error)
+            else:
+                rows.append(self.row(way.label, placement, *imbalances, written=placement is written))
+        return rows, refused
+
+
+def device_of(gpu: str | None, times: str | None, model: str | None) -> str | Times | None:
+    """Return the GPU whose shipped times are used, or the user's own times."""
+    from isoload.times import load
+
+    if gpu is not None and times is not None:
+        raise ValueError("gpu must be left out with times, which are of your GPUs")
+    device = gpu if times is None else load(times)
+    if gpu is not None and model is None:
+        raise ValueError(f"model must be given with gpu, whose experts are computed, got {gpu} alone")
+    return device
+
+
+def speeds_of(device: str | Times | None, ranks: int, times: str | None) -> Any:
+    """Return the ranks' measured speeds, if they differ; else None."""
+    speeds = None if device is None or isinstance(device, str) else device.rank_speeds
+    if speeds is not None and len(speeds) != ranks:
+        raise ValueError(
+            f"times must be of {ranks} ranks, got {times}, where {len(speeds)} ranks have different speeds: run "
+            "isoload measure on the ranks that will serve, or pass gpu"
+        )
+    return speeds
 
 
 def place(
@@ -392,29 +455,19 @@ def place(
     from isoload.cli.options import load_plugins
     from isoload.placement.files import check_format, read_placement, write_placement
     from isoload.placers import PLACERS, parse_placer
-    from isoload.times import load
     from isoload.topology import Topology
 
     load_plugins(plugin)
     check_targets([*traces, before, against, times], force, json, str(output), html)
-    if gpu is not None and times is not None:
-        raise ValueError("gpu must be left out with times, which are of your GPUs")
-    device = gpu if times is None else load(times)
-    if gpu is not None and model is None:
-        raise ValueError(f"model must be given with gpu, whose experts are computed, got {gpu} alone")
+    device = device_of(gpu, times, model)
     check_format(file_format, output, "output")
     check_absent(holes, rectangle, file_format)
     reading = Reading(stages, same_layers, allow_missing_ranks, first_moe_layer, model)
     loaded = load_traces(traces, reading)
     first = loaded[0]
     held_back = calibrate or strictest(first.num_batches, first.cluster)
-    speeds = None if device is None or isinstance(device, str) else device.rank_speeds
-    if speeds is not None and len(speeds) != ranks:
-        raise ValueError(
-            f"times must be of {ranks} ranks, got {times}, where {len(speeds)} ranks have different speeds: run "
-            "isoload measure on the ranks that will serve, or pass gpu"
-        )
-    topology = Topology(ranks, ranks_per_node, alive=without_lost(ranks, lost_rank), speeds=speeds)
+    alive, speeds = without_lost(ranks, lost_rank), speeds_of(device, ranks, times)
+    topology = Topology(ranks, ranks_per_node, alive=alive, speeds=speeds)
     start, rival = (
         None if read is None else reading.stated(read).for_trace(first, option)
         for option, read in (
@@ -433,60 +486,27 @@ def place(
         if start is not None:
             chosen["before"] = start
         tried.append(Way(text, name, slots or free_slots(name, chosen, first, topology), chosen, rectangle))
-    judged_ways = {way.label: judge_way(way, first, held_back, topology) for way in tried}
-    best = min(reversed(tried), key=lambda way: judged_ways[way.label][1].mean())
+    compared = Comparison(loaded, topology, held_back, expert_bytes, rival if start is None else start)
+    best = compared.best(tried)
     placement = best.place(loaded, topology)
-    old = rival if start is None else start
-
-    def judged(label: str, candidate: Placement, even: Any, exact: Any) -> Row:
-        return {
-            "placer": label,
-            "written": candidate is placement,
-            "even": float(
-                even.mean()
-            ),  # imbalance, mean over unseen batches and layers, copies spread evenly
-            "exact": float(exact.mean()),  # the same, split exactly
-            "replicas": judge.count_replicas(candidate),
-            "replica_bytes": round(judge.most_replicas(candidate) * expert_bytes) if expert_bytes else None,
-            "changed": judge.changed_slots(old, candidate)
-            if old and old.num_slots == candidate.num_slots
-            else None,
-            "by_batch": {"even": even.tolist(), "exact": exact.tolist()},  # [batches][L]
-        }
-
-    compared = [Way(options.BASELINE, "trivial", None), Way("eplb", "eplb", placement.slots_per_rank)]
     near_rows = placement.provenance.get("rows_to_other_nodes")
     plain = replace(best, label=f"{best.label}, near=False", options=best.options | {"near": False})
-    compared += [plain] if near_rows else []
+    ways = [Way(options.BASELINE, "trivial", None), Way("eplb", "eplb", placement.slots_per_rank)]
+    ways += [plain] if near_rows else []
     every = placers == "all"
     for text in PLACERS if every else filter(None, map(str.strip, (placers or "").split(","))):
         name, more = parse_placer(text)
-        compared.append(Way(text, name, slots or free_slots(name, more, first, topology), more))
-    rows, refused = [], {}
-    for way in {way.label: way for way in [*compared, *tried]}.values():
-        try:
-            imbalances = judged_ways.get(way.label) or judge_way(way, first, held_back, topology)
-            candidate = placement if way is best else way.place(loaded, topology)
-        except (ValueError, ImportError) as error:
-            if not every:
-                raise
-            refused[way.label] = str(error)
-        else:
-            rows.append(judged(way.label, candidate, *imbalances))
+        ways.append(Way(text, name, slots or free_slots(name, more, first, topology), more))
+    rows, refused = compared.rows([*ways, *tried], best, placement, keep_going=every)
     if against is not None and rival is not None:
         if rival.num_routed != first.num_experts:
             raise ValueError(f"against must have {first.num_experts} routed experts, got {rival.num_routed}")
-        measures = judge.even_imbalance, judge.exact_imbalance
-        rows.append(judged(against, rival, *(f(rival, first.batch_counts()) for f in measures)))
+        even, exact = (f(rival, first.batch_counts()) for f in (judge.even_imbalance, judge.exact_imbalance))
+        rows.append(compared.row(against, rival, even, exact))
+    written = with_extra(placement, extra_layers)
     figures: dict[str, Any] = {"calibrate": held_back, "provenance": placement.provenance, "placers": rows}
     figures |= {"refused": refused} if refused else {}
-    known = find_model(model) if model is not None and (has_budget or holes) else None
-    size = expert_bytes or (0 if known is None else round(known.expert_bytes))
-    if size and (has_budget or holes):
-        figures["memory"] = replica_memory_of(placement, size, None if known is None else known.kv_bytes)
-    written = with_extra(placement, extra_layers)
-    start_with = start_of(written, str(output), file_format)
-    figures["start"] = start_with
+    figures["start"] = start_of(written, str(output), file_format)
     line = f"{placement_line(placement, str(output))}, placer {best.label}"
     if near_rows:
         peaks = {row["placer"]: row["exact"] for row in rows}
@@ -496,23 +516,26 @@ def place(
             saved = near_ms(first, pair, near_rows, device, model, tokens_per_rank)
             figures["near_saved_ms"] = saved
         line += near_line(near_rows, (peaks[plain.label], peaks[best.label]), saved)
-    if "memory" in figures:
+    known = find_model(model) if model is not None and (has_budget or holes) else None
+    size = expert_bytes or (0 if known is None else round(known.expert_bytes))
+    if size and (has_budget or holes):
+        figures["memory"] = judge.replica_memory(placement, size, None if known is None else known.kv_bytes)
         line += f"; {memory_line(figures['memory'])}"
     if start is not None:
         line += arrival_line(start, placement, expert_bytes)
         figures["arrivals"] = judge.arrivals(start, placement).sum(0).tolist()
-    columns = columns_of(FIGURES, [shown_row(row) for row in rows])
     batches = "Seen batches" if held_back == "all" else "Unseen batches"
     units = [f"{batches} (calibrate {held_back}): {UNITS}"]
+    columns = columns_of(FIGURES, [shown_row(row) for row in rows])
+    notes = [f"{label}: n/a: {reason}" for label, reason in refused.items()]
+    if near_rows and held_back != "all" and not judge.tokens_are_batches(first):
+        notes.append(BY_COUNTS)
 
     def show(console: Console) -> None:
-        reasons = [f"{label}: n/a: {reason}" for label, reason in refused.items()]
-        if near_rows and held_back != "all" and not judge.tokens_are_batches(first):
-            reasons.append(BY_COUNTS)
-        say(console, ("", [line, *source_line(loaded)]), columns, ("", units), ("yellow", reasons))
+        say(console, ("", [line, *source_line(loaded)]), columns, ("", units), ("yellow", notes))
         if not any(placement.has_freedom):
             say(console, ("yellow", [NO_FREEDOM.format(more=placement.slots_per_rank + 1)]))
-        say_start(start_with, console)
+        say_start(figures["start"], console)
 
     text = ""
     if html:  # before anything is written, because it may fail
