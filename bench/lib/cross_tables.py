@@ -351,7 +351,7 @@ def known_routes() -> Table:
         "borrowed": "{chosen[borrowed]:.1f}",
         "rows to other ranks": "{chosen[rows]:.2f}",
     }
-    return table(columns, list(cells.values()))
+    return table(columns, [row for row in cells.values() if row["chosen"]["spare_slots"] < 2])
 
 
 @shown
