@@ -49,14 +49,15 @@ struct Level {
   int32_t total = 0;
   int rank = 0, slot = 0;
   int32_t q = 0;
-  uint32_t in = 0;  // lanes whose ranks were at most at the level when last it was found; at first all
+  uint32_t inverse = 0;  // Divisor's of lane + 1: no division in the loop over levels
+  uint32_t in = 0;       // lanes whose ranks were at most at the level when last it was found; at first all
 
   template <class Group>
   ISOLOAD_HD static Level of(const Group& group, const ReplicaTables& t, int first, int copies, int32_t total,
-                             const int32_t* quota) {
+                             const int32_t* quota, uint32_t inverse) {
     const int own = group.rank(), size = group.size(), j = first + own;
     const int lanes = size == 1 || copies > size ? size : copies;  // of one, a compiler knows
-    Level my{first, copies, total, 0, 0, 0, ~uint32_t(0) >> (32 - lanes)};
+    Level my{first, copies, total, 0, 0, 0, inverse, ~uint32_t(0) >> (32 - lanes)};
     if (own < copies) my.rank = t.ranks[j], my.slot = t.slots[j], my.q = quota[my.slot];
     return my;
   }
@@ -75,11 +76,37 @@ ISOLOAD_HD void balance_pair(Group& group, Level& my, int32_t* load, int32_t* qu
   load[my.rank] = mine + gain;
 }
 
+// balance_level for a replica per lane: nothing is beyond the lanes, and no division is in the loop.
+template <class Group>
+ISOLOAD_HD bool balance_level_of_lanes(Group& group, Level& my, int32_t* load, int32_t* quota) {
+  const int own = group.rank();
+  const bool has = own < my.copies;
+  const int32_t mine = has ? load[my.rank] - my.q : 0;
+  int32_t level, left;
+  for (bool found = false; !found;) {
+    const int number = count_ones(my.in);
+    const int32_t sum = my.total + group.sum32(my.in >> own & 1 ? mine : 0);
+    level = Divisor(number, group.from_lane_of(number - 1, my.inverse)).quotient(sum);
+    left = sum - level * number;
+    const uint32_t in = group.lanes_with(has && mine <= level);
+    found = in == my.in;
+    my.in = in;
+  }
+  if (!has) return false;
+  const bool more = count_ones(my.in & ((uint32_t(1) << own) - 1)) < left;
+  const int32_t q = my.in >> own & 1 ? level - mine + more : 0;
+  const bool moved = q != my.q;
+  load[my.rank] = mine + q;
+  quota[my.slot] = my.q = q;
+  return moved;
+}
+
 // Pours the expert's copies anew onto the other load of its ranks, to one level. Replicas beyond the lanes
 // keep that load in the place of their quota. Whether this lane's copies moved.
 template <class Group>
 ISOLOAD_HD bool balance_level(Group& group, const ReplicaTables& t, Level& my, int32_t* load,
                               int32_t* quota) {
+  if (Group::kLanes > 1 && my.copies <= group.size()) return balance_level_of_lanes(group, my, load, quota);
   const int own = group.rank(), copies = my.copies;
   const int32_t *const ranks = t.ranks + my.first, *const slots = t.slots + my.first;
   const int32_t mine = own < copies ? load[my.rank] - my.q : 0;
@@ -157,7 +184,8 @@ ISOLOAD_HD void balance(Team& team, const ReplicaTables& t, const Replicated& sp
       },
       [&](int i, auto& group) {
         const int first = split.first[i];
-        Level level = Level::of(group, t, first, split.last[i] - first, split.copies[i], quota);
+        const uint32_t inverse = Divisor(group.rank() + 1).inverse;
+        Level level = Level::of(group, t, first, split.last[i] - first, split.copies[i], quota, inverse);
         balance_level(group, t, level, load, quota);
       });
 }

@@ -177,13 +177,14 @@ class ExactSolver {
   // and begins with the set of ranks that it found the last time.
   ISOLOAD_HD void sweep_by_groups(bool again) {
     typename Team::Warp group;
+    const uint32_t inverse = Divisor(group.rank() + 1).inverse;
     const Replicated& split = ws_.split;
     const int n = t_.num_split();
     int i = team_.group();
     auto level_of = [&](int i) {
       if (i >= n) return Level();
-      Level level =
-          Level::of(group, t_, split.first[i], split.last[i] - split.first[i], split.copies[i], quota_);
+      Level level = Level::of(group, t_, split.first[i], split.last[i] - split.first[i], split.copies[i],
+                              quota_, inverse);
       if (again && level.copies > 2) level.in = ws_.level_in[i];
       return level;
     };

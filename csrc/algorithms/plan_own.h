@@ -201,7 +201,8 @@ class OwnSplit {
   template <class Group>
   ISOLOAD_HD Level level_at(int i, const Group& group) const {
     const int first = split_.first[i];
-    return Level::of(group, by_part_, first, split_.last[i] - first, split_.copies[i], send_);
+    const uint32_t inverse = Divisor(group.rank() + 1).inverse;
+    return Level::of(group, by_part_, first, split_.last[i] - first, split_.copies[i], send_, inverse);
   }
 
   struct Pair {

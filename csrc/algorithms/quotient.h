@@ -31,7 +31,8 @@ ISOLOAD_HD inline int64_t rounded_up(int64_t x, int64_t d) {
 // because inverse is less than 1 below 2^32 / d.
 struct Divisor {
   uint32_t d, inverse;
-  ISOLOAD_HD explicit Divisor(int divisor) : d(divisor), inverse(UINT32_MAX / d) {}
+  ISOLOAD_HD explicit Divisor(int divisor) : Divisor(divisor, UINT32_MAX / static_cast<uint32_t>(divisor)) {}
+  ISOLOAD_HD Divisor(int divisor, uint32_t inverse) : d(divisor), inverse(inverse) {}
   ISOLOAD_HD int quotient(int x) const {
     const uint32_t near = static_cast<uint32_t>(uint64_t(static_cast<uint32_t>(x)) * inverse >> 32);
     return static_cast<int>(near + (static_cast<uint32_t>(x) - near * d >= d));
