@@ -24,7 +24,7 @@ Fairness ledger
   than experts in order, replicas that do not lower the deviation of the controlled groups, locality that sends no fewer
   rows to other nodes than weights alone.
 
-Usage: python bench/bench_grace.py --traces FOLDER [--only VARIANT] [--write]
+Usage: python bench/bench_grace.py [--traces FOLDER] [--only VARIANT] [--write]
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -46,6 +45,7 @@ from isoload.placers.grace import bounded, clusters, co_activation, ragged
 from isoload.traces import Trace, read_trace
 from lib import table
 from lib.harness import command, read_results, write_results
+from lib.trace_files import add_traces, present, rows_or_end
 
 FILES = (
     "dsv2lite_esft_intent",
@@ -226,22 +226,17 @@ def mark_losses(rows: dict[str, dict[str, Any]]) -> None:
 
 def main() -> None:
     parser = command(__doc__)
-    parser.add_argument("--traces", type=Path, required=True, help="folder of npz traces")
+    add_traces(parser)
     parser.add_argument("--only", metavar="VARIANT", help="a variant's rows alone, written beside the others")
     parser.add_argument("--write", action="store_true", help="bench/results/bench_grace.jsonl")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     rows: Rows = []
-    for name in FILES:
-        path = arguments.traces / f"{name}.npz"
-        if not path.exists():
-            print(f"left out: no {path.name}")
-            continue
+    for path in present(arguments.traces, *FILES).values():
         trace = read_trace(path)
         for nodes, per_node in SHAPES:
             rows += bench(trace, nodes, per_node, arguments.only)
-    if not rows:
-        raise SystemExit(f"traces must be a folder with one of {', '.join(FILES)}")
+    rows_or_end(rows, FILES)
     table.show_rows("", rows, "met")
     table.losses(rows)
     if arguments.write:

@@ -11,7 +11,7 @@ Fairness ledger
   same workload, as theirs was ("in-distribution").
 - A row whose GPU, kernel or loads nobody published is printed with the reason.
 
-Usage: python bench/bench_published.py --traces FOLDER [--write]      (needs pip install '.[times]')
+Usage: python bench/bench_published.py [--traces FOLDER] [--write]      (needs pip install '.[times]')
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ from isoload.balancing.planning import plan
 from isoload.placement.placement import Placement
 from isoload.placers import place
 from isoload.times import LayerTime
-from isoload.traces import Trace, read_trace
+from isoload.traces import Trace
 from lib import published_steps as steps
 from lib.cross_tables import PUBLISHED, ends
 from lib.harness import begin, command, write_results
 from lib.llep_setting import FULL, SHAPES, Setting, Shape
 from lib.table import show
+from lib.trace_files import add_traces, need
 
 LMSYS = "[LMSYS](https://lmsys.org/blog/2025-05-05-large-scale-ep)"
 BLOG = "[SGLang](https://www.lmsys.org/blog/2026-06-26-waterfill-lplb)"
@@ -81,7 +82,7 @@ class Recorded:
 
 
 def recorded(folder: Path) -> Recorded:
-    trace = read_trace(folder / "dsv3_sglang_longin.npz")
+    (trace,) = need(folder, "dsv3_sglang_longin")
     labels, counts = trace.provenance["batch_labels"], trace.batch_counts()
     return Recorded(dict(zip(labels, counts, strict=True)), dict(zip(labels, trace.cluster, strict=True)))
 
@@ -248,7 +249,7 @@ def form() -> dict[str, Any]:
 
 def main() -> None:
     parser = command(__doc__)
-    parser.add_argument("--traces", type=Path, required=True, help="folder of npz traces")
+    add_traces(parser)
     parser.add_argument("--write", action="store_true", help="write the results file")
     asked = parser.parse_args()
     begin(__doc__)
