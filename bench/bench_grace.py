@@ -12,8 +12,9 @@ Fairness ledger
   (clusters cut to E/R); of any size (clusters as they come, over nodes and ranks: its fully non-uniform); controlled,
   the paper's knee (placer `grace`), and as Algorithm 3 is printed. Without replicas there is nothing to route.
 - With replicas: `grace` replicates the heaviest rank's hot experts (Equation 2); routed by weights alone (its WRR), by
-  locality first (its TAR), and by isoload's `exact`. Fixed counts (its FR, Figure 1b) put the same number of experts on
-  every rank, about as many replicas as `grace` makes: those with most copies, or with most partners. Last, isoload's
+  locality first (its TAR), and by isoload's `exact`. `one replica` is its FR (section 5.3): the heaviest group's hot
+  experts once more, on the least loaded rank. Fixed counts (Figure 1b) put the same number of experts on every rank,
+  about as many replicas as `grace` makes: those with most copies, or with most partners. Last, isoload's
   `scenario:split=exact` under `exact`, without and with `near`, with as many slots of a layer as `grace` has in the
   mean, rounded up to the same number on every rank.
 - Rows: distinct token x destination rank, as de-duplicated dispatch sends them, to other ranks (rank_rows) and those of
@@ -161,6 +162,7 @@ def variants(seen: Trace, topology: isoload.Topology) -> Iterator[Variant]:
     yield Variant("+ replicas, weights", lambda: [placed()], "grace:locality=False")
     yield Variant("+ replicas, locality", lambda: [placed()], "grace")
     yield Variant("+ replicas, exact", lambda: [placed()], "exact")
+    yield Variant("one replica, weights", lambda: [placed(replicas=1)], "grace:locality=False")
     yield Variant("fixed count, weights", lambda: [fixed(False)], "grace:locality=False")
     yield Variant("collaborative, weights", lambda: [fixed(True)], "grace:locality=False")
     yield Variant("scenario, exact", lambda: [level(False)], "exact")

@@ -11,6 +11,10 @@ from isoload.traces import Trace, read_trace
 
 BENCH = Path(__file__).parents[1]
 CLONE = BENCH / "traces"
+IN_CLONE = (
+    *("dsv2lite_esft_intent", "dsv2lite_esft_law", "dsv2lite_esft_summary"),
+    *("gptoss20b_decode_mmlu", "qwen3_30b_decode_totals", "qwen3_30b_pertoken_small"),
+)
 SHIPPED = BENCH.parent / "examples" / "traces" / "gptoss20b_decode.npz"
 
 

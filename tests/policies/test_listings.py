@@ -155,6 +155,22 @@ def test_libra_by_hand(case: int) -> None:
     assert [set(row) - {-1} for row in filled.slot_to_expert.view(2, -1).tolist()] == held
 
 
+def test_presets_are_the_papers_settings() -> None:
+    llep = isoload.policies.make_policy("llep_section_5_1")
+    assert llep == isoload.policies.make_policy(
+        "llep_published",
+        {"rule": "paper", "capacity": 1.0, "min_chunk": 1024, "threshold": 1.3, "measure": "expert"},
+    )
+    libra = isoload.policies.make_policy("libra_section_5_2")
+    assert (libra.name, libra.slots, libra.alpha) == ("libra_published", 8, 0.5)
+    changed = isoload.policies.make_policy("libra_section_5_2", {"slots": 2})
+    assert (changed.slots, changed.alpha) == (2, 0.5)
+    assert isoload.policies.parse_policy("libra_section_5_2") == (
+        "libra_published",
+        {"slots": 8, "alpha": 0.5},
+    )
+
+
 @pytest.mark.parametrize("policy", ["llep_published", "libra_published"])
 def test_a_cuda_graph_is_refused(policy: str) -> None:
     message = (
