@@ -59,7 +59,10 @@ def inspect_figures(ranks: Sequence[str]) -> list[Figure]:
         Figure("rank.mean", rank, "mean", "%", wide=True),
         Figure("rank.max", rank, "max", "%", wide=True),
         Figure("imbalance", "max/mean", "rank", ".2f", wide=True),
-        *(Figure(f"experts_by_load.{key}", "experts by load/mean", title, wide=True) for key, title in HISTOGRAM),
+        *(
+            Figure(f"experts_by_load.{key}", "experts by load/mean", title, wide=True)
+            for key, title in HISTOGRAM
+        ),
     ]
 
 

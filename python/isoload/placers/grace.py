@@ -58,10 +58,10 @@ class GracePlacer(Placer):
             raise ValueError(
                 f"everywhere must be in 1..{limit} for these experts, and replicate on, got {self.everywhere}"
             )
-        most = live_ranks.num_ranks - 1 if self.replicate and self.everywhere is None else 0
-        if self.replicas is not None and not 1 <= self.replicas <= most:
+        largest = live_ranks.num_ranks - 1 if self.replicate and self.everywhere is None else 0
+        if self.replicas is not None and not 1 <= self.replicas <= largest:
             raise ValueError(
-                f"replicas must be in 1..{most} for these ranks, with replicate and without everywhere, "
+                f"replicas must be in 1..{largest} for these ranks, with replicate and without everywhere, "
                 f"got {self.replicas}"
             )
         if self.collaborative and self.everywhere is None:
