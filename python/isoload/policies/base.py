@@ -348,4 +348,5 @@ def make_policy(policy: str | Policy, options: dict[str, Any] | None = None) -> 
 
 def parse_policy(text: str) -> tuple[str, dict[str, Any]]:
     """Return name and options of a policy written ``name`` or ``name:option=value:option=value``; expand a preset."""
-    return parse("policy", POLICIES, PRESETS.get(text, text))
+    name, colon, options = text.partition(":")
+    return parse("policy", POLICIES, PRESETS.get(name, name) + colon + options)
