@@ -59,8 +59,10 @@ def compute(names: list[str], folder: Path, processes: int) -> dict[str, dict[st
     """Figures of the jobs, over processes; jobs of wall time alone at the end. A job that fails is named on stderr."""
     found: dict[str, dict[str, Any]] = {}
     start = time.monotonic()
-    counted = [name for name in names if not JOBS[name].timed]
-    with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
+    counted = [name for name in names if not JOBS[name].timed and processes > 1]
+    with ProcessPoolExecutor(
+        processes, get_context("spawn")
+    ) as pool:  # starts processes for submitted jobs alone
         running = {pool.submit(run, name, folder): name for name in counted}
         for future in as_completed(running):
             if error := future.exception():
@@ -69,7 +71,7 @@ def compute(names: list[str], folder: Path, processes: int) -> dict[str, dict[st
             found[running[future]] = future.result()
             bar(len(found), len(names), running[future], start)
     for name in names:
-        if JOBS[name].timed:
+        if name not in counted:
             found[name] = run(name, folder)
             bar(len(found), len(names), name, start)
     print()
