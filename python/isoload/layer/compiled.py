@@ -17,6 +17,8 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
+from isoload.weights.storage import ExpertParameter
+
 if TYPE_CHECKING:
     from isoload.layer.moe import MoE
 
@@ -64,7 +66,7 @@ def run_in_graph(
 ) -> list[Tensor]:
     """Return the layer's outputs [T, H] for choices that the graph computed; see :meth:`isoload.MoE.run`."""
     parameters = layer.expert_parameters()
-    whole = all(type(parameter) is nn.Parameter for parameter in parameters)  # no DTensor
+    whole = all(type(parameter) in (nn.Parameter, ExpertParameter) for parameter in parameters)  # no DTensor
     if not whole or any(weights.reads_elsewhere for weights in layer.weights):
         eager: list[Tensor] = _run_apart(layer, rows, chosen, num_tokens)
         return eager
