@@ -212,6 +212,43 @@ def test_what_would_leave_copies_apart_is_refused(how: str) -> None:
         assert REFUSED[how] in str(outcome.error)
 
 
+def decayed(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.3)
+
+
+def clipped(rank: int, loop: str) -> tuple[dict[str, Tensor], list[float]]:
+    mesh, group, size, _ = meshes("EP 2 in 4")
+    model = parallel(size, "exact", group, seed=2)
+    net, optimizer = wrapped(model, loop, "EP 2 in 4", mesh), decayed(model)
+    norms = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        net(words(step, rank)).backward()
+        norms.append(float(isoload.clip_grad_norm_(net, 0.1)))
+        optimizer.step()
+        refresh(model)
+    return whole_states(model), norms
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loop", ["DDP", "FSDP2"])
+def test_clipping_and_weight_decay_keep_copies_equal(loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, norms = Model(), []
+    optimizer = decayed(model)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for part in range(PARTS):
+            (model(words(step, part)) / PARTS).backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)))
+        optimizer.step()
+    wanted = {name: p.detach() for name, p in model.named_parameters()}
+    assert min(norms) > 0.1
+    monkeypatch.setenv("ISOLOAD_CHECK", "1")
+    for states, found in run_ranks(clipped, RANKS, loop):
+        assert found == pytest.approx(norms, rel=1e-11)
+        assert distance(states, wanted) < 1e-11
+
+
 def after_a_failure(rank: int) -> list[Tensor]:
     """Gradients of a backward after one that an error ended, when the experts' gradients were complete."""
     mesh, group, size, _ = meshes("EP 2 in 4")

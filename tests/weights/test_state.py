@@ -10,6 +10,7 @@ import pytest
 import safetensors.torch
 import torch
 import torch.distributed as dist
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.utils import parametrize
 
 import isoload
@@ -246,6 +247,18 @@ def distributed_checkpoint(rank, how, folder):
                 layer, optimizer, optimizer.state_dict()
             ),
         }[how]()
+
+
+def zero_redundancy(rank):
+    placement = list(pairs(2))[1][1]
+    layer, _ = make_layer(placement, transport=CollectiveTransport(make_setup(2).topology))
+    ZeroRedundancyOptimizer(layer.parameters(), torch.optim.AdamW)
+
+
+def test_an_optimizer_that_broadcasts_parameters_is_refused():
+    """Regression: after a step every rank had one rank's experts."""
+    for outcome in rank_outcomes(zero_redundancy, 2, group_timeout=10.0):
+        assert "experts must not be in a ZeroRedundancyOptimizer" in str(outcome.error)
 
 
 @pytest.mark.parametrize(

@@ -120,6 +120,12 @@ class ExpertParameter(nn.Parameter):
         leaf = super().is_leaf
         taker = sys._getframe(1).f_locals.get("self")
         if isinstance(taker, Optimizer):
+            if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(taker).__mro__):
+                raise ValueError(
+                    "experts must not be in a ZeroRedundancyOptimizer, which gives every rank those of one rank: give "
+                    "layer.expert_parameters() of all layers an optimizer of their own, got experts of one of several "
+                    "ranks"
+                )
             self.__class__ = nn.Parameter  # type: ignore[assignment]
             if taker not in _TAKEN:
                 taker.register_state_dict_post_hook(_mark_experts)
