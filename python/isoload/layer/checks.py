@@ -343,8 +343,9 @@ def infers_shapes() -> bool:
 
 def check_overflow(group: Group, ranks: Sequence[RankWeights]) -> None:
     """Raise ValueError if a rank trains in float16 without experts of its own, whose gradients show overflows."""
-    alone = any(not rank.layout.homes and rank.stored_down.dtype in DTYPES for rank in ranks)
-    if alone and not group.owns_all and torch.is_grad_enabled():
+    if group.owns_all or not torch.is_grad_enabled():
+        return
+    if any(not rank.layout.homes and home.requires_grad for rank in ranks for home in rank.home_rows()):
         raise ValueError(
             "each rank must be the home of an expert to train in float16, because loss scalers find an overflow of "
             "another rank in the gradients of experts, got a rank without experts"
