@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from isoload.layer.checks import COPIES, check_copies
+from isoload.layer.compiled import Recording
 from isoload.layer.pretrained import stored_layers
 from isoload.layer.stored import StoredExperts
 from isoload.transport import CollectiveGroup, Group
@@ -147,6 +148,8 @@ def average_in_backward(parameters: Sequence[nn.Parameter], copies: dist.Process
 
     def expect(parameter: Tensor) -> None:
         nonlocal last
+        if Recording.computing:
+            return
         backward = torch._C._current_graph_task_id()
         if backward != last:  # which an error may have ended
             last = backward
