@@ -23,6 +23,8 @@
 # make test-megatron  isoload's dispatcher inside of Megatron-Core's MoE layer over CPU processes; downloads megatron-core
 # make critical-path  which lines of the CUDA kernels cost most, in a model; no GPU, no figure (KERNELS=, RANKS=)
 # make gpu    on a machine with a GPU: builds for it, checks, times, tests, compute-sanitizer; PART=1, 2 or 3: nine minutes each
+# make papers  the five papers' figures beside isoload's, on two cores; writes the tables of docs/papers.md (under 30 minutes);
+#             TIMES=1 adds those of wall time, on an idle machine
 # make bench  the benchmarks of planning, of the layer, of borrowing, of shared experts, and balance on the shipped trace
 #
 # `run` and `test` create .venv on their first call. Variables:
@@ -65,7 +67,7 @@ endef
 SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 TRACE := examples/traces/gptoss20b_decode.npz
 
-.PHONY: run test test-sglang test-serving test-sglang-wheels test-vllm test-vllm-wheels test-wheels test-megatron test-newest newest-megatron newest-torch test-deepep test-gate test-all first-hour fuzz build wheels lint cuda-check kernels-check critical-path gpu bench docs docs-serve clean
+.PHONY: run test test-sglang test-serving test-sglang-wheels test-vllm test-vllm-wheels test-wheels test-megatron test-newest newest-megatron newest-torch test-deepep test-gate test-all first-hour fuzz build wheels lint cuda-check kernels-check critical-path gpu bench papers docs docs-serve clean
 run: $(READY)
 	$(PY) -m isoload replay $(TRACE) --ranks 8 --ranks-per-node 4
 	@echo "isoload: one layer over four processes, five policies, a few seconds"
@@ -243,6 +245,10 @@ critical-path: $(TESTED)
 
 gpu: $(GPU_READY)
 	PYTHON=$(PY) bench/cuda.sh $(if $(PART),--part $(PART)) $(RESULTS)
+
+papers: $(READY)
+	$(PY) -m pip install -q scikit-learn
+	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(PY) bench/papers.py $(if $(TIMES),--times)
 
 bench: $(READY)
 	$(PY) -m pip install -q highspy scipy

@@ -30,6 +30,7 @@ from isoload.traces import Trace, read_trace
 from lib import table
 from lib.harness import command, write_results
 from lib.streams import SHIPPED
+from lib.trace_files import need
 
 SETTINGS = (("prefill", 8, 4096), ("prefill", 32, 4096), ("decode", 8, 128), ("decode", 32, 128))
 GPU, NODE = "h200", 8
@@ -83,7 +84,7 @@ def main() -> None:
     given = [("gpt-oss-20b", read_trace(SHIPPED), "gpt-oss-20b")]
     if asked.traces is not None:
         for name, file in (("GLM-5.2", "glm52_domains_a"), ("DeepSeek-V3", "dsv3_sglang_longin")):
-            given.append((name, read_trace(asked.traces / f"{file}.npz"), "deepseek-v3"))
+            given.append((name, need(asked.traces, file)[0], "deepseek-v3"))
     rows = [row for name, trace, model in given for row in judge(name, trace, model)]
     table.show_rows("the candidate that was chosen, on later batches", rows)
     if asked.write:

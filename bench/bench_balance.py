@@ -14,7 +14,7 @@ Fairness ledger
   on the network is not in it; `rows` says how many more leave their rank. Nothing here is a time.
 - A few layers and one batch per fold: the spread over them is what `imbalance_p99` says.
 
-Usage: python bench/bench_balance.py --traces FOLDER   (npz files; what is not there is left out and said, the
+Usage: python bench/bench_balance.py [--traces FOLDER]   (npz files; what is not there is left out and said, the
 shipped trace always is. The results file is written only by --write.)
 """
 
@@ -32,6 +32,7 @@ from isoload.traces import Trace, read_trace
 from lib import table
 from lib.harness import command, machine, write_results
 from lib.result_tables import by
+from lib.trace_files import SHIPPED, add_traces, present
 
 RANKS, NODE = 16, 8
 TRACES = {
@@ -40,7 +41,6 @@ TRACES = {
     "gptoss20b_decode_mmlu": "gpt-oss-20b",
     "gptoss20b_decode": "gpt-oss-20b, shipped cut",
 }
-SHIPPED = Path(__file__).parent.parent / "examples" / "traces" / "gptoss20b_decode.npz"
 PLACEMENTS = {"no EPLB": ("trivial", 0), "red0": ("eplb", 0), "red16": ("eplb", 16), "red32": ("eplb", 32)}
 TOKENS = (64, 256, 1024, 4096, 16384, 65536)
 POLICIES = (
@@ -134,22 +134,17 @@ def print_matrix(rows: list[dict[str, Any]]) -> None:
 
 def main() -> None:
     parser = command(__doc__)
-    parser.add_argument("--traces", type=Path, default=SHIPPED.parent, help="folder of npz traces")
+    add_traces(parser)
     parser.add_argument("--tokens", type=int, nargs="*", default=list(TOKENS))
     parser.add_argument("--write", action="store_true", help="bench/results/bench_balance.jsonl")
     arguments = parser.parse_args()
     rows = []
-    for stem in TRACES:
-        path = SHIPPED if stem == SHIPPED.stem else arguments.traces / f"{stem}.npz"
-        if not path.exists():
-            print(f"{path} is not there: left out")
-            continue
+    found = present(arguments.traces, *(stem for stem in TRACES if stem != SHIPPED.stem))
+    for stem, path in (found | {SHIPPED.stem: SHIPPED}).items():
         for placement in PLACEMENTS:
             for tokens in arguments.tokens:
                 rows += run(path, placement, tokens)
                 print(stem, placement, tokens, file=sys.stderr)
-    if not rows:
-        raise SystemExit(f"{arguments.traces} holds none of {', '.join(TRACES)}")
     print_matrix(rows)
     print(machine())
     if arguments.write:

@@ -10,12 +10,11 @@ Fairness ledger
   R, as a knapsack's is but for its grid; `knee`: ours, the default. The paper's deployments get 8.
 - 2^30 bytes: what the replicas of R = knee take of a rank, with experts of 3 x 7168 x 2048 FP8 weights.
 
-Usage: python bench/bench_craft.py --traces FOLDER [--write]
+Usage: python bench/bench_craft.py [--traces FOLDER] [--write]
 """
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,9 +22,9 @@ import numpy as np
 import isoload
 from isoload.analysis.judge import even_imbalance
 from isoload.times.exchanges import DEEPSEEK_V3_FP8
-from isoload.traces import read_trace
 from lib import table
 from lib.harness import command, write_results
+from lib.trace_files import add_traces, need
 
 FACTORS = (1, 2, 4, 8, 16)
 
@@ -68,10 +67,11 @@ def row(counts: np.ndarray, ranks: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = command(__doc__)
-    parser.add_argument("--traces", type=Path, required=True, help="folder of npz traces")
+    add_traces(parser)
     parser.add_argument("--write", action="store_true", help="bench/results/bench_craft.jsonl")
     arguments = parser.parse_args()
-    counts = read_trace(arguments.traces / "dsv3_sglang_longin.npz").batch_counts()
+    (trace,) = need(arguments.traces, "dsv3_sglang_longin")
+    counts = trace.batch_counts()
     rows = [row(widened(counts, experts), ranks) for experts in (256, 384) for ranks in (32, 48, 64, 96)]
     table.show_rows("CRAFT's factors", rows, "")
     table.losses(rows)

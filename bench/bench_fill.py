@@ -29,6 +29,7 @@ from isoload.traces import read_trace
 from lib import table
 from lib.harness import command, measure, write_results
 from lib.spill_bound import level_bound, slots_bound
+from lib.trace_files import SHIPPED, present
 from workloads import W0_TO_W7, make_workload
 
 SHAPES = ((8, 64), (8, 128), (16, 256), (32, 256))
@@ -46,7 +47,6 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "95 % on 1": ("concentrated", {"share": 0.95, "num_hot": 1, "repeat": True}),
     "50 % on 16": ("concentrated", {"share": 0.5, "num_hot": 16, "repeat": True}),
 }
-SHIPPED = Path(__file__).parents[1] / "examples" / "traces" / "gptoss20b_decode.npz"
 TRACES = (
     "dsv3_sglang_longin",
     "glm52_domains_a",
@@ -194,11 +194,8 @@ def main() -> None:
         print(
             f"{row['time']}, R={row['ranks']}: {row['median_us']:.1f} us, {row['slowest_us']:.1f} us at most"
         )
-    files = [SHIPPED, *(asked.traces / f"{name}.npz" for name in TRACES if asked.traces)]
-    for path in files:
-        if not path.exists():
-            print(f"left out: no {path}")
-    instances = [*made(), *(found for path in files if path.exists() for found in recorded(path))]
+    files = [SHIPPED, *(present(asked.traces, *TRACES).values() if asked.traces else ())]
+    instances = [*made(), *(found for path in files for found in recorded(path))]
     rows = [judge(*instance) for instance in instances]
     show(rows)
     print(write_results("bench_fill", timings + rows))

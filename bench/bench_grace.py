@@ -12,8 +12,9 @@ Fairness ledger
   (clusters cut to E/R); of any size (clusters as they come, over nodes and ranks: its fully non-uniform); controlled,
   the paper's knee (placer `grace`), and as Algorithm 3 is printed. Without replicas there is nothing to route.
 - With replicas: `grace` replicates the heaviest rank's hot experts (Equation 2); routed by weights alone (its WRR), by
-  locality first (its TAR), and by isoload's `exact`. Fixed counts (its FR, Figure 1b) put the same number of experts on
-  every rank, about as many replicas as `grace` makes: those with most copies, or with most partners. Last, isoload's
+  locality first (its TAR), and by isoload's `exact`. `one replica` is its FR (section 5.3): the heaviest group's hot
+  experts once more, on the least loaded rank. Fixed counts (Figure 1b) put the same number of experts on every rank,
+  about as many replicas as `grace` makes: those with most copies, or with most partners. Last, isoload's
   `scenario:split=exact` under `exact`, without and with `near`, with as many slots of a layer as `grace` has in the
   mean, rounded up to the same number on every rank.
 - Rows: distinct token x destination rank, as de-duplicated dispatch sends them, to other ranks (rank_rows) and those of
@@ -24,7 +25,7 @@ Fairness ledger
   than experts in order, replicas that do not lower the deviation of the controlled groups, locality that sends no fewer
   rows to other nodes than weights alone.
 
-Usage: python bench/bench_grace.py --traces FOLDER [--only VARIANT] [--write]
+Usage: python bench/bench_grace.py [--traces FOLDER] [--only VARIANT] [--write]
 """
 
 from __future__ import annotations
@@ -33,7 +34,6 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -46,6 +46,7 @@ from isoload.placers.grace import bounded, clusters, co_activation, ragged
 from isoload.traces import Trace, read_trace
 from lib import table
 from lib.harness import command, read_results, write_results
+from lib.trace_files import add_traces, present, rows_or_end
 
 FILES = (
     "dsv2lite_esft_intent",
@@ -161,6 +162,7 @@ def variants(seen: Trace, topology: isoload.Topology) -> Iterator[Variant]:
     yield Variant("+ replicas, weights", lambda: [placed()], "grace:locality=False")
     yield Variant("+ replicas, locality", lambda: [placed()], "grace")
     yield Variant("+ replicas, exact", lambda: [placed()], "exact")
+    yield Variant("one replica, weights", lambda: [placed(replicas=1)], "grace:locality=False")
     yield Variant("fixed count, weights", lambda: [fixed(False)], "grace:locality=False")
     yield Variant("collaborative, weights", lambda: [fixed(True)], "grace:locality=False")
     yield Variant("scenario, exact", lambda: [level(False)], "exact")
@@ -226,22 +228,17 @@ def mark_losses(rows: dict[str, dict[str, Any]]) -> None:
 
 def main() -> None:
     parser = command(__doc__)
-    parser.add_argument("--traces", type=Path, required=True, help="folder of npz traces")
+    add_traces(parser)
     parser.add_argument("--only", metavar="VARIANT", help="a variant's rows alone, written beside the others")
     parser.add_argument("--write", action="store_true", help="bench/results/bench_grace.jsonl")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     rows: Rows = []
-    for name in FILES:
-        path = arguments.traces / f"{name}.npz"
-        if not path.exists():
-            print(f"left out: no {path.name}")
-            continue
+    for path in present(arguments.traces, *FILES).values():
         trace = read_trace(path)
         for nodes, per_node in SHAPES:
             rows += bench(trace, nodes, per_node, arguments.only)
-    if not rows:
-        raise SystemExit(f"traces must be a folder with one of {', '.join(FILES)}")
+    rows_or_end(rows, FILES)
     table.show_rows("", rows, "met")
     table.losses(rows)
     if arguments.write:

@@ -15,13 +15,12 @@ Fairness ledger
   micro-batch, of a call for all of them. Other work ran on the machine. Plans made with a gather have the same
   imbalance, because they have the same bits (a test).
 
-Usage: python bench/bench_known_routes.py --traces FOLDER [--write]
+Usage: python bench/bench_known_routes.py [--traces FOLDER] [--write]
 """
 
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,6 +32,7 @@ from isoload.balancing.micro_batches import rank_loads, source_ranks
 from isoload.traces import Trace, read_trace
 from lib import table
 from lib.harness import command, write_results
+from lib.trace_files import add_traces, need
 
 TASKS = ("law", "intent", "summary")
 BATCHES, SHUFFLES, RANKS, EVERY = 12, 3, (8, 16), 5
@@ -122,11 +122,13 @@ def bench(trace: Trace, ranks: int) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = command(__doc__)
-    parser.add_argument("--traces", type=Path, required=True, help="folder of npz traces")
+    add_traces(parser)
     parser.add_argument("--write", action="store_true", help="bench/results/bench_known_routes.jsonl")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    trace = read_trace([arguments.traces / f"dsv2lite_esft_{task}.npz" for task in TASKS])
+    names = [f"dsv2lite_esft_{task}" for task in TASKS]
+    need(arguments.traces, *names)
+    trace = read_trace([arguments.traces / f"{name}.npz" for name in names])
     rows = [row for ranks in RANKS for row in bench(trace, ranks)]
     table.show_rows("known routes", rows, "")
     if arguments.write:

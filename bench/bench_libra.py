@@ -19,7 +19,7 @@ Fairness ledger
 - accuracy: the part of a token's true experts that is among the K predicted, fitted on the first halves; of one ESFT
   task also where nothing of that task was seen.
 
-Usage: python bench/bench_libra.py --traces FOLDER [--only TABLE]   (npz files; what is not there is left out and said)
+Usage: python bench/bench_libra.py [--traces FOLDER] [--only TABLE]   (npz files; missing ones are printed)
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ from lib.harness import command, machine, read_results, write_results
 from lib.path_table import PathForecast, accuracy, tabulate
 from lib.published_ahead import HarmoenyPolicy, LinaPolicy
 from lib.result_tables import by
-from lib.streams import SEED, TASKS, Stream, parts, streams, workloads
+from lib.streams import FILES, SEED, TASKS, Stream, parts, streams, workloads
+from lib.trace_files import add_traces, present, rows_or_end
 
 SPARE = (1, 2, 4, 8)
 PARTS = ("0.9", "0.8", "0.45", "0.12")
@@ -247,10 +248,10 @@ def right_about(name: str, fitted: str, seen: isoload.traces.Trace, fresh: isolo
 
 def other_tasks(folder: Path) -> list[Row]:
     """The tasks one by one: fitted on the first halves of all three, and of the two others."""
-    paths = {task: folder / f"dsv2lite_esft_{task}.npz" for task in TASKS}
-    if not all(path.exists() for path in paths.values()):
+    paths = present(folder, *(f"dsv2lite_esft_{task}" for task in TASKS))
+    if len(paths) < len(TASKS):
         return []
-    read = {task: read_trace(path) for task, path in paths.items()}
+    read = {task: read_trace(path) for task, path in zip(TASKS, paths.values(), strict=True)}
     ids = {task: trace.topk_ids for task, trace in read.items()}
     bare = isoload.traces.Trace("tokens", read["law"].num_experts, topk_ids=ids["law"])
     rows = []
@@ -304,7 +305,7 @@ def show(rows: list[Row]) -> None:
 
 def main() -> None:
     parser = command(__doc__)
-    parser.add_argument("--traces", type=Path, required=True, help="folder of npz traces")
+    add_traces(parser)
     parser.add_argument("--only", choices=BENCHES, help="one table; the others keep their rows")
     parser.add_argument("--max-batches", type=int, default=0, help="of every stream; 0 = all")
     parser.add_argument("--no-write", action="store_true")
@@ -315,6 +316,7 @@ def main() -> None:
         if arguments.only in (None, name):
             found = bench(arguments.traces, arguments.max_batches)
             rows += [{"table": name, **row} for row in found]
+    rows_or_end(rows, FILES)
     show(rows)
     print(machine())
     if not arguments.no_write:

@@ -7,6 +7,8 @@ Fairness ledger
 - Forms: `repeated`, as published: a hot token names the hot experts K times, one expert more than once. `distinct`, as
   routers choose: a hot token sends one expert at most one copy, so one expert gets at most 1/K of all copies. Repeated
   tokens run stage by stage, planner to experts: the layer refuses them. From K hot experts on the loads are alike.
+- --plans: whose algorithm each row is stands in it: plain EP, the paper's listing (policy `llep_section_5_1`), and
+  isoload's `llep` with two spare slots per rank. 36 settings at full size, no GEMMs; Equation 4 is in bfloat16.
 - Rows: EP is policy `none`; LLEP is `llep` (our planner, 2 spare slots per rank), not the published
   code: lambda bounds the ratio of ranks, as in their code. `LLEP by experts`: the ratio of experts, as in the text;
   counted, and timed where lambda is swept. `spill_cost` has its default price of an import, in copies, divided like the
@@ -46,8 +48,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from lib import table
 from lib.clocks import timer_on
 from lib.harness import begin, command, write_results
+from lib.llep_plans import PLANS, plan_rows
 from lib.llep_processes import bench_forked, join_torchrun, run_rank
 from lib.llep_setting import FULL, NUM_HOT, POLICIES, SHAPES, SHARES, SWEPT, TIMED, Scale, Setting
 from lib.llep_tables import show
@@ -163,12 +167,16 @@ def bench_all(scale: Scale, shapes: Sequence[str], rounds: int) -> list[Row]:
 def main() -> None:
     parser = command(__doc__)
     parser.add_argument("--full", action="store_true", help="the paper's sizes in bfloat16, for GPUs")
+    parser.add_argument("--plans", action="store_true", help="plans of section 5.1 at full size, no GEMMs")
     parser.add_argument("--rounds", type=int, default=3, help="times that each setting is measured")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES), metavar="NAME")
     asked = parser.parse_args()
     if asked.full and not torch.cuda.is_available():
         parser.error("--full needs a GPU, got none")
     torch.set_num_threads(1)
+    if asked.plans:
+        table.show("section 5.1, plans", PLANS, plan_rows())
+        return
     scale = FULL if asked.full else Scale()
     under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
     if under_torchrun:

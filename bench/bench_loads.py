@@ -45,6 +45,7 @@ from isoload.traces import read_trace
 from lib import table
 from lib.harness import command, write_results
 from lib.streams import SHIPPED, TASKS
+from lib.trace_files import need
 
 LAYERS, STEPS, WARM, EVERY = 4, 48, 16, 16
 TOKENS = (4, 8, 16, 32, 64, 256, 2048)  # of a rank: from small decode to prefill
@@ -143,24 +144,28 @@ def thinned(loads: Loads, parts: NDArray[Any], tokens: int, rng: np.random.Gener
     return kept
 
 
+COUNTED = {
+    "GLM-5.2": ("glm52_domains_a", 8),
+    "Gemma 4": ("gemma4_26b_themes", 8),
+    "DeepSeek-V3": ("dsv3_sglang_longin", 8),
+}
+SWITCH = ("switch128_bookcorpus", "switch128_cocktail")
+
+
 def streams(folder: Path | None) -> Iterator[tuple[str, str, ByToken | ByCounts]]:
     """(trace, dealing, stream)"""
-    shipped = read_trace(SHIPPED if folder is None else folder / "gptoss20b_decode_mmlu.npz")
+    shipped = read_trace(SHIPPED) if folder is None else need(folder, "gptoss20b_decode_mmlu")[0]
     assert shipped.topk_ids is not None
     yield "gpt-oss-20b", "hom", ByToken([np.asarray(shipped.topk_ids)[640:]], 32)
     if folder is None:
         return
-    tasks = [np.asarray(read_trace(folder / f"dsv2lite_esft_{task}.npz").topk_ids) for task in TASKS]
+    need(folder, *(file for file, _ in COUNTED.values()), *SWITCH)  # before hours of the others
+    tasks = [np.asarray(need(folder, f"dsv2lite_esft_{task}")[0].topk_ids) for task in TASKS]
     yield "DeepSeek-V2-Lite", "hom", ByToken([tasks[0]], 64)
     yield "DeepSeek-V2-Lite", "het", ByToken(tasks, 64)
     yield "DeepSeek-V2-Lite", "turned", ByToken(tasks, 64, turned=True)
-    counted = {
-        "GLM-5.2": ("glm52_domains_a", 8),
-        "Gemma 4": ("gemma4_26b_themes", 8),
-        "DeepSeek-V3": ("dsv3_sglang_longin", 8),
-    }
-    for name, (file, top_k) in counted.items():
-        trace = read_trace(folder / f"{file}.npz")
+    for name, (file, top_k) in COUNTED.items():
+        (trace,) = need(folder, file)
         assert trace.counts is not None and trace.cluster is not None
         clusters = [str(c) for c in trace.cluster]
         domains = [trace.counts[[c == of for c in clusters]] for of in sorted(set(clusters))]
@@ -168,7 +173,7 @@ def streams(folder: Path | None) -> Iterator[tuple[str, str, ByToken | ByCounts]
         yield name, "het", ByCounts(domains, top_k)
         if name == "GLM-5.2":
             yield name, "turned", ByCounts(domains, top_k, turned=True)
-    corpora = [read_trace(folder / f"switch128_{of}.npz").counts for of in ("bookcorpus", "cocktail")]
+    corpora = [trace.counts for trace in need(folder, *SWITCH)]
     yield "Switch-128", "hom", ByCounts([c for c in corpora[:1] if c is not None], 1)
     yield "Switch-128", "het", ByCounts([c for c in corpora if c is not None], 1)
 

@@ -24,11 +24,11 @@ import numpy as np
 import torch
 
 import isoload
-from isoload.traces import read_trace
 from isoload.weights.layout import Move, keep_rows
 from isoload.weights.schedule import plan_moves
 from lib import table
 from lib.harness import command, write_results
+from lib.trace_files import need
 
 SHAPES = ((8, 36), (16, 18), (32, 9), (64, 5))  # ranks, rows of each
 FILES = ("dsv3_sglang_longin", "glm52_domains_a")
@@ -42,7 +42,8 @@ def loads(folder: Path | None) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
     yield "drawn", draw.pareto(1.5, (LAYERS, EXPERTS)) + 0.1, draw.pareto(1.5, (LAYERS, EXPERTS)) + 0.1
     for name in FILES if folder else ():
         assert folder is not None
-        counts = read_trace(folder / f"{name}.npz").batch_counts()
+        (trace,) = need(folder, name)
+        counts = trace.batch_counts()
         some = np.linspace(0, counts.shape[1] - 1, LAYERS).astype(int)
         yield name, counts[0, some], counts[len(counts) // 2, some]
 

@@ -16,7 +16,7 @@ Fairness ledger
 - Times: 256 experts and 20,000 drawn tokens, 30,000 changes tried in each layer. CPU seconds of a layer, over 8 layers,
   because other work ran on the machine; two_cpus_58_layers_s is 58 times that over 2 CPUs, not a measured wall clock.
 
-Usage: python bench/bench_near.py --traces FOLDER [--only TABLE] [--write]
+Usage: python bench/bench_near.py [--traces FOLDER] [--only TABLE] [--write]
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from isoload.placers import scenario as near
 from isoload.traces import Trace, read_trace
 from lib import table
 from lib.harness import command, read_results, write_results
+from lib.trace_files import add_traces, present, rows_or_end
 
 LAW, INTENT, SUMMARY = (f"dsv2lite_esft_{task}" for task in ("law", "intent", "summary"))
 GPT, OLMOE = "gptoss20b_decode_mmlu", "olmoe_mmlu_small"
@@ -77,11 +78,8 @@ SETTINGS = (
 
 def parts(setting: Setting, folder: Path) -> tuple[Trace, Ids, int] | None:
     """The trace to place on, with eight batches, the tokens to judge on [tokens, L, K], and the experts."""
-    missing = [
-        name for name in (setting.placed, setting.judged) if name and not path_of(folder, name).exists()
-    ]
-    if missing:
-        print(f"left out: no {missing[0]}.npz")
+    names = [name for name in (setting.placed, setting.judged) if name]
+    if len(present(folder, *names)) < len(names):
         return None
     whole = read_trace(path_of(folder, setting.placed))
     layers = LAYERS.get(whole.num_layers, tuple(range(whole.num_layers)))
@@ -196,7 +194,7 @@ def bench_time() -> dict[str, Any]:
 
 def main() -> None:
     parser = command(__doc__)
-    parser.add_argument("--traces", type=Path, required=True, help="folder of npz traces")
+    add_traces(parser)
     parser.add_argument(
         "--only", choices=("unseen", "tokens", "times"), help="one table; the others stay as written"
     )
@@ -206,6 +204,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     if arguments.only in (None, "unseen"):
         rows = [row for setting in SETTINGS for row in bench(setting, arguments.traces)]
+        rows_or_end(rows, sorted({setting.placed for setting in SETTINGS}))
         table.show_rows("unseen tokens", rows, "")
         halves = [row["rows_ratio"] for row in rows if "rows_ratio" in row and "half" in row["placed_on"]]
         print(

@@ -20,7 +20,7 @@ Fairness ledger
 - Times: planners alone (no reading of files, no Placement), best of 5, on the CPUs that this process may use; the load
   of the machine when they were taken is in the row.
 
-Usage: python bench/bench_place.py --traces FOLDER [--only WORD] [--write]; --only writes its table beside the others
+Usage: python bench/bench_place.py [--traces FOLDER] [--only WORD] [--write]; --only writes its table beside the others
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ from lib.flash_rival import flash_placement
 from lib.harness import command, read_results, write_results
 from lib.place_cases import CASES, LEFT_OUT, PLACERS, Rows, present, read, unseen
 from lib.place_cost import bench_memory, bench_recorder, bench_times
+from lib.trace_files import add_traces, rows_or_end
+from lib.trace_files import present as present_files
 
 
 def bench_unseen(folder: Path) -> Rows:
@@ -239,11 +241,13 @@ BENCHES = {
 
 def main() -> None:
     parser = command(__doc__)
-    parser.add_argument("--traces", type=Path, required=True, help="folder of npz traces")
+    add_traces(parser)
     parser.add_argument("--only", choices=BENCHES, help="one table")
     parser.add_argument("--write", action="store_true", help="bench/results/bench_place.jsonl")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    files = sorted({case.file for case in CASES})
+    rows_or_end(present_files(arguments.traces, *files), files)
     rows = [
         {"table": name, **row}
         for name, bench in BENCHES.items()

@@ -11,7 +11,7 @@ Fairness ledger
   same workload, as theirs was ("in-distribution").
 - A row whose GPU, kernel or loads nobody published is printed with the reason.
 
-Usage: python bench/bench_published.py --traces FOLDER [--write]      (needs pip install '.[times]')
+Usage: python bench/bench_published.py [--traces FOLDER] [--write]      (needs pip install '.[times]')
 """
 
 from __future__ import annotations
@@ -27,21 +27,24 @@ import torch
 import isoload
 from isoload.analysis.advice import PLAN_US, Candidate, Question, advise
 from isoload.analysis.judge import judge_by
-from isoload.analysis.models import Model, layer_time
+from isoload.analysis.models import MODELS, Model, layer_time
 from isoload.balancing.planning import plan
 from isoload.placement.placement import Placement
 from isoload.placers import place
-from isoload.times import LayerTime
-from isoload.traces import Trace, read_trace
+from isoload.times import ExpertTime, LayerTime
+from isoload.traces import Trace
 from lib import published_steps as steps
 from lib.cross_tables import PUBLISHED, ends
 from lib.harness import begin, command, write_results
 from lib.llep_setting import FULL, SHAPES, Setting, Shape
 from lib.table import show
+from lib.trace_files import add_traces, need
 
 LMSYS = "[LMSYS](https://lmsys.org/blog/2025-05-05-large-scale-ep)"
 BLOG = "[SGLang](https://www.lmsys.org/blog/2026-06-26-waterfill-lplb)"
 LLEP = "[LLEP](https://github.com/SalesforceAIResearch/LeastLoadedEP)"
+LIBRA = "Libra, under review"
+CRAFT = "[CRAFT](https://arxiv.org/abs/2603.28768)"
 METAL = "[tt-metal #56304](https://github.com/tenstorrent/tt-metal/issues/56304)"
 OVERLAP = "bursts; how much two-batch overlap hides"
 BEYOND = "the busiest rank has more copies than were measured"
@@ -52,7 +55,7 @@ NVLINK = 450e9  # bytes per second and direction of an H200, by its data sheet
 UNPREDICTED = (  # what | source | theirs | why there is nothing of ours
     (
         "goodput with EPLB's replica per layer and rank over none, Kimi-K2, 48 A100, Fig. 8 and 9",
-        "[CRAFT](https://arxiv.org/abs/2603.28768)",
+        CRAFT,
         "-46 %",
         "no kernel of this shape in bfloat16 was measured on A100, nor an all-to-all over EFA; their loads are not "
         "published; goodput depends on the KV cache that the slots leave",
@@ -81,7 +84,7 @@ class Recorded:
 
 
 def recorded(folder: Path) -> Recorded:
-    trace = read_trace(folder / "dsv3_sglang_longin.npz")
+    (trace,) = need(folder, "dsv3_sglang_longin")
     labels, counts = trace.provenance["batch_labels"], trace.batch_counts()
     return Recorded(dict(zip(labels, counts, strict=True)), dict(zip(labels, trace.cluster, strict=True)))
 
@@ -143,7 +146,7 @@ def _rate(what: str, theirs: float, tokens: int, step: steps.Step) -> dict[str, 
 def dispatch_time(given: Recorded) -> list[dict[str, Any]]:
     """Two Hopper nodes, three data sets that are not ours: microseconds saved per token, placed by other workloads."""
     unknown = "its loads (DeepSeek-V3's recorded workloads here), tokens a rank (512 to 4096 here), which Hopper GPU"
-    found: dict[str, list[float]] = {"red0": [], "lp": [], "waterfill": []}
+    found: dict[str, list[float]] = {"red0": [], "lp0": [], "lp": [], "in_order": [], "waterfill": []}
     for label in PREFILL.values():
         others = [name for name in given.counts if given.cluster[name] != given.cluster[label]]
         before = sum(given.counts[name] / given.counts[name].sum() for name in others if "prefill" in name)
@@ -152,7 +155,9 @@ def dispatch_time(given: Recorded) -> list[dict[str, Any]]:
                 found[name] += list(1e3 * ms * steps.MODEL.layers / (16 * tokens))
     named = {
         "red0": ("EPLB without redundant experts over none", [1.62, 5.11, 3.48]),
+        "lp0": ("LPLB over static, no redundant experts", [-0.50, -0.62, -0.29]),
         "lp": ("LPLB over static, 32 redundant experts", [0.86, 0.32, 2.01]),
+        "in_order": ("Waterfill over shared experts on their own rank, no EPLB", [0.85, 1.92, 1.36]),
         "waterfill": (
             "Waterfill over shared experts on their own rank, EPLB, no redundant experts",
             [1.08, 0.91, 1.29],
@@ -179,11 +184,13 @@ def _saved(before: Any, counts: Any, tokens: int) -> dict[str, steps.Floats]:
         return steps.moe_layers("prefill", placement, counts, tokens, split).ms
 
     red0, red32 = (place(before, topology, slots, "eplb") for slots in (16, 18))
-    shared = place(before, topology, 17, "eplb", num_shared=1)
+    shared, in_order = (place(before, topology, 17, placer, num_shared=1) for placer in ("eplb", "trivial"))
     planning = np.array(PLAN_US["exact"]) / 1e3
     return {
         "red0": ms(place(before, topology, 16, "trivial"), "none") - ms(red0, "none"),
+        "lp0": -planning,  # nothing to choose
         "lp": ms(red32, "static") - ms(red32, "exact") - planning,
+        "in_order": ms(in_order, "shared_local") - ms(in_order, "waterfill"),
         "waterfill": ms(shared, "shared_local") - ms(shared, "waterfill"),
     }
 
@@ -221,6 +228,72 @@ def _borrowed_ms(layer: LayerTime, shape: Shape, name: str) -> steps.Floats:
     return 1e3 * (layer.seconds(copies, copies.sum(-1), tokens) + moving)
 
 
+def libra() -> list[dict[str, Any]]:
+    """Table 2: the experts of a layer of Qwen3MoE, 32 prompts of 1,024 tokens on 8 H200."""
+    sizes = {"hidden": 4096, "intermediate": 1536, "dtype": "bfloat16"}
+    experts = ExpertTime.load("h200", "sglang_fused_moe_triton", **sizes)
+    even = np.full((1, 128 // 8), 32 * 1024 * 8 / 128)
+    level, skewed = (1e3 * experts.seconds(even * imbalance)[0] for imbalance in (1.0, 1.5))
+    unknown = "the imbalance ({} here); its kernel (SGLang's fused Triton kernel here)"
+    return [
+        row(
+            f"experts of a layer of Qwen3MoE, 8 H200, {whose}, Table 2",
+            LIBRA,
+            [theirs],
+            ours,
+            "ms",
+            unknown.format(how),
+        )
+        for whose, theirs, ours, how in (
+            ("SGLang", 10.99, (skewed, skewed), "1.5"),
+            ("Lina", 8.11, (level, skewed), "1.0 to 1.5"),
+            ("Libra", 7.32, (level, level), "1.0"),
+        )
+    ]
+
+
+def whole_models(folder: Path) -> list[dict[str, Any]]:
+    """LLEP, Figure 1c: from no gain to that of the MoE layers, since the other work of a step is not published."""
+    (trace,) = need(folder, "gptoss20b_decode_mmlu")
+    shares = trace.batch_counts()[10:].sum(0)
+    shares = shares / shares.sum(-1, keepdims=True)
+    rows, unknown = (
+        [],
+        "attention and other work of a step; its loads (MMLU here); its bfloat16 kernel (mxfp4's here)",
+    )
+    layer, _ = layer_time("h200", "sglang", "prefill", MODELS["gpt-oss-20b"], isoload.Topology(8, 8))
+    tokens = 32_768
+    in_order = (shares * 8 * tokens * 4).reshape(len(shares), 8, -1)
+    level = np.full_like(in_order, tokens * 4 / in_order.shape[-1])
+    plain, even = (
+        layer.seconds(copies, copies.sum(-1), np.full(len(copies), tokens)) for copies in (in_order, level)
+    )
+    ends = (1.0, float((plain.mean(-1) / even.mean(-1)).max()))
+    rows.append(row("LLEP over EP, gpt-oss-20b as a whole, 8 H200, Fig. 1c", LLEP, [2.2], ends, "x", unknown))
+    return rows
+
+
+def cache() -> list[dict[str, Any]]:
+    """CRAFT, section 5.3: KV cache that EPLB's replica per layer and rank takes, from 80 GB without the weights."""
+    unknown = (
+        "the part of 80 GB for weights and cache (65 to 90 % here); ranks of the other weights (eight here)"
+    )
+    rows, expert = [], 3 * 7168 * 2048 * 2 / 1e9
+    for what, layers, experts, ranks, other, theirs in (
+        ("DeepSeek-R1, 64 A100", 58, 256, 64, 17, -19),
+        ("Kimi-K2, 48 A100", 60, 384, 48, 11, -75),
+        ("Kimi-K2, 96 A100", 60, 384, 96, 11, -24),
+    ):
+        weights = (
+            layers * experts * expert / ranks + 2 * other / 8
+        )  # attention over the eight ranks of a node
+        ours = [-100 * layers * expert / (80 * part - weights) for part in (0.65, 0.9)]
+        rows.append(
+            row(f"KV cache with a replica per layer and rank, {what}", CRAFT, [theirs], ours, "%", unknown)
+        )
+    return rows
+
+
 def rearranging(given: Recorded) -> dict[str, Any]:
     """vLLM's run whose engine stood still 24 times in what takes 463 s without: `--rebalance-seconds` and `--every`."""
     counts = np.stack([given.counts[name] for name in DECODES])
@@ -248,12 +321,13 @@ def form() -> dict[str, Any]:
 
 def main() -> None:
     parser = command(__doc__)
-    parser.add_argument("--traces", type=Path, required=True, help="folder of npz traces")
+    add_traces(parser)
     parser.add_argument("--write", action="store_true", help="write the results file")
     asked = parser.parse_args()
     begin(__doc__)
     given = recorded(asked.traces)
-    rows = [*lmsys(given), *dispatch_time(given), *borrowing(), rearranging(given), form()]
+    rows = [*lmsys(given), *dispatch_time(given), *borrowing(), *libra(), *whole_models(asked.traces)]
+    rows += [*cache(), rearranging(given), form()]
     keys = ("what", "source", "theirs", "not_known")
     rows += [dict(zip(keys, each, strict=True)) | {"ours": None} for each in UNPREDICTED]
     show("what others published, and what is predicted", PUBLISHED, rows)

@@ -15,13 +15,12 @@ Second table: an engine's rebalances with ISOLOAD_REBALANCE="gain_ms=0" (move_ms
   replicas split evenly. Gain and cost are modelled: the gain of a move is judged on the interval after it, the cost
   is that of the busiest rank's experts.
 
-Usage: python bench/bench_rebalance.py --traces FOLDER [--write]
+Usage: python bench/bench_rebalance.py [--traces FOLDER] [--write]
 """
 
 from __future__ import annotations
 
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,9 +33,9 @@ from isoload.engines.worth import NewMaps, RebalanceRule
 from isoload.online import Rebalancer, Recorder
 from isoload.online.metrics import Metrics
 from isoload.times.exchanges import DEEPSEEK_V3_FP8
-from isoload.traces import read_trace
 from lib import table
 from lib.harness import command, write_results
+from lib.trace_files import add_traces, need
 
 EVERY, RANKS, SLOTS = 4, 32, 9
 PLACERS: dict[str, dict[str, Any] | None] = {
@@ -121,11 +120,11 @@ def engine_rows(counts: np.ndarray, drifting: np.ndarray) -> list[dict[str, Any]
 
 def main() -> None:
     parser = command(__doc__)
-    parser.add_argument("--traces", type=Path, required=True, help="folder of npz traces")
+    add_traces(parser)
     parser.add_argument("--write", action="store_true", help="bench/results/bench_rebalance.jsonl")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    trace = read_trace(arguments.traces / "glm52_domains_a.npz")
+    (trace,) = need(arguments.traces, "glm52_domains_a")
     counts, names = trace.batch_counts(), np.asarray(trace.cluster)
     draw = np.random.default_rng(0)
     order = np.concatenate(

@@ -11,7 +11,7 @@ Fairness ledger
   lp_sampled is above lp, `five steps` = how much affine5 is above exact, `published` = affine5_sampled above exact.
 - A few layers and one batch per fold; all figures are counted from routed slots, none is a time.
 
-Usage: python bench/bench_replicas.py --traces FOLDER   (npz files; what is not there is left out and said)
+Usage: python bench/bench_replicas.py [--traces FOLDER]   (npz files; what is not there is left out and said)
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from lib import table
 from lib.harness import command, machine, write_results
 from lib.published_policies import registered
 from lib.result_tables import by
+from lib.trace_files import add_traces, present, rows_or_end
 
 CASES = ((8, 32), (16, 32), (32, 64), (64, 64), (128, 128))  # ranks, replicas of 256 experts
 SMALL_CASES = ((8, 8), (16, 16))  # of gpt-oss-20b's 32
@@ -77,22 +78,17 @@ def over(cell: dict[str, Any], policy: str) -> float:
 
 def main() -> None:
     parser = command(__doc__)
-    parser.add_argument("--traces", type=Path, required=True, help="folder of npz traces")
+    add_traces(parser)
     parser.add_argument("--tokens", type=int, nargs="*", default=list(TOKENS))
     parser.add_argument("--no-write", action="store_true")
     arguments = parser.parse_args()
     rows = []
-    for stem in TRACES:
-        path = arguments.traces / f"{stem}.npz"
-        if not path.exists():
-            print(f"{path} is not there: left out")
-            continue
+    for stem, path in present(arguments.traces, *TRACES).items():
         for ranks, replicas in SMALL_CASES if "gptoss" in stem else CASES:
             for tokens in arguments.tokens:
                 rows += run(path, ranks, replicas, tokens)
                 print(stem, ranks, replicas, tokens, file=sys.stderr)
-    if not rows:
-        raise SystemExit(f"{arguments.traces} holds none of {', '.join(TRACES)}")
+    rows_or_end(rows, TRACES)
     print_costs(rows)
     print(machine())
     if not arguments.no_write:

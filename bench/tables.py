@@ -16,7 +16,8 @@ import sys
 from pathlib import Path
 
 import lib.cross_tables  # its tables are in TABLES, too
-import lib.gpu_tables  # noqa: F401
+import lib.gpu_tables
+import lib.paper_rows  # noqa: F401
 from lib import table
 from lib.result_tables import TABLES
 

@@ -13,12 +13,13 @@ from support.liveness import find_dead
 
 ROOT = Path(__file__).parent.parent
 # Called by name: a dispatcher's stages by Megatron's MoE layer, Trainer's methods by transformers, a group's by click,
-# and a registered routing's by vLLM.
+# a registered routing's by vLLM, and is_leaf by torch's optimizers.
 CALLED = [
     "isoload.cli.options.Group",
     "isoload.engines.megatron.BalancedTokenDispatcher",
     "isoload.engines.huggingface.BalancedTraining",
     "isoload.engines.recorded_skew.Strategy",
+    "isoload.weights.storage.ExpertParameter",
 ]
 
 

@@ -13,7 +13,7 @@ import isoload
 from isoload.policies import Policy, make_policy
 from isoload.times.exchanges import DEEPSEEK_V3_FP8
 from isoload.weights.experts import ExpertWeights
-from workloads import make_workload
+from workloads import Workload, make_workload
 
 SHARES, NUM_HOT = (0.3, 0.5, 0.8, 0.95), (1, 4, 16)
 # A row's name, whose plan it is.
@@ -93,10 +93,10 @@ class Setting:
     def expert_bytes(self) -> int:
         return 3 * self.hidden * self.intermediate * self.scale.dtype.itemsize
 
-    def topk_ids(self, device: torch.device) -> list[Tensor]:
-        """[R][T, K] int64."""
+    @property
+    def workload(self) -> Workload:
         how: dict[str, Any] = {"share": self.share, "num_hot": self.num_hot, "repeat": self.repeat}
-        workload = make_workload(
+        return make_workload(
             "balanced" if self.share is None else "concentrated",
             num_ranks=self.ranks,
             num_experts=self.shape.experts,
@@ -104,7 +104,10 @@ class Setting:
             tokens_per_rank=self.tokens,
             **({} if self.share is None else how),
         )
-        return [ids.to(device) for ids in workload.topk_ids(0)]
+
+    def topk_ids(self, device: torch.device) -> list[Tensor]:
+        """[R][T, K] int64."""
+        return [ids.to(device) for ids in self.workload.topk_ids(0)]
 
     @cached_property
     def placement(self) -> isoload.Placement:

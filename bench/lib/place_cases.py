@@ -12,6 +12,7 @@ import numpy as np
 import isoload
 from isoload.analysis.judge import judge_unseen
 from isoload.traces import Trace, read_trace
+from lib import trace_files
 
 Rows = list[dict[str, Any]]
 
@@ -48,9 +49,7 @@ PLACERS = {
 
 
 def read(folder: Path, case: Case) -> Trace | None:
-    path = folder / f"{case.file}.npz"
-    if not path.exists():
-        print(f"left out: {case.name}, no {path.name}")
+    if not (path := trace_files.present(folder, case.file).get(case.file)):
         return None
     trace = read_trace(path)
     if not case.stretches:

@@ -21,10 +21,11 @@ from isoload.placers import place
 from isoload.topology import Topology
 from isoload.traces import Trace, read_trace
 from isoload.traces.record import Ints
+from lib.trace_files import SHIPPED, present
 from workloads import W0_TO_W7, Workload, make_workload
 
 TASKS = ("intent", "law", "summary")
-SHIPPED = Path(__file__).parents[2] / "examples" / "traces" / "gptoss20b_decode.npz"
+FILES = (*(f"dsv2lite_esft_{task}" for task in TASKS), "gptoss20b_decode_mmlu", "glm52_domains_a")
 SEED = 0
 BF16 = 2
 
@@ -127,11 +128,7 @@ def streams(folder: Path | None) -> Iterator[Stream]:
 
     def found(*stems: str) -> list[Trace]:
         assert folder is not None
-        paths = [folder / f"{stem}.npz" for stem in stems]
-        for path in paths:
-            if not path.exists():
-                print(f"{path.name} is not there: left out")
-        return [read_trace(path) for path in paths if path.exists()]
+        return [read_trace(path) for path in present(folder, *stems).values()]
 
     def of(made: tuple[Trace, Fold], tokens: int, ranks: int, deal: str, hidden: int, inner: int) -> Stream:
         trace, fold = made
@@ -143,7 +140,7 @@ def streams(folder: Path | None) -> Iterator[Stream]:
         trace, fold = decode(read_trace(SHIPPED), 512, skip=0)  # cut behind the template's steps
         yield of((replace(trace, name="gpt-oss-20b, shipped cut"), fold), 512, 8, "even", 2880, 2880)
         return
-    if tasks := found(*(f"dsv2lite_esft_{task}" for task in TASKS)):
+    if tasks := found(*FILES[:3]):
         for deal in ("even", "sequence"):
             yield of(joined(tasks, 1024, deal == "sequence"), 1024, 8, deal, 2048, 1408)
     for trace in found("gptoss20b_decode_mmlu"):

@@ -9,17 +9,21 @@ In the environment of SGLang, with isoload installed beside it. Not run on GPUs 
 Fairness ledger
 - Equal in all cells: model, machine, flags of attention, experts and DeepEP, and the load: 1000 requests at once, 256
   of them in flight, one output token each; in every round the same prompts in the same order, and an empty prefix
-  cache at its start. A round of the same shape warms up: other ids, or the first of the file. Figure: a median.
+  cache at its start. Two rounds of the same shape warm up: other ids, or the first of the file. Figure: the mean of the
+  rounds without the fastest and the slowest, as the blog's trimmed mean.
 - Placement: none (experts in order), or SGLang's own EPLB at start with 0, 16 and 32 redundant experts, from one file
   of counts that the cell `record` makes. The systems of a row have the same one, and no expert moves while they serve.
-- Systems: `stock` leaves replicas to SGLang's `static` and shared experts at home. `waterfill`, `lplb` and `both` are
+- Systems: `stock` leaves replicas to SGLang's `static` and computes shared experts apart, on their token's rank.
+  `fused` has them as slots of the dispatch, on the same rank: what Waterfill gains beyond it is its choice of ranks,
+  since `--enable-waterfill` and the blog's `--enable-deepep-waterfill` fuse, too. `waterfill`, `lplb` and `both` are
   SGLang's own; `both` is not in the blog. `isoload` has the flags of `both`, with which it is to be compared: policy
   `joint` in place of the two. Without EPLB there is no `lplb`, as in the blog, and isoload has the flag of Waterfill.
 - Not equal: cells run one after the other in the order of the table, so what becomes of the machine meanwhile is in
   them (`--only` repeats some). Replicas and fused shared experts take memory: `cache_tokens` says what is left.
-- Different from the blog: 8 GPUs of one node instead of 16 of two; the SGLang that is installed, in which Waterfill's
-  flag has another name. Its prompts (MMLU, GPQA, GSM8K) are to be given by --prompts. Without, a prompt is ids that
-  follow one another from a random one: that tries the machine, and what it routes says nothing of text.
+- Different from the blog: 8 GPUs of one node instead of 16 of two, unless --gpus 16 --nnodes 2; the SGLang that is
+  installed, in which Waterfill's flag has another name. Its prompts (MMLU, GPQA, GSM8K) are to be given by --prompts.
+  Without, a prompt is ids that follow one another from a random one: that tries the machine, and what it routes says
+  nothing of text.
 - A cell has failed whose log does not say that its Waterfill, LPLB or isoload is at work; what isoload cannot do it
   refuses (ISOLOAD_STRICT).
 """
@@ -31,7 +35,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
+from statistics import mean
 
 from runner import ATTACH, Cell, Load, Row, Words, options, prompt_flags, recorded, recording, run
 
@@ -51,15 +55,29 @@ class System:
     variables: dict[str, str] = field(default_factory=dict)
 
 
+FUSED = System(("--enforce-shared-experts-fusion",))
 STOCK, WATERFILL = System(), System(("--enable-waterfill",), (("Waterfill TopK modules",),))
 LPLB = System(("--ep-dispatch-algorithm", "lp"), (("Initialized LPLB solvers",),))
 BOTH = System(LPLB.flags + WATERFILL.flags, LPLB.says + WATERFILL.says)
 ISOLOAD = "isoload: attached to SGLang's "
 JOINT = System(BOTH.flags, ((ISOLOAD + LPLB.flags[0], "joint on"),), ATTACH)
 POURED = System(WATERFILL.flags, ((ISOLOAD + WATERFILL.flags[0], "policy waterfill on"),), ATTACH)
-SYSTEMS = {"stock": STOCK, "waterfill": WATERFILL, "lplb": LPLB, "both": BOTH, "isoload": JOINT}
-IN_ORDER = {"stock": STOCK, "waterfill": WATERFILL, "isoload": POURED}  # LPLB needs a placement
-STYLES = dict(zip(SYSTEMS, ("small", "home", "routed", "met", "other"), strict=True))
+SYSTEMS = {
+    "stock": STOCK,
+    "fused": FUSED,
+    "waterfill": WATERFILL,
+    "lplb": LPLB,
+    "both": BOTH,
+    "isoload": JOINT,
+}
+IN_ORDER = {
+    "stock": STOCK,
+    "fused": FUSED,
+    "waterfill": WATERFILL,
+    "isoload": POURED,
+}  # LPLB needs a placement
+STYLES = dict(zip(SYSTEMS, ("small", "small", "home", "routed", "met", "other"), strict=True))
+WARM_UPS = 2
 
 
 def cells(asked: argparse.Namespace) -> list[Cell]:
@@ -81,9 +99,10 @@ def cells(asked: argparse.Namespace) -> list[Cell]:
 
 
 def loads(asked: argparse.Namespace) -> Iterator[Load]:
-    yield load(asked, "warm-up", 2, asked.prompts, kept=False)
+    for turn in range(WARM_UPS):
+        yield load(asked, f"warm-up {turn}", 2 + turn, asked.prompts, kept=False)
     for turn in range(asked.rounds):
-        yield load(asked, f"round {turn}", 3 + turn, asked.prompts)
+        yield load(asked, f"round {turn}", 2 + WARM_UPS + turn, asked.prompts)
 
 
 def load(asked: argparse.Namespace, name: str, seed: int, prompts: Path | None, kept: bool = True) -> Load:
@@ -91,12 +110,17 @@ def load(asked: argparse.Namespace, name: str, seed: int, prompts: Path | None, 
     return Load(name, asked.batch, prompt_flags(prompts, asked.tokens, 1, seed) + at_once, kept)
 
 
+def trimmed(rates: list[float]) -> float:
+    """The mean without the smallest and the largest, of at least three."""
+    return mean(sorted(rates)[1:-1] if len(rates) > 2 else rates)
+
+
 def throughputs(rows: list[Row]) -> dict[str, dict[str, float]]:
-    """{placement: {system: tokens per second, median of rounds}} of the cells that went well."""
+    """{placement: {system: tokens per second, trimmed mean of rounds}} of the cells that went well."""
     found: dict[str, dict[str, float]] = {}
     for row in rows:
         if row["error"] is None and "system" in row:
-            rate = median(of["total_throughput"] for of in row["loads"])
+            rate = trimmed([of["total_throughput"] for of in row["loads"]])
             found.setdefault(row["placement"], {})[row["system"]] = rate
     return {placement: found[placement] for placement in PLACEMENTS if placement in found}
 
@@ -116,7 +140,7 @@ def draw(rows: list[Row]) -> str:
             body.append(text(right + 8, y + 12, f"{rate:,.0f} tokens/s{gain}", "small"))
             y += 20
         y += 10
-    return svg(760, y + 6, "Tokens per second, median of rounds, and gain over stock", body)
+    return svg(760, y + 6, "Tokens per second, trimmed mean of rounds, and gain over stock", body)
 
 
 def main() -> int:
@@ -126,7 +150,7 @@ def main() -> int:
     parser.add_argument(
         "--tokens", type=positive, default=512, help="of a random prompt; --prompts have theirs"
     )
-    parser.add_argument("--rounds", type=positive, default=3)
+    parser.add_argument("--rounds", type=positive, default=4)
     asked = parser.parse_args()
     return run(NAME, cells(asked), asked, draw)
 

@@ -79,7 +79,16 @@ def options(ledger: str, model: str, name: str) -> argparse.ArgumentParser:
     """Of all scripts in this folder."""
     parser = command(ledger)
     parser.add_argument("--model", default=model, help="path or name, as the engine takes it")
-    parser.add_argument("--gpus", type=positive, default=8, help="ranks of attention and of experts")
+    parser.add_argument(
+        "--gpus", type=positive, default=8, help="ranks of attention and of experts, of all nodes"
+    )
+    parser.add_argument(
+        "--nnodes", type=positive, default=1, help="nodes; start the lines of --dry-run on the others"
+    )
+    parser.add_argument(
+        "--node-rank", type=int, default=0, help="with --dry-run: the node whose lines are printed"
+    )
+    parser.add_argument("--dist-init-addr", default="", metavar="HOST:PORT", help="of node 0, with --nnodes")
     parser.add_argument(
         "--prompts", type=Path, help="JSON lines of chat requests, instead of random token ids"
     )
@@ -105,8 +114,12 @@ def launch_line(cell: Cell, asked: argparse.Namespace) -> list[str]:
         "--enable-dp-attention", "--moe-a2a-backend", "deepep", "--trust-remote-code", "--host", HOST,
         "--port", str(asked.port),
     )  # fmt: skip
+    nodes: Words = ()
+    if asked.nnodes > 1:
+        nodes = ("--nnodes", str(asked.nnodes), "--node-rank", str(asked.node_rank))
+        nodes += ("--dist-init-addr", asked.dist_init_addr)
     more = shlex.split(asked.engine_args)  # argparse takes the last of two, so these win
-    return [*shlex.split(asked.launcher), *shared, *cell.flags, *more]
+    return [*shlex.split(asked.launcher), *shared, *nodes, *cell.flags, *more]
 
 
 def load_line(load: Load, asked: argparse.Namespace, out: Path) -> list[str]:
@@ -169,6 +182,10 @@ def dry_run(cells: Sequence[Cell], asked: argparse.Namespace) -> None:
 
 def run(name: str, cells: Sequence[Cell], asked: argparse.Namespace, draw: Callable[[list[Row]], str]) -> int:
     """Runs the chosen cells, keeps the rows of the others, draws the picture; 1 where a cell failed, else 0."""
+    if asked.nnodes > 1 and not asked.dist_init_addr:
+        raise SystemExit("--dist-init-addr must be HOST:PORT of node 0 with --nnodes above 1")
+    if asked.node_rank and not asked.dry_run:
+        raise SystemExit("--node-rank above 0 needs --dry-run: start its lines there, node 0 sends the loads")
     done = read_results(name, asked.results)
     chosen = choose(cells, asked, done)
     if asked.dry_run:

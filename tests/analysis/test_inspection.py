@@ -26,6 +26,7 @@ def test_by_hand():
     assert (stats["expert"]["hottest"], stats["expert"]["total"]) == (3, 0.4)
     assert (stats["rank"]["hottest"], stats["rank"]["total"]) == (1, 0.55)
     assert stats["expert_max_over_mean"] == pytest.approx(1.6)
+    assert sum(stats["experts_by_load"].values()) == 4 and stats["experts_by_load"]["to_2"] > 0
     assert stats["imbalance"] == pytest.approx(1.1)
     assert stats["skew"] is None, "K is not known"
     assert stats["on_ranks"]["2"]["in_order"] == pytest.approx(1.7)
@@ -89,3 +90,22 @@ def test_tokens_are_counted_in_their_batches():
 def test_num_ranks_below_one():
     with pytest.raises(ValueError, match="num_ranks must be at least 1, got 0"):
         inspect_trace(counted([[[1, 2]]]), 0)
+
+
+def test_experts_are_counted_by_load_over_the_mean():
+    """A mean of 10: limits belong to the lower bin; a layer without copies has none above half of the mean."""
+    counts = np.zeros((1, 2, 26), dtype=np.int64)
+    counts[0, 0, :8] = [5, 6, 10, 20, 21, 50, 100, 48]
+    stats = inspect_trace(Trace("made", 26, counts=counts), 2)
+    assert counts[0, 0].mean() == 10
+    assert stats[0]["experts_by_load"] == {
+        "to_half": 19,
+        "to_1": 2,
+        "to_2": 1,
+        "to_5": 3,
+        "to_10": 1,
+        "above_10": 0,
+    }
+    assert stats[1]["experts_by_load"]["to_half"] == 26
+    counts[0, 0, 6] += 1
+    assert inspect_trace(Trace("made", 26, counts=counts), 2)[0]["experts_by_load"]["above_10"] == 1

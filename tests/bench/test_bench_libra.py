@@ -148,7 +148,7 @@ def test_harmoeny_levels_where_it_has_room_and_keeps_every_copy() -> None:
 
 def test_what_is_not_there_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert list(streams(tmp_path)) == []
-    assert "glm52_domains_a.npz is not there: left out" in capsys.readouterr().out
+    assert "left out: no glm52_domains_a in --traces: bench/traces has" in capsys.readouterr().out
     write_trace(draw(2000, 4), tmp_path / "gptoss20b_decode_mmlu.npz")
     even, sequence = streams(tmp_path)
     assert (even.name, even.fold, even.tokens, even.ranks) == ("gpt-oss-20b", Fold((0,), (1,)), 512, 8)

@@ -104,6 +104,34 @@ def test_borrowing_is_between_nothing_and_the_busiest_rank(bench: SimpleNamespac
         assert 1 < row["ours"][0] < row["ours"][1] < 8 * 0.96
 
 
+def test_a_layers_experts_take_longer_with_the_imbalance(bench: SimpleNamespace) -> None:
+    rows = {row["what"].split(", ")[2]: row for row in bench.main.libra()}
+    level, skewed = rows["Libra"]["ours"][0], rows["SGLang"]["ours"][0]
+    assert rows["Lina"]["ours"] == [level, skewed] and 1.4 < skewed / level < 1.5
+    assert (round(level, 2), round(skewed, 2)) == (6.37, 9.51)
+
+
+def test_a_cache_shrinks_by_a_replica_of_each_layer(bench: SimpleNamespace) -> None:
+    """60 replicas of 88 MB; 480 slots' experts of 48 ranks and an eighth of the rest are weights."""
+    rows = bench.main.cache()
+    expert = 3 * 7168 * 2048 * 2 / 1e9
+    free = 80 * 0.9 - 60 * 8 * expert - 2 * 11 / 8
+    assert rows[1]["ours"][1] == pytest.approx(-100 * 60 * expert / free)
+    assert all(row["ours"][0] < row["ours"][1] < 0 for row in rows)
+
+
+def test_a_whole_model_gains_no_more_than_its_layers(bench: SimpleNamespace) -> None:
+    (row,) = bench.main.whole_models(Path(__file__).parents[2] / "bench" / "traces")
+    assert row["ours"][0] == 1 and 1.3 < row["ours"][1] < 2
+
+
+def test_lplb_without_replicas_costs_its_plan(bench: SimpleNamespace) -> None:
+    given = loads(bench, 0.6).counts
+    saved = bench.main._saved(given[LABELS[0]], given[LABELS[1]], 512)
+    assert set(saved) == {"red0", "lp0", "lp", "in_order", "waterfill"}
+    assert (saved["lp0"] < 0).all() and (saved["in_order"] > 0).all()
+
+
 def test_rearrangements_are_in_the_time(bench: SimpleNamespace) -> None:
     row = bench.main.rearranging(loads(bench, 0.0))
     assert row["ours"] == pytest.approx([1 + 24 * 42 / 463.11] * 2, rel=0.05)

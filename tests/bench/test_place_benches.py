@@ -52,7 +52,7 @@ def test_variants_of_grace_hold_every_expert_and_differ_in_size():
     seen, judged = grace.halves(trace)
     assert len(seen.topk_ids) == len(judged.topk_ids) == 300
     rows = {row["variant"]: row for row in grace.bench(trace, 2, 2)}
-    assert len(rows) == 13 and rows["affinity, equal"]["slots"] == rows["in order"]["slots"] == 16
+    assert len(rows) == 14 and rows["affinity, equal"]["slots"] == rows["in order"]["slots"] == 16
     sizes = {
         variant.name: sorted((p.arrays[0].reshape(4, -1) >= 0).sum(1).tolist())
         for variant in grace.variants(seen, isoload.Topology(4, 2))
@@ -96,6 +96,11 @@ def test_what_is_said_of_rows_to_other_nodes():
     level = [-r["node_dispatch_rows_change"] for r in rows if r["variant"] == "scenario, exact"]
     assert f"({100 * max(level):.0f} % less at most)" in placement
     assert all(r["met"] for r in rows if "met" in r)
+    idle = {(r["trace"], r["ranks"], r["variant"]): r["idle_share"] for r in rows}
+    names = ("fixed count, weights", "collaborative, weights", "one replica, weights", "+ replicas, weights")
+    for trace, ranks in {key[:2] for key in idle}:
+        hot, partners, fixed, by_skew = (idle[trace, ranks, name] for name in names)
+        assert hot < partners and by_skew <= fixed + 0.001, "docs/results-placement.md says so"
     two, four = (
         span([1 - r["node_dispatch_rows"] / r["node_rows"] for r in rows if r["ranks"] == ranks])
         for ranks in (4, 8)

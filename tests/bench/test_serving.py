@@ -108,14 +108,14 @@ LOAD_LINE = (
 
 def test_the_matrix_prints_what_it_would_run(capsys: pytest.CaptureFixture[str]) -> None:
     lines = printed(matrix, capsys)
-    systems = ["stock", "waterfill", "lplb", "both", "isoload"]
+    systems = ["stock", "fused", "waterfill", "lplb", "both", "isoload"]
     names = [f"{placement}/{system}" for placement in ("red0", "red16", "red32") for system in systems]
-    names = ["record", "none/stock", "none/waterfill", "none/isoload", *names]
+    names = ["record", "none/stock", "none/fused", "none/waterfill", "none/isoload", *names]
     assert [line for line in lines if line.startswith("#")] == [f"# {name}" for name in names]
     placed = "--init-expert-location w/expert_counts.pt --ep-num-redundant-experts 32"
     both, on = "--ep-dispatch-algorithm lp --enable-waterfill", "ISOLOAD_SGLANG=1 ISOLOAD_STRICT=1"
     start = f"{ENGINE_LINE.format('V3')} --deepep-mode normal"
-    loads = [("warm-up", 2), ("round_0", 3), ("round_1", 4), ("round_2", 5)]
+    loads = [("warm-up_0", 2), ("warm-up_1", 3), *((f"round_{i}", 4 + i) for i in range(4))]
 
     def cell(name: str, launch: str) -> list[str]:
         file, shape = name.replace("/", "_"), "inf --max-concurrency 256"
@@ -126,12 +126,36 @@ def test_the_matrix_prints_what_it_would_run(capsys: pytest.CaptureFixture[str])
     expected = cell("red32/both", f"{start} {placed} {both}") + cell(
         "red32/isoload", f"{on} {start} {placed} {both}"
     )
-    assert lines[-12:] == expected
+    assert lines[-16:] == expected
     at = lines.index("# none/stock")
-    assert lines[at : at + 6] == cell("none/stock", start)
+    assert lines[at : at + 8] == cell("none/stock", start)
+    at = lines.index("# red0/fused")
+    assert lines[at + 1].endswith("--ep-num-redundant-experts 0 --enforce-shared-experts-fusion")
     record = "--expert-distribution-recorder-mode stat --expert-distribution-recorder-buffer-size -1"
     where = "SGLANG_EXPERT_DISTRIBUTION_RECORDER_DIR=w/recorded"
     assert lines[1] == f"{where} {ENGINE_LINE.format('V3')} {record} --deepep-mode normal"
+
+
+def test_two_nodes_are_in_the_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    nodes = ("--gpus", "16", "--nnodes", "2", "--dist-init-addr", "10.0.0.1:5000")
+    for rank in ("0", "1"):
+        lines = printed(matrix, capsys, *nodes, "--node-rank", rank, "--only", "none/stock")
+        assert (
+            f"--nnodes 2 --node-rank {rank} --dist-init-addr 10.0.0.1:5000" in lines[1]
+            and "--tp-size 16" in lines[1]
+        )
+    for words, message in (
+        (["--nnodes", "2"], "--dist-init-addr must be HOST:PORT of node 0 with --nnodes above 1"),
+        (["--node-rank", "1"], "--node-rank above 0 needs --dry-run"),
+    ):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "argv", ["script", *words])
+            with pytest.raises(SystemExit, match=message):
+                matrix.main()
+
+
+def test_a_trimmed_mean_leaves_out_the_fastest_and_the_slowest() -> None:
+    assert matrix.trimmed([4.0, 1.0, 9.0, 2.0]) == 3.0 and matrix.trimmed([1.0, 3.0]) == 2.0
 
 
 def test_rates_print_what_they_would_run(capsys: pytest.CaptureFixture[str]) -> None:
@@ -173,8 +197,8 @@ def test_cells_leave_rows_and_a_picture(serve: Any, tmp_path: Path) -> None:
         assert "engine.py --model-path deepseek-ai/DeepSeek-V3" in row["launch"] and row["gpus"] == 8
         assert {"device", "torch", "commit", "date"} <= row.keys()
     row = rows["red0/isoload"]
-    assert [of["total_throughput"] for of in row["loads"]] == [3.0, 4.0], (
-        "the warm-up, of seed 2, is not kept"
+    assert [of["total_throughput"] for of in row["loads"]] == [4.0, 5.0], (
+        "the warm-ups, of seeds 2 and 3, are not kept"
     )
     assert all("generator.py" in of["command"] for of in row["loads"])
     assert (tmp_path / "work" / "expert_counts.pt").read_text() == "counts"
@@ -190,7 +214,7 @@ def test_cells_leave_rows_and_a_picture(serve: Any, tmp_path: Path) -> None:
 def test_other_cells_keep_their_rows(serve: Any) -> None:
     _, first = serve("--only", "none/*")
     status, second = serve("--only", "none/stock", "--engine-args=--die")
-    assert status == 1 and list(second) == ["none/waterfill", "none/isoload", "none/stock"]
+    assert status == 1 and list(second) == ["none/fused", "none/waterfill", "none/isoload", "none/stock"]
     assert second["none/isoload"] == first["none/isoload"]
     error = second["none/stock"]["error"]
     assert "the engine ended with status 1" in error and "out of memory" in error
@@ -208,7 +232,7 @@ def test_a_cell_that_fails_says_why(serve: Any) -> None:
     )
     assert says in rows["none/isoload"]["error"]
     assert "must have a line with Waterfill TopK modules: " in rows["none/waterfill"]["error"]
-    assert rows["none/stock"]["error"].endswith("warm-up: 3 of 4 requests completed")
+    assert rows["none/stock"]["error"].endswith("warm-up 0: 3 of 4 requests completed")
     status, rows = serve("--only", "record", "--engine-args=--dense")
     assert status == 1 and "the engine must record one file, got 0 in" in rows["record"]["error"]
     status, rows = serve("--only", "none/stock", "--generator", "false")

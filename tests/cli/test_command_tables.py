@@ -254,7 +254,7 @@ def test_inspect_table():
     assert squeezed(rows[0]) == "3 0 1.00 0% 1.00 1.00 1.00 1.00 1.33 1.00"
     assert squeezed(rows[1]) == "8 5 16.64 68.0% 2.92 2.62 5.48 5.24 10.72 10.48"
     wide = table(columns_of(figures, layers, wide=True))[1]
-    assert squeezed(wide[1]).endswith("10.48 69.3% 65.5% 77.0% 0 76.0% 73.0% 82.0% 3.04")
+    assert squeezed(wide[1]).endswith("10.48 69.3% 65.5% 77.0% 0 76.0% 73.0% 82.0% 3.04 23 0 0 0 0 1")
     assert max(map(len, heading)) <= 80
 
 
@@ -265,6 +265,7 @@ def test_inspection_prints_its_extremes():
     assert lines[1] == "2 batches, 2 layers, 24 experts; in order, no replicas, on 4 ranks"
     assert "4 ranks: 1.96 in order, 1.81 at least; 1 of 2 layers need replicas" in lines
     assert "100% chosen by every token, 24.00 x." in " ".join(lines)
+    assert "layers with an expert above 10 times the mean: 1 of 2" in lines
     assert lines[-1] == "largest share in any layer and batch: expert 77.0%, rank of 4 82.0%"
     assert max(map(len, lines)) <= WIDTH
 

@@ -93,13 +93,18 @@ def test_a_trainer_resumes(tmp_path: Path) -> None:
         torch.testing.assert_close(stock[key], value, rtol=1e-5, atol=1e-6)
 
 
-def plain_trainer(rank: int, folder: str) -> None:
+def plain_trainer(rank: int, folder: str, max_grad_norm: float) -> None:
     from transformers import Trainer
 
     be_launched(rank, 2)
     model, layers = balanced(2)
     trainer = make_trainer(
-        isoload.layer.ignore_in_ddp(model), folder, Trainer, save_strategy="no", max_steps=1
+        isoload.layer.ignore_in_ddp(model),
+        folder,
+        Trainer,
+        save_strategy="no",
+        max_steps=1,
+        max_grad_norm=max_grad_norm,
     )
     trainer.create_optimizer().register_step_post_hook(
         lambda *_: [layer.refresh_replicas() for layer in layers]
@@ -110,8 +115,12 @@ def plain_trainer(rank: int, folder: str) -> None:
 
 
 def test_a_plain_trainer_says_what_is_missing(tmp_path: Path) -> None:
-    """Regression: it saved one rank's experts; only rank 0 calls save_pretrained."""
-    first, _ = rank_outcomes(plain_trainer, 2, str(tmp_path), timeout=120.0, group_timeout=10.0)
+    """Regression: it clipped by the norm of one rank, and saved one rank's experts; only rank 0 saves."""
+    for outcome in rank_outcomes(plain_trainer, 2, str(tmp_path), 1.0, timeout=120.0):
+        assert "(transformers' Trainer: isoload.engines.huggingface.BalancedTraining), got" in str(
+            outcome.error
+        )
+    first, _ = rank_outcomes(plain_trainer, 2, str(tmp_path), 0.0, timeout=120.0, group_timeout=10.0)
     assert "rank 0 has called save_pretrained, but ranks [1] have not within 10 seconds" in str(
         first.error
     ), first

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -213,6 +214,102 @@ def test_an_overflow_in_one_expert_skips_the_step_on_all_ranks(sharded: bool) ->
             assert min(float((parameter - twin).abs().max()) for twin in twins) < 1e-12
         for name, parameter in others.items():
             torch.testing.assert_close(parameter, named[name].detach(), rtol=1e-12, atol=1e-12)
+
+
+def clipped_by_torch(rank: int, how: str) -> None:
+    model = Model(local=False)
+    (model([rows_of(rank)]) ** 2).sum().backward()
+    if how == "torch":
+        nn.utils.clip_grad_norm_(model.parameters(), torch.inf)  # only returns a norm
+        nn.utils.clip_grad_norm_((p for _, p in model.named_parameters()), max_norm=1.0)
+    else:
+        Accelerator(cpu=True).clip_grad_norm_(model.parameters(), 1.0)
+
+
+@pytest.mark.parametrize("how", ["torch", "accelerate"])
+def test_clipping_by_the_norm_of_one_rank_is_refused(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: ranks clipped by different norms, and copies of other Parameters diverged."""
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    for outcome in rank_outcomes(clipped_by_torch, RANKS, how):
+        assert "gradients must be clipped by their norm over all ranks: call isoload.clip_grad_norm_" in str(
+            outcome.error
+        )
+    model = Model(local=True)
+    (model([rows_of(rank) for rank in range(RANKS)]) ** 2).sum().backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
+def steps_in_half(rank: int | None, policy: str) -> tuple[list[float], Tensor, dict[str, Tensor]]:
+    """Four steps in float16; in the second the weights of one expert get an infinite gradient, and nothing else.
+
+    Returns:
+        The scale after every step, another Parameter, and the experts; rank None: in one process.
+    """
+    torch.manual_seed(3)
+    topology, ranks = isoload.Topology(RANKS), list(range(RANKS)) if rank is None else [rank]
+    placement = isoload.place(
+        torch.arange(EXPERTS)[None] + 1, topology, 6, spare_slots=1 + (policy == "none")
+    )
+    experts = ExpertWeights.random(EXPERTS, HIDDEN, 16)
+    transport = (isoload.LocalTransport if rank is None else isoload.CollectiveTransport)(topology)
+    if policy == "none":
+        placement = isoload.place(torch.ones(1, EXPERTS), topology, placer="trivial")
+    how = {"threshold": 1.0, "min_chunk": 1} if policy == "llep" else {}
+    layer = isoload.MoE(no_gate, experts, transport, placement, policy=policy, **how)
+    other, scaler = nn.Linear(HIDDEN, 1), GradScaler("cpu", init_scale=1024.0)
+    optimizer = torch.optim.SGD([*layer.parameters(), *other.parameters()], lr=1e-3)
+    scales = []
+    for step in range(4):
+        rows = [rows_of(10 * step + r).float() for r in ranks]
+        ids = [torch.tensor([[1, 2], [2, 3], [4, 5], [5, 6], [7, 4], [7, 3]]) for _ in ranks]
+        for r, part, chosen in zip(ranks, rows, ids, strict=True):
+            if step == 1 and r == 1:
+                part[0] *= 300
+                chosen[0] = torch.tensor([0, -1])
+        with torch.autocast("cpu", torch.float16):
+            outputs = layer.compute(rows, ids, [torch.ones(6, 2) for _ in ranks])
+            loss = sum(y.float().sum() + other(torch.ones(2, HIDDEN)).sum() for y in outputs)
+        scaler.scale(loss).backward()
+        for parameter in other.parameters() if rank is not None else ():
+            dist.all_reduce(parameter.grad)
+        assert all(bool(p.grad.isfinite().all()) for p in other.parameters())
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        layer.refresh_replicas()
+        scales.append(scaler.get_scale())
+    return scales, other.weight.detach(), {n: s.detach() for n, s in layer.full_experts().items()}
+
+
+def no_gate(rows: Tensor) -> tuple[Tensor, Tensor]:
+    raise AssertionError("the test makes the choices")
+
+
+@pytest.mark.parametrize("policy", ["none", "exact", "llep"])
+def test_an_overflow_in_one_expert_reaches_the_gradients_of_all_ranks(policy: str) -> None:
+    """Regression: with torch's GradScaler ranks ended with different scales and Parameters."""
+    scales, other, experts = steps_in_half(None, policy)
+    assert scales == [1024.0, 512.0, 512.0, 512.0]
+    for got, parameter, stacks in run_ranks(steps_in_half, RANKS, policy):
+        assert got == scales
+        torch.testing.assert_close(parameter, other, rtol=1e-4, atol=1e-6)
+        for name, stack in stacks.items():
+            torch.testing.assert_close(stack, experts[name], rtol=1e-3, atol=1e-5)
+
+
+def without_experts(rank: int) -> None:
+    placement = isoload.Placement(torch.tensor([[0, 1, -1, -1]]), isoload.Topology(RANKS), 2)
+    transport = isoload.CollectiveTransport(isoload.Topology(RANKS))
+    layer = isoload.MoE(no_gate, ExpertWeights.random(2, HIDDEN, 16), transport, placement)
+    with torch.autocast("cpu", torch.float16):
+        layer.compute(torch.ones(1, HIDDEN), torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 1))
+
+
+def test_a_rank_without_experts_cannot_train_in_half_precision() -> None:
+    other, alone = rank_outcomes(without_experts, RANKS, group_timeout=10.0)
+    assert "each rank must be the home of an expert to train in float16" in str(alone.error)
+    assert "rank 1 failed in stage count" in str(other.error)
 
 
 class FakeTrainer:

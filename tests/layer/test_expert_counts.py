@@ -142,7 +142,7 @@ def balanced_gate(bias: Tensor) -> Gate:
 
 
 def update_bias(gate: Gate, counts: Tensor) -> None:
-    """As in docs/training-and-borrowing.md."""
+    """As in docs/training.md."""
     gate.score_bias += SPEED * (counts.double().mean() - counts).sign()
 
 

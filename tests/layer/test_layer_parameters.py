@@ -148,7 +148,7 @@ def test_training_goes_on_after_a_refresh_and_only_then(how):
 
 @pytest.mark.parametrize("how", [{}, {"foreach": True}, {"fused": True}])
 def test_a_hook_of_the_user_s_refreshes_after_every_step(how):
-    """As docs/training-and-borrowing.md says: fused steps, of which torch counts no version, too."""
+    """As docs/training.md says: fused steps, of which torch counts no version, too."""
     outcomes = []
     for hooked in (False, True):
         layer, setup = make_layer(True)

@@ -175,6 +175,11 @@ def test_so_many_experts_on_every_rank(collaborative):
         ({"everywhere": 0}, r"everywhere must be in 1\.\.16 for these experts, and replicate on, got 0"),
         ({"everywhere": 17}, r"everywhere must be in 1\.\.16 .*, got 17"),
         ({"everywhere": 2, "replicate": False}, r"everywhere must be in 1\.\.0 .* replicate on, got 2"),
+        (
+            {"replicas": 4},
+            r"replicas must be in 1\.\.3 for these ranks, with replicate and without everywhere, got 4",
+        ),
+        ({"replicas": 1, "everywhere": 2}, r"replicas must be in 1\.\.0 .*, got 1"),
         ({"collaborative": True}, "collaborative must come with everywhere, the number of these experts"),
     ],
 )

@@ -1,9 +1,4 @@
-"""The papers' listings, read again line by line in plain Python, beside policies llep_published and libra_published.
-
-The names are the listings'. What a listing leaves open is the policies' rule: loads of equal size go by the lowest
-index, LLEP's capacity is rounded down and Libra's balanced load up to whole copies, and an expert that nobody asks for
-is no hot one.
-"""
+"""Policies llep_published and libra_published against the listings of their papers (tests/reference/listings.py)."""
 
 from __future__ import annotations
 
@@ -20,139 +15,7 @@ import isoload
 from isoload.balancing import planning
 from isoload.policies import published_borrowing as published
 from isoload.policies.published_borrowing import llep_published
-
-Segments = list[tuple[int, int, int]]
-
-
-def lla(l: list[int], M: int, m_alpha: int, m: int) -> dict[int, Segments]:  # noqa: E741
-    """papers/003, Algorithm 2: (GPU, from, to) of every expert."""
-    P = len(l) // M
-    I_sorted = sorted(range(len(l)), key=lambda i: -l[i])
-    g_n = [sum(l[g * M : (g + 1) * M]) for g in range(P)]
-    g_p = list(g_n)
-    g_a = [0] * P
-    A_map: dict[int, Segments] = {}
-    for i in I_sorted:
-        e = l[i]
-        ng = i // M
-        g_p[ng] = g_p[ng] - e
-        na = m_alpha - g_a[ng] - g_p[ng]
-        A: Segments = []
-        if na >= e:
-            A.append((ng, 0, e))
-            g_a[ng] += e
-        elif na > 0:
-            nc = min(na, e)
-            to = nc
-            A.append((ng, 0, nc))
-            g_a[ng] += nc
-            r = e - nc
-            llas(ng, r, to, A, g_a, g_p, m_alpha, m)
-        else:
-            llas(ng, e, 0, A, g_a, g_p, m_alpha, m)
-        A_map[i] = A
-    return A_map
-
-
-def llas(
-    ng: int,
-    r: int,
-    to: int,
-    A: Segments,
-    g_a: list[int],
-    g_p: list[int],
-    m_alpha: int,
-    m: int,
-) -> None:
-    """papers/003, Algorithm 3."""
-    while r > 0:
-        others = sorted((g for g in range(len(g_a)) if g != ng), key=lambda g: g_a[g] + g_p[g])
-        assigned = False
-        for o in others:
-            c = min(r, m_alpha - g_a[o] - g_p[o])
-            if c < m and r > c:
-                continue  # chunk too small
-            A.append((o, to, to + c))
-            g_a[o] += c
-            r -= c
-            to += c
-            assigned = True
-            break
-        if not assigned:
-            o = others[0]
-            A.append((o, to, to + r))
-            g_a[o] += r
-            r = 0
-
-
-def expert_replication(
-    ExpertLoad: list[list[int]],
-    home: list[int],
-    N: int,
-    L: int,
-) -> list[set[int]]:
-    """papers/004, Algorithm 1: the experts of every GPU."""
-    G, E = len(ExpertLoad), len(home)
-    M_next = [{e for e in range(E) if home[e] == g} for g in range(G)]  # 2
-    for g_s in range(G):  # 3
-        remote = [e for e in range(E) if e not in M_next[g_s] and ExpertLoad[g_s][e] > 0]
-        M_next[g_s].update(sorted(remote, key=lambda e: -ExpertLoad[g_s][e])[:L])  # 4, 5
-    B = ceil(sum(map(sum, ExpertLoad)) / G)  # 8
-    for _ in range((N - L) * G):  # 9
-        Load = [0] * G  # 7 and 17: by the current mapping
-        for g in range(G):
-            for e in range(E):
-                Load[g if e in M_next[g] else home[e]] += ExpertLoad[g][e]
-        overloaded = [g for g in range(G) if Load[g] > B]
-        if not overloaded:  # 11
-            break
-        g_src = max(overloaded, key=lambda g: Load[g])  # 10
-        part = {
-            e: sum(ExpertLoad[g][e] for g in range(G) if e not in M_next[g])
-            for e in range(E)
-            if home[e] == g_src
-        }
-        e = max(part, key=lambda e: part[e], default=-1)  # 13
-        if e < 0 or part[e] == 0:
-            continue
-        extra = [len(M_next[g]) - home.count(g) for g in range(G)]
-        candidates = [g for g in range(G) if e not in M_next[g] and extra[g] < N]
-        if candidates:
-            g_dst = min(candidates, key=lambda g: Load[g])  # 14
-            if Load[g_dst] + ExpertLoad[g_dst][e] <= B:  # 15
-                M_next[g_dst].add(e)  # 16
-    return M_next
-
-
-def token_sharding(
-    M: list[set[int]],
-    L: list[int],
-    R: list[list[int]],
-    B: int,
-    epsilon: float,
-) -> tuple[list[list[int]], list[int]]:
-    """papers/004, Algorithm 2: R [G, E] and G [G]."""
-    R = [list(row) for row in R]
-    G = [L[g] + sum(R[g]) for g in range(len(L))]  # 1
-    while max(G) > (1 + epsilon) * B:  # 2
-        moved = False  # 3
-        for g_s in sorted((g for g in range(len(G)) if G[g] > B), key=lambda g: -G[g]):  # 4
-            for e in sorted((e for e in range(len(R[g_s])) if R[g_s][e] > 0), key=lambda e: -R[g_s][e]):  # 5
-                C = [g for g in range(len(G)) if g != g_s and e in M[g]]  # 6
-                if C:  # 7
-                    g_d = min(C, key=lambda g: G[g])  # 8
-                    cap = B - G[g_d]  # 9
-                    if cap > 0:  # 10
-                        amount = min(R[g_s][e], cap)  # 11
-                        R[g_s][e] -= amount  # 12
-                        R[g_d][e] += amount
-                        G[g_s] -= amount  # 13
-                        G[g_d] += amount
-                        moved = True  # 14
-                        break  # 15
-        if not moved:  # 20
-            break
-    return R, G  # 24
+from reference.listings import Segments, expert_replication, lla, token_sharding
 
 
 def in_order(ranks: int, experts: int, spare: int) -> isoload.Placement:
@@ -247,6 +110,65 @@ def test_libra_as_printed() -> None:
         stalled += max(total) > (1 + epsilon) * B
         beyond += any(sum(local[g]) + sum(remote[g]) > B > total[g] for g in range(ranks))
     assert min(full, stalled, beyond) > 10, (full, stalled, beyond)
+
+
+def test_llep_by_hand() -> None:
+    """Three GPUs of two experts, loads 9 + 0, 2 + 1, 0 + 0: capacity 4; the code keeps the order of the helpers."""
+    loads = [9, 0, 2, 1, 0, 0]
+    printed = {0: [(0, 0, 4), (2, 4, 8), (1, 8, 9)], 2: [(1, 0, 2)], 3: [(1, 0, 1)]}
+    assert {e: A for e, A in lla(loads, 2, 4, 1).items() if A and loads[e]} == printed
+    found = llep_published(loads, 3, 1.0, 1, "paper")
+    assert [(s.expert, s.rank, s.first, s.last) for s in found] == [
+        (e, *segment) for e, A in printed.items() for segment in A
+    ]
+    # No GPU has room for the rest of 5 above 100 tokens: the least loaded helper is forced to take it.
+    assert lla(loads, 2, 4, 100)[0] == [(0, 0, 4), (2, 4, 9)]
+    assert [s[1:] for s in llep_published(loads, 3, 1.0, 100, "paper") if s.expert == 0] == [
+        (0, 0, 4),
+        (2, 4, 9),
+    ]
+
+
+def test_a_ratio_of_exactly_lambda_is_balanced_in_the_code_and_not_in_the_listing() -> None:
+    """papers/003, Algorithm 4: plain expert parallelism if max / mean < lambda."""
+    loads = torch.tensor(
+        [[6, 2, 0, 4], [0, 0, 0, 0]], dtype=torch.int32
+    )  # ranks 8 and 4: ratio 4 / 3; experts 2
+    for measure, ratio in (("rank", 8 / 6), ("expert", 2.0)):
+        options = {"threshold": ratio, "measure": measure, "capacity": 1.0, "min_chunk": 1}
+        code, paper = (
+            isoload.plan(loads, in_order(2, 4, 2), 0, "llep_published", rule=rule, **options)
+            for rule in ("code", "paper")
+        )
+        assert (int(code.peak), int(paper.peak)) == (8, 6), measure
+
+
+@pytest.mark.parametrize("case", [0, 1])
+def test_libra_by_hand(case: int) -> None:
+    """Two GPUs of two experts. N = L = 1: each copies what it asks for. L = 0: 6 + 8 copies on GPU 0 exceed B = 8."""
+    load, home = [[0, 0, 8, 2], [6, 0, 0, 0]], [0, 0, 1, 1]
+    held = expert_replication(load, home, 1, 1 - case)
+    assert held == ([{0, 1, 2}, {0, 2, 3}] if case == 0 else [{0, 1}, {2, 3}])
+    filled = planning.fill(
+        torch.tensor(load, dtype=torch.int32), in_order(2, 4, 1), 0, "libra_published", alpha=1.0 - case
+    )
+    assert [set(row) - {-1} for row in filled.slot_to_expert.view(2, -1).tolist()] == held
+
+
+def test_presets_are_the_papers_settings() -> None:
+    llep = isoload.policies.make_policy("llep_section_5_1")
+    assert llep == isoload.policies.make_policy(
+        "llep_published",
+        {"rule": "paper", "capacity": 1.0, "min_chunk": 1024, "threshold": 1.3, "measure": "expert"},
+    )
+    libra = isoload.policies.make_policy("libra_section_5_2")
+    assert (libra.name, libra.slots, libra.alpha) == ("libra_published", 8, 0.5)
+    changed = isoload.policies.make_policy("libra_section_5_2", {"slots": 2})
+    assert (changed.slots, changed.alpha) == (2, 0.5)
+    assert isoload.policies.parse_policy("libra_section_5_2") == (
+        "libra_published",
+        {"slots": 8, "alpha": 0.5},
+    )
 
 
 @pytest.mark.parametrize("policy", ["llep_published", "libra_published"])

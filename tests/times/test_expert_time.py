@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from isoload.times import ExpertTime, available
+from isoload.times import ExpertTime, available, local_bytes
 
 SHIPPED = [row for row in available() if row["table"] == "experts"]
 ASKED: dict[str, Any] = {
@@ -152,3 +152,20 @@ def test_constants_of_ones_own_are_checked(name: str, value: float, least: int) 
     given = {"a_us": 1.0, "b_us": 1.0, "c_us": 1.0, "rho_us": 0.0, "p": 1.0, "tile": 1} | {name: value}
     with pytest.raises(ValueError, match=f"^{name} must be finite numbers from {least} on, got {value:g}$"):
         ExpertTime("mine", "k", "bf16", 8, 8, **given)
+
+
+def test_equation_4_is_the_sum_over_experts_with_copies():
+    """LLEP, Equation 4: B_i D + D H + B_i H numbers for each expert with copies."""
+    rng = np.random.default_rng(0)
+    copies = rng.integers(0, 90, (3, 4, 6)) * (rng.random((3, 4, 6)) < 0.6)
+    for hidden, intermediate, item in ((2880, 2880, 2.0), (7, 3, 1.0)):
+        wanted = [
+            [
+                sum(b * hidden + hidden * intermediate + b * intermediate for b in row if b) * item
+                for row in layer
+            ]
+            for layer in copies.tolist()
+        ]
+        assert local_bytes(copies, hidden, intermediate, item).tolist() == wanted
+    with pytest.raises(ValueError, match="copies must be"):
+        local_bytes([-1, 2], 4, 4)

@@ -132,6 +132,27 @@ def test_borrows_and_forgotten_refreshes_raise(how):
         layer(setup.rows)
 
 
+def test_functions_that_return_new_memory_cannot_have_replicas():
+    """Regression: the error asked for refresh_replicas() right after it was called."""
+    for ranks in (1, 3):  # one rank has no replicas
+        setup = make_setup(ranks)
+        placement = eplb(setup.topology, 6, 1) if ranks > 1 else next(placements(1))
+        model = Model(setup, placement, "function")
+        shards = [
+            Shard(s.experts, lambda s=s: ExpertWeights(*(t.clone() for t in s.weights().stacks().values())))
+            for s in map(model.shard, range(ranks))
+        ]
+        layer = MoE(setup.gate, shards, LocalTransport(setup.topology), placement)
+        layer.refresh_replicas()
+        if ranks == 1:
+            check_dense(setup, model, layer)
+            continue
+        with pytest.raises(
+            ValueError, match="must return views of the same memory in each call if experts have"
+        ):
+            layer(setup.rows)
+
+
 @pytest.mark.parametrize("how", ["parameters", "function"])
 def test_load_placement_moves_replicas_only(how):
     setup = make_setup(4)

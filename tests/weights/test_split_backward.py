@@ -48,10 +48,10 @@ def make_layer(policy: str, ranks: int, transport: Any) -> isoload.MoE:
 
 
 def gradients(layer: isoload.MoE, rank: int, split: bool) -> list[Tensor]:
-    """The Parameters' gradients of two micro batches, the second's weights before the first's."""
+    """The Parameters' gradients of three micro-batches, which have two buffers for borrowed experts."""
     layer.zero_grad()
     parts = []
-    for step in range(2):
+    for step in range(3):
         draw = torch.Generator().manual_seed(10 * step + rank)
         rows = [
             torch.randn(20, HIDDEN, dtype=torch.float64, generator=draw).requires_grad_()

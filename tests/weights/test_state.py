@@ -10,6 +10,7 @@ import pytest
 import safetensors.torch
 import torch
 import torch.distributed as dist
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.utils import parametrize
 
 import isoload
@@ -190,7 +191,7 @@ def part_of_rank(rank, ranks):
         safetensors.torch.save_model,
         lambda model, path: model.state_dict()[f"{own}home_experts"].contiguous(),
     ):
-        with pytest.raises(ValueError, match="experts of only one rank, .* on all ranks call isoload.save"):
+        with pytest.raises(ValueError, match="of only one rank: on all ranks call isoload.save"):
             save(layer, "unused.safetensors")
     return state
 
@@ -211,12 +212,32 @@ def distributed_checkpoint(rank, how, folder):
 
     placement = list(pairs(2))[1][1]
     layer, _ = make_layer(placement, transport=CollectiveTransport(make_setup(2).topology))
+    halves = [{"params": [p for p in layer.parameters() if p.ndim == n]} for n in (2, 3)]
+    optimizer = torch.optim.AdamW([half for half in halves if half["params"]])
+    for parameter in layer.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
     if how == "save":
         dcp.save({"model": layer.state_dict()}, checkpoint_id=folder)
+    elif how == "optimizer":
+        dcp.save({"optimizer": optimizer.state_dict()}, checkpoint_id=folder)
+    elif how == "optimizer, loaded":
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        assert {type(v) for s in optimizer.state.values() for v in s.values()} == {torch.Tensor}
+        dcp.save({"optimizer": optimizer}, checkpoint_id=folder)
+    elif how == "read":
+        plain = {k: torch.zeros_like(v) for k, v in optimizer.state_dict()["state"][0].items()}
+        dcp.save({"state": {0: plain}}, checkpoint_id=folder)
+        dcp.load({"state": optimizer.state_dict()["state"]}, checkpoint_id=folder)
+    elif how == "copy":
+        other = torch.optim.SGD(copy.deepcopy(layer).parameters(), momentum=0.9)
+        for parameter in other.param_groups[0]["params"]:
+            parameter.grad = torch.ones_like(parameter)
+        other.step()
+        dcp.save({"optimizer": other.state_dict()}, checkpoint_id=folder)
     elif how == "module":
         dcp.save({"model": layer}, checkpoint_id=folder)
     else:
-        optimizer = torch.optim.AdamW(layer.parameters())
         {
             "get_model_state_dict": lambda: state_dict.get_model_state_dict(layer),
             "get_optimizer_state_dict": lambda: state_dict.get_optimizer_state_dict(layer, optimizer),
@@ -228,10 +249,26 @@ def distributed_checkpoint(rank, how, folder):
         }[how]()
 
 
+def zero_redundancy(rank):
+    placement = list(pairs(2))[1][1]
+    layer, _ = make_layer(placement, transport=CollectiveTransport(make_setup(2).topology))
+    ZeroRedundancyOptimizer(layer.parameters(), torch.optim.AdamW)
+
+
+def test_an_optimizer_that_broadcasts_parameters_is_refused():
+    """Regression: after a step every rank had one rank's experts."""
+    for outcome in rank_outcomes(zero_redundancy, 2, group_timeout=10.0):
+        assert "experts must not be in a ZeroRedundancyOptimizer" in str(outcome.error)
+
+
 @pytest.mark.parametrize(
     "how",
     [
         "save",
+        "optimizer",
+        "optimizer, loaded",
+        "read",
+        "copy",
         "module",
         "get_model_state_dict",
         "get_optimizer_state_dict",

@@ -48,12 +48,23 @@ def _layer_stats(layer_id: int, counts: Ints, num_ranks: int, top_k: int) -> dic
         "layer_id": layer_id,  # the model's own number
         "expert": expert,  # 1/E would be balanced
         "expert_max_over_mean": max_over_mean,  # E/K if every token chooses it
+        "experts_by_load": _experts_by_load(counts.sum(0)),  # CRAFT's Figure 4
         # Position of that value between 1 (0.0) and E/K (1.0); None if K is unknown, or E.
         "skew": (max_over_mean - 1) / (highest - 1) if highest > 1 and expert["total"] else None,
         "on_ranks": {str(number): _imbalance(expert, share, number) for number, share in shares.items()},
         "rank": shares[num_ranks],  # 1/R would be balanced
         "imbalance": shares[num_ranks]["total"] * num_ranks,  # max/mean rank load, all batches as one
     }
+
+
+LOAD_BINS = {"to_half": 0.5, "to_1": 1.0, "to_2": 2.0, "to_5": 5.0, "to_10": 10.0, "above_10": np.inf}
+
+
+def _experts_by_load(total: Ints) -> dict[str, int]:
+    """Return the number of experts by load over the mean, from total [E]; CRAFT replicates layers above 10 times."""
+    over = total / max(float(total.mean()), 1e-300)
+    place = np.searchsorted(list(LOAD_BINS.values()), over)
+    return dict(zip(LOAD_BINS, np.bincount(place, minlength=len(LOAD_BINS)).tolist(), strict=True))
 
 
 def ranks_in_order(counts: Ints, num_ranks: int) -> Ints:

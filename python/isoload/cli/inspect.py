@@ -31,6 +31,12 @@ if TYPE_CHECKING:
     from isoload.traces import Trace
 
 
+HISTOGRAM = (
+    *(("to_half", "<=0.5"), ("to_1", "<=1"), ("to_2", "<=2")),
+    *(("to_5", "<=5"), ("to_10", "<=10"), ("above_10", ">10")),
+)
+
+
 def inspect_figures(ranks: Sequence[str]) -> list[Figure]:
     """Return the figures of a layer, with the imbalance that its skew causes on each of these numbers of ranks."""
     costs = [
@@ -53,6 +59,10 @@ def inspect_figures(ranks: Sequence[str]) -> list[Figure]:
         Figure("rank.mean", rank, "mean", "%", wide=True),
         Figure("rank.max", rank, "max", "%", wide=True),
         Figure("imbalance", "max/mean", "rank", ".2f", wide=True),
+        *(
+            Figure(f"experts_by_load.{key}", "experts by load/mean", title, wide=True)
+            for key, title in HISTOGRAM
+        ),
     ]
 
 
@@ -78,11 +88,13 @@ def inspect_header(trace: Trace, num_ranks: int) -> list[str]:
 
 def inspect_notes(trace: Trace, num_ranks: int, layers: Sequence[Row]) -> list[str]:
     expert, rank = (max(layer[kind]["max"] for layer in layers) for kind in ("expert", "rank"))
+    above = sum(layer["experts_by_load"]["above_10"] > 0 for layer in layers)
     scale = f"chosen by every token, {trace.num_experts / trace.top_k:.2f} x" if trace.top_k else "(--top-k)"
     return [
         "order: max/mean rank load with experts in order; least: of any placement without replicas, limited by the "
         "hottest expert. Means over batches.",
         f"hottest expert: all batches as one; skew 0% is the mean, 100% {scale}. --wide shows all figures.",
+        f"layers with an expert above 10 times the mean: {above} of {len(layers)}",
         f"largest share in any layer and batch: expert {percent(expert)}, rank of {num_ranks} {percent(rank)}",
     ]
 

@@ -284,7 +284,7 @@ class Comparison:
         """Return a row of the table: means over unseen batches and layers, and under by_batch [batches][L]."""
         from isoload.analysis import judge
 
-        most = judge.most_replicas(placement)
+        replicas = judge.most_replicas(placement)
         same_size = self.old is not None and self.old.num_slots == placement.num_slots
         return {
             "placer": label,
@@ -292,7 +292,7 @@ class Comparison:
             "even": float(even.mean()),
             "exact": float(exact.mean()),
             "replicas": judge.count_replicas(placement),
-            "replica_bytes": round(most * self.expert_bytes) if self.expert_bytes else None,
+            "replica_bytes": round(replicas * self.expert_bytes) if self.expert_bytes else None,
             "changed": None
             if self.old is None or not same_size
             else judge.changed_slots(self.old, placement),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from types import FrameType
@@ -12,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_
 
 from isoload.placement.placement import Placement
 from isoload.transport import DTYPES, CollectiveGroup, Group
@@ -123,7 +126,7 @@ def name_of(activation: Activation) -> str:
 
 
 def check_wrappers(group: Group, ranks: Sequence[RankWeights]) -> None:
-    """Raise ValueError if a data-parallel wrapper reduces experts over ranks, see docs/training-and-borrowing.md."""
+    """Raise ValueError if a data-parallel wrapper reduces experts over ranks, see docs/training.md."""
     if not isinstance(group, CollectiveGroup):
         return
     if others := [name for weights in ranks for name in weights.replaced()]:
@@ -173,20 +176,46 @@ NOT_IGNORED = (
 )
 
 
-def ignore_in_construction(group: Group, ranks: Sequence[RankWeights]) -> None:
-    """Exclude a layer's experts from the DistributedDataParallel that is being constructed around it, if any.
+def check_traversal(group: Group, ranks: Sequence[RankWeights]) -> None:
+    """Act on what traverses a layer's modules: DistributedDataParallel's constructor, or clipping of gradients.
+
+    The call stack shows both. Clipping by torch or accelerate counts only this rank's experts.
+
+    Raises:
+        ValueError: ignore_in_ddp was not called for the layer, or ranks would clip by different norms.
+    """
+    if group.owns_all:
+        return
+    accelerate = getattr(sys.modules.get("accelerate.accelerator"), "Accelerator", None)
+    clips = [inspect.unwrap(f) for f in (clip_grad_norm_, getattr(accelerate, "clip_grad_norm_", None)) if f]
+    codes = [clip.__code__ for clip in clips]
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code not in codes:
+        if frame.f_code is DistributedDataParallel.__init__.__code__:
+            ignore_in_construction(frame, ranks)
+            return
+        frame = frame.f_back
+    if frame is not None and frame.f_locals["max_norm"] != math.inf:
+        raise ValueError(
+            "gradients must be clipped by their norm over all ranks: call isoload.clip_grad_norm_(model, max_norm) "
+            "(transformers' Trainer: isoload.engines.huggingface.BalancedTraining), got "
+            f"{frame.f_globals['__name__']}.clip_grad_norm_, by which ranks would scale differently and copies diverge"
+        )
+
+
+def ignore_in_construction(frame: FrameType, ranks: Sequence[RankWeights]) -> None:
+    """Exclude a layer's experts from the DistributedDataParallel that is being constructed around it.
 
     A wrapper may have renamed the experts since ignore_in_ddp, or wrapped the module for which it was called. torch
-    reads the Parameters' names before it broadcasts, and the call stack shows its constructor.
+    reads the Parameters' names before it broadcasts.
+
+    Args:
+        frame: the call of the constructor.
+        ranks: the weights of the layer.
 
     Raises:
         ValueError: ignore_in_ddp was not called for the layer.
     """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code is not DistributedDataParallel.__init__.__code__:
-        frame = frame.f_back
-    if frame is None or group.owns_all:
-        return
     ddp, module = frame.f_locals["self"], frame.f_locals["module"]
     done = _PREPARED.setdefault(ddp, WeakSet())
     if all(weights in done for weights in ranks):
@@ -310,6 +339,17 @@ def infers_shapes() -> bool:
     while frame is not None and frame.f_code not in passes:
         frame = frame.f_back
     return frame is not None
+
+
+def check_overflow(group: Group, ranks: Sequence[RankWeights]) -> None:
+    """Raise ValueError if a rank trains in float16 without experts of its own, whose gradients show overflows."""
+    if group.owns_all or not torch.is_grad_enabled():
+        return
+    if any(not rank.layout.homes and home.requires_grad for rank in ranks for home in rank.home_rows()):
+        raise ValueError(
+            "each rank must be the home of an expert to train in float16, because loss scalers find an overflow of "
+            "another rank in the gradients of experts, got a rank without experts"
+        )
 
 
 def check_rows(

@@ -17,6 +17,8 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
+from isoload.weights.storage import ExpertParameter
+
 if TYPE_CHECKING:
     from isoload.layer.moe import MoE
 
@@ -64,7 +66,7 @@ def run_in_graph(
 ) -> list[Tensor]:
     """Return the layer's outputs [T, H] for choices that the graph computed; see :meth:`isoload.MoE.run`."""
     parameters = layer.expert_parameters()
-    whole = all(type(parameter) is nn.Parameter for parameter in parameters)  # no DTensor
+    whole = all(type(parameter) in (nn.Parameter, ExpertParameter) for parameter in parameters)  # no DTensor
     if not whole or any(weights.reads_elsewhere for weights in layer.weights):
         eager: list[Tensor] = _run_apart(layer, rows, chosen, num_tokens)
         return eager
@@ -91,6 +93,9 @@ def _run_apart(
 class Recording(bytearray):
     """Inputs and outputs of one training call, for its backward; kept alive by the memory of its ticket."""
 
+    computing = (
+        0  # backwards of recordings that run now; an outer backward adds their gradients to the Parameters
+    )
     outputs: list[Tensor]
     inputs: list[Tensor]
 
@@ -153,14 +158,18 @@ def run_layer_backward(ticket: Tensor, grads: list[Tensor], inputs: list[Tensor]
     with _outside_of_ops(records=True):
         # Backward may run again until the ticket is freed. A rank without experts has Parameters with zero rows, which
         # no output depends on.
-        gradients = torch.autograd.grad(
-            recording.outputs,
-            recording.inputs,
-            grads,
-            retain_graph=True,
-            allow_unused=True,
-            materialize_grads=True,
-        )
+        Recording.computing += 1
+        try:
+            gradients = torch.autograd.grad(
+                recording.outputs,
+                recording.inputs,
+                grads,
+                retain_graph=True,
+                allow_unused=True,
+                materialize_grads=True,
+            )
+        finally:
+            Recording.computing -= 1
     return [grad.clone() for grad in gradients]
 
 

@@ -18,6 +18,7 @@ from isoload.checks import values_readable
 from isoload.layer.checks import (
     check_compute_dtype,
     check_halves,
+    check_overflow,
     check_parts,
     check_rows,
     experts_by_rank,
@@ -363,6 +364,8 @@ class MoE(StoredExperts):
             computes = self.dtype_now()
             check_rows(rows, self.dispatcher.max_tokens_per_rank, ranks[0].stored_down, computes)
             self._check_weights()
+            if computes is torch.float16:
+                check_overflow(self.group, ranks)
             routings = [self._complete(*routing, repeats) for routing in choose()]
             rows = rows if computes is None else [row.to(computes) for row in rows]
             for i, trains in enumerate(trained_stacks([rank.home_rows() for rank in ranks])):

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from isoload.layer.checks import COPIES, check_copies
+from isoload.layer.compiled import Recording
 from isoload.layer.pretrained import stored_layers
 from isoload.layer.stored import StoredExperts
 from isoload.transport import CollectiveGroup, Group
@@ -141,18 +142,31 @@ def average_in_backward(parameters: Sequence[nn.Parameter], copies: dist.Process
 
     The mean of gradients that earlier backwards averaged is the same, so gradients may be accumulated. The exchange
     waits for the end of backward, because ranks must not wait for copies while others wait for the layer's ranks.
+    Gradients that torch.autograd.grad returns are refused, because their owner adds them only after that.
     """
-    changed: set[int] = set()
+    computed, changed, last = set[int](), set[int](), -1
 
-    def note(parameter: Tensor) -> None:
-        if not changed:
+    def expect(parameter: Tensor) -> None:
+        nonlocal last
+        if Recording.computing:
+            return
+        backward = torch._C._current_graph_task_id()
+        if backward != last:  # which an error may have ended
+            last = backward
+            computed.clear()
+            changed.clear()
             torch.autograd.Variable._execution_engine.queue_callback(average)  # type: ignore[attr-defined]
-        changed.add(id(parameter))
+        computed.add(id(parameter))
 
     @torch.no_grad()
     def average() -> None:
-        due = [p for p in parameters if id(p) in changed]
-        changed.clear()
+        due, apart = [p for p in parameters if id(p) in changed], computed - changed
+        if apart:
+            raise RuntimeError(
+                "gradients of experts with copies on other ranks must be computed by backward, which averages them, "
+                "got torch.autograd.grad, as in the schedules InterleavedZeroBubble, ZBVZeroBubble and DualPipeV: use "
+                "1F1B, GPipe, LoopedBFS or Interleaved1F1B"
+            )
         for parameter in due:
             assert parameter.grad is not None
             gradient = local_part(parameter.grad)
@@ -161,7 +175,8 @@ def average_in_backward(parameters: Sequence[nn.Parameter], copies: dist.Process
 
     for parameter in parameters:
         if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(note)
+            parameter.register_hook(lambda _, parameter=parameter: expect(parameter))
+            parameter.register_post_accumulate_grad_hook(lambda p: changed.add(id(p)))
 
 
 def parallelize(

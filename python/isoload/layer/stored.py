@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from isoload.balancing.balancer import Balancer
-from isoload.layer.checks import Experts, check_copies, check_wrappers, device_of, ignore_in_construction
+from isoload.layer.checks import Experts, check_copies, check_traversal, check_wrappers, device_of
 from isoload.placement.placement import Placement
 from isoload.transport import Call, CollectiveGroup, Group
 from isoload.weights.backends import Backend, make_backend
@@ -34,6 +34,7 @@ from isoload.weights.storage import (
     FULL,
     HOMES,
     PART,
+    ExpertParameter,
     PartIndex,
     RankWeights,
     check_kind,
@@ -63,7 +64,7 @@ class StoredExperts(nn.Module):
 
     def named_modules(self, *how: Any, **options: Any) -> Iterator[tuple[str, nn.Module]]:
         if not torch.compiler.is_compiling():  # no wrapper is constructed there, and frames cannot be traced
-            ignore_in_construction(self.group, self._ranks())
+            check_traversal(self.group, self._ranks())
         modules: Iterator[tuple[str, nn.Module]] = super().named_modules(*how, **options)
         return modules
 
@@ -93,8 +94,14 @@ class StoredExperts(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self._mark_parameters()
         if (name := state["borrowing"]) is not None:
             self._borrow_by(make_backend(self.group, name, self._device()))
+
+    def _mark_parameters(self) -> None:
+        for parameter in self.weights.parameters() if self.part_name else ():
+            if type(parameter) is nn.Parameter:  # DTensors are whole in all checkpoints
+                parameter.__class__ = ExpertParameter
 
     def _borrow_by(self, backend: Backend) -> None:
         spare = self.placement.spare_slots
@@ -124,6 +131,7 @@ class StoredExperts(nn.Module):
                 for rank, part in zip(group.ranks, experts, strict=True)
             )
             self.weights.part = self.part_name
+            self._mark_parameters()
             if spare:
                 self._borrow_by(backend)
         self.register_state_dict_post_hook(_mark_part)
@@ -139,7 +147,7 @@ class StoredExperts(nn.Module):
         """Return the expert Parameters of the owned ranks.
 
         Their gradients are sums over the tokens of all ranks, so data parallelism must not reduce them. Those of all
-        other Parameters are sums over the rank's own tokens and need an all-reduce: docs/training-and-borrowing.md.
+        other Parameters are sums over the rank's own tokens and need an all-reduce: docs/training.md.
         """
         return list(self.weights.parameters())
 

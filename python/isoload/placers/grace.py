@@ -27,6 +27,8 @@ class GracePlacer(Placer):
         ratio: bound of the group sizes; None: the knee of intra-group affinity over their deviation, by layer
             (Equation 1).
         replicate: False: groups without replicas.
+        replicas: number of replicas of each hot expert, instead of Equation 2's; 1 is the paper's fixed-count
+            replication (section 5.3): one replica each, on the least loaded rank.
         everywhere: number of experts with a replica on every rank, instead of Equation 2 (Figure 1b, fixed counts).
         collaborative: with everywhere, take the experts with the most partners instead of those with the most copies.
         printed: Algorithm 3 and the predicted loads as printed: an expert goes to the group with the largest score of
@@ -44,6 +46,7 @@ class GracePlacer(Placer):
     uses_tokens = True
     ratio: float | None = None
     replicate: bool = True
+    replicas: int | None = None
     everywhere: int | None = None
     collaborative: bool = False
     printed: bool = False
@@ -54,6 +57,12 @@ class GracePlacer(Placer):
         if self.everywhere is not None and not 1 <= self.everywhere <= limit:
             raise ValueError(
                 f"everywhere must be in 1..{limit} for these experts, and replicate on, got {self.everywhere}"
+            )
+        largest = live_ranks.num_ranks - 1 if self.replicate and self.everywhere is None else 0
+        if self.replicas is not None and not 1 <= self.replicas <= largest:
+            raise ValueError(
+                f"replicas must be in 1..{largest} for these ranks, with replicate and without everywhere, "
+                f"got {self.replicas}"
             )
         if self.collaborative and self.everywhere is None:
             raise ValueError("collaborative must come with everywhere, the number of these experts")
@@ -71,7 +80,7 @@ class GracePlacer(Placer):
             affinity = co_activation(scenarios, layer)
             groups = group_ranks(affinity, live_ranks, self.ratio, self.printed)
             if self.everywhere is None:
-                copies, weight = replicate(groups, load, self.replicate, self.printed)
+                copies, weight = replicate(groups, load, self.replicate, self.printed, self.replicas)
             else:
                 wanted = partners(affinity) if self.collaborative else load
                 copies, weight = copy_everywhere(groups, load, wanted, self.everywhere)
@@ -217,7 +226,9 @@ def knee(deviations: list[float], utilisations: list[float]) -> int:
     return int((u - line).argmax())
 
 
-def replicate(groups: Groups, load: Floats, wanted: bool, printed: bool) -> tuple[Groups, list[float]]:
+def replicate(
+    groups: Groups, load: Floats, wanted: bool, printed: bool, replicas: int | None = None
+) -> tuple[Groups, list[float]]:
     """Return [R] the experts that each rank gets a replica of, and each rank's weight: mean over predicted load.
 
     Args:
@@ -225,6 +236,7 @@ def replicate(groups: Groups, load: Floats, wanted: bool, printed: bool) -> tupl
         load: [E] copies.
         wanted: False: no replicas.
         printed: see :class:`GracePlacer`.
+        replicas: of each hot expert; None: Equation 2's number.
     """
     work = np.array([load[group].sum() for group in groups])
     copies: Groups = [[] for _ in groups]
@@ -234,7 +246,7 @@ def replicate(groups: Groups, load: Floats, wanted: bool, printed: bool) -> tupl
     after = work.copy()
     if wanted and len(groups) > 1:
         heaviest = int(work.argmax())
-        number = min(max(1, int(work[heaviest] / mean)), len(groups) - 1)
+        number = replicas or min(max(1, int(work[heaviest] / mean)), len(groups) - 1)
         ranked = sorted(groups[heaviest], key=lambda e: (-load[e], e))
         enough = np.cumsum(load[ranked]) > work[heaviest] * number / (number + 1)
         hot = ranked[: int(enough.argmax()) + 1]

@@ -323,17 +323,30 @@ def register_policy(policy: type[Policy]) -> type[Policy]:
     return policy
 
 
+# Settings of papers under a name, for policies that re-implement a listing.
+PRESETS = {
+    # LLEP, section 5.1: lambda is a ratio of experts.
+    "llep_section_5_1": "llep_published:rule=paper:capacity=1.0:min_chunk=1024:threshold=1.3:measure=expert",
+    # Libra, section 5.2: N = 8, half of them the rank's own choice.
+    "libra_section_5_2": "libra_published:slots=8:alpha=0.5",
+}
+
+
 def make_policy(policy: str | Policy, options: dict[str, Any] | None = None) -> Policy:
-    """Return a policy from its name and options; a Policy is returned unchanged and takes no options."""
+    """Return a policy from its name, or a preset's, and options; a Policy is returned unchanged, without options."""
     if isinstance(policy, Policy):
         if options:
             raise ValueError(f"options must be set on the policy itself, got {', '.join(options)}")
         return policy
+    if policy in PRESETS:
+        policy, preset = parse_policy(policy)
+        options = {**preset, **(options or {})}
     if not options and policy in POLICIES:
         return _DEFAULTS[policy]
     return make("policy", POLICIES, policy, options or {})
 
 
 def parse_policy(text: str) -> tuple[str, dict[str, Any]]:
-    """Return name and options of a policy written ``name`` or ``name:option=value:option=value``."""
-    return parse("policy", POLICIES, text)
+    """Return name and options of a policy written ``name`` or ``name:option=value:option=value``; expand a preset."""
+    name, colon, options = text.partition(":")
+    return parse("policy", POLICIES, PRESETS.get(name, name) + colon + options)

@@ -309,7 +309,8 @@ class LlepPublishedPolicy(BorrowPolicy):
     def _fit(self, counts: list[int], slots: list[int], ranks: int, spare: int) -> list[list[int]]:
         """Return one layer's segments as slots, quota and telemetry."""
         size = len(slots) // ranks
-        plain = imbalance(counts, ranks, self.measure == "expert") <= self.threshold
+        ratio = imbalance(counts, ranks, self.measure == "expert")
+        plain = ratio < self.threshold if self.rule == "paper" else ratio <= self.threshold
         # Plain expert parallelism.
         segments = [Segment(e, e * ranks // len(counts), 0, n) for e, n in enumerate(counts) if n]
         if not plain:

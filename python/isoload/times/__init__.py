@@ -7,7 +7,7 @@ interface uses seconds in float64; names that end in ``_us`` are microseconds.
 """
 
 from isoload.times.exchanges import AllToAllTime, LayerTime
-from isoload.times.experts import ExpertTime, available
+from isoload.times.experts import ExpertTime, available, local_bytes
 from isoload.times.file import Times, load
 
-__all__ = ["AllToAllTime", "ExpertTime", "LayerTime", "Times", "available", "load"]
+__all__ = ["AllToAllTime", "ExpertTime", "LayerTime", "Times", "available", "load", "local_bytes"]

@@ -73,6 +73,20 @@ def kernel_us(
     return np.asarray(a + longer * (1 + shorter**p) ** (1 / p) + rho * np.asarray(rows, np.float64))
 
 
+def local_bytes(copies: Any, hidden: int, intermediate: int, item_bytes: float = 2.0) -> Floats:
+    """Return [...] the bytes of a rank's GEMMs by LLEP's Equation 4: rows, one weight matrix and results of each slot.
+
+    Args:
+        copies: [..., slots] that each slot of a rank computes; slots without copies take nothing.
+        hidden: D, the width of a row.
+        intermediate: H, the width of a result.
+        item_bytes: of one number, 2 for bfloat16.
+    """
+    counts = numbers("copies", copies)
+    weights = (counts > 0).sum(-1) * float(hidden * intermediate)
+    return np.asarray(item_bytes * (counts.sum(-1) * (hidden + intermediate) + weights))
+
+
 @dataclass(frozen=True)
 class ExpertTime:
     """Constants of one kernel on one GPU for experts of one shape. Made by :meth:`load`, or from your own

@@ -11,6 +11,7 @@ and every rank enters it in every backward, so no exchange waits for a rank that
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from itertools import compress, cycle, islice
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn.utils import get_total_norm
 
 from isoload.checks import capturing
 from isoload.placement.placed_layers import PlacedLayers
@@ -152,6 +154,7 @@ class Borrowed:
         self._homes = [rank.readable_homes() for rank in borrowing.ranks]
         # Called in backward when this batch's weights travel, to fetch those that backward needs next
         self.then: Callable[[Borrowed], None] | None = None
+        self._backward = -1  # number of the last backward that fetched the weights again
         self._start: Callable[[], Callable[[], None]] | None = None
         self._finish: Callable[[], None] | None = None
 
@@ -163,6 +166,11 @@ class Borrowed:
     def pools(self) -> Stacks:
         """Every owned rank's spare stacks: the weights, after :meth:`wait`."""
         return self._pool.buffers[self._buffer]
+
+    def begin_backward(self) -> None:
+        """Begin to copy the weights for the nodes that run later in this backward."""
+        self._backward = torch._C._current_graph_task_id()
+        self.begin("borrow backward")
 
     def begin(self, stage: str) -> None:
         """Begin to copy the weights unless the buffer still holds them, which is the case on all ranks or on none."""
@@ -194,9 +202,16 @@ class Borrowed:
         start, self._start = self._start, None
         self._finish = start()
 
-    def wait(self) -> None:
-        """Wait until the weights are in the pools, for later computations."""
+    def wait(self) -> bool:
+        """Wait until the weights are in the pools, for later computations.
+
+        Returns:
+            Whether the weights are there. They may be overwritten in a backward that computes only gradients of
+            weights, after another backward computed those of the inputs (zero-bubble schedules).
+        """
         if not self._has_buffer():
+            if torch._C._current_graph_task_id() not in (-1, self._backward) and self._backward != -1:
+                return False
             raise RuntimeError(
                 "borrowed weights must be used before others take their place, got the pool of others"
             )
@@ -204,6 +219,7 @@ class Borrowed:
         if self._finish is not None:
             finish, self._finish = self._finish, None
             finish()
+        return True
 
     def _has_buffer(self) -> bool:
         """Whether the buffer holds this batch's experts."""
@@ -242,6 +258,7 @@ class JoinRows(torch.autograd.Function):
         ctx.num_homes = [len(rank.layout.homes) for rank in ranks]
         ctx.noted, ctx.num_passed, ctx.divisor = noted, num_passed, ranks[0].gradient_divisor
         ctx.replicas, ctx.borrowed, ctx.own_dtype = replicas, borrowed, resident[0][0].dtype
+        ctx.overflows = dtype is torch.float16 and not group.owns_all
         # Saved so that a change is detected: after .to() or a copy, no storage's version counts a step on a Parameter.
         ctx.save_for_backward(*noted.values(), *values[num_passed:])
         joined = [
@@ -275,7 +292,7 @@ def _totals(ctx: Any, stacks: Sequence[Tensor]) -> list[Tensor]:
     width, dtype = sum(ctx.trained), stacks[0].dtype
     # Incoming gradients are only read: a caller may pass the same tensors to backward again, as schedules do that
     # compute the gradients of inputs and of weights at different times. Sums get memory of their own.
-    adds = bool(ctx.replicas) or ctx.borrowed is not None or ctx.divisor != 1
+    adds = bool(ctx.replicas) or ctx.borrowed is not None or ctx.divisor != 1 or ctx.overflows
     # Rows that have replicas and are also borrowed would be rounded twice: their sums stay exact in between. The same
     # holds for gradients of stacks that compute in another dtype than their Parameters'.
     twice = bool(ctx.replicas) and ctx.borrowed is not None
@@ -291,7 +308,23 @@ def _totals(ctx: Any, stacks: Sequence[Tensor]) -> list[Tensor]:
         ctx.borrowed.add_back(spare, totals)
     if ctx.divisor != 1:
         totals = [[total.div_(ctx.divisor) for total in rank_grads] for rank_grads in totals]
-    return [total.to(ctx.own_dtype) for rank_grads in totals for total in rank_grads]
+    totals = [[total.to(ctx.own_dtype) for total in rank_grads] for rank_grads in totals]
+    if ctx.overflows:
+        share_overflow(ctx.group, totals)
+    return [total for rank_grads in totals for total in rank_grads]
+
+
+def share_overflow(group: Group, totals: Stacks) -> None:
+    """Make a gradient of every rank infinite if one of any rank is not finite. All ranks call it together.
+
+    A loss scaler then skips the step on all ranks. Otherwise ranks would continue with different Parameters and scales.
+    """
+    filled = [[total for total in rank_grads if len(total)] for rank_grads in totals]
+    norms = [get_total_norm(rank_grads, math.inf).float().reshape(1) for rank_grads in filled]
+    norms = [norm.to(totals[0][0].device) for norm in norms]  # torch returns the norm of nothing on the CPU
+    overflow = ~group.gather("overflow", norms).isfinite().all()
+    for total in (total for rank_grads in filled for total in rank_grads):
+        total.view(-1)[:1].masked_fill_(overflow, math.inf)
 
 
 def in_dtype(stack: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -368,7 +401,7 @@ def join_rows(
         resident.append(stored if lie_in(rank_stacks, stored) else [*rank_stacks, *rank.replica_rows()])
     trained = trained_stacks(homes)
     passes = (
-        bool(replicas) or borrowed is not None or not any(trained)
+        bool(replicas) or borrowed is not None or not any(trained) or dtype is torch.float16
     )  # otherwise the weights keep the node alive
     passed = list(rows) if passes else []
     inputs = [*passed, *(stack for rank_stacks in homes for stack in rank_stacks)]
@@ -411,7 +444,7 @@ class BringAgain(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         _ = ctx.saved_tensors  # a checkpoint recomputes now and takes buffers of the pool, not later
-        ctx.borrowed.begin("borrow backward")
+        ctx.borrowed.begin_backward()
         ctx.borrowed.proceed()
         if ctx.borrowed.then is not None:
             ctx.borrowed.then(ctx.borrowed)

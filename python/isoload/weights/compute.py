@@ -89,7 +89,7 @@ class _BorrowedLinear(torch.autograd.Function):
     def forward(
         ctx: Any,
         kernel: str,
-        wait: Callable[[], None],
+        wait: Callable[[], bool],
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
@@ -104,16 +104,17 @@ class _BorrowedLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, ends = ctx.saved_tensors
         _, _, _, trains, biased, _ = ctx.needs_input_grad
-        ctx.wait()
+        to_x = None if ctx.wait() else torch.full_like(x, torch.nan)  # replaced, see Borrowed.wait
         dtype, weight = ctx.weight.dtype, ctx.weight.to(grad.dtype)
         if ctx.kernel == "grouped_mm":
-            to_x = grouped_mm(grad, weight, ends)
+            to_x = grouped_mm(grad, weight, ends) if to_x is None else to_x
             to_weight = grouped_mm(grad.t(), x, ends).to(dtype) if trains else None
             return None, None, to_x, to_weight, _sum_per_slot(grad, ends).to(dtype) if biased else None, None
         bounds = [0, *ends.tolist()]
         parts = [(grad[a:b], x[a:b]) for a, b in pairwise(bounds)]
-        to_x = torch.cat([g @ w for (g, _), w in zip(parts, weight.unbind(), strict=True)])
-        to_x = torch.cat([to_x, x.new_zeros(len(x) - bounds[-1], x.shape[1])])
+        if to_x is None:
+            to_rows = [g @ w for (g, _), w in zip(parts, weight.unbind(), strict=True)]
+            to_x = torch.cat([*to_rows, x.new_zeros(len(x) - bounds[-1], x.shape[1])])
         to_weight = torch.stack([g.t() @ rows for g, rows in parts]).to(dtype) if trains else None
         to_bias = torch.stack([g.sum(0) for g, _ in parts]).to(dtype) if biased else None
         return None, None, to_x, to_weight, to_bias, None

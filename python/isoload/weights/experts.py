@@ -208,7 +208,7 @@ class BorrowedWeights(ExpertWeights):
             which reads the same memory. So no computation saves them for backward.
     """
 
-    wait: Callable[[], None] = field(kw_only=True)
+    wait: Callable[[], object] = field(kw_only=True)
 
 
 def describe(weights: ExpertWeights, first: int = 0) -> str:

@@ -96,6 +96,16 @@ class ShardWeights(RankWeights):
         stacks = super().homes() if self._shard is None else self._shard.owner_stacks().stacks()
         return [version_of(stack) for stack in stacks.values()]
 
+    def check(self, replicated: bool) -> None:
+        if replicated and self._shard is not None and not self.is_refreshed():
+            again = self.home_rows()
+            if any(a.data_ptr() != b.data_ptr() for a, b in zip(self.home_rows(), again, strict=True)):
+                raise ValueError(
+                    "a Shard given as a function must return views of the same memory in each call if experts have "
+                    "replicas, got new memory: return views of the Parameters, or place without replicas"
+                )
+        super().check(replicated)
+
     def replica_rows(self) -> list[Tensor]:
         return self.stored_rows()
 

@@ -17,12 +17,15 @@ that part contains ``rank_1_of_4``.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
+from torch.optim import Optimizer
 
 from isoload.transport import Group
 from isoload.weights.checkpoints import Checkpoint
@@ -37,7 +40,8 @@ FULL = "experts."  # prefix of the stacks [E, ...] of a full state
 PART = re.compile(r"\brank_\d+_of_\d+\.")
 WHOLE = (
     "on all ranks call isoload.save(model, optimizer, folder), or model.save_pretrained(folder) of a transformers "
-    "model that isoload.balance changed"
+    "model that isoload.balance changed, or save isoload.layer.ProgramState(model, optimizer) by "
+    "torch.distributed.checkpoint"
 )
 
 
@@ -59,17 +63,18 @@ def check_whole(keys: Iterable[str]) -> None:
         )
 
 
-class PartIndex(Tensor):
-    """The experts [homes] of the rows of one rank's part, int64.
+class PartTensor(Tensor):
+    """A tensor of one rank's part of a state.
 
     The tensor pickles as a plain one, so every rank can save its own part with torch.save. Writers that keep the state
     of one process only raise: safetensors' save_model, accelerate and torch.distributed.checkpoint.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    content = "the optimizer state of the experts"
 
     def untyped_storage(self) -> NoReturn:
-        raise ValueError(f"this state holds the experts of only one rank, {self.plain().tolist()}: {WHOLE}")
+        raise ValueError(f"this state holds {self.content} of only one rank: {WHOLE}")
 
     def contiguous(self, *how: Any, **options: Any) -> NoReturn:  # type: ignore[override]
         self.untyped_storage()
@@ -77,15 +82,72 @@ class PartIndex(Tensor):
     def __create_write_items__(self, key: str, value: object) -> NoReturn:
         raise ValueError(no_distributed_checkpoint(key))
 
+    def __create_chunk_list__(self) -> NoReturn:
+        raise TypeError(no_distributed_checkpoint(self.content))  # torch hides a ValueError
+
     def plain(self) -> Tensor:
         """Return the tensor as a plain one."""
         return self.as_subclass(Tensor)  # type: ignore[arg-type]
 
+    def to(self, *how: Any, **options: Any) -> Tensor:  # optimizers load their state by this call
+        return self.plain().to(*how, **options)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.plain().__reduce_ex__(protocol)
 
-    def __deepcopy__(self, memo: Any) -> PartIndex:
-        return self.plain().clone().as_subclass(PartIndex)
+    def __deepcopy__(self, memo: Any) -> PartTensor:
+        return self.plain().clone().as_subclass(type(self))
+
+
+class PartIndex(PartTensor):
+    """The experts [homes] of the rows of one rank's part, int64."""
+
+    @property
+    def content(self) -> str:  # type: ignore[override]
+        return f"the experts {self.plain().tolist()}"
+
+
+class ExpertParameter(nn.Parameter):
+    """Expert Parameter of one of several ranks, which no optimizer has yet.
+
+    torch's optimizers read ``is_leaf`` of each Parameter that they take. From then on the optimizer marks the state of
+    the Parameter in its ``state_dict()``, see :class:`PartTensor`. The Parameter becomes one of torch's own class,
+    because optimizers use foreach kernels only for that class.
+    """
+
+    @property
+    def is_leaf(self) -> bool:  # type: ignore[override]
+        leaf = super().is_leaf
+        taker = sys._getframe(1).f_locals.get("self")
+        if isinstance(taker, Optimizer):
+            if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(taker).__mro__):
+                raise ValueError(
+                    "experts must not be in a ZeroRedundancyOptimizer, which gives every rank those of one rank: give "
+                    "layer.expert_parameters() of all layers an optimizer of their own, got experts of one of several "
+                    "ranks"
+                )
+            self.__class__ = nn.Parameter  # type: ignore[assignment]
+            if taker not in _TAKEN:
+                taker.register_state_dict_post_hook(_mark_experts)
+            _TAKEN.setdefault(taker, set()).add(id(self))
+        return leaf
+
+
+# For each optimizer the ids of the expert Parameters that it took.
+_TAKEN: WeakKeyDictionary[Optimizer, set[int]] = WeakKeyDictionary()
+
+
+def _mark_experts(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """Mark the state of one rank's experts in an optimizer's state_dict; the optimizer does not change."""
+    numbers: dict[int, int] = {}  # as torch numbers them
+    for number, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+        numbers.setdefault(id(parameter), number)
+    values = state["state"]
+    for number in {number for i, number in numbers.items() if i in _TAKEN[optimizer]} & values.keys():
+        values[number] = {
+            key: value.detach().as_subclass(PartTensor) if getattr(value, "ndim", 0) else value
+            for key, value in values[number].items()
+        }
 
 
 def no_distributed_checkpoint(key: str) -> str:
