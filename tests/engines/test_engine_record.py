@@ -19,6 +19,7 @@ from isoload.analysis.simulate import ReplaySettings, replay
 from isoload.engines import record as engine_record
 from isoload.engines.record import EngineRecord
 from isoload.engines.settings import Settings
+from isoload.engines.tables import fill_spare_slots, in_order
 from support.host_waits import HostWaits
 from support.launches import Launches
 from support.told_metrics import Told
@@ -59,9 +60,9 @@ def all_closed() -> Iterator[None]:
     MADE.clear()
 
 
-def draw(seed: int, tokens: int = 20) -> Tensor:
-    """[T, K] experts, skewed."""
-    skew = torch.rand(EXPERTS, generator=torch.Generator().manual_seed(7)).pow(4)
+def draw(seed: int, tokens: int = 20, domain: int = 7) -> Tensor:
+    """[T, K] experts, skewed; the domain is that of the skew."""
+    skew = torch.rand(EXPERTS, generator=torch.Generator().manual_seed(domain)).pow(4)
     return torch.multinomial(skew.expand(tokens, -1), K, generator=torch.Generator().manual_seed(seed))
 
 
@@ -76,12 +77,13 @@ def engines_choice(ids: Tensor, layer: int, placement: isoload.Placement) -> Ten
 
 
 def run(
-    record: EngineRecord, passes: range, placement: isoload.Placement | None = None
+    record: EngineRecord, passes: range, placement: isoload.Placement | None = None, drifts: bool = False
 ) -> list[list[Tensor]]:
-    """[passes][L] ids of what is routed."""
+    """[passes][L] ids of what is routed; drifts: every pass is of another domain."""
     found = []
     for number in passes:
-        ids = [draw(100 * number + 10 * layer + record.rank) for layer in range(LAYERS)]
+        domain = number if drifts else 7
+        ids = [draw(100 * number + 10 * layer + record.rank, 20, domain) for layer in range(LAYERS)]
         for layer, rows in enumerate(ids):
             record.add(layer, engines_choice(rows, layer, placement or placed()))
         record.phase = "prefill" if number % 3 == 0 else "decode"
@@ -230,6 +232,94 @@ def test_metrics_are_those_of_the_files(tmp_path: Path) -> None:
                 want = np.quantile(found[of].mean(0), part)
                 assert told.values["imbalance", phase, plan, str(part)] == pytest.approx(want)
                 assert told.values["balancedness", phase, plan, str(part)] == pytest.approx(1 / want)
+
+
+TRAVELS = {
+    "ISOLOAD_SPARE_SLOTS": "1", "ISOLOAD_REPORT_SECONDS": "3600",
+    "ISOLOAD_POLICY": "prefill=llep:within=node:threshold=1:min_chunk=1:refill_above=1.02,decode=exact",
+}  # fmt: skip
+
+
+def exact_peak(loads: Tensor, table: Tensor) -> int:
+    return int(isoload.plan(loads, isoload.Placement(table.view(1, -1), TOPOLOGY, EXPERTS), 0).peak)
+
+
+def travelled(table: Tensor, batches: list[Tensor]) -> tuple[int, int, int, list[float], list[float]]:
+    """One layer's fills, moves, arrivals on the first rank, and imbalance before and after, in plain loops."""
+    table, homes = table.clone(), table.clone().view(RANKS, SIZE)
+    homes[:, -1] = -1
+    empty = isoload.Placement(homes.view(1, -1), TOPOLOGY, EXPERTS, spare_slots=1)
+    fills, moves, arrivals, last, filled = 0, 0, 0, [], []
+    for loads in batches:
+        how = {"within": "node", "threshold": 1.0, "min_chunk": 1}
+        wanted = isoload.plan(loads.int(), empty, 0, "llep", **how).slot_to_expert.view(RANKS, SIZE)[:, -1]
+        new = table.clone().view(RANKS, SIZE)
+        new[:, -1] = torch.where(wanted >= 0, wanted, new[:, -1])
+        before, after = exact_peak(loads.int(), table), exact_peak(loads.int(), new.flatten())
+        last.append(before * RANKS / int(loads.sum()))
+        if after < before and last[-1] > 1.02:
+            changed = new.flatten() != table
+            fills, moves = fills + 1, moves + int(changed.sum())
+            arrivals, table, before = arrivals + int(changed[:SIZE].sum()), new.flatten(), after
+        filled.append(before * RANKS / int(loads.sum()))
+    return fills, moves, arrivals, last, filled
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_what_would_travel_is_that_of_a_replay(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, alone: bool
+) -> None:
+    """Over two reports, between which the fill stays; alone: some expert is in the engine's last slots alone."""
+    record = make(settings(tmp_path, **TRAVELS), tokens="same")
+    table = (torch.arange(RANKS * SIZE) % EXPERTS).expand(LAYERS, -1).clone()
+    if not alone:
+        homes = isoload.place(torch.ones(LAYERS, EXPERTS), TOPOLOGY, SIZE, spare_slots=1)
+        table = fill_spare_slots(homes, torch.ones(LAYERS, EXPERTS)).long()
+    record.moved(table)
+    homes = table.view(LAYERS, RANKS, SIZE)[:, :, :-1].flatten(1)
+    assert all(set(row.tolist()) == set(range(EXPERTS)) for row in homes) != alone
+    record.metrics, record.slot_bytes = Told(), {i: 2**30 * (i + 1) for i in range(LAYERS)}
+    at = isoload.Placement(table.int(), TOPOLOGY, EXPERTS)
+    with caplog.at_level(logging.INFO, "isoload"):
+        ids = run(record, range(1, 31), at, drifts=True)
+        record.flush()
+        ids += run(record, range(31, 61), at, drifts=True)
+        record.close()
+    if alone:  # isoload would start with the experts in order
+        rows = in_order(table, EXPERTS, TOPOLOGY, 1)
+        table = fill_spare_slots(rows, torch.ones(LAYERS, EXPERTS))
+    lines = [r.getMessage() for r in caplog.records if "spare slot" in r.getMessage()]
+    sums = dict.fromkeys(("fills", "moves", "bytes", "arrivals", "arrived"), 0)
+    want = []
+    for layer in range(LAYERS):
+        batches = [torch.bincount(of[layer].flatten(), minlength=EXPERTS) for of in ids[2::3]]
+        assert len(batches) == 20
+        want.append(travelled(table[layer].int(), batches))
+        fills, moves, arrivals, *_ = want[-1]
+        for name, value in zip(
+            sums, (fills, moves, moves * (layer + 1), arrivals, arrivals * (layer + 1)), strict=True
+        ):
+            sums[name] += value
+    told = record.metrics.values
+    assert sums["moves"] > 3 and sums["arrivals"] > 0
+    assert told["fills_total"] == sums["fills"] and told["experts_travelled_total"] == sums["arrivals"]
+    assert told["bytes_travelled_total"] == sums["arrived"] * 2**30
+    for half, line in zip((slice(0, 10), slice(10, 20)), lines, strict=True):
+        last, filled = (np.mean([np.mean(of[i][half]) for of in want]) for i in (3, 4))
+        assert "would have travelled in " in line and f" of {10 * LAYERS} batches of a layer; " in line
+        assert line.endswith(f"imbalance {last:.3f} over the last fill, {filled:.3f} filled")
+    counted_in_lines = [line.split("rank: ")[1].split(" experts (") for line in lines]
+    assert sum(int(moves) for moves, _ in counted_in_lines) == sums["moves"]
+    assert sum(float(rest.split(" GiB")[0]) for _, rest in counted_in_lines) == sums["bytes"]
+
+
+def test_what_would_travel_needs_the_copies_of_all_ranks(caplog: pytest.LogCaptureFixture) -> None:
+    record = make(settings(**TRAVELS))
+    run(record, range(1, 4))
+    with caplog.at_level(logging.INFO, "isoload"):
+        record.close()
+    (line,) = [r.getMessage() for r in caplog.records if "spare slot" in r.getMessage()]
+    assert "depends on the copies of all ranks: isoload replay RECORD --spare-slots 1" in line
 
 
 def test_a_line_of_own_tokens_says_whose_they_are(caplog: pytest.LogCaptureFixture) -> None:

@@ -201,10 +201,12 @@ def test_spare_slots_come_with_a_policy_that_fills_them_in_prefill() -> None:
         ValueError, match="cannot be combined with ISOLOAD_TIMES, got '/some': unset one of them"
     ):
         Settings.read(spare | {"ISOLOAD_TIMES": "/some"})
+    shadow = spare | {"ISOLOAD_MODE": "shadow", "ISOLOAD_REPORT_SECONDS": "1"}
+    assert Settings.read(shadow).policies_for(shared=False)["prefill"].borrows
     with pytest.raises(
         ValueError, match="ISOLOAD_POLICY must be exact if ISOLOAD_MODE is shadow, got 'prefill"
-    ):
-        Settings.read(spare | {"ISOLOAD_MODE": "shadow", "ISOLOAD_REPORT_SECONDS": "1"})
+    ):  # fmt: skip
+        Settings.read(shadow | {"ISOLOAD_POLICY": TRAVELS.replace("decode=exact", "decode=exact_active")})
 
 
 @pytest.mark.parametrize(("name", "value"), BAD)

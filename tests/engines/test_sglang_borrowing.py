@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import isoload
+from isoload.balancing.planning import in_place
 from isoload.engines.settings import Settings
 from isoload.engines.sglang import LAYERS, borrowing
 from isoload.engines.sglang.layers import Layer
@@ -494,7 +495,7 @@ def test_a_fill_is_of_its_node_and_moves_as_little_as_it_can() -> None:
         ).int()
         wanted[torch.rand(RANKS, SIZE, generator=generator) < 0.3] = -1
         present[:, -1][torch.rand(RANKS, generator=generator) < 0.3] = -1
-        table = borrowing.in_place(wanted.flatten(), present.flatten(), RANKS, SPARE).view(RANKS, SIZE)
+        table = in_place(wanted.flatten(), present.flatten(), RANKS, SPARE).view(RANKS, SIZE)
         assert torch.equal(table[:, :-SPARE], present[:, :-SPARE])
         for now, want, then in zip(*(t[:, -SPARE:].tolist() for t in (table, wanted, present)), strict=True):
             wants = {e for e in want if e >= 0}

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,8 +12,8 @@ from isoload.ops import Counted, Order
 from isoload.placement.placed_layers import PlacedLayers
 from isoload.placement.placement import Placement
 from isoload.policies import Demand, Policy, make_policy
-from isoload.policies.base import shared_part
-from isoload.policies.borrowing import keeping_local
+from isoload.policies.base import shared_part, solve
+from isoload.policies.borrowing import MILLION, keeping_local
 from isoload.policies.plan import Plan, keep_home, per_expert
 
 
@@ -104,6 +104,67 @@ def fill(
             f"last must be of the placement and layer that are filled, {placed.layer}, got {last.layer}"
         )
     return chosen.fill(Demand.of(loads, placed)._replace(last=last), placed)
+
+
+class Refill(NamedTuple):
+    """Spare slots of a batch where weights stay until the next fill.
+
+    filled         the layers with these slots: those of the last fill, or new ones
+    refilled       [] bool  whether the slots are new
+    before, after  [] int32  peak of the exact split over the last fill, and over these slots
+    """
+
+    filled: PlacedLayers
+    refilled: Tensor
+    before: Tensor
+    after: Tensor
+
+
+def refill(policy: Policy, loads: Tensor, placed: PlacedLayers, last: PlacedLayers) -> Refill:
+    """Fill the spare slots for a batch if that lowers the peak and the last fill's imbalance is above the policy's
+    refill_above. Experts that are in a spare slot of their rank already stay there. No host wait.
+
+    Args:
+        policy: that borrows.
+        loads: [R, E], or [L, R, E] for all layers.
+        placed: the layers with empty spare slots.
+        last: the last fill.
+    """
+    demand, live = Demand.of(loads, placed), len(placed.topology.live_ranks)
+    wanted = policy.fill(demand, placed).slot_to_expert
+    slots = in_place(wanted, last.slot_to_expert, placed.topology.num_ranks, placed.spare_slots)
+    filled = placed.fill(slots)
+    before, after = solve(demand, last).peak, solve(demand, filled).peak
+    limit = round((getattr(policy, "refill_above", None) or 1.0) * MILLION)
+    copies = loads.flatten(placed.home_slot.dim() - 1).sum(-1)
+    refills = (after < before) & (before.long() * live * MILLION > copies * limit)
+    slots = torch.where(refills.unsqueeze(-1), slots, last.slot_to_expert)
+    data = torch.where(refills.unsqueeze(-1), filled.tables.data, last.tables.data)
+    filled = replace(filled, slot_to_expert=slots, tables=replace(filled.tables, data=data))
+    return Refill(filled, refills, before, torch.where(refills, after, before))
+
+
+def in_place(wanted: Tensor, present: Tensor, num_ranks: int, spare: int) -> Tensor:
+    """Return [..., P] present slots with the wanted experts in their spare slots. An expert that is in a spare slot of
+    its rank already stays there. Other wanted experts take empty slots first; slots that are not needed keep their
+    expert.
+
+    Args:
+        wanted: [..., P] the fill that a policy returns, -1: nothing is wanted.
+        present: [..., P] the last fill.
+        num_ranks: R.
+        spare: spare slots of a rank.
+    """
+    slots = present.view(*present.shape[:-1], num_ranks, -1)
+    want, now = wanted.view_as(slots)[..., -spare:], slots[..., -spare:]
+    same = (now.unsqueeze(-1) == want.unsqueeze(-2)) & (now >= 0).unsqueeze(-1)  # [..., R, present, wanted]
+    stays, arrives = same.any(-1), ~same.any(-2) & (want >= 0)
+    arriving = want.gather(-1, (~arrives).int().argsort(dim=-1, stable=True))
+    # Empty slots, then others, then those that stay.
+    order = torch.where(stays, 2, torch.where(now >= 0, 1, 0))
+    place = order.argsort(dim=-1, stable=True).argsort(dim=-1)
+    now = torch.where(place < arrives.sum(-1, keepdim=True), arriving.gather(-1, place), now)
+    return torch.cat([slots[..., :-spare], now], dim=-1).view_as(present)
 
 
 def _placed(loads: Tensor, placement: Placement | PlacedLayers, layer: int | None) -> PlacedLayers:

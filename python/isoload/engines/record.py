@@ -8,6 +8,7 @@ import atexit
 import logging
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,10 +18,14 @@ from torch import Tensor
 from isoload.analysis.judge import Floats, exact_imbalance, routed_imbalance
 from isoload.analysis.rank_loads import RankLoads
 from isoload.balancing.counting import count, without_padding
+from isoload.balancing.planning import refill
 from isoload.engines.settings import Settings
+from isoload.engines.tables import fill_spare_slots, in_order, only_spare, placement_of
 from isoload.online import Recorder
 from isoload.online.metrics import Metrics
+from isoload.placement.placed_layers import PlacedLayers
 from isoload.placement.placement import Placement
+from isoload.policies import Policy
 from isoload.topology import Topology
 from isoload.traces.identity import Identity, Numbering
 
@@ -68,6 +73,8 @@ class EngineRecord:
         self.tokens, self.started, self.decode_tokens = tokens, int(time.time()), decode_tokens
         self.recorder = Recorder(tables.shape[0], tables.shape[1], KEPT, device)
         self.metrics = Metrics()
+        self.slot_bytes: dict[int, int] = {}  # by layer the weights and scales of one expert
+        self._travel: Travel | None = None  # used in the background thread alone
         self.phase = "decode"  # of the current pass
         self.passes = 0  # forward passes so far
         self._ended = False  # whether the current pass is counted already
@@ -175,6 +182,40 @@ class EngineRecord:
             if batches:
                 self._log(phase, before[batches].mean(0), after[batches].mean(0), len(batches), alone)
                 self._measure(phase, before[batches], after[batches], routed[batches])
+        if self.settings.spare_slots and "prefill" in rank_loads.phases:
+            self._report_travel(rank_loads)
+
+    def _report_travel(self, rank_loads: RankLoads) -> None:
+        """Log what would have travelled in the recorded prefills, with the spare slots' fill kept between them."""
+        spare = self.settings.spare_slots
+        name = f"isoload {self.engine} in shadow, prefill, {spare} spare slot{'s' * (spare > 1)} on each rank"
+        if self.tokens == "own":
+            how = f"isoload replay {self.settings.record or 'RECORD'} --spare-slots {spare} --policies exact,llep"
+            log.info(
+                f"{name}: what would travel depends on the copies of all ranks: {how} plans their record"
+            )
+            return
+        if self._travel is None or not np.array_equal(self._travel.table, rank_loads.slot_to_expert):
+            self._travel = Travel(rank_loads, self.settings.policies_for(shared=False)["prefill"], spare)
+        travelled = self._travel.add(rank_loads)
+        if not travelled:
+            return
+        moves = sum(layer.moves for layer in travelled)
+        arrived = {layer.layer: layer.arrivals for layer in travelled}
+        fills, batches = (sum(getattr(layer, field) for layer in travelled) for field in ("fills", "batches"))
+        last, filled = ([getattr(layer, field) for layer in travelled] for field in ("last", "filled"))
+        size = sum(layer.moves * self.slot_bytes.get(layer.layer, 0) for layer in travelled)
+        self.metrics.add("fills_total", fills)
+        self.metrics.add("experts_travelled_total", sum(arrived.values()))
+        received = sum(number * self.slot_bytes.get(layer, 0) for layer, number in arrived.items())
+        self.metrics.add("bytes_travelled_total", received)
+        self.metrics.set_imbalance("prefill", "last_fill", last)
+        self.metrics.set_imbalance("prefill", "filled", filled)
+        weights = f" ({size / 2**30:.2f} GiB)" if size else ""
+        log.info(
+            f"{name}: {moves} experts{weights} would have travelled in {fills} of {batches} batches of a layer; "
+            f"imbalance {np.mean(last):.3f} over the last fill, {np.mean(filled):.3f} filled"
+        )
 
     def _measure(self, phase: str, before: Floats, after: Floats, routed: Bools) -> None:
         """Set a phase's metrics from [B, L]; a layer's figures skip passes in which it had no copy."""
@@ -193,6 +234,73 @@ class EngineRecord:
             f"isoload {self.engine} in shadow, {phase}: {passes} passes of {len(before)} layers; imbalance "
             f"{before.mean():.3f} as routed, {after.mean():.3f} as isoload would plan; {text}{alone}"
         )
+
+
+class Travelled(NamedTuple):
+    """What would have travelled in one layer.
+
+    layer         its row in the engine's tables
+    batches       prefills with copies
+    fills, moves  batches that would have filled spare slots, and experts that would have travelled
+    arrivals      of these experts those to the first rank
+    last, filled  mean imbalance over the last fill, and over the slots that the batches would have used
+    """
+
+    layer: int
+    batches: int
+    fills: int
+    moves: int
+    arrivals: int
+    last: float
+    filled: float
+
+
+class Travel:
+    """The spare slots that a policy would have had in recorded prefills, kept from one to the next.
+
+    Args:
+        rank_loads: has the engine's table. If an expert is in its spare slots alone, the experts are in order, as
+            isoload starts.
+        policy: that borrows.
+        spare: spare slots of a rank.
+    """
+
+    def __init__(self, rank_loads: RankLoads, policy: Policy, spare: int) -> None:
+        self.table, self.policy, self.spare = rank_loads.slot_to_expert, policy, spare
+        tables, experts = torch.from_numpy(self.table).long(), rank_loads.num_experts
+        topology, layers = rank_loads.topology, len(tables)
+        if len(only_spare(tables, experts, topology.num_ranks, spare)):
+            placement = in_order(tables, experts, topology, spare)
+            tables = fill_spare_slots(placement, torch.ones(layers, experts))
+        else:
+            placement = placement_of(tables, experts, topology, spare_slots=spare)
+        placed = placement.layers("cpu")
+        self._layers = [placed[i] for i in range(layers)]
+        self._last: list[PlacedLayers] = [self._layers[i].fill(tables[i].int()) for i in range(layers)]
+
+    def add(self, rank_loads: RankLoads) -> list[Travelled]:
+        """Return by layer what would have travelled in these passes."""
+        counts, phases = rank_loads.counts, np.array(rank_loads.phases)
+        ranks, size = rank_loads.topology.num_ranks, self.table.shape[1] // rank_loads.topology.num_ranks
+        travelled = []
+        for i, placed in enumerate(self._layers):
+            rows = []
+            for batch in counts[phases == "prefill", i]:
+                if not batch.any():
+                    continue
+                loads = torch.zeros(ranks, len(batch), dtype=torch.int32)
+                loads[0] = torch.from_numpy(batch)
+                last, new = self._last[i], refill(self.policy, loads, placed, self._last[i])
+                changed = new.filled.slot_to_expert != last.slot_to_expert
+                mean = max(int(batch.sum()), 1) / ranks
+                peaks = int(new.before) / mean, int(new.after) / mean
+                rows.append((int(new.refilled), int(changed.sum()), int(changed[:size].sum()), *peaks))
+                self._last[i] = new.filled
+            if rows:
+                fills, moves, arrivals, *peaks_ = np.array(rows).T
+                sums = int(fills.sum()), int(moves.sum()), int(arrivals.sum())
+                travelled.append(Travelled(i, len(rows), *sums, *map(float, map(np.mean, peaks_))))
+        return travelled
 
 
 def before_and_after(rank_loads: RankLoads) -> tuple[Floats, Floats, Bools]:

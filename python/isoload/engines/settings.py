@@ -166,7 +166,9 @@ class Settings:
         _check_placer(placer, ragged)
         report, stalled = (parse_amount(v.name, _text(v, environ)) for v in (REPORT, STALLED))
         mode, record, switch = _text(MODE, environ), _text(RECORD, environ), _text(SWITCH, environ)
-        _check_mode(mode, record, report, None if spare and mode == "on" else policy, switch)
+        phases = {phase: phase_policy.name for phase, phase_policy in _policies(policy).items()}
+        free = bool(spare) and (mode == "on" or phases["decode"] == "exact")
+        _check_mode(mode, record, report, None if free else policy, switch)
         if mode == "shadow" and is_on(CHECK, environ):
             raise ValueError(
                 f"{CHECK.name} must be 0 if {MODE.name} is shadow, which checks no weights, got '1'"

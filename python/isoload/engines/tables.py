@@ -96,6 +96,27 @@ def placement_of(
     )
 
 
+def only_spare(tables: Tensor, num_experts: int, num_ranks: int, spare: int) -> Tensor:
+    """Return [N, 2] layer and number of the experts that are in spare slots alone; tables: [L, P] of all slots."""
+    resident = tables.view(len(tables), num_ranks, -1)[:, :, :-spare].flatten(1)
+    experts = torch.arange(num_experts).view(1, num_experts, 1)
+    return (resident.unsqueeze(1) == experts).any(2).logical_not().nonzero()
+
+
+def in_order(tables: Tensor, num_experts: int, topology: Topology, spare: int) -> Placement:
+    """Return a placement of the same shape with the experts in order, as often as they fit; spare slots are empty."""
+    per_rank = tables.shape[1] // topology.num_ranks - spare
+    rows = (torch.arange(topology.num_ranks * per_rank) % num_experts).expand(len(tables), -1)
+    slots = with_empty(rows, topology.num_ranks, spare)
+    return Placement(slots, topology, num_experts, spare_slots=spare)
+
+
+def with_empty(resident: Tensor, num_ranks: int, spare: int) -> Tensor:
+    """Return [L, P] int32 from the other slots of all ranks: the last spare slots of each rank are empty."""
+    per_rank = resident.int().reshape(len(resident), num_ranks, -1)
+    return torch.nn.functional.pad(per_rank, (0, spare), value=-1).flatten(1)
+
+
 def fill_spare_slots(placement: Placement, counts: Tensor) -> Tensor:
     """Return [L, P] the expert in each slot, with spare slots that hold replicas of hot experts of their node.
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,14 +20,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from isoload.balancing.counting import without_padding
+from isoload.balancing.planning import refill
 from isoload.engines.layers import EngineLayer
 from isoload.engines.settings import SPARE
 from isoload.engines.sglang.layers import EPLB, LAYERS, moe, parallel, topology_of
-from isoload.engines.tables import fill_spare_slots
+from isoload.engines.tables import fill_spare_slots, in_order, only_spare, with_empty
 from isoload.placement.placed_layers import PlacedLayers, own_layers
-from isoload.placement.placement import Placement
-from isoload.policies.base import Demand, solve
-from isoload.policies.borrowing import MILLION
 from isoload.topology import Topology
 from isoload.transport import Call, CollectiveGroup
 from isoload.weights.backends import Backend, BorrowPlan, make_backend
@@ -142,30 +139,20 @@ class Spare:
             loads: [R, E] of the batch.
         """
         placed, last = self._placed, self.filled
-        policy = self.layer.balancer.policy
-        demand, live = Demand.of(loads, placed), len(placed.topology.live_ranks)
-        wanted = policy.fill(demand, placed).slot_to_expert
-        table = in_place(wanted, last.slot_to_expert, placed.topology.num_ranks, self.num_slots)
-        filled = placed.fill(table)
-        before, after = solve(demand, last).peak, solve(demand, filled).peak
-        limit = round((policy.refill_above or 1.0) * MILLION)  # type: ignore[attr-defined]
-        refills = (after < before) & (before.long() * live * MILLION > loads.sum() * limit)
-        slots = torch.where(refills, table, last.slot_to_expert)
-        changed = torch.where(slots == last.slot_to_expert, -1, slots)
-        moves = (changed >= 0).sum()
-        peak = torch.where(refills, after, before)
+        new = refill(self.layer.balancer.policy, loads, placed, last)
+        live = len(placed.topology.live_ranks)
+        changed = torch.where(new.filled.slot_to_expert == last.slot_to_expert, -1, new.filled.slot_to_expert)
         local = changed.view(placed.topology.num_ranks, -1)[LAYERS.own_rank()]
         sums = [
-            refills.long(),
-            moves,
-            before.long() * live,
-            peak.long() * live,
+            new.refilled.long(),
+            (changed >= 0).sum(),
+            new.before.long() * live,
+            new.after.long() * live,
             loads.sum(),
             (local >= 0).sum(),
         ]
         self.counts += torch.stack(sums)
-        data = torch.where(refills, filled.tables.data, last.tables.data)
-        self._write(replace(filled, slot_to_expert=slots, tables=replace(filled.tables, data=data)))
+        self._write(new.filled)
         self.start(changed)
 
     def start(self, changed: Tensor) -> None:
@@ -193,29 +180,6 @@ class Spare:
 COUNTS = ("fills", "moves", "before", "after", "copies", "arrivals")
 
 
-def in_place(wanted: Tensor, present: Tensor, num_ranks: int, spare: int) -> Tensor:
-    """Return [P] present slots with the wanted experts in their spare slots. An expert that is in a spare slot of its
-    rank already stays there. Other wanted experts take empty slots first; slots that are not needed keep their expert.
-
-    Args:
-        wanted: [P] the fill that a policy returns, -1: nothing is wanted.
-        present: [P] the last fill.
-        num_ranks: R.
-        spare: spare slots of a rank.
-    """
-    want, now = (slots.view(num_ranks, -1)[:, -spare:] for slots in (wanted, present))
-    same = (now.unsqueeze(2) == want.unsqueeze(1)) & (now >= 0).unsqueeze(2)  # [R, present, wanted]
-    stays, arrives = same.any(2), ~same.any(1) & (want >= 0)
-    arriving = want.gather(1, (~arrives).int().argsort(dim=1, stable=True))
-    order = torch.where(
-        stays, 2, torch.where(now >= 0, 1, 0)
-    )  # empty slots, then others, then those that stay
-    place = order.argsort(dim=1, stable=True).argsort(dim=1)
-    now = torch.where(place < arrives.sum(1, keepdim=True), arriving.gather(1, place), now)
-    slots = present.view(num_ranks, -1)
-    return torch.cat([slots[:, :-spare], now], dim=1).flatten()
-
-
 def begin() -> None:
     """Make the spare slots of the layers' Balancers, once; the engine's maps list all slots until :func:`bind`."""
     if LAYERS.settings.spare_slots:
@@ -239,6 +203,17 @@ def check_start(metadata: Any, algorithm: str | None) -> None:
         check_layout(metadata)
 
 
+def check_redundant(redundant: int, num_ranks: int) -> None:
+    """Raise ValueError if the redundant experts are not equally many on all ranks, with the spare ones among them."""
+    spare = LAYERS.settings.spare_slots
+    if redundant % num_ranks or redundant < spare * num_ranks:
+        raise ValueError(
+            f"{SPARE.name} must come with --ep-num-redundant-experts "
+            f"{max(-(-redundant // num_ranks), spare) * num_ranks}, a multiple of {num_ranks} ranks with at least "
+            f"{spare} of each rank, got {redundant}"
+        )
+
+
 def check_options(algorithm: str | None, options: Any, overlap: bool, dwdp_size: int, num_ranks: int) -> None:
     """Raise ValueError for options with which experts cannot travel.
 
@@ -249,11 +224,8 @@ def check_options(algorithm: str | None, options: Any, overlap: bool, dwdp_size:
         dwdp_size: --dwdp-size.
         num_ranks: R.
     """
-    spare, backend, redundant = (
-        LAYERS.settings.spare_slots,
-        options.moe_a2a_backend,
-        options.ep_num_redundant_experts,
-    )
+    check_redundant(options.ep_num_redundant_experts, num_ranks)
+    backend = options.moe_a2a_backend
     wanted = "dynamic" if backend == "none" else "lp"
     placed_by = options.eplb_algorithm if options.enable_eplb else "isoload"
     at_sender = backend == "none" or (backend != "mori" and options.deepep_mode == "normal")
@@ -273,11 +245,6 @@ def check_options(algorithm: str | None, options: Any, overlap: bool, dwdp_size:
         (dwdp_size > 1, "without --dwdp-size, which moves the same weights"),
         (options.elastic_ep_backend is not None, "without --elastic-ep-backend, whose ranks may leave"),
         (shared, "without --enable-waterfill, whose shared experts follow the spare slots"),
-        (
-            redundant % num_ranks or redundant < spare * num_ranks,
-            f"with --ep-num-redundant-experts {max(-(-redundant // num_ranks), spare) * num_ranks}, a multiple of "
-            f"{num_ranks} ranks with at least {spare} of each rank, got {redundant}",
-        ),
         (
             placed_by != "isoload" or EPLB in LAYERS.lost,
             f"with --eplb-algorithm isoload, because other placers put experts in spare slots alone, got {placed_by!r}",
@@ -301,27 +268,18 @@ def check_layout(metadata: Any) -> None:
     """
     spare, topology = LAYERS.settings.spare_slots, topology_of(metadata)
     tables, experts = metadata.physical_to_logical_map_cpu, metadata.num_logical_experts
-    size = metadata.num_physical_experts // topology.num_ranks
-    resident = tables.view(len(tables), topology.num_ranks, size)[:, :, : size - spare].flatten(1)
-    missing = (resident.unsqueeze(1) == torch.arange(experts).view(1, experts, 1)).any(2).logical_not()
-    if not bool(missing.any()):
+    missing = only_spare(tables, experts, topology.num_ranks, spare)
+    if not len(missing):
         return
     if moe().init_expert_location != "trivial":
-        layer, expert = missing.nonzero()[0].tolist()
+        layer, expert = missing[0].tolist()
         raise ValueError(
             f"--init-expert-location has expert {expert} of layer {layer} in spare slots alone, the last {spare} of "
             f"each rank ({SPARE.name}): pass --init-expert-location trivial, or a file whose other slots hold every "
             "expert"
         )
-    rows = (torch.arange(resident.shape[1]) % experts).expand_as(resident)
-    placed = Placement(with_empty(rows, topology.num_ranks, spare), topology, experts, spare_slots=spare)
+    placed = in_order(tables, experts, topology, spare)
     write_maps(metadata, range(len(tables)), fill_spare_slots(placed, torch.ones(len(tables), experts)))
-
-
-def with_empty(resident: Tensor, num_ranks: int, spare: int) -> Tensor:
-    """Return [L, P] int32 from the other slots of all ranks: the last spare slots of each rank are empty."""
-    per_rank = resident.int().reshape(len(resident), num_ranks, -1)
-    return torch.nn.functional.pad(per_rank, (0, spare), value=-1).flatten(1)
 
 
 def write_maps(metadata: Any, layers: Sequence[int], tables: Tensor, listed: Tensor | None = None) -> None:

@@ -40,6 +40,8 @@ def set_metadata(original: Original, value: Any, *args: Any, **kwargs: Any) -> N
     if value is None:
         return
     if LAYERS.settings.mode == "shadow":
+        if LAYERS.settings.spare_slots:
+            borrowing.check_redundant(moe().ep_num_redundant_experts, value.ep_size)
         LAYERS.count(value)
         return
     algorithm = moe().ep_dispatch_algorithm
@@ -147,7 +149,7 @@ def initialize(original: Original, self: Any, *args: Any, **kwargs: Any) -> None
     if self.is_draft_worker:
         return
     if LAYERS.settings.mode == "shadow":
-        LAYERS.announce_shadow(model_name(self))
+        LAYERS.announce_shadow(model_name(self), dict(getattr(self.model, MOVED, {})))
         return
     if LAYERS.by_id and moe().enable_eplb:
         borrowing.check_model(self.model)

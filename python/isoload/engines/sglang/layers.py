@@ -8,7 +8,7 @@ imported inside of functions, which only its processes call.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -303,12 +303,13 @@ class Layers(EngineLayers[Layer]):
             )
         return reasons
 
-    def announce_shadow(self, model: str) -> None:
-        """Begin a model's record in shadow mode, and log it on one rank."""
+    def announce_shadow(self, model: str, weights: Mapping[int, Sequence[Tensor]]) -> None:
+        """Begin a model's record in shadow mode, and log it on one rank; weights: as :meth:`check_loaded`."""
         if self.record is None:
             return
         self.record.clear()
-        self.measure(model, "engine", {})
+        self.measure(model, "engine", weights)
+        self.record.slot_bytes = self.slot_bytes
         if self.record.rank:
             return
         if (algorithm := moe().ep_dispatch_algorithm) is None:
