@@ -182,6 +182,24 @@ def test_a_record_is_attached_where_reports_are_asked_for(told: dict[tuple[str, 
     assert values["attached"] == 1 and values["info", "0.1.0", "unknown", "engine", "engine"] == 1
 
 
+def test_the_bytes_of_replicas_are_those_of_the_slots_with_memory(told: dict[tuple[str, ...], Told]) -> None:
+    """Of this rank, in layers whose sizes are known, at the start and after a rebalance."""
+    tables = torch.tensor([[0, 1, 2, 3, 0, -1], [0, 1, -1, 2, 3, 0]])
+    layers = Layers()
+    layers.start(Settings.read({"ISOLOAD_REPORT_SECONDS": "1"}))
+    layers.place(tables, 4, isoload.Topology(2), torch.device("cpu"))
+    for i in range(2):
+        layers.add(EngineLayer(layers.balancer(i, make_policy("exact"), None, "gathered"), None))
+    layers.measure("a model", "eplb", {i: [torch.zeros(3, 5), torch.zeros(3)] for i in range(2)})
+    (values,) = (of.values for of in told.values())
+    assert values["replica_bytes"] == (3 - 2 + 2 - 2) * 4 * 6
+    layers.refresh(torch.tensor([[0, 1, 2, 3, 0, -1], [0, 1, 3, 2, 3, 0]]))
+    assert values["replica_bytes"] == 2 * 4 * 6
+    bare = Layers()
+    bare.start(Settings.read({"ISOLOAD_REPORT_SECONDS": "1"}))
+    bare.measure("no balancer", "eplb", {0: [torch.zeros(3, 5)]})
+
+
 def test_what_the_switch_leaves_falls_back(told: dict[tuple[str, ...], Told], tmp_path: Path) -> None:
     layers, said = same_layers(2), tmp_path / "said"
     layers.settings = Settings.read({"ISOLOAD_REPORT_SECONDS": "3600", "ISOLOAD_SWITCH": str(said)})

@@ -260,7 +260,7 @@ RAGGED_REFUSED = {
     "ISOLOAD_REBALANCE must be unset with ISOLOAD_RAGGED=pages, which compares maps of the same slots, got": {
         "ISOLOAD_REBALANCE": "gain_ms=1"
     },
-    "ISOLOAD_MODE must be on with ISOLOAD_RAGGED=pages, got 'shadow'": {"ISOLOAD_MODE": "shadow"},
+    "ISOLOAD_MODE must be on or shadow with ISOLOAD_RAGGED=pages, got 'off'": {"ISOLOAD_MODE": "off"},
     "ISOLOAD_PLACER must be a placer that keeps slots absent with ISOLOAD_RAGGED=pages, got 'trivial'": {
         "ISOLOAD_PLACER": "trivial"
     },

@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import json
 import threading
-from itertools import cycle
+from itertools import compress, cycle
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from checkpoint import SKEWED, make_qwen3_moe
-from engine_runs import EngineRun, run_sglang
+from engine_runs import EngineRun, in_shadow, run_sglang
 
 RANKS, EXPERTS, TOKENS, LAYERS = 2, 16, 12, 3
 LENGTHS = [TOKENS - i % 3 * 4 for i in range(len(SKEWED))]  # so that prefills come one or two at a time
@@ -55,9 +55,10 @@ def check(
     """Tokens, agreement of the ranks, every copy in a slot of its expert; returns the batches."""
     assert run.tokens == tokens
     by_rank = fills(folder, ranks)
+    tokens_of = [[row.pop("tokens") for row in rows] for rows in by_rank]
     assert all(rows == by_rank[0] for rows in by_rank), "loads, fills and moves of every batch"
-    for rows, batches in zip(by_rank, run.batches, strict=True):
-        for row, batch in zip(rows, batches, strict=False):
+    for rows, some, batches in zip(by_rank, tokens_of, run.batches, strict=True):
+        for row, batch in zip(compress(rows, some), batches, strict=False):
             assert row["layer"] == batch.layer
             assert torch.equal(torch.tensor(row["table"])[batch.slots], batch.ids)
     assert sum(row["counts"][1] for row in by_rank[0]) >= moves
@@ -118,6 +119,45 @@ def test_chunks_of_prefill_share_batches_with_decode_until_a_rank_detaches(
     later = [batch for rank in run.batches for batch in rank[planned:]]
     size = EXPERTS // RANKS + 2
     assert len(later) > 20 and not any((batch.slots % size >= size - 2).any() for batch in later)
+
+
+ATTENTION = {"enable_dp_attention": True, "dp_size": 2}  # each process attends to requests of its own
+WAYS = {
+    "attention data parallelism": (ATTENTION, {}),
+    "lp over an all-to-all": (
+        ATTENTION | {"ep_dispatch_algorithm": "lp", "moe_a2a_backend": "deepep", "deepep_mode": "normal"},
+        {"ENGINE_LP": "1"},
+    ),
+    "four processes": ({"tp_size": 4, "ep_size": 4, "ep_num_redundant_experts": 4}, {}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_other_ways_to_hold_tokens(oracle: tuple[Path, list[list[int]]], tmp_path: Path, way: str) -> None:
+    """Between rebalances, too. Behind lp a rank without requests joins every plan."""
+    options, variables = WAYS[way]
+    variables = TRAVELS | {"ISOLOAD_CHECK_WEIGHTS": "1"} | variables
+    run = run_sglang(oracle[0], tmp_path / "run", variables, **(OPTIONS | EPLB | options))
+    ranks = options.get("tp_size", RANKS)
+    rows = check(tmp_path / "run", run, oracle[1], moves=3, ranks=ranks)
+    before, after = imbalances(rows)
+    assert 1 <= after < before
+    assert len(run.lines("EP0] [EPLBManager] rebalance end")) >= 2 and not run.lines("weights are not those")
+    if "ENGINE_LP" in variables:
+        assert any(len(rank) < len(rows) for rank in run.batches), "a rank had no tokens in some passes"
+
+
+@pytest.mark.slow
+def test_shadow_mode_reports_what_would_travel(oracle: tuple[Path, list[list[int]]], tmp_path: Path) -> None:
+    variables = TRAVELS | in_shadow("ISOLOAD_SGLANG", tmp_path / "record")
+    run = run_sglang(oracle[0], tmp_path / "run", variables, **OPTIONS)
+    assert run.tokens == oracle[1]
+    lines = run.lines("in shadow, prefill, 1 spare slot on each rank: ")
+    moves = [int(line.split("each rank: ")[1].split(" experts")[0]) for line in lines]
+    assert sum(moves) > 0 and all(
+        "GiB) would have travelled" in line for line, n in zip(lines, moves, strict=True) if n
+    )
 
 
 @pytest.mark.slow

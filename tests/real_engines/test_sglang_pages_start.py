@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from deepseek_config import make_config
 from one_process import published
 from sglang.srt.eplb import expert_distribution, expert_location, expert_location_updater
 from sglang.srt.runtime_context import get_parallel
+from sglang.srt.server_args import ServerArgs
 from torch import Tensor
 
 from isoload.engines.settings import Settings
@@ -164,6 +166,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "--load-format remote_instance must be left out": {"load_format": "remote_instance"},
     "--load-format expert_pack must be left out": {"load_format": "expert_pack"},
     "--cpu-offload-gb must be left out with ISOLOAD_RAGGED=pages, got 4": {"cpu_offload_gb": 4},
+    "--offload-group-size must be left out with ISOLOAD_RAGGED=pages, got 2": {"offload_group_size": 2},
+    "--enable-elastic-expert-backup must be left out with ISOLOAD_RAGGED=pages, got True": {
+        "enable_elastic_expert_backup": True
+    },
+    "--weight-cache-mode must be left out with ISOLOAD_RAGGED=pages, got 'disk'": {"weight_cache_mode": "disk"},
+    "--kt-weight-path must be left out with ISOLOAD_RAGGED=pages, got '/some'": {"kt_weight_path": "/some"},
     "--ep-dispatch-algorithm fake must be left out": {"algorithm": "fake"},
     "SGLang's own --ep-dispatch-algorithm lp must be left out": {"algorithm": "lp"},
     "--eplb-algorithm must be isoload with ISOLOAD_RAGGED=pages": {"enable_eplb": True, "eplb_algorithm": "auto"},
@@ -171,6 +179,45 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "enable_eplb": True, "eplb_algorithm": "isoload", "eplb_rebalance_layers_per_chunk": 1
     },
 }  # fmt: skip
+
+
+def test_the_options_are_sglangs_and_off_by_default() -> None:
+    """An option that SGLang renames would be refused no more."""
+    defaults = {name: of.default for name, of in signature(ServerArgs).parameters.items()}
+    for name, off in pages.FOREIGN.items():
+        assert defaults[name] in off, name
+    assert {name for names in pages.FOREIGN_VALUES.values() for name in names} <= set(defaults)
+
+
+def test_shadow_mode_does_not_rebalance_absent_slots(attached: None) -> None:
+    shadow = {"ISOLOAD_MODE": "shadow", "ISOLOAD_REPORT_SECONDS": "1"}
+    LAYERS.start(Settings.read({"ISOLOAD_RAGGED": "pages"} | shadow))
+    runner = SimpleNamespace(device="cpu", server_args=SimpleNamespace())
+    with published(ep_dispatch_algorithm="dynamic"):
+        pages.check_start(runner)
+    rule = "--enable-eplb must be left out with ISOLOAD_RAGGED=pages in shadow"
+    with published(ep_dispatch_algorithm="dynamic", enable_eplb=True), pytest.raises(ValueError, match=rule):
+        pages.check_start(runner)
+
+
+def test_a_weight_update_that_replaces_memory_ends_at_the_next_rebalance(ragged: None) -> None:
+    LAYERS.pages, LAYERS.page_limits = PagePool(), torch.tensor([2, 2])
+    parameter = torch.nn.Parameter(torch.zeros(2, 8))
+    (paged,) = LAYERS.pages.add(0, [parameter.data], 1)
+    parameter.data = paged
+    LAYERS.paged = [(0, parameter, paged)]
+    pages.check_in_place()
+    parameter.data.copy_(torch.ones(2, 8)[:1].expand(2, 8))
+    pages.check_in_place()
+    parameter.data = torch.zeros(2, 8)
+    maps = SimpleNamespace(physical_to_logical_map_cpu=torch.tensor([[0, -1, 1, -1]]), ep_size=2)
+    moved = {
+        "old_expert_location_metadata": maps,
+        "new_expert_location_metadata": maps,
+        "update_layer_ids": [0],
+    }
+    with pytest.raises(RuntimeError, match="a weight update has replaced the memory of experts in layer 0"):
+        pages.update_weights(lambda **_: {}, **moved)
 
 
 @pytest.mark.parametrize("message", OPTIONS)

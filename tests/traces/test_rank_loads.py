@@ -131,7 +131,12 @@ DAMAGED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "an expert": (
         {},
         {"slot_to_expert": TABLE + 1},
-        "slot_to_expert must be in 0..2, slot_copies not negative",
+        "slot_to_expert must be in 0..2 or -1 (absent), slot_copies not negative",
+    ),
+    "copies in an absent slot": (
+        {},
+        {"slot_to_expert": TABLE - (TABLE == 0)},
+        "slot_copies must be 0 in absent slots (slot_to_expert -1)",
     ),
     "another table": ({}, {"slot_to_expert": TABLE[:, ::-1]}, "counts must be those of slot_copies"),
     "passes": ({"passes": [3]}, {}, "passes must be 2 ascending integers, got [3]"),

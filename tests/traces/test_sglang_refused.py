@@ -34,6 +34,13 @@ def uncovered(slot_map):
     return torch.where((slot_map == 2) & (torch.arange(LAYERS)[:, None] == 4), 1, slot_map)
 
 
+def without_a_replica(slot_map):
+    slots = slot_map.clone()
+    for row in slots:
+        row[next(p for p in range(len(row)) if (row == row[p]).sum() > 1)] = -1
+    return slots
+
+
 def clear(dump_map):
     return torch.zeros_like(dump_map) - 1
 
@@ -55,8 +62,11 @@ PER_PASS_ERRORS = {
     "recorder_1.pt: global_physical_count of forward pass 7 must have shape [5, 11], got [5, 12]": edit(
         last_physical_to_logical_map=lambda slot_map: slot_map[:, 1:]
     ),
-    "recorder_1.pt: last_physical_to_logical_map must name an expert in every slot, got -1": edit(
-        last_physical_to_logical_map=clear
+    "recorder_1.pt: last_physical_to_logical_map must have an expert in each slot, or -1 (absent), got -2": edit(
+        last_physical_to_logical_map=lambda slot_map: clear(slot_map) - 1
+    ),
+    "recorder_1.pt: must have no copies in absent slots (-1 in last_physical_to_logical_map), got some": edit(
+        last_physical_to_logical_map=without_a_replica
     ),
     "recorder_1.pt: last_physical_to_logical_map must hold every expert, layer 4 lacks 2": edit(
         last_physical_to_logical_map=uncovered

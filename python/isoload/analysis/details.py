@@ -3,27 +3,43 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import replace
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
 
 from isoload.analysis.advice import (
+    NO_DIFFERENCE,
+    Answer,
+    Batch,
     Candidate,
     Question,
     Run,
     Span,
+    less,
+    over_even,
     placed,
     planning_us,
     run,
+    run_of,
     saved_ms,
     sent_batches,
     step_ms,
     timeline_of,
 )
-from isoload.analysis.judge import Judged
+from isoload.analysis.judge import Floats, Judged, most_replicas
 from isoload.analysis.timeline import Timeline
+from isoload.balancing.planning import fill, plan, refill, share_routed
+from isoload.placement.placement import Placement
+from isoload.placers import place
+from isoload.policies import make_policy
 from isoload.times import AllToAllTime, LayerTime
-from isoload.topology import Topology
+from isoload.times.exchanges import DEFAULT_BANDWIDTHS
+from isoload.topology import Topology, over_mean
 
 TOKENS = (16, 64, 256, 1024, 4096)  # of a rank in a step
 
@@ -127,6 +143,141 @@ def few_layers(candidate: Candidate, question: Question, judged: Judged, layers:
     dense = 1e-3 * (question.dense_ms or 0.0) / question.model.layers
     step = timeline_of(sent[:layers], question)
     return step(end="high", dense_s=dense, plan_s=1e-6 * plan, gather_s=1e-6 * gather)
+
+
+BUDGETS = (2, 8)  # replicas of a rank over all layers
+SPARE = make_policy("llep", {"within": "node", "threshold": 1.0, "min_chunk": 64, "refill_above": 1.1})
+
+
+@dataclass(frozen=True)
+class SlotsAnswer:
+    """Figures of one way to use a rank's memory for slots, in SGLang; ranges are [from, to].
+
+    ms, saved_ms, imbalance: as :class:`isoload.analysis.advice.Answer`, with the wait for weights that travel.
+    slots_bytes: of the slots beyond one for each expert, on the rank with most. kv_tokens: tokens of KV cache that fit
+    into what this leaves of one slot more in every layer. exports: experts that the busiest rank sends in a layer and
+    batch, on average; None: none travel. travel_ms: of their weights in a step, mostly hidden by the dispatch.
+    """
+
+    label: str
+    ms: Span
+    saved_ms: Span
+    imbalance: float
+    slots_bytes: float
+    kv_tokens: int
+    exports: float | None = None
+    travel_ms: float | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+
+def slots_answers(question: Question, judged: Judged, now: Answer, prefill: bool = True) -> list[SlotsAnswer]:
+    """Return what placer scenario makes of no replicas, of replicas only where they pay, of one slot more in every
+    layer, and of one spare slot that prefill fills within the node; none for a single rank.
+
+    Args:
+        now: the present answer, against which savings count.
+        prefill: whether the steps are of prefill, in which experts travel.
+    """
+    topology, model = question.topology, question.model
+    counts = judged.calibration if judged.history is None else judged.history
+    base, answers = -(-model.experts // topology.num_ranks), list[SlotsAnswer]()
+    per_slot = model.expert_bytes * model.layers
+    if topology.num_ranks == 1 or base == model.experts:
+        return answers
+
+    def add(label: str, ran: Run, slots_bytes: float, travel: Travel | None = None) -> None:
+        low, high = step_ms(ran, question)
+        wait = (0.0, 0.0) if travel is None else travel.wait_ms
+        ms = low + wait[0], high + wait[1]
+        imbalance = float(over_mean(ran.copies.sum(-1)).max(-1).mean())
+        tokens = int(max(per_slot - slots_bytes, 0) // model.kv_bytes)
+        more = () if travel is None else (travel.exports, travel.ms)
+        answers.append(SlotsAnswer(label, ms, less(now.ms, ms), imbalance, slots_bytes, tokens, *more))
+
+    split = "exact" if question.gathers else "own"
+    none = place(counts, topology, base, "scenario")
+    add("scenario, no replicas", run(Candidate("scenario", 0, "none"), judged, question, none), 0.0)
+    whole_model = model.layers / len(judged.calibration)  # traces may lack layers
+    for replicas in BUDGETS:
+        of_trace = max(round(replicas / whole_model), 1)
+        placement = place(counts, topology, None, "scenario", replicas=of_trace)
+        memory = most_replicas(placement) * model.expert_bytes * whole_model
+        if fits(memory, question):
+            ran = run(Candidate("scenario", 1, split), judged, question, placement)
+            add(f"scenario, {replicas} replicas a rank where they pay", ran, memory)
+    if fits(per_slot, question):
+        more = place(counts, topology, base + 1, "scenario")
+        add("scenario, +1 slot", run(Candidate("scenario", 1, split), judged, question, more), per_slot)
+    if fits(per_slot, question) and question.gathers and prefill:
+        homes = place(counts, topology, base + 1, "scenario", spare_slots=1)
+        ran, travel = travelling(homes, question, judged)
+        add("scenario, +1 spare slot, within the node", ran, per_slot, travel)
+    return answers
+
+
+def fits(num_bytes: float, question: Question) -> bool:
+    return question.memory is None or num_bytes <= question.memory
+
+
+def least_memory(answers: Sequence[SlotsAnswer]) -> SlotsAnswer:
+    """Return the answer with the least memory among those that take at most NO_DIFFERENCE longer than the fastest."""
+    fastest = min(sum(answer.ms) for answer in answers)
+    fast = [answer for answer in answers if sum(answer.ms) <= fastest * (1 + NO_DIFFERENCE)]
+    return min(fast, key=lambda answer: (answer.slots_bytes, sum(answer.ms)))
+
+
+class Travel(NamedTuple):
+    """Experts that travel. exports: of the busiest rank, in a layer and batch. ms: of a step's weights; wait_ms: what
+    the dispatch does not hide of it.
+    """
+
+    exports: float
+    ms: float
+    wait_ms: Span
+
+
+def travelling(placement: Placement, question: Question, judged: Judged) -> tuple[Run, Travel]:
+    """Return the run of the judged batches in which SPARE fills the spare slots, kept from batch to batch.
+
+    The busiest exporter or importer of a layer sets the time of its weights, at the links' nominal bandwidth. They
+    travel during the dispatch.
+
+    Args:
+        placement: with empty spare slots, which the counts of the earlier batches fill at first.
+    """
+    placed_layers, topology, model = placement.layers("cpu"), placement.topology, question.model
+    scale = min(1.0, 2**30 / max(float(judged.calibration.sum(-1).max()), 1.0))
+    counts = torch.from_numpy((judged.calibration * scale).astype(np.int32))
+    last = fill(counts, placed_layers, policy="hedge", within="node")
+    batches, moves = list[Batch](), list[Floats]()
+    for loads in judged.loads:
+        new = refill(SPARE, loads, placed_layers, last)
+        moves.append(experts_moved(new.filled.slot_to_expert, last.slot_to_expert, placement))
+        sent = share_routed(loads, plan(loads, placed_layers, filled=new.filled), None)
+        batches.append(partial(np.asarray, sent.numpy()))
+        last = new.filled
+    ran = run_of(Candidate("scenario", 1, "exact"), batches, question)
+    moved = np.stack(moves)  # [B, L, 2]
+    gigabytes = (topology.bandwidths or DEFAULT_BANDWIDTHS)[0]
+    ms = moved.max(-1) * model.expert_bytes / gigabytes / 1e6
+    crossing = over_even(ran.crossing, question)
+    tokens = np.full(ran.copies.shape[:2], question.tokens)
+    _, dispatch, _ = question.layer.parts(ran.copies, ran.received, tokens, crossing)
+    low, high = (model.layers * np.maximum(ms[..., None] - 1e3 * dispatch, 0).mean((0, 1))).tolist()
+    return ran, Travel(float(moved[..., 0].mean()), model.layers * float(ms.mean()), (low, high))
+
+
+def experts_moved(slots: Tensor, last: Tensor, placement: Placement) -> Floats:
+    """Return [L, 2] experts that the busiest rank sends, and receives, for slots [L, P] after the last fill."""
+    arrives = ((slots != last) & (slots >= 0)).long()
+    size, ranks = placement.slots_per_rank, placement.topology.num_ranks
+    homes = placement.home_slot.long().gather(1, slots.long().clamp(min=0)) // size
+    sends = torch.zeros(len(slots), ranks, dtype=torch.int64).scatter_add_(1, homes, arrives)
+    return (
+        torch.stack([sends.amax(1), arrives.view(len(slots), ranks, -1).sum(2).amax(1)], 1).double().numpy()
+    )
 
 
 FILE = "placement.json"

@@ -29,6 +29,7 @@ Ints = np.ndarray[Any, np.dtype[np.integer[Any]]]
 
 MAX_BATCH = 2**31  # largest number of copies of a layer in one batch that a plan may have
 JUDGED = 8  # batches: more change a mean little
+HISTORY = 8  # earlier batches: a placer takes longer for more
 MAX_COPIES = 2**30  # of a pass and layer, as plans accept them
 # Of packed dtypes; others have their item size.
 BYTES_PER_WEIGHT = {torch.uint8: 0.5, torch.int8: 1.0, torch.int32: 0.5}
@@ -206,11 +207,13 @@ class Judged:
     calibration [L, E] int64  copies of the earlier batches
     loads   [B, L, R, E]      int32 copies that each rank sends in each judged batch
     drawn   whether tokens were drawn from counts, so that bursts are understated
+    history [N, L, E]  copies of at most HISTORY of the earlier batches; None: their sum alone is known
     """
 
     calibration: Ints
     loads: Tensor
     drawn: bool
+    history: Ints | None = None
 
 
 def judge_by(trace: Trace, model: Model, ranks: int, tokens: int, seed: int = 0) -> Judged:
@@ -242,7 +245,8 @@ def judge_by(trace: Trace, model: Model, ranks: int, tokens: int, seed: int = 0)
                 cut.source_batch(i, ranks, "contiguous").loads(trace.num_experts)
                 for i in whole[first : first + JUDGED]
             ]
-            return Judged(cut.counts[whole[:first]].sum(0), torch.stack(parts), drawn=False)
+            earlier = cut.counts[whole[:first]]
+            return Judged(earlier.sum(0), torch.stack(parts), False, spread(earlier, HISTORY))
     counts = trace.batch_counts()
     if len(counts) < 2:
         raise ValueError(
@@ -255,7 +259,14 @@ def judge_by(trace: Trace, model: Model, ranks: int, tokens: int, seed: int = 0)
     shares = np.where(total > 0, counts[chosen] / np.maximum(total, 1), 1 / trace.num_experts)
     draw = np.random.default_rng(seed)
     loads = draw.multinomial(tokens * model.top_k, shares[:, :, None, :], size=(*shares.shape[:2], ranks))
-    return Judged(counts[:first].sum(0), torch.from_numpy(loads.astype(np.int32)), drawn=True)
+    earlier = spread(counts[:first], HISTORY)
+    return Judged(counts[:first].sum(0), torch.from_numpy(loads.astype(np.int32)), True, earlier)
+
+
+def spread(batches: Ints, number: int) -> Ints:
+    """Return at most this number of batches [B, ...], evenly spread over all of them."""
+    count = min(number, len(batches))
+    return np.asarray(batches[np.arange(count) * len(batches) // count])
 
 
 def guessed_trace(skew: str, drift: float, model: Model, seed: int = 0) -> Trace:

@@ -127,8 +127,12 @@ def _check_tables(
             f"{list(table.shape)}"
         )
     kinds = {copies.dtype.kind, table.dtype.kind}
-    if not kinds <= {"i", "u"} or table.min() < 0 or table.max() >= trace.num_experts or copies.min() < 0:
-        raise ValueError(f"slot_to_expert must be in 0..{trace.num_experts - 1}, slot_copies not negative")
+    if not kinds <= {"i", "u"} or table.min() < -1 or table.max() >= trace.num_experts or copies.min() < 0:
+        raise ValueError(
+            f"slot_to_expert must be in 0..{trace.num_experts - 1} or -1 (absent), slot_copies not negative"
+        )
+    if np.any(copies[:, table < 0]):
+        raise ValueError("slot_copies must be 0 in absent slots (slot_to_expert -1)")
     if copies.max() >= MAX_COPIES:
         raise ValueError(f"slot_copies must be below 2^31, got {copies.max()}")
     table = table.astype(np.int64)

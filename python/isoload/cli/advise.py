@@ -107,7 +107,7 @@ def answer(
         weights: by phase its part of all steps, for both phases.
     """
     from isoload.analysis.advice import advise as search
-    from isoload.analysis.details import flags
+    from isoload.analysis.details import flags, slots_answers
     from isoload.analysis.server import advise_server
     from isoload.cli.advise_output import print_advice, warnings
     from isoload.cli.arguments import progress
@@ -134,6 +134,8 @@ def answer(
         warned.append(OWN_EXCHANGE)
     if launch and exchange == "deep_ep" and "decode" in (phases if engine == "sglang" else [phase]):
         warned.append(NORMAL_MODE)
+    now, is_prefill = phases[phase].now, phase == "prefill"
+    slot_ways = slots_answers(first.question, first.judged, now, is_prefill) if engine == "sglang" else []
     kernels = {
         name: advice_of_phase.question.layer.experts.kernel for name, advice_of_phase in phases.items()
     }
@@ -151,6 +153,7 @@ def answer(
         "answers": [answer.to_json() for answer in advice.answers],
         "steps": dict(zip(("now", "best"), map(vars, advice.steps or ()), strict=False)),
         "flags": launch,
+        "slots": [way.to_json() for way in slot_ways],
         "warnings": warned,
     }
     if len(phases) > 1:
@@ -165,7 +168,7 @@ def answer(
             for name, part in phases.items()
         }
     batches = len(first.judged.loads)
-    show = partial(print_advice, advice, phases, weights, batches, launch, warned)
+    show = partial(print_advice, advice, phases, weights, batches, launch, warned, slot_ways)
     page = partial(_page, advice, phases, weights, asked, (engine, gpu, kernel), launch, warned, figures)
     return Answered(figures, show, page)
 

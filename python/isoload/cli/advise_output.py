@@ -19,7 +19,7 @@ from isoload.wording import between, saving, two_digits
 
 if TYPE_CHECKING:
     from isoload.analysis.advice import Advice, Question, Run, Span, Step
-    from isoload.analysis.details import Saving
+    from isoload.analysis.details import Saving, SlotsAnswer
     from isoload.analysis.judge import Judged
     from isoload.times import LayerTime
 
@@ -214,6 +214,43 @@ def warnings(advice: Advice, notes: list[str], guessed: bool = False) -> list[st
     return sentences
 
 
+SLOTS = (
+    Figure("label", "", "placement of SGLang's slots"),
+    Figure("ms", "ms", "a step"),
+    Figure("saved", "ms", "saved"),
+    Figure("imbalance", "", "max/mean", ".3f"),
+    Figure("gib", "", "GiB", ".2f"),
+    Figure("kv_tokens", "KV", "tokens", ","),
+    Figure("exports", "experts", "sent", ".1f"),
+)
+SENT = (
+    '"sent" counts the experts that the busiest rank sends in a layer and batch; "a step" contains what the dispatch '
+    "does not hide of their weights. "
+)
+KV_TOKENS = (
+    '"KV tokens" are tokens of bfloat16 KV cache that fit into what is left of the memory of one slot more.'
+)
+
+
+def slots_parts(answers: Sequence[SlotsAnswer]) -> tuple[list[Column], list[str], list[str]]:
+    """Return the table of ways to use memory for slots, which of them needs no more memory than it is worth, and
+    notes; answers: at least one.
+    """
+    from isoload.analysis.details import least_memory
+
+    best = least_memory(answers)
+    rows = [
+        {**answer.to_json(), "ms": between(*answer.ms), "saved": between(*answer.saved_ms)}
+        | {"gib": answer.slots_bytes / GIB}
+        for answer in answers
+    ]
+    advice = f"Slots: {best.label} takes at most 3 % longer than the fastest of these, with the least memory."
+    if not best.slots_bytes:
+        advice = "Slots: no replicas are needed. Without them a step takes at most 3 % longer than with the best here."
+    travels = any(answer.exports is not None for answer in answers)
+    return columns_of(SLOTS, rows), [advice], [f"{SENT if travels else ''}{KV_TOKENS}"]
+
+
 def print_advice(
     advice: Advice,
     phases: Mapping[str, Advice],
@@ -221,10 +258,11 @@ def print_advice(
     batches: int,
     launch: list[str],
     warned: list[str],
+    slots: Sequence[SlotsAnswer],
     console: Console,
     wide: bool = False,
 ) -> None:
-    """Print the table, the verdict, the commands, and the notes on the figures."""
+    """Print the table, the verdict, the commands, and the notes on the figures; slots: :func:`slots_parts`'s."""
     columns = columns_of(FIGURES, rows_of(advice, phases), wide)
     lines = question_lines(advice, phases, weights)
     say(console, ("bold", lines), columns, ("green", verdict_lines(advice, phases)))
@@ -235,7 +273,12 @@ def print_advice(
         for line in launch:  # not wrapped, so that it can be copied
             console.print(Text(f"  {printable(line)}"), soft_wrap=True)
         say(console, ("", [placeholders(launch)]))
-    say(console, ("dim", unit_notes(advice, batches, len(phases) > 1)), ("yellow", warned))
+    notes = unit_notes(advice, batches, len(phases) > 1)
+    if slots:
+        columns, sentences, more = slots_parts(slots)
+        say(console, columns, ("green", sentences))
+        notes += more
+    say(console, ("dim", notes), ("yellow", warned))
 
 
 COLOURS = {"without isoload": pages.LINES[1], "isoload": pages.OWN}

@@ -241,10 +241,17 @@ def record_facts(trace: Trace) -> dict[str, str]:
 def placement_facts(placement: Placement) -> dict[str, str]:
     """Return facts of a placement file, by label."""
     made_by = placement.provenance.get("placer") or placement.provenance.get("format")
+    spare = placement.spare_slots * placement.topology.num_ranks * placement.num_layers
+    absent = int((placement.slot_to_expert < 0).sum()) - spare
     return {
         "layers": placement.identity.describe(placement.layer_ids),
         "experts": f"{placement.num_routed} routed, {placement.num_shared} shared",
         "slots": f"{placement.slots_per_rank} per rank, {placement.spare_slots} of them spare",
+        **(
+            {"absent slots": f"{absent} of {placement.slot_to_expert.numel()}, without memory"}
+            if absent
+            else {}
+        ),
         "model": placement.identity.model or "not recorded",
         "made by": shown(made_by).strip("'") if made_by else "not recorded",
     }

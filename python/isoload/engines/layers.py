@@ -220,10 +220,27 @@ class EngineLayers(ABC, Generic[AnyLayer]):
         policies = sorted({layer.policy_name for layer in self.by_id.values()})
         self.metrics.begin("+".join(policies) or "engine", placer)
         self.set_attached()
+        self._set_replica_bytes()
         self.watch.metrics = self.metrics
         for user in (*self.by_id.values(), self.own_meter(), self.record):
             if user is not None:
                 user.metrics = self.metrics
+
+    def _set_replica_bytes(self) -> None:
+        """Set the metric of this rank's replicas, in the layers whose sizes are known."""
+        if not self.slot_bytes:
+            return
+        if self.record is not None:  # in shadow mode
+            tables, experts, topology = self.record.tables, self.record.num_experts, self.record.topology
+        elif self.by_id:
+            tables, experts, topology = self.tables, self._num_experts, self._topology
+        else:
+            return
+        size = tables.shape[1] // topology.num_ranks
+        local = tables[:, self.own_rank() * size :][:, :size]
+        even = experts / len(topology.live_ranks)
+        replicas = {i: int((local[i] >= 0).sum()) - even for i in self.slot_bytes}
+        self.metrics.set("replica_bytes", sum(number * self.slot_bytes[i] for i, number in replicas.items()))
 
     def decide(self, weights: Mapping[int, Sequence[Tensor]], interval: int) -> None:
         """Apply new maps from now on only if they pay, by ISOLOAD_REBALANCE.
@@ -291,6 +308,7 @@ class EngineLayers(ABC, Generic[AnyLayer]):
         self.tables, self._placements = tables.clone(), placements
         for write in writes:
             write()
+        self._set_replica_bytes()
         return True
 
     def check_loaded(self, weights: Mapping[int, Sequence[Tensor]]) -> None:

@@ -22,7 +22,7 @@ from isoload.online.metrics import set_refused
 
 log = logging.getLogger("isoload")
 Kind = Literal["replace", "around", "call", "fields"]
-# Among the options that seams serve: shadow mode attaches alone, other options only without it.
+# Among the options that seams serve: shadow mode attaches alone or with PAGES, other options only without it.
 SHADOW = "ISOLOAD_MODE=shadow"
 PAGES = "ISOLOAD_RAGGED=pages"
 EXTRA = (SPARE.name, PAGES)  # options that attach only where their variable is set
@@ -315,12 +315,15 @@ def extra_options(settings: Settings) -> set[str]:
 
 
 def of_mode(seams: Sequence[Seam], mode: str, extra: Collection[str] = ()) -> list[Seam]:
-    """Return the seams of shadow mode, or of the other options, with only these options named; extra: options of EXTRA
-    that are on.
+    """Return the seams of shadow mode, or of the other options, with only these options named; absent slots need theirs
+    in both.
+
+    extra: options of EXTRA that are on.
     """
     needed = []
     for seam in seams:
-        serves = tuple(option for option in seam.serves if (option == SHADOW) == (mode == "shadow"))
+        in_shadow = mode == "shadow"
+        serves = tuple(o for o in seam.serves if o == PAGES or (o == SHADOW) == in_shadow)
         serves = tuple(option for option in serves if option not in EXTRA or option in extra)
         if serves or not seam.serves:
             needed.append(replace(seam, serves=serves))

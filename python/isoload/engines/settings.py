@@ -319,8 +319,8 @@ def _spare(text: str, policy: str | None, environ: Mapping[str, str]) -> int:
 def _check_ragged(ragged: str, environ: Mapping[str, str]) -> None:
     if ragged not in ("", "pages"):
         raise ValueError(f"{RAGGED.name} must be pages or empty, got {ragged!r}")
-    if ragged and (mode := _text(MODE, environ)) != "on":
-        raise ValueError(f"{MODE.name} must be on with {RAGGED.name}={ragged}, got {mode!r}")
+    if ragged and _text(MODE, environ) == "off":
+        raise ValueError(f"{MODE.name} must be on or shadow with {RAGGED.name}={ragged}, got 'off'")
     for name, reason in (
         (SPARE.name, "whose slots need memory in every layer"),
         (REBALANCE.name, "which compares maps of the same slots"),

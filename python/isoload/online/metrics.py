@@ -69,6 +69,11 @@ METRICS = {
         "slots whose weights differ from those of their expert, in the last check of each layer",
         counts="max",
     ),
+    "replica_bytes": Metric(
+        "gauge",
+        "bytes of weights and scales of this rank's replicas over all layers: its slots with memory beyond an even "
+        "part of one slot for each expert",
+    ),
     "rebalance_stalled_seconds": Metric(
         "gauge", "seconds without progress of a stalled rebalance; 0: no rebalance has stalled", counts="max"
     ),
@@ -89,7 +94,10 @@ METRICS = {
         "counter", "experts that arrived on this rank from other ranks, over all layers"
     ),
     "bytes_moved_total": Metric("counter", "bytes of weights and scales of these experts"),
-    "fills_total": Metric("counter", "layers times prefills in which experts travelled to spare slots"),
+    "fills_total": Metric(
+        "counter",
+        "layers times prefills in which experts travelled to spare slots; would have, in shadow mode",
+    ),
     "experts_travelled_total": Metric(
         "counter", "experts that came to this rank's spare slots within prefills, over all layers"
     ),

@@ -280,7 +280,12 @@ def launch_line(placement: Placement, format: str, path: str, ranks: int | None 
     The line names one arrangement of the ranks, tensor parallel; other arrangements take the same file.
     """
     try:
-        slots = engine_slots(placement, holes=format == "sglang")
+        table = placement.arrays[0]
+        # Without the number of ranks it is unknown whether absent slots are the last of their rank; SGLang checks it.
+        absent = (
+            ranks is None and format == "sglang" and not placement.spare_slots and bool((table < 0).any())
+        )
+        slots = table if absent else engine_slots(placement, holes=format == "sglang")
     except ValueError:  # spare, dead or absent slots
         return ""
     redundant, file = slots.shape[1] - placement.num_routed, shlex.quote(path)

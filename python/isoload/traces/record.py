@@ -288,10 +288,12 @@ def repeated_rows(ids: Ints) -> npt.NDArray[np.bool_]:
 
 
 def counts_of_slots(slot_map: Ints, copies: Ints, num_experts: int) -> Ints:
-    """Return [L, E] int64 copies of experts, from copies of the slots that hold them; both arguments [L, P]."""
-    counts = np.zeros((len(slot_map), num_experts), dtype=np.int64)
+    """Return [L, E] int64 copies of experts, from copies of the slots that hold them; both arguments [L, P]. Copies of
+    absent slots (-1) are not counted.
+    """
+    counts = np.zeros((len(slot_map), num_experts + 1), dtype=np.int64)
     np.add.at(counts, (np.arange(len(slot_map))[:, None], slot_map), copies)
-    return counts
+    return counts[:, :num_experts]
 
 
 def check_covered(key: str, slot_map: Ints, num_experts: int) -> None:

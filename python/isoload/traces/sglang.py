@@ -215,9 +215,9 @@ def _slot_maps(dumps: _Dumps) -> dict[Path, Ints]:
 
 def _slot_map(path: Path, dump: dict[str, Any], shape: Sequence[int | None]) -> Ints:
     slot_map = integers(path, _MAP, dump[_MAP], shape)
-    if not slot_map.size or slot_map.min() < 0:
+    if not slot_map.size or slot_map.min() < -1:
         got = slot_map.min() if slot_map.size else f"shape {list(slot_map.shape)}"
-        raise ValueError(f"{path}: {_MAP} must name an expert in every slot, got {got}")
+        raise ValueError(f"{path}: {_MAP} must have an expert in each slot, or -1 (absent), got {got}")
     if (largest := slot_map.max()) >= (slots := slot_map.shape[1]):
         raise ValueError(f"{path}: {_MAP} must name at most {slots} experts, one per slot, got id {largest}")
     return slot_map
@@ -320,14 +320,23 @@ def _slots_of(path: Path, raw: dict[str, Any], mode: str, shape: Sequence[int]) 
 
 def _logical_counts(path: Path, raw: dict[str, Any], slot_map: Ints, num_experts: int) -> Ints:
     """Return [L, E] copies, summed over an expert's slots."""
-    return counts_of_slots(slot_map, _slots_of(path, raw, "per_pass", slot_map.shape), num_experts)
+    copies = _slots_of(path, raw, "per_pass", slot_map.shape)
+    _check_absent(path, bool(copies[slot_map < 0].any()))
+    return counts_of_slots(slot_map, copies, num_experts)
+
+
+def _check_absent(path: Path, some_copies: bool) -> None:
+    if some_copies:
+        raise ValueError(f"{path}: must have no copies in absent slots (-1 in {_MAP}), got some")
 
 
 def _logical_ids(path: Path, raw: dict[str, Any], slot_map: Ints) -> Ints:
     """Return [L, tokens, 8] experts, -1 = padding."""
     slots = _slots_of(path, raw, "per_token", slot_map.shape)
     layer = np.arange(len(slot_map))[:, None, None]
-    ids: Ints = np.where(slots >= 0, slot_map[layer, slots], -1).transpose(1, 0, 2).astype(np.int32)
+    experts = slot_map[layer, slots]
+    _check_absent(path, bool((experts[slots >= 0] < 0).any()))
+    ids: Ints = np.where(slots >= 0, experts, -1).transpose(1, 0, 2).astype(np.int32)
     return ids
 
 

@@ -42,6 +42,11 @@ def register() -> None:
         "sglang.srt.layers.moe.ep_moe.layer.DeepEPMoE.forward_impl", experts_over_gloo, HookType.REPLACE
     )
     for_data_parallel_attention()
+    if os.environ.get("ENGINE_LP") == "1":
+        from sglang.srt.eplb import lplb_solver
+
+        # Its ranks without tokens join the gather as DeepSeek's do; SGLang lists models that it has validated.
+        lplb_solver._LPLB_SUPPORTED_MODEL_ARCHS |= {"Qwen3MoeForCausalLM"}
     if os.environ.get("ISOLOAD_SGLANG") == "1":
         HookRegistry.register("isoload.balancing.balancer.Balancer.exchange", say_exchange, HookType.AROUND)
     if "ISOLOAD_SPARE_SLOTS" in os.environ:
@@ -205,8 +210,12 @@ def say_exchange(original: Any, balancer: Any, *others: Any) -> Any:
 
 def record_slots(original: Any, topk_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
     """A line per layer and batch: logical ids in, slots out."""
-    logical = topk_ids.clone()
+    from sglang.srt.layers.moe import topk
+
+    logical, cuda = topk_ids.clone(), topk._is_cuda
+    topk._is_cuda = cuda or os.environ.get("ENGINE_LP") == "1"  # the only branch with a solver
     result = original(topk_ids, *args, **kwargs)
+    topk._is_cuda = cuda
     layer = kwargs.get("layer_id", args[3] if len(args) > 3 else None)
     line = {"layer": layer, "ids": logical.tolist(), "slots": result[0].tolist()}
     with open(f"{os.environ['ENGINE_RECORD']}.{os.getpid()}", "a") as file:
@@ -220,7 +229,7 @@ def record_fill(original: Any, spare: Any, *args: Any) -> Tensor:
     slots: Tensor = original(spare, *args)
     of = spare.layer.balancer
     line = {
-        "layer": of.layer, "borrows": of.policy.borrows, "loads": of.last_loads.sum(0).tolist(),
+        "layer": of.layer, "tokens": len(args[0]), "borrows": of.policy.borrows, "loads": of.last_loads.sum(0).tolist(),
         "peak": int(of.last_plan.peak), "table": spare.filled.slot_to_expert.tolist(),
         "counts": [now - then for now, then in zip(spare.counts.tolist()[:5], before, strict=True)],
     }  # fmt: skip

@@ -78,6 +78,8 @@ def check_start(runner: Any) -> None:
         raise ValueError(
             f"{whose}--ep-dispatch-algorithm {algorithm} {without}: it sends copies to absent slots"
         )
+    if options.enable_eplb and LAYERS.settings.mode == "shadow":
+        raise ValueError(f"--enable-eplb {without} in shadow mode: SGLang's own algorithms fill every slot")
     if options.enable_eplb and not LAYERS.places():
         raise ValueError(
             f"--eplb-algorithm must be isoload with {RAGGED.name}={LAYERS.settings.ragged}, because SGLang's own fill "
@@ -162,12 +164,14 @@ def update_weights(original: Original, **kwargs: Any) -> dict[int, list[int]]:
 
     Raises:
         ValueError: a rank would have more slots than it had at the start.
+        RuntimeError: :func:`check_in_place`.
     """
     old, new = (kwargs[f"{name}_expert_location_metadata"] for name in ("old", "new"))
     layers: list[int] = list(kwargs["update_layer_ids"])
     before, after = (resident_slots(m.physical_to_logical_map_cpu, m.ep_size) for m in (old, new))
     pool, rank, missing = LAYERS.pages, LAYERS.engine_rank(), dict[int, list[int]]()
     assert pool is not None
+    check_in_place()
     grows = (after > before).any(1)
     check_moves(before, after, layers, pool)
     for part in ([i for i in layers if not grows[i]], [i for i in layers if grows[i]]):
@@ -176,6 +180,18 @@ def update_weights(original: Original, **kwargs: Any) -> dict[int, list[int]]:
             missing |= original(**(kwargs | {"update_layer_ids": part}))
             pool.resize({i: int(after[i, rank]) for i in part})
     return missing
+
+
+def check_in_place() -> None:
+    """Raise RuntimeError if a weight update has replaced the memory of experts, which rebalances would then not move:
+    the same on all ranks, since all load the same weights.
+    """
+    for layer, parameter, paged in LAYERS.paged:
+        if parameter.data_ptr() != paged.data_ptr():
+            raise RuntimeError(
+                f"a weight update has replaced the memory of experts in layer {layer}, whose absent slots then take "
+                f"memory ({RAGGED.name}={LAYERS.settings.ragged}): restart with the new weights"
+            )
 
 
 def check_moves(before: Tensor, after: Tensor, layers: Sequence[int], pool: PagePool) -> None:
@@ -230,7 +246,7 @@ def into_pages(runner: Any) -> None:
     weights = weights_of(runner.model, RAGGED)
     slots = resident_slots(metadata.physical_to_logical_map_cpu, metadata.ep_size)
     stride = metadata.physical_to_logical_map_cpu.shape[1] // metadata.ep_size
-    rank, pool = LAYERS.engine_rank(), PagePool()
+    rank, pool, LAYERS.paged = LAYERS.engine_rank(), PagePool(), []
     parameters = {p.data_ptr(): p for p in runner.model.parameters() if p.numel()}
     for layer, tensors in sorted(weights.items()):
         wrong = [
@@ -267,7 +283,8 @@ def replace(
     """
     old = [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors]
     for i, new in enumerate(paged):
-        parameters.pop(tensors[i].data_ptr()).data = new
+        (parameter := parameters.pop(tensors[i].data_ptr())).data = new
+        LAYERS.paged.append((layer, parameter, new))
         tensors[i] = new  # the engine moves experts between these
     if not all(storage.expired() for storage in old):
         gc.collect()

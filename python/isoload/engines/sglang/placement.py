@@ -109,7 +109,9 @@ def check_file(model_config: Any) -> None:
     Raises:
         ValueError: the file is of other layers, experts or slots.
     """
-    if not {"dynamic", "lp", EPLB} - LAYERS.lost:  # an older SGLang may have no get_exec
+    if (
+        not {"dynamic", "lp", EPLB} - LAYERS.lost and not LAYERS.settings.ragged
+    ):  # an older SGLang may have no get_exec
         return
     path = moe().init_expert_location
     # While ranks may join, SGLang adds their slots to those of the file, and checks the sum.
