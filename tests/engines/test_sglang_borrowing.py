@@ -281,7 +281,8 @@ def check(
     algorithm: str | None = "dynamic", overlap: bool = False, dwdp_size: int = 1, **changed: Any
 ) -> None:
     options = SimpleNamespace(**(vars(OPTIONS) | changed))
-    borrowing.check_options(algorithm, options, overlap, dwdp_size, RANKS)
+    others = SimpleNamespace(enable_two_batch_overlap=overlap), SimpleNamespace(dwdp_size=dwdp_size)
+    borrowing.check_options(algorithm, RANKS, options, *others)
 
 
 def test_options_with_which_experts_travel(started: None) -> None:
@@ -297,13 +298,25 @@ def test_the_documented_launch_is_accepted() -> None:
     assert settings.spare_slots == 1 and settings.policies_for(shared=False)["prefill"].refill_above == 1.1
 
 
+UNFIT = {
+    "--enable-two-batch-overlap": {"overlap": True},
+    "--moe-a2a-backend": {"moe_a2a_backend": "megamoe"},
+    "--dwdp-size": {"dwdp_size": 4},
+    "--elastic-ep-backend": {"elastic_ep_backend": "mooncake"},
+    "--enable-waterfill": {"enable_waterfill": True},
+    "--enable-deepep-waterfill": {"enable_deepep_waterfill": True},
+}
+
+
+@pytest.mark.parametrize("option", UNFIT)
+def test_options_that_use_the_weights_in_other_ways(started: None, option: str) -> None:
+    (value,) = UNFIT[option].values()
+    rule = f"{option} must be left out with ISOLOAD_SPARE_SLOTS, got {value!r}"
+    with pytest.raises(ValueError, match=f"^{re.escape(rule)}$"):
+        check(**UNFIT[option])
+
+
 REFUSED = [
-    ({"overlap": True}, "without --enable-two-batch-overlap, whose two micro-batches would share the spare slots"),
-    ({"moe_a2a_backend": "megamoe"}, "without --moe-a2a-backend megamoe, whose kernel reads experts while they travel"),
-    ({"dwdp_size": 4}, "without --dwdp-size, which moves the same weights"),
-    ({"elastic_ep_backend": "mooncake"}, "without --elastic-ep-backend, whose ranks may leave"),
-    ({"enable_waterfill": True}, "without --enable-waterfill, whose shared experts follow the spare slots"),
-    ({"enable_deepep_waterfill": True}, "without --enable-waterfill"),
     (
         {"algorithm": "static"},
         "with --ep-dispatch-algorithm dynamic and --moe-a2a-backend none, got 'static'",

@@ -55,9 +55,7 @@ def register() -> None:
     if "ENGINE_PAGES" in os.environ:
         sys.path.append(str(Path(__file__).parents[2]))  # tests, for support
         HookRegistry.register("isoload.engines.sglang.pages.into_pages", record_pages, HookType.AROUND)
-        HookRegistry.register(
-            "isoload.engines.layers.EngineLayers.check_moved", record_pages_of, HookType.AROUND
-        )
+        HookRegistry.register("isoload.engines.sglang.pages.update_weights", record_moves, HookType.AROUND)
     if "ENGINE_GPU_PAGES" in os.environ:
         over_gpu_pages()
     if os.environ.get("ENGINE_DRAWN") == "1":
@@ -169,10 +167,16 @@ def record_pages(original: Any, runner: Any) -> None:
     write_pages(LAYERS, get_global_expert_location_metadata().physical_to_logical_map_cpu)
 
 
-def record_pages_of(original: Any, layers: Any, *args: Any) -> None:
-    """The same after a rebalance, behind the comparison of weights."""
-    original(layers, *args)
-    write_pages(layers, layers.tables)
+def record_moves(original: Any, move: Any, **kwargs: Any) -> Any:
+    """The same when the weights of some layers have moved."""
+    from isoload.engines.sglang import LAYERS
+
+    old, new = (kwargs[f"{name}_expert_location_metadata"] for name in ("old", "new"))
+    table, layers = old.physical_to_logical_map_cpu.clone(), kwargs["update_layer_ids"]
+    result = original(move, **kwargs)
+    table[layers] = new.physical_to_logical_map_cpu[layers]
+    write_pages(LAYERS, table)
+    return result
 
 
 def write_pages(layers: Any, table: Tensor) -> None:

@@ -23,7 +23,7 @@ from isoload.balancing.counting import without_padding
 from isoload.balancing.planning import refill
 from isoload.engines.layers import EngineLayer
 from isoload.engines.settings import SPARE
-from isoload.engines.sglang.layers import EPLB, LAYERS, moe, parallel, topology_of
+from isoload.engines.sglang.layers import EPLB, LAYERS, check_foreign, moe, parallel, topology_of
 from isoload.engines.tables import fill_spare_slots, in_order, only_spare, with_empty
 from isoload.placement.placed_layers import PlacedLayers, own_layers
 from isoload.topology import Topology
@@ -198,8 +198,7 @@ def check_start(metadata: Any, algorithm: str | None) -> None:
     if LAYERS.settings.spare_slots:
         from sglang.srt.runtime_context import get_exec
 
-        overlap = get_exec().overlap.enable_two_batch_overlap
-        check_options(algorithm, moe(), overlap, parallel().dwdp_size, metadata.ep_size)
+        check_options(algorithm, metadata.ep_size, moe(), get_exec().overlap, parallel())
         check_layout(metadata)
 
 
@@ -214,37 +213,34 @@ def check_redundant(redundant: int, num_ranks: int) -> None:
         )
 
 
-def check_options(algorithm: str | None, options: Any, overlap: bool, dwdp_size: int, num_ranks: int) -> None:
+# Two micro-batches of a layer would share the spare slots; MegaMoE's kernel reads experts while they travel; DWDP moves
+# the same weights; ranks of elastic EP may leave; Waterfill's shared experts follow the spare slots.
+UNFIT = (
+    "enable_two_batch_overlap", "moe_a2a_backend", "dwdp_size", "elastic_ep_backend", "enable_waterfill",
+    "enable_deepep_waterfill",
+)  # fmt: skip
+
+
+def check_options(algorithm: str | None, num_ranks: int, options: Any, *others: Any) -> None:
     """Raise ValueError for options with which experts cannot travel.
 
     Args:
         algorithm: --ep-dispatch-algorithm.
-        options: SGLang's of MoE layers.
-        overlap: --enable-two-batch-overlap.
-        dwdp_size: --dwdp-size.
         num_ranks: R.
+        options: SGLang's of MoE layers; others: its other options.
     """
     check_redundant(options.ep_num_redundant_experts, num_ranks)
-    backend = options.moe_a2a_backend
+    check_foreign(SPARE.name, UNFIT, options, *others)
+    backend, recorder = options.moe_a2a_backend, options.expert_distribution_recorder_mode
     wanted = "dynamic" if backend == "none" else "lp"
     placed_by = options.eplb_algorithm if options.enable_eplb else "isoload"
     at_sender = backend == "none" or (backend != "mori" and options.deepep_mode == "normal")
-    recorder = options.expert_distribution_recorder_mode
-    shared = any(getattr(options, f"enable_{name}", False) for name in ("waterfill", "deepep_waterfill"))
     refused = (
         (SPARE.name in LAYERS.lost, "with the SGLang functions that isoload expects: see the lines above"),
-        (
-            backend == "megamoe",
-            "without --moe-a2a-backend megamoe, whose kernel reads experts while they travel",
-        ),
         (
             algorithm != wanted or wanted in LAYERS.lost,
             f"with --ep-dispatch-algorithm {wanted} and --moe-a2a-backend {backend}, got {algorithm!r}",
         ),
-        (overlap, "without --enable-two-batch-overlap, whose two micro-batches would share the spare slots"),
-        (dwdp_size > 1, "without --dwdp-size, which moves the same weights"),
-        (options.elastic_ep_backend is not None, "without --elastic-ep-backend, whose ranks may leave"),
-        (shared, "without --enable-waterfill, whose shared experts follow the spare slots"),
         (
             placed_by != "isoload" or EPLB in LAYERS.lost,
             f"with --eplb-algorithm isoload, because other placers put experts in spare slots alone, got {placed_by!r}",

@@ -8,7 +8,7 @@ imported inside of functions, which only its processes call.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -376,6 +376,41 @@ def prefill_graphs() -> Callable[[], bool]:
         ) from None
     in_scope: Callable[[], bool] = is_in_prefill_graph_scope
     return in_scope
+
+
+def check_foreign(feature: str, names: Iterable[str], *sources: Any) -> None:
+    """Raise ValueError if one of these options of FOREIGN is on; feature: isoload's, which cannot be combined with
+    them.
+
+    sources: records of SGLang's options, the first that has an option counts.
+    """
+    for name in names:
+        value = next((getattr(source, name) for source in sources if hasattr(source, name)), None)
+        off, parts = FOREIGN[name]
+        if (value not in off) if off else any(part in str(value or "") for part in parts):
+            raise ValueError(f"--{name.replace('_', '-')} must be left out with {feature}, got {value!r}")
+
+
+# SGLang's options whose code reads, moves or frees the memory of experts in other ways: the values with which each is
+# off, or the parts of values with which it is on.
+FOREIGN: dict[str, tuple[tuple[Any, ...], tuple[str, ...]]] = {
+    "elastic_ep_backend": ((None, "none"), ()),
+    "enable_elastic_expert_backup": ((None, False), ()),
+    "enable_paged_experts": ((None, False), ()),
+    "dwdp_size": ((None, 0, 1), ()),
+    "enable_memory_saver": ((None, False), ()),
+    "remote_instance_weight_loader_start_seed_via_transfer_engine": ((None, False), ()),
+    "weight_cache_mode": ((None, "none", "off", ""), ()),
+    "kt_weight_path": ((None, ""), ()),
+    "cpu_offload_gb": ((None, 0), ()),
+    "offload_group_size": ((None, -1, 0), ()),
+    "moe_a2a_backend": ((), ("megamoe",)),
+    "moe_runner_backend": ((), ("megamoe",)),
+    "load_format": ((), ("expert_pack", "remote")),
+    "enable_two_batch_overlap": ((None, False), ()),
+    "enable_waterfill": ((None, False), ()),
+    "enable_deepep_waterfill": ((None, False), ()),
+}
 
 
 def elastic_backend() -> str | None:

@@ -19,29 +19,15 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from isoload.engines.settings import CHUNKS, PLACER, RAGGED
-from isoload.engines.sglang.layers import LAYERS, moe
+from isoload.engines.sglang.layers import FOREIGN, LAYERS, check_foreign, moe
 from isoload.placers import make_placer, parse_placer
 from isoload.weights.pages import PagePool, resident_slots
 
 log = logging.getLogger("isoload")
 Original = Callable[..., Any]
 CANARY = "SGLANG_EXPERT_LOCATION_UPDATER_CANARY"
-# SGLang's options whose code reads, moves or frees the memory of experts in other ways: by attribute the values with
-# which they are off.
-FOREIGN: dict[str, tuple[Any, ...]] = {
-    "elastic_ep_backend": (None, "none"),
-    "enable_elastic_expert_backup": (None, False),
-    "enable_paged_experts": (None, False),
-    "dwdp_size": (None, 0, 1),
-    "enable_memory_saver": (None, False),
-    "remote_instance_weight_loader_start_seed_via_transfer_engine": (None, False),
-    "weight_cache_mode": (None, "none", "off", ""),
-    "kt_weight_path": (None, ""),
-    "cpu_offload_gb": (None, 0),
-    "offload_group_size": (None, -1, 0),
-}
-FOREIGN_VALUES = {"megamoe": ("moe_a2a_backend", "moe_runner_backend"), "expert_pack": ("load_format",)}
-FOREIGN_VALUES |= {"remote": ("load_format",)}
+# Options of FOREIGN that know nothing of absent slots and need not.
+FREE = ("enable_two_batch_overlap", "enable_waterfill", "enable_deepep_waterfill")
 
 
 def check_start(runner: Any) -> None:
@@ -55,50 +41,48 @@ def check_start(runner: Any) -> None:
     """
     if not LAYERS.settings.ragged:
         return
-    without = f"must be left out with {RAGGED.name}={LAYERS.settings.ragged}"
+    options, placer = moe(), LAYERS.settings.placer
+    feature = f"{RAGGED.name}={LAYERS.settings.ragged}"
     device = str(getattr(runner, "device", "cpu")).partition(":")[0]
-    if device not in ("cpu", "cuda") or (device == "cuda" and torch.version.hip):
-        raise ValueError(
-            f"{RAGGED.name}={LAYERS.settings.ragged} gives back memory on CPUs and NVIDIA GPUs only, the model is on "
-            f"{device}: use a file without absent slots (isoload place --rectangle)"
-        )
-    options, arguments = moe(), getattr(runner, "server_args", None)
-    for name, off in FOREIGN.items():
-        value = getattr(arguments, name, None)
-        if value not in off:
-            raise ValueError(f"--{name.replace('_', '-')} {without}, got {value!r}")
-    for part, names in FOREIGN_VALUES.items():
-        for name in names:
-            value = str(getattr(arguments, name, None) or "")
-            if part in value:
-                raise ValueError(f"--{name.replace('_', '-')} {value} {without}")
-    algorithm = options.ep_dispatch_algorithm
-    if algorithm == "fake" or (algorithm == "lp" and "lp" in LAYERS.lost):
-        whose = "SGLang's own " if algorithm == "lp" else ""
-        raise ValueError(
-            f"{whose}--ep-dispatch-algorithm {algorithm} {without}: it sends copies to absent slots"
-        )
-    if options.enable_eplb and LAYERS.settings.mode == "shadow":
-        raise ValueError(f"--enable-eplb {without} in shadow mode: SGLang's own algorithms fill every slot")
-    if options.enable_eplb and not LAYERS.places():
-        raise ValueError(
-            f"--eplb-algorithm must be isoload with {RAGGED.name}={LAYERS.settings.ragged}, because SGLang's own fill "
-            f"every slot, got {options.eplb_algorithm!r}"
-        )
-    chunks = getattr(options, "eplb_rebalance_layers_per_chunk", None)
-    if (
-        options.enable_eplb
-        and chunks is not None
-        and make_placer(*parse_placer(LAYERS.settings.placer)).has_budget
-    ):
-        raise ValueError(
-            f"{CHUNKS} {without} and {PLACER.name}={LAYERS.settings.placer}, which moves memory between layers, got "
-            f"{chunks}"
-        )
-    if os.environ.get(CANARY, "").lower() in ("1", "true", "yes", "y"):
-        raise ValueError(
-            f"{CANARY} must be unset with {RAGGED.name}: it compares the map of absent slots with weights"
-        )
+    check_foreign(
+        feature, [name for name in FOREIGN if name not in FREE], getattr(runner, "server_args", None)
+    )
+    algorithm, chunks = (
+        options.ep_dispatch_algorithm,
+        getattr(options, "eplb_rebalance_layers_per_chunk", None),
+    )
+    without, shadow = f"must be left out with {feature}", LAYERS.settings.mode == "shadow"
+    refused = (
+        (
+            device not in ("cpu", "cuda") or (device == "cuda" and torch.version.hip),
+            f"{feature} gives back memory on CPUs and NVIDIA GPUs only, the model is on {device}: use a file without "
+            "absent slots (isoload place --rectangle)",
+        ),
+        (
+            algorithm == "fake" or (algorithm == "lp" and "lp" in LAYERS.lost),
+            f"SGLang's own --ep-dispatch-algorithm {algorithm} {without}: it sends copies to absent slots",
+        ),
+        (
+            options.enable_eplb and shadow,
+            f"--enable-eplb {without} in shadow mode: SGLang's own algorithms fill every slot",
+        ),
+        (
+            options.enable_eplb and not LAYERS.places(),
+            f"--eplb-algorithm must be isoload with {feature}, because SGLang's own fill every slot, got "
+            f"{options.eplb_algorithm!r}",
+        ),
+        (
+            options.enable_eplb and chunks is not None and make_placer(*parse_placer(placer)).has_budget,
+            f"{CHUNKS} {without} and {PLACER.name}={placer}, which moves memory between layers, got {chunks}",
+        ),
+        (
+            os.environ.get(CANARY, "").lower() in ("1", "true", "yes", "y"),
+            f"{CANARY} must be unset with {feature}: it compares the map of absent slots with weights",
+        ),
+    )
+    for wrong, rule in refused:
+        if wrong:
+            raise ValueError(rule)
 
 
 def by_mapping(
