@@ -22,6 +22,7 @@ from isoload.engines.settings import (
     Variable,
     is_on,
 )
+from isoload.policies import make_policy
 
 ROOT = Path(__file__).parents[2]
 
@@ -207,6 +208,15 @@ def test_spare_slots_come_with_a_policy_that_fills_them_in_prefill() -> None:
         ValueError, match="ISOLOAD_POLICY must be exact if ISOLOAD_MODE is shadow, got 'prefill"
     ):  # fmt: skip
         Settings.read(shadow | {"ISOLOAD_POLICY": TRAVELS.replace("decode=exact", "decode=exact_active")})
+
+
+def test_llep_has_defaults_of_its_own_in_engines() -> None:
+    """The documented policy moves experts for small imbalances, too; options that are named count."""
+    for more, want in (("", {}), (":threshold=1.2:min_chunk=256", {"threshold": 1.2, "min_chunk": 256})):
+        policy = f"prefill=llep:within=node:refill_above=1.1{more},decode=exact"
+        settings = Settings.read({"ISOLOAD_SPARE_SLOTS": "1", "ISOLOAD_POLICY": policy})
+        options = {"threshold": 1.0, "min_chunk": 128, "within": "node", "refill_above": 1.1} | want
+        assert settings.policies_for(shared=False)["prefill"] == make_policy("llep", options)
 
 
 @pytest.mark.parametrize(("name", "value"), BAD)

@@ -397,7 +397,7 @@ def test_a_file_with_an_expert_in_spare_slots_alone_is_refused(
         borrowing.check_layout(metadata_of(table))
 
 
-def test_rebalances_fill_spare_slots_by_the_counts_of_their_node() -> None:
+def test_rebalances_fill_spare_slots_by_the_counts() -> None:
     counts = skewed_counts(3)
     table = maps(3).view(NUM_LAYERS, RANKS, SIZE)
     homes = table.clone()
@@ -409,6 +409,19 @@ def test_rebalances_fill_spare_slots_by_the_counts_of_their_node() -> None:
         assert all(len(set(of_rank)) == SIZE for of_rank in table[layer].tolist())
     placed = isoload.Placement(homes.flatten(1).int(), TOPOLOGY, EXPERTS, spare_slots=SPARE)
     assert torch.equal(fill_spare_slots(placed, counts * 1e9), fill_spare_slots(placed, counts * 1e9))
+
+
+def test_spare_slots_start_with_experts_of_other_nodes() -> None:
+    """A rebalance may cross nodes, and prefill keeps what it need not replace: else no split levels the nodes."""
+    homes = torch.arange(EXPERTS, dtype=torch.int32).view(RANKS, -1)
+    slots = torch.cat([homes, torch.full((RANKS, SPARE), -1, dtype=torch.int32)], dim=1).view(1, -1)
+    placed = isoload.Placement(slots, TOPOLOGY, EXPERTS, spare_slots=SPARE)
+    counts = torch.where(torch.arange(EXPERTS) < EXPERTS // 2, 300.0, 100.0).view(
+        1, -1
+    )  # node 0 has the hot half
+    table = fill_spare_slots(placed, counts)[0]
+    peak = exact_peak(counts[0].int(), table)
+    assert peak < 1.01 * float(counts.sum()) / RANKS < float(counts[0, : EXPERTS // 2].sum()) / 2
 
 
 WHOLE = {"w13_weight": (SIZE, 4, 3), "w2_weight": (SIZE, 3, 2), "w13_weight_bias": (SIZE, 4)}

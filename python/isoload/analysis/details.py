@@ -37,6 +37,7 @@ from isoload.balancing.planning import fill, plan, refill, share_routed
 from isoload.placement.placement import Placement
 from isoload.placers import place
 from isoload.policies import make_policy
+from isoload.policies.borrowing import IN_ENGINES
 from isoload.times import AllToAllTime, LayerTime
 from isoload.times.exchanges import DEFAULT_BANDWIDTHS
 from isoload.topology import Topology, over_mean
@@ -146,7 +147,7 @@ def few_layers(candidate: Candidate, question: Question, judged: Judged, layers:
 
 
 BUDGETS = (2, 8)  # replicas of a rank over all layers
-SPARE = make_policy("llep", {"within": "node", "threshold": 1.0, "min_chunk": 64, "refill_above": 1.1})
+SPARE = make_policy("llep", IN_ENGINES | {"within": "node", "refill_above": 1.1})
 
 
 @dataclass(frozen=True)
@@ -250,7 +251,7 @@ def travelling(placement: Placement, question: Question, judged: Judged) -> tupl
     placed_layers, topology, model = placement.layers("cpu"), placement.topology, question.model
     scale = min(1.0, 2**30 / max(float(judged.calibration.sum(-1).max()), 1.0))
     counts = torch.from_numpy((judged.calibration * scale).astype(np.int32))
-    last = fill(counts, placed_layers, policy="hedge", within="node")
+    last = fill(counts, placed_layers, policy="hedge")
     batches, moves = list[Batch](), list[Floats]()
     for loads in judged.loads:
         new = refill(SPARE, loads, placed_layers, last)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from isoload.checks import parse_amount
 from isoload.engines.worth import RebalanceRule
 from isoload.placers import make_placer, parse_placer
 from isoload.policies import Policy, make_policy, parse_policy
+from isoload.policies.borrowing import IN_ENGINES
 from isoload.policies.shared import SharedPolicy
 from isoload.times.file import load
 from isoload.wording import not_one_of
@@ -109,6 +110,7 @@ MODES = ("on", "off", "shadow")
 # Of the default policies. The last thousandth of a plan moves few copies, and a plan without it takes up to 9 % less
 # time on a CPU: `tolerance` in bench/bench_plan.py.
 TOLERANCE = 0.001
+OPTIONS: dict[str, dict[str, Any]] = {"llep": IN_ENGINES}  # unless ISOLOAD_POLICY names others
 ALL_LOADS = ("gathered", "own", "node")
 PHASES = ("prefill", "decode")
 
@@ -280,7 +282,7 @@ def _usable(text: str) -> Policy:
         name, options = parse_policy(text)
     except ValueError as error:
         raise ValueError(f"{POLICY.name}: {error}") from None
-    policy = make_policy(name, options)
+    policy = make_policy(name, OPTIONS.get(name, {}) | options)
     if policy.cpu_only:
         raise ValueError(
             f"{POLICY.name} must plan on the engine's device, this policy computes on the CPU only, got {text!r}"

@@ -118,7 +118,10 @@ def with_empty(resident: Tensor, num_ranks: int, spare: int) -> Tensor:
 
 
 def fill_spare_slots(placement: Placement, counts: Tensor) -> Tensor:
-    """Return [L, P] the expert in each slot, with spare slots that hold replicas of hot experts of their node.
+    """Return [L, P] the expert in each slot, with spare slots that hold replicas of hot experts.
+
+    The replicas may be of another node: an engine loads or rebalances them, and prefill later keeps those that it does
+    not need to replace. Without them no split levels the nodes.
 
     Args:
         placement: with empty spare slots.
@@ -126,7 +129,7 @@ def fill_spare_slots(placement: Placement, counts: Tensor) -> Tensor:
     """
     scale = min(1.0, 2**30 / max(float(counts.sum(1).max()), 1.0))
     loads = (counts.cpu().double() * scale).round().clamp(min=1).to(torch.int32)
-    tables = fill(loads, placement, policy="hedge", within="node").slot_to_expert.clone()
+    tables = fill(loads, placement, policy="hedge").slot_to_expert.clone()
     size = placement.slots_per_rank
     for layer, slot in (
         (tables < 0).nonzero().tolist()
