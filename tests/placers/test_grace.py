@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 
 import numpy as np
@@ -214,6 +215,56 @@ def test_a_missing_scikit_learn_is_named(monkeypatch):
         isoload.place(trace, isoload.Topology(4), placer="grace")
 
 
+@pytest.mark.parametrize("slots", [4, 5, 8])
+def test_equal_groups_fill_every_slot_with_what_helps_most(slots):
+    """The planted groups come back, and every replica is of an expert that its rank lacks; checked by plain loops."""
+    trace, deals = make_trace(BLOCKS)
+    placement = isoload.place(trace, isoload.Topology(4), slots, "grace", equal=True)
+    assert placement.slots_per_rank == slots and bool((placement.slot_to_expert >= 0).all())
+    loads = trace.batch_counts().sum(0)
+    for layer, deal in enumerate(deals):
+        table = placement.slot_to_expert[layer].view(4, -1)
+        wanted = {frozenset(deal[list(block)].tolist()) for block in BLOCKS}
+        on_rank = [row[:4].tolist() for row in table]
+        assert set(map(frozenset, on_rank)) == wanted
+        for place in range(4 * (slots - 4)):
+            copies = {e: sum(e in of for of in on_rank) for e in range(EXPERTS)}
+            work = [sum(loads[layer][e] / copies[e] for e in of) for of in on_rank]
+            free = [r for r in range(4) if len(on_rank[r]) < slots]
+            taker = min(free, key=lambda r: (work[r], r))
+            giver = next(
+                r
+                for r in sorted(range(4), key=lambda r: (-work[r], r))
+                if set(on_rank[r]) - set(on_rank[taker])
+            )
+            rest = sorted(set(on_rank[giver]) - set(on_rank[taker]))
+            hottest = max(rest, key=lambda e: (loads[layer][e] / copies[e], -e))
+            assert table[taker, len(on_rank[taker])] == hottest, (layer, place)
+            on_rank[taker].append(hottest)
+
+
+@pytest.mark.parametrize("alive", [(True,) * 4, (True, True, True, False, True, True)])
+def test_equal_groups_of_any_affinity_are_equal(alive):
+    """Also on nodes with fewer live ranks."""
+    draw, ranks = np.random.default_rng(1), len(alive)
+    ids = np.stack([draw.permutation(20)[:4] for _ in range(300)])[:, None, :].astype(np.int32)
+    trace = isoload.traces.Trace("t", 20, 4, topk_ids=ids)
+    topology = isoload.Topology(ranks, ranks // 2, alive=None if all(alive) else alive)
+    placement = isoload.place(trace, topology, placer="grace", equal=True)
+    table = placement.slot_to_expert[0].view(ranks, -1)
+    live = [sorted(row.tolist()) for row, there in zip(table, alive, strict=True) if there]
+    assert sorted(e for row in live for e in row) == list(range(20))
+
+
+def test_a_file_of_equal_groups_starts_an_engine(tmp_path):
+    trace, _ = make_trace(BLOCKS, tokens=50)
+    placement = isoload.place(trace, isoload.Topology(4), 5, "grace", equal=True)
+    placement = placement.with_moe_layers(moe_layers=range(len(placement.slot_to_expert)))
+    isoload.write_placement(placement, tmp_path / "p.json", "sglang")
+    table = json.loads((tmp_path / "p.json").read_text())["physical_to_logical_map"]
+    assert table == placement.slot_to_expert.tolist()
+
+
 def test_refused():
     trace, _ = make_trace(BLOCKS, tokens=20)
     topology = isoload.Topology(4)
@@ -226,6 +277,13 @@ def test_refused():
             "experts must be at least as many as the 17 ranks for placer grace, got 16",
         ),
         (trace, topology, {"ratio": 1.5}, "ratio must be in 0..1, got 1.5"),
+        (
+            trace,
+            topology,
+            {"equal": True, "printed": True},
+            "equal must come without the other options of placer",
+        ),
+        (trace, 3, {"equal": True}, "equal needs experts that the 3 ranks can share evenly, got 16"),
         (
             trace,
             topology,

@@ -31,6 +31,9 @@ class GracePlacer(Placer):
             replication (section 5.3): one replica each, on the least loaded rank.
         everywhere: number of experts with a replica on every rank, instead of Equation 2 (Figure 1b, fixed counts).
         collaborative: with everywhere, take the experts with the most partners instead of those with the most copies.
+        equal: groups of the same size on every rank, each filled up to slots_per_rank with replicas, so that no slot
+            stays absent. Of the heaviest rank the hottest expert that is missing goes to the lightest rank with a free
+            slot. Only with the defaults of the other options.
         printed: Algorithm 3 and the predicted loads as printed: an expert goes to the group with the largest score of
             all pairs, and W_max/(n+1) counts on every replica's rank. Otherwise an expert goes where it adds most
             affinity, and replicas take their own load, W_r/(n+1).
@@ -41,7 +44,6 @@ class GracePlacer(Placer):
     """
 
     name = "grace"
-    has_budget = True
     needs_tokens = True
     uses_tokens = True
     ratio: float | None = None
@@ -50,9 +52,17 @@ class GracePlacer(Placer):
     everywhere: int | None = None
     collaborative: bool = False
     printed: bool = False
+    equal: bool = False
+
+    @property
+    def has_budget(self) -> bool:  # type: ignore[override]
+        """Whether slots may stay absent."""
+        return not self.equal
 
     def place(self, scenarios: Scenarios, live_ranks: LiveRanks) -> Placed:
         check_range("ratio", self.ratio, 0, 1)
+        if self.equal:
+            self._check_equal(scenarios.num_experts, live_ranks)
         limit = scenarios.num_experts if self.replicate else 0
         if self.everywhere is not None and not 1 <= self.everywhere <= limit:
             raise ValueError(
@@ -78,8 +88,10 @@ class GracePlacer(Placer):
         experts_by_rank, predicted, replicas = [], [], []
         for layer, load in enumerate(scenarios.mean(scenarios.loads)):
             affinity = co_activation(scenarios, layer)
-            groups = group_ranks(affinity, live_ranks, self.ratio, self.printed)
-            if self.everywhere is None:
+            groups = group_ranks(affinity, live_ranks, self.ratio, self.printed, self.equal)
+            if self.equal:
+                copies, weight = fill_up(groups, load, live_ranks.slots_per_rank), list[float]()
+            elif self.everywhere is None:
                 copies, weight = replicate(groups, load, self.replicate, self.printed, self.replicas)
             else:
                 wanted = partners(affinity) if self.collaborative else load
@@ -93,8 +105,43 @@ class GracePlacer(Placer):
                 f"slots_per_rank must leave a rank {slots.shape[2]} routed slots for these groups and replicas, "
                 f"got {live_ranks.slots_per_rank}"
             )
+        if self.equal:
+            return Placed(slots, None, {"replicas_by_layer": replicas})
         parts = np.repeat(np.array(predicted, dtype=np.float32)[:, :, None], slots.shape[2], axis=2)
         return Placed(slots, np.where(slots >= 0, parts, 0), {"replicas_by_layer": replicas})
+
+    def _check_equal(self, num_experts: int, live_ranks: LiveRanks) -> None:
+        if self != GracePlacer(equal=True):
+            raise ValueError(
+                "equal must come without the other options of placer grace, which make unequal groups"
+            )
+        if num_experts % live_ranks.num_ranks:
+            raise ValueError(
+                f"equal needs experts that the {live_ranks.num_ranks} ranks can share evenly, got {num_experts}"
+            )
+
+
+def fill_up(groups: Groups, load: Floats, slots_per_rank: int | None) -> Groups:
+    """Return [R] the experts that each rank gets a replica of, as many as fill all slots.
+
+    Args:
+        groups: [R] experts of every rank, equally many.
+        load: [E] copies.
+        slots_per_rank: None: no replicas.
+    """
+    on_rank, parts = [list(group) for group in groups], np.ones(len(load))
+    size = len(groups[0]) if slots_per_rank is None else slots_per_rank
+
+    while any(len(experts) < size for experts in on_rank):
+        loads = np.array([(load / parts)[experts].sum() for experts in on_rank])
+        free = [rank for rank, experts in enumerate(on_rank) if len(experts) < size]
+        taker = min(free, key=lambda rank: (loads[rank], rank))
+        givers = np.argsort(-loads, kind="stable")
+        missing = next(m for rank in givers if (m := sorted({*on_rank[rank]} - {*on_rank[taker]})))
+        expert = max(missing, key=lambda e: (load[e] / parts[e], -e))
+        on_rank[taker].append(expert)
+        parts[expert] += 1
+    return [experts[len(group) :] for experts, group in zip(on_rank, groups, strict=True)]
 
 
 def co_activation(scenarios: Scenarios, layer: int) -> Floats:
@@ -125,20 +172,45 @@ def partners(affinity: Floats) -> Floats:
 
 
 def group_ranks(
-    affinity: Floats, live_ranks: LiveRanks, ratio: float | None, printed: bool = False
+    affinity: Floats, live_ranks: LiveRanks, ratio: float | None, printed: bool = False, equal: bool = False
 ) -> Groups:
-    """Return [R] the experts of every rank: clusters over nodes, then over the ranks of each node."""
+    """Return [R] the experts of every rank: clusters over nodes, then over the ranks of each node.
+
+    equal: as many on every rank.
+    """
     nodes = [np.flatnonzero(live_ranks.node == node).tolist() for node in np.unique(live_ranks.node)]
     nodes.sort(key=len, reverse=True)  # stable; the largest cluster goes to the node with the most ranks
     experts = list(range(len(affinity)))
     least = len(nodes[0])
     whole = clusters(affinity, experts, len(nodes))
     over_nodes = bounded(affinity, whole, least, len(experts), printed)
+    if equal:
+        size = len(experts) // live_ranks.num_ranks
+        over_nodes = sized(affinity, whole, [size * len(ranks) for ranks in nodes])
     over_nodes.sort(key=len, reverse=True)
     groups: Groups = [[] for _ in range(live_ranks.num_ranks)]
     for ranks, members in zip(nodes, over_nodes, strict=True):
-        for rank, group in zip(ranks, controlled(affinity, members, len(ranks), ratio, printed), strict=True):
+        if equal:
+            of_ranks = sized(affinity, clusters(affinity, members, len(ranks)), [size] * len(ranks))
+        else:
+            of_ranks = controlled(affinity, members, len(ranks), ratio, printed)
+        for rank, group in zip(ranks, of_ranks, strict=True):
             groups[rank] = sorted(group)
+    return groups
+
+
+def sized(affinity: Floats, clustered: Groups, sizes: list[int]) -> Groups:
+    """Return groups of these sizes, the largest clusters for the largest sizes; experts move as in :func:`bounded`."""
+    order = sorted(clustered, key=len, reverse=True)
+    if len(set(sizes)) == 1:
+        return bounded(affinity, order, sizes[0], sizes[0])
+    # Nodes with fewer live ranks: experts with the least affinity leave larger clusters one by one.
+    groups = [list(group) for group in order]
+    while over := [g for g, size in zip(groups, sizes, strict=True) if len(g) > size]:
+        _, expert, group = min(((affinity[e, g].sum(), e, g) for g in over for e in g), key=lambda w: w[:2])
+        group.remove(expert)
+        open_ones = [g for g, size in zip(groups, sizes, strict=True) if len(g) < size]
+        max(open_ones, key=lambda g: float(affinity[expert, g].sum())).append(expert)
     return groups
 
 

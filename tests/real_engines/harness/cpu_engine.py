@@ -41,6 +41,11 @@ def register() -> None:
     HookRegistry.register(
         "sglang.srt.layers.moe.ep_moe.layer.DeepEPMoE.forward_impl", experts_over_gloo, HookType.REPLACE
     )
+    HookRegistry.register(
+        "sglang.srt.layers.moe.ep_moe.layer.DeepEPMoE.forward_cutlass_w4afp8",
+        deepep_experts,
+        HookType.REPLACE,
+    )
     for_data_parallel_attention()
     if os.environ.get("ENGINE_LP") == "1":
         from sglang.srt.eplb import lplb_solver
@@ -114,9 +119,14 @@ def experts_over_gloo(layer: Any, hidden_states: Tensor, topk_output: Any) -> Te
     first, size = rank * layer.w13_weight.shape[0], layer.w13_weight.shape[0]
     here = torch.where((ids >= first) & (ids < first + size), ids - first, -1)
     parts: list[Any] = [None] * ranks
-    dist.all_gather_object(parts, experts(layer, x, (weights, here, None), None), group)
+    dist.all_gather_object(parts, layer.forward_cutlass_w4afp8((x, (weights, here, None))), group)
     rows = [len(of_rank[0]) for of_rank in given]
     return sum(parts)[sum(rows[:rank]) : sum(rows[: rank + 1])]
+
+
+def deepep_experts(layer: Any, dispatched: Any) -> Tensor:
+    """One of the functions that compute experts behind DeepEP, which plug-ins wrap."""
+    return experts(layer, *dispatched, None)
 
 
 def rotary_embedding(
