@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 import isoload
 from isoload.analysis.advice import (
@@ -20,7 +21,20 @@ from isoload.analysis.advice import (
     saved_ms,
     step_ms,
 )
-from isoload.analysis.details import EXCHANGE, EXPERTS, PLANNING, TOKENS, by_tokens, scaled, sensitivity
+from isoload.analysis.details import (
+    EXCHANGE,
+    EXPERTS,
+    PLANNING,
+    SPARE,
+    TOKENS,
+    by_tokens,
+    experts_moved,
+    least_memory,
+    scaled,
+    sensitivity,
+    slots_answers,
+    travelling,
+)
 from isoload.analysis.judge import Judged, judge_by
 from isoload.analysis.models import Model, layer_times
 from isoload.times import AllToAllTime, ExpertTime, LayerTime
@@ -133,3 +147,73 @@ def test_a_phase_without_constants_is_left_out_and_said() -> None:
         and len(gaps) == 2
         and gaps[0].startswith("Kernels of prefill are skipped: model must have")
     )
+
+
+def test_ways_to_use_memory_have_the_figures_of_their_runs() -> None:
+    """Of placements made here, by the recorded batches; replicas take a part of one slot more."""
+    judged, now = judge(64), advise(ASKED, judge(64)).now
+    ways = {way.label: way for way in slots_answers(ASKED, judged, now)}
+    # Of 8 replicas there would be more than one in each layer.
+    labels = ["no replicas", "2 replicas a rank where they pay", "+1 slot"]
+    assert list(ways) == [
+        *(f"scenario, {label}" for label in labels),
+        "scenario, +1 spare slot, within the node",
+    ]
+    assert judged.history is not None and np.array_equal(judged.history.sum(0), judged.calibration)
+    none = isoload.place(judged.history, ASKED.topology, 4, "scenario")
+    ran = run(Candidate("scenario", 0, "none"), judged, ASKED, none)
+    first = ways["scenario, no replicas"]
+    assert first.ms == step_ms(ran, ASKED) and first.slots_bytes == 0
+    assert first.saved_ms == tuple(sorted(a - b for a, b in zip(now.ms, first.ms, strict=True)))
+    one_more = 3 * SMALL.expert_bytes
+    for label, way in ways.items():
+        assert way.kv_tokens == (one_more - way.slots_bytes if way.slots_bytes < one_more else 0) // 1024, (
+            label
+        )
+        assert way.imbalance >= 1 and (way.exports is None) == ("spare" not in label)
+    assert ways["scenario, 2 replicas a rank where they pay"].slots_bytes <= 2 * SMALL.expert_bytes
+    assert ways["scenario, +1 slot"].imbalance < first.imbalance
+
+
+def test_ways_that_do_not_fit_are_left_out() -> None:
+    judged, now = judge(64), advise(ASKED, judge(64)).now
+    for changes, prefill, count in (
+        ({"memory": 0.0}, True, 1), ({"memory": 2 * SMALL.expert_bytes}, True, 2), ({}, False, 3),
+        ({"gathers": False}, True, 3),
+        ({"topology": isoload.Topology(1), "layer": LayerTime(None, EXPERT, None)}, True, 0),
+    ):  # fmt: skip
+        assert len(slots_answers(replace(ASKED, **changes), judged, now, prefill)) == count, changes
+
+
+def test_the_least_memory_among_the_fast() -> None:
+    """Where loads are even nothing more is needed; where one expert has half of them, a replica is."""
+    even = Judged(np.full((3, 16), 100), torch.full((2, 3, 4, 16), 8, dtype=torch.int32), False)
+    now = advise(ASKED, even).now
+    assert least_memory(slots_answers(ASKED, even, now)).slots_bytes == 0
+    hot = torch.full((2, 3, 4, 16), 8, dtype=torch.int32)
+    hot[:, :, :, 5] = 1000
+    skewed = Judged(hot.sum((0, 2)).numpy().astype(np.int64), hot, False)
+    assert least_memory(slots_answers(replace(ASKED, tokens=1120), skewed, now)).slots_bytes > 0
+
+
+def test_what_travels_by_hand() -> None:
+    """Exports and imports of the busiest rank; weights that the dispatch does not hide delay the experts."""
+    homes = torch.arange(8, dtype=torch.int32).view(4, 2)
+    slots = torch.cat([homes, torch.full((4, 1), -1, dtype=torch.int32)], 1).view(1, -1)
+    placement = isoload.Placement(slots, isoload.Topology(4, 2), 8, spare_slots=1)
+    last, new = slots.clone(), slots.clone()
+    new.view(4, 3)[:, 2] = torch.tensor([2, 1, 1, -1])
+    last.view(4, 3)[:, 2] = torch.tensor([3, 1, -1, -1])
+    assert experts_moved(new, last, placement).tolist() == [[1.0, 1.0]]
+    new.view(4, 3)[3, 2] = 0
+    assert experts_moved(new, last, placement).tolist() == [[2.0, 1.0]]
+    asked, known = replace(ASKED, tokens=4096), judge(4096)
+    judged = replace(known, loads=known.loads.roll(5, dims=-1))  # another domain
+    homes = isoload.place(judged.calibration, ASKED.topology, 5, "scenario", spare_slots=1)
+    ran, travel = travelling(homes, asked, judged)
+    assert (ran.copies.sum((2, 3)) == 4 * 4096 * 2).all() and travel.wait_ms == (0.0, 0.0)
+    slow = replace(asked, topology=isoload.Topology(4, 2, bandwidths=(1e-3, 1e-3)))
+    _, waits = travelling(replace(homes, topology=slow.topology), slow, judged)
+    assert waits.exports == travel.exports > 0 and waits.ms == pytest.approx(travel.ms * 400e3)
+    assert 0 < waits.wait_ms[1] <= waits.wait_ms[0] <= waits.ms
+    assert SPARE.refill_above == 1.1

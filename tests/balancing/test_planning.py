@@ -8,6 +8,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import isoload
+from isoload.balancing.planning import in_place
 from support.small_batches import (
     EXPERTS,
     LAYERS,
@@ -350,3 +351,29 @@ def test_bad_input_is_refused(name, setup):
     call, message = BAD_CALLS[name]
     with pytest.raises(ValueError, match=message):
         call(setup)
+
+
+def test_a_new_fill_moves_as_little_as_it_can() -> None:
+    """Layer by layer and for all layers at once."""
+    ranks, size, spare, experts = 4, 7, 2, 16
+    fills = []
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(200):
+        present = torch.stack(
+            [torch.randperm(experts, generator=generator)[:size] for _ in range(ranks)]
+        ).int()
+        wanted = torch.stack(
+            [torch.randperm(experts, generator=generator)[:size] for _ in range(ranks)]
+        ).int()
+        wanted[torch.rand(ranks, size, generator=generator) < 0.3] = -1
+        present[:, -1][torch.rand(ranks, generator=generator) < 0.3] = -1
+        table = in_place(wanted.flatten(), present.flatten(), ranks, spare).view(ranks, size)
+        fills.append((wanted.flatten(), present.flatten(), table.flatten()))
+        assert torch.equal(table[:, :-spare], present[:, :-spare])
+        for now, want, then in zip(*(t[:, -spare:].tolist() for t in (table, wanted, present)), strict=True):
+            wants = {e for e in want if e >= 0}
+            assert wants <= set(now)
+            assert sum(a != b for a, b in zip(now, then, strict=True)) == len(wants - set(then))
+            assert all(a == b for a, b in zip(now, then, strict=True) if b in wants)
+    wanted, present, tables = map(torch.stack, zip(*fills, strict=True))
+    assert torch.equal(in_place(wanted, present, ranks, spare), tables)

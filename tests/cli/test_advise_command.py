@@ -56,6 +56,23 @@ def test_a_whole_step_is_shown_by_its_stages(tmp_path: Path) -> None:
     )
 
 
+def test_ways_to_use_memory_are_shown_for_sglang_alone(tmp_path: Path) -> None:
+    target = tmp_path / "advice.json"
+    shown = printed(["advise", TRACE, *ASKED])
+    printed(["advise", TRACE, *ASKED, "--json", str(target)])
+    ways = json.loads(target.read_text())["slots"]
+    assert len(ways) == 4 and "sent" not in shown, "SGLang gathers no loads for gpt-oss"
+    for way in ways:
+        line = next(line for line in shown.splitlines() if line.startswith(way["label"]))
+        assert (
+            between(*way["ms"]) in line
+            and f"{way['kv_tokens']:,}" in line
+            and f"{way['imbalance']:.3f}" in line
+        )
+    assert "Slots: " in shown
+    assert "Slots: " not in printed(["advise", TRACE, *ASKED, "--engine", "vllm"])
+
+
 def test_like_for_like_has_the_verdict_at_equal_slots(tmp_path: Path) -> None:
     found = {}
     for words in ([], ["--like-for-like"]):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import isoload
-from isoload.engines.tables import engine_topology, placement_of, replica_lists
+from isoload.engines.tables import engine_topology, fill_spare_slots, placement_of, replica_lists
 
 
 def test_an_engines_map_is_the_placement() -> None:
@@ -36,3 +36,18 @@ def test_replica_lists_refuse_empty_slots() -> None:
 @pytest.mark.parametrize(("ranks", "nodes", "per_node"), [(16, 2, 8), (8, 1, 8), (6, 4, 6), (2, 4, 2)])
 def test_nodes(ranks: int, nodes: int, per_node: int) -> None:
     assert engine_topology(ranks, nodes).ranks_per_node == per_node
+
+
+def test_spare_slots_start_with_experts_of_other_nodes() -> None:
+    """A rebalance may cross nodes, and prefill keeps what it need not replace: else no split levels the nodes."""
+    ranks, experts, topology = 4, 16, isoload.Topology(4, 2)
+    homes = torch.arange(experts, dtype=torch.int32).view(ranks, -1)
+    slots = torch.cat([homes, torch.full((ranks, 2), -1, dtype=torch.int32)], dim=1).view(1, -1)
+    placed = isoload.Placement(slots, topology, experts, spare_slots=2)
+    counts = torch.where(torch.arange(experts) < experts // 2, 300.0, 100.0).view(
+        1, -1
+    )  # node 0 has the hot half
+    table = fill_spare_slots(placed, counts)[0]
+    full = isoload.Placement(table.view(1, -1), topology, experts)
+    peak = int(isoload.plan(counts[0].int(), full, 0).peak)
+    assert peak < 1.01 * float(counts.sum()) / ranks < float(counts[0, : experts // 2].sum()) / 2

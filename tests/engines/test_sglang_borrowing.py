@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 import isoload
-from isoload.balancing.planning import in_place
 from isoload.engines.settings import Settings
 from isoload.engines.sglang import LAYERS, borrowing
 from isoload.engines.sglang.layers import Layer
@@ -411,19 +410,6 @@ def test_rebalances_fill_spare_slots_by_the_counts() -> None:
     assert torch.equal(fill_spare_slots(placed, counts * 1e9), fill_spare_slots(placed, counts * 1e9))
 
 
-def test_spare_slots_start_with_experts_of_other_nodes() -> None:
-    """A rebalance may cross nodes, and prefill keeps what it need not replace: else no split levels the nodes."""
-    homes = torch.arange(EXPERTS, dtype=torch.int32).view(RANKS, -1)
-    slots = torch.cat([homes, torch.full((RANKS, SPARE), -1, dtype=torch.int32)], dim=1).view(1, -1)
-    placed = isoload.Placement(slots, TOPOLOGY, EXPERTS, spare_slots=SPARE)
-    counts = torch.where(torch.arange(EXPERTS) < EXPERTS // 2, 300.0, 100.0).view(
-        1, -1
-    )  # node 0 has the hot half
-    table = fill_spare_slots(placed, counts)[0]
-    peak = exact_peak(counts[0].int(), table)
-    assert peak < 1.01 * float(counts.sum()) / RANKS < float(counts[0, : EXPERTS // 2].sum()) / 2
-
-
 WHOLE = {"w13_weight": (SIZE, 4, 3), "w2_weight": (SIZE, 3, 2), "w13_weight_bias": (SIZE, 4)}
 
 
@@ -508,26 +494,6 @@ def test_a_fill_stays_in_its_memory(started: None) -> None:
     assert addresses == [spare.filled.slot_to_expert.data_ptr(), spare.filled.tables.data.data_ptr()]
     ids = drawn(0, 1, True)
     assert torch.equal(spare.filled.slot_to_expert[layer.solve(ids).long()], ids)
-
-
-def test_a_fill_is_of_its_node_and_moves_as_little_as_it_can() -> None:
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(200):
-        present = torch.stack(
-            [torch.randperm(EXPERTS, generator=generator)[:SIZE] for _ in range(RANKS)]
-        ).int()
-        wanted = torch.stack(
-            [torch.randperm(EXPERTS, generator=generator)[:SIZE] for _ in range(RANKS)]
-        ).int()
-        wanted[torch.rand(RANKS, SIZE, generator=generator) < 0.3] = -1
-        present[:, -1][torch.rand(RANKS, generator=generator) < 0.3] = -1
-        table = in_place(wanted.flatten(), present.flatten(), RANKS, SPARE).view(RANKS, SIZE)
-        assert torch.equal(table[:, :-SPARE], present[:, :-SPARE])
-        for now, want, then in zip(*(t[:, -SPARE:].tolist() for t in (table, wanted, present)), strict=True):
-            wants = {e for e in want if e >= 0}
-            assert wants <= set(now)
-            assert sum(a != b for a, b in zip(now, then, strict=True)) == len(wants - set(then))
-            assert all(a == b for a, b in zip(now, then, strict=True) if b in wants)
 
 
 def test_an_update_that_replaces_memory_ends_the_travel(

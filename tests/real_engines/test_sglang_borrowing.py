@@ -129,7 +129,11 @@ WAYS = {
         ATTENTION | {"ep_dispatch_algorithm": "lp", "moe_a2a_backend": "deepep", "deepep_mode": "normal"},
         {"ENGINE_LP": "1"},
     ),
-    "four processes": ({"tp_size": 4, "ep_size": 4, "ep_num_redundant_experts": 4}, {}),
+    "four processes": (
+        {"tp_size": 4, "ep_size": 4, "dp_size": 4, "enable_dp_attention": True, "ep_num_redundant_experts": 4}
+        | {"max_running_requests": 4},
+        {"SGLANG_ENABLE_DETERMINISTIC_INFERENCE": "1"},
+    ),
 }
 
 

@@ -200,14 +200,15 @@ def slots_answers(question: Question, judged: Judged, now: Answer, prefill: bool
     split = "exact" if question.gathers else "own"
     none = place(counts, topology, base, "scenario")
     add("scenario, no replicas", run(Candidate("scenario", 0, "none"), judged, question, none), 0.0)
-    whole_model = model.layers / len(judged.calibration)  # traces may lack layers
-    for replicas in BUDGETS:
-        of_trace = max(round(replicas / whole_model), 1)
-        placement = place(counts, topology, None, "scenario", replicas=of_trace)
-        memory = most_replicas(placement) * model.expert_bytes * whole_model
+    num_layers = len(judged.calibration)
+    factor = model.layers / num_layers  # traces may lack layers
+    budgets = {max(round(budget / factor), 1) for budget in BUDGETS}
+    for replicas in sorted(budget for budget in budgets if budget < num_layers):  # else it is one slot more
+        placement = place(counts, topology, None, "scenario", replicas=replicas)
+        memory = most_replicas(placement) * model.expert_bytes * factor
         if fits(memory, question):
             ran = run(Candidate("scenario", 1, split), judged, question, placement)
-            add(f"scenario, {replicas} replicas a rank where they pay", ran, memory)
+            add(f"scenario, {round(replicas * factor)} replicas a rank where they pay", ran, memory)
     if fits(per_slot, question):
         more = place(counts, topology, base + 1, "scenario")
         add("scenario, +1 slot", run(Candidate("scenario", 1, split), judged, question, more), per_slot)

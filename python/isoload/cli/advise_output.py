@@ -236,17 +236,19 @@ def slots_parts(answers: Sequence[SlotsAnswer]) -> tuple[list[Column], list[str]
     """Return the table of ways to use memory for slots, which of them needs no more memory than it is worth, and
     notes; answers: at least one.
     """
+    from isoload.analysis.advice import NO_DIFFERENCE
     from isoload.analysis.details import least_memory
 
+    within = f"at most {100 * NO_DIFFERENCE:.0f} % longer than"
     best = least_memory(answers)
     rows = [
         {**answer.to_json(), "ms": between(*answer.ms), "saved": between(*answer.saved_ms)}
         | {"gib": answer.slots_bytes / GIB}
         for answer in answers
     ]
-    advice = f"Slots: {best.label} takes at most 3 % longer than the fastest of these, with the least memory."
+    advice = f"Slots: {best.label} takes {within} the fastest of these, with the least memory."
     if not best.slots_bytes:
-        advice = "Slots: no replicas are needed. Without them a step takes at most 3 % longer than with the best here."
+        advice = f"Slots: no replicas are needed. Without them a step takes {within} with the best of these."
     travels = any(answer.exports is not None for answer in answers)
     return columns_of(SLOTS, rows), [advice], [f"{SENT if travels else ''}{KV_TOKENS}"]
 
