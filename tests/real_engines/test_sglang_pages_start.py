@@ -208,7 +208,7 @@ def test_a_weight_update_that_replaces_memory_ends_at_the_next_rebalance(ragged:
     parameter = torch.nn.Parameter(torch.zeros(2, 8))
     (paged,) = LAYERS.pages.add(0, [parameter.data], 1)
     parameter.data = paged
-    LAYERS.paged = [(0, parameter, paged)]
+    LAYERS.paged = [(0, parameter, paged.data_ptr())]
     pages.check_in_place()
     parameter.data.copy_(torch.ones(2, 8)[:1].expand(2, 8))
     pages.check_in_place()

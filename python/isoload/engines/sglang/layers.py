@@ -128,7 +128,7 @@ class Layers(EngineLayers[Layer]):
         self.lost: frozenset[str] = frozenset()  # options to which isoload is not attached
         self.phase = "decode"  # of the current pass
         self.pages: PagePool | None = None  # of the weights, where slots are absent
-        self.paged: list[tuple[int, Tensor, Tensor]] = []  # layer, parameter, and its memory in pages
+        self.paged: list[tuple[int, Tensor, int]] = []  # layer, parameter, and its address in pages
         self.page_limits: Tensor | None = None  # [R] slots of every rank with memory at the start
         self.in_prefill_graph: Callable[[], bool] | None = None  # set if each phase has a policy
 

@@ -170,8 +170,8 @@ def check_in_place() -> None:
     """Raise RuntimeError if a weight update has replaced the memory of experts, which rebalances would then not move:
     the same on all ranks, since all load the same weights.
     """
-    for layer, parameter, paged in LAYERS.paged:
-        if parameter.data_ptr() != paged.data_ptr():
+    for layer, parameter, address in LAYERS.paged:
+        if parameter.data_ptr() != address:
             raise RuntimeError(
                 f"a weight update has replaced the memory of experts in layer {layer}, whose absent slots then take "
                 f"memory ({RAGGED.name}={LAYERS.settings.ragged}): restart with the new weights"
@@ -268,7 +268,7 @@ def replace(
     old = [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors]
     for i, new in enumerate(paged):
         (parameter := parameters.pop(tensors[i].data_ptr())).data = new
-        LAYERS.paged.append((layer, parameter, new))
+        LAYERS.paged.append((layer, parameter, new.data_ptr()))
         tensors[i] = new  # the engine moves experts between these
     if not all(storage.expired() for storage in old):
         gc.collect()
