@@ -190,9 +190,10 @@ class EngineRecord:
         spare = self.settings.spare_slots
         name = f"isoload {self.engine} in shadow, prefill, {spare} spare slot{'s' * (spare > 1)} on each rank"
         if self.tokens == "own":
-            how = f"isoload replay {self.settings.record or 'RECORD'} --spare-slots {spare} --policies exact,llep"
+            record = self.settings.record or "RECORD"
             log.info(
-                f"{name}: what would travel depends on the copies of all ranks: {how} plans their record"
+                f"{name}: what would travel depends on the copies of all ranks: isoload replay {record} --spare-slots "
+                f"{spare} --policies exact,llep:within=node plans their record"
             )
             return
         if self._travel is None or not np.array_equal(self._travel.table, rank_loads.slot_to_expert):
