@@ -58,8 +58,7 @@ def test_a_whole_step_is_shown_by_its_stages(tmp_path: Path) -> None:
 
 def test_ways_to_use_memory_are_shown_for_sglang_alone(tmp_path: Path) -> None:
     target = tmp_path / "advice.json"
-    shown = printed(["advise", TRACE, *ASKED])
-    printed(["advise", TRACE, *ASKED, "--json", str(target)])
+    shown = printed(["advise", TRACE, *ASKED, "--json", str(target)])
     ways = json.loads(target.read_text())["slots"]
     assert len(ways) == 4 and "sent" not in shown, "SGLang gathers no loads for gpt-oss"
     for way in ways:
