@@ -102,7 +102,7 @@ def environment(folder: Path, group: str, module: str, variables: dict[str, str]
 def run_sglang(checkpoint: Path, folder: Path, variables: dict[str, str], **options: Any) -> EngineRun:
     """One engine over two CPU processes; `variables` are added to the environment, which has none of isoload's."""
     folder.mkdir()
-    threads = {"SGLANG_CPU_OMP_THREADS_BIND": "|".join("01" * (options.get("tp_size", 2) // 2))}
+    threads = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
     given = environment(folder, "sglang.srt.plugins", "cpu_engine", threads | variables)
     started = start("run_engine.py", checkpoint, folder, "tokens", given, options)
     return finish(started, folder, "tokens", SECONDS + len(options.get("lengths", ())))
