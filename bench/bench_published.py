@@ -275,7 +275,10 @@ def whole_models(folder: Path) -> list[dict[str, Any]]:
 
 def cache() -> list[dict[str, Any]]:
     """CRAFT, section 5.3: KV cache that EPLB's replica per layer and rank takes, from 80 GB without the weights."""
-    unknown = "the part of 80 GB for weights and cache (80 to 90 % here, as engines choose it); ranks of the other weights (eight here)"
+    unknown = (
+        "the part of 80 GB for weights and cache (80 to 90 % here, as engines choose it); ranks of the other weights "
+        "(eight here)"
+    )
     rows, expert = [], 3 * 7168 * 2048 * 2 / 1e9
     for what, layers, experts, ranks, other, theirs in (
         ("DeepSeek-R1, 64 A100", 58, 256, 64, 17, -19),
