@@ -106,7 +106,7 @@ class Job:
         return self.prepare(layer) if self.prepare else partial(self.call, layer)
 
 
-LPLB, ULTRA = "DeepSeek LPLB ~100, SGLang HIP ~80", "UltraEP plan 67-78"
+LPLB = "DeepSeek LPLB ~100"
 ROUTED = ("ids", "numbers", "parts", "row", "tables")
 WITH_SHARED = ("shared_ids", "shared_numbers", "shared_parts", "row", "shared_tables", "shared_row")
 JOBS = (
@@ -117,7 +117,7 @@ JOBS = (
         lambda x: ops.replica_tables(x.slot_to_expert, len(x.loads), EXPERTS).data,
         ("slot_to_expert",),
     ),
-    Job("plan_exact", lambda x: ops.plan_exact(x.loads, x.tables), ("loads", "tables"), 10, ULTRA),
+    Job("plan_exact", lambda x: ops.plan_exact(x.loads, x.tables), ("loads", "tables"), 10),
     Job(
         "plan_exact, joint",
         lambda x: ops.plan_exact(x.loads, x.tables, x.fixed, pour=x.pour),
@@ -177,7 +177,7 @@ JOBS = (
         prepare=packing,
     ),
     Job("group_copies", lambda x: ops.group_copies(x.slots, RANK * size(x), size(x)), ("slots",)),
-    Job("chain", chain, ("ids", "loads", "tables"), 25, ULTRA + " + reroute 37", of="route"),
+    Job("chain", chain, ("ids", "loads", "tables"), 25, of="route"),
 )
 
 
