@@ -32,6 +32,7 @@ from isoload.balancing.planning import plan
 from isoload.placement.placement import Placement
 from isoload.placers import place
 from isoload.times import ExpertTime, LayerTime
+from isoload.times.exchanges import PEER_BANDWIDTHS
 from isoload.traces import Trace
 from lib import published_steps as steps
 from lib.cross_tables import PUBLISHED, ends
@@ -65,6 +66,12 @@ UNPREDICTED = (  # what | source | theirs | why there is nothing of ours
         "[ATOM #1210](https://github.com/ROCm/ATOM/pull/1210)",
         "+16.7 %",
         "no kernel was measured on MI355; the loads of its random prompts are not published",
+    ),
+    (
+        "communication, TPOT and output in production, experts swapped within a host",
+        "EPIC (Alibaba, SIGCOMM 2026)",
+        "-40 %, -21 %, +27 %",
+        "the production loads are not published, nor the GPUs behind the production figures",
     ),
     (
         "Combine after placement by loads, layer 18 of Mistral Small 4, 8 chips of a Blackhole Galaxy",
@@ -313,6 +320,28 @@ def rearranging(given: Recorded) -> dict[str, Any]:
     return found | {"verdict": advice.verdict}
 
 
+def prefetching() -> list[dict[str, Any]]:
+    """gpt-oss-120b, 4 B200, 16,384 tokens a rank: weights of peers are prefetched, against an all-gather of tokens."""
+    ranks, tokens, rows = 4, 16_384, []
+    unknown = "its loads (even here), its kernel (mxfp4 with bfloat16 or mxfp8 rows), other work of a step (none here)"
+    for length, theirs in ((4096, 1.16), (8192, 1.37), (16_384, 1.18)):
+        rest, speedups = 1e-3 * steps.gpt_oss_dense_ms(length), []
+        exchange = 1e-3 * steps.gathered_ms(ranks * tokens * MODELS["gpt-oss-120b"].hidden)
+        for dtype in ("w4a16_mxfp4", "w4a8_mxfp4_mxfp8"):
+            model = replace(MODELS["gpt-oss-120b"], dtype=dtype)
+            layer, _ = layer_time("b200", "sglang", "prefill", model, isoload.Topology(ranks, ranks))
+            even = tokens * model.top_k / model.experts
+            own = np.full(model.experts // ranks, ranks * even)
+            remote_s = 1e-9 * (model.experts - len(own)) * model.expert_bytes / PEER_BANDWIDTHS["b200"]
+            dwdp = layer.without_exchange(np.full(model.experts, even), tokens, remote_s)
+            exchanged = exchange + layer.experts.seconds(own, ranks * tokens)
+            speedups.append((rest + exchanged) / (rest + dwdp))
+        what = f"DWDP over EP4 with an all-gather, gpt-oss-120b, 4 B200, prefill, prompts of {length}"
+        source = "[SGLang #29778](https://github.com/sgl-project/sglang/pull/29778)"
+        rows.append(row(what, source, [theirs], speedups, "x", unknown))
+    return rows
+
+
 def form() -> dict[str, Any]:
     """Of an all-to-all on chips that nobody measured only the range's ends are known: flat, and as the busiest."""
     unknown = "chips and fabric; the range is that of the form alone: flat, or in proportion to the busiest"
@@ -328,7 +357,7 @@ def main() -> None:
     begin(__doc__)
     given = recorded(asked.traces)
     rows = [*lmsys(given), *dispatch_time(given), *borrowing(), *libra(), *whole_models(asked.traces)]
-    rows += [*cache(), rearranging(given), form()]
+    rows += [*cache(), rearranging(given), *prefetching(), form()]
     keys = ("what", "source", "theirs", "not_known")
     rows += [dict(zip(keys, each, strict=True)) | {"ours": None} for each in UNPREDICTED]
     show("what others published, and what is predicted", PUBLISHED, rows)

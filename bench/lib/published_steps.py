@@ -59,6 +59,44 @@ def shared_ms(tokens: int) -> float:
     return float(sum(times[shape] for shape in shapes))
 
 
+def _b200(pattern: str, **wanted: object) -> float:
+    """The latency of the one row with these values, on a B200."""
+    paths = sorted(tables.folder().glob(f"b200_sxm/{pattern}"))
+    rows = [row for row in tables.read(paths[-1]) if all(row[key] == value for key, value in wanted.items())]
+    return float(median(row["latency"] for row in rows))
+
+
+def gpt_oss_dense_ms(length: int, tokens: int = 16_384) -> float:
+    """Attention and projections of a layer of gpt-oss-120b in SGLang on a B200, all heads; every second layer has a
+    window of 128. Projections of 2,880 columns take their part of the time of the nearest measured shape.
+    """
+    asked = {
+        "batch_size": tokens // length,
+        "isl": length,
+        "num_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+    }
+    attention = "attention/sglang/0.5.14/context_attention_perf.parquet"
+    windows = (_b200(attention, attn_dtype="bfloat16", window_size=window, **asked) for window in (0, 128))
+    gemm = {"gemm_dtype": "bfloat16", "m": tokens, "k": 4096}
+    shapes = {5120: 2880 / 4096, 3072: 2880 / 3072}  # to 64 + 2 x 8 heads of 64; from 64 heads
+    projections = (
+        _b200("gemm/sglang/0.5.14/gemm_perf.parquet", n=n, **gemm) * part for n, part in shapes.items()
+    )
+    return sum(windows) / 2 + sum(projections)
+
+
+def gathered_ms(values: int) -> float:
+    """NCCL's all-gather and reduce-scatter of so many bfloat16 values, in the rows' proportion, on 4 B200."""
+    measured, found = 2**27, {"num_gpus": 4, "nccl_dtype": "half", "message_size": 2**27}
+    steps = (
+        _b200("comm/nccl/*/nccl_perf.parquet", op_name=name, **found)
+        for name in ("all_gather", "reduce_scatter")
+    )
+    return sum(steps) * values / measured
+
+
 @dataclass(frozen=True)
 class Layers:
     """Means over the MoE layers. ms: [2], with an all-to-all that even rows take and with one of the busiest rank.

@@ -54,10 +54,12 @@ class Candidate(NamedTuple):
 
     @property
     def label(self) -> str:
-        placed = "in order, no replicas" if self.placer == "trivial" else f"{self.placer}, +{self.more} slots"
+        placed = LABELS.get(self.placer, f"{self.placer}, +{self.more} slots")
         return placed if self.split == "none" else f"{placed}, {self.split}"
 
 
+# Those without an exchange are made by isoload.analysis.details.without_exchange.
+LABELS = {"trivial": "in order, no replicas", "all": "no expert parallelism", "dwdp": "DWDP, prefetched"}
 NOW = Candidate("trivial", 0, "none")
 ISOLOADS = ("exact", "node", "own")
 
@@ -281,7 +283,10 @@ class Step:
 
 @dataclass(frozen=True)
 class Advice:
-    """Answers, fastest first; `now` is the candidate to which they are compared."""
+    """Answers, fastest first; `now` is the candidate to which they are compared.
+
+    alone: ways to run in which no row travels, so that there is nothing to balance; not among the answers.
+    """
 
     question: Question
     answers: tuple[Answer, ...]
@@ -289,6 +294,7 @@ class Advice:
     extrapolated: bool  # whether the constants were measured on fewer or more tokens
     drawn: bool
     steps: tuple[Step, Step] | None = None  # whole steps, of now and of the best; with dense_ms
+    alone: tuple[Answer, ...] = ()
 
     @property
     def ours(self) -> Answer | None:

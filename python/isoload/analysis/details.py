@@ -39,7 +39,7 @@ from isoload.placers import place
 from isoload.policies import make_policy
 from isoload.policies.borrowing import IN_ENGINES
 from isoload.times import AllToAllTime, LayerTime
-from isoload.times.exchanges import DEFAULT_BANDWIDTHS
+from isoload.times.exchanges import DEFAULT_BANDWIDTHS, PEER_BANDWIDTHS
 from isoload.topology import Topology, over_mean
 
 TOKENS = (16, 64, 256, 1024, 4096)  # of a rank in a step
@@ -280,6 +280,61 @@ def experts_moved(slots: Tensor, last: Tensor, placement: Placement) -> Floats:
     return (
         torch.stack([sends.amax(1), arrives.view(len(slots), ranks, -1).sum(2).amax(1)], 1).double().numpy()
     )
+
+
+GPU_BYTES = {"h100": 80e9, "h200": 141e9, "b200": 180e9, "b300": 288e9, "gb200": 186e9, "gb300": 288e9}
+
+
+def without_exchange(
+    question: Question, judged: Judged, now: Answer, move_us: float | None = None
+) -> tuple[list[Answer], list[str]]:
+    """Return ways to run in which every rank computes its own tokens, and sentences about those that are left out.
+
+    all   every rank has all experts
+    dwdp  a rank reads the experts that it lacks from its peers, a layer ahead, into two buffers
+
+    No rank waits for another one, so that a step takes as long as the slowest rank's layers together.
+
+    Args:
+        now: the answer to which these are compared.
+        move_us: measured microseconds until an expert's weights arrive; None: by the bandwidth of the GPU's links.
+    """
+    model, topology, gpu = question.model, question.topology, question.layer.experts.gpu
+    if (lacking := model.experts - -(-model.experts // topology.num_ranks)) == 0:
+        return [], []
+    known_us = 1e-3 * model.expert_bytes / PEER_BANDWIDTHS[gpu] if gpu in PEER_BANDWIDTHS else None
+    one_us = move_us or known_us
+    stored = {"all": lacking * model.layers * model.expert_bytes, "dwdp": 2 * lacking * model.expert_bytes}
+    faults = {"all": _full(question, stored["all"]), "dwdp": ""}
+    if topology.num_nodes > 1:
+        faults["dwdp"] = "no bandwidth for the weights of other nodes was measured"
+    elif one_us is None:
+        faults["dwdp"] = f"the bandwidth between ranks of {gpu} is not known: isoload measure times it"
+    elif question.memory is not None and stored["dwdp"] > question.memory:
+        faults["dwdp"] = "two buffers for the experts of peers exceed --memory-per-rank"
+    answers = []
+    for name in (name for name, fault in faults.items() if not fault):
+        transfer_s = 1e-6 * lacking * (one_us or 0.0) if name == "dwdp" else 0.0
+        seconds = question.layer.without_exchange(
+            judged.loads.numpy(), question.tokens, transfer_s
+        )  # [B, L, R]
+        layer_ms = 1e3 * float(seconds.mean(1).max(-1).mean())
+        ms = model.layers * layer_ms, model.layers * layer_ms
+        candidate = Candidate(name, lacking, "none")
+        answers.append(Answer(candidate, layer_ms, ms, less(now.ms, ms), 1.0, stored[name], 0.0, 0.0))
+    labels = {name: Candidate(name, 0, "none").label for name in faults}
+    return answers, [f"{labels[name]} is left out: {fault}" for name, fault in faults.items() if fault]
+
+
+def _full(question: Question, added: float) -> str:
+    """Return why a rank cannot have all experts; empty: it can. added: bytes of those that it lacks."""
+    model, gpu = question.model, question.layer.experts.gpu
+    if question.memory is not None:
+        return "" if added <= question.memory else "the other ranks' experts exceed --memory-per-rank"
+    if gpu not in GPU_BYTES:
+        return f"the memory of {gpu} is not known: pass --memory-per-rank"
+    fits = model.experts * model.layers * model.expert_bytes < GPU_BYTES[gpu]
+    return "" if fits else f"all experts together exceed the memory of one {gpu}"
 
 
 FILE = "placement.json"

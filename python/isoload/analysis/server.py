@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from isoload.analysis.advice import Advice, Answer, Candidate, Question, Run, Span, advise, run_of
+from isoload.analysis.details import without_exchange
 from isoload.analysis.judge import JUDGED, Floats, Judged, exact_imbalance, routed_imbalance
 from isoload.analysis.rank_loads import Recorded
 from isoload.balancing.planning import plan_layers, share_routed
@@ -112,6 +113,28 @@ def _mean(
         next(iter(answers.values())).slots_bytes,
         number("node_rows"),
         number("rank_rows"),
+    )
+
+
+def with_alone(
+    server: ServerAdvice, asked: Mapping[str, tuple[Question, Judged]], move_us: float | None
+) -> tuple[ServerAdvice, list[str]]:
+    """Return the advice on one phase or both with the ways to run without an exchange, and sentences on missing ones.
+
+    Args:
+        asked: by phase the question and its batches.
+        move_us: see :func:`isoload.analysis.details.without_exchange`.
+    """
+    by_phase, phases, notes = dict[str, dict[Candidate, Answer]](), dict[str, Advice](), list[str]()
+    for name, (question, judged) in asked.items():
+        answers, left_out = without_exchange(question, judged, server.phases[name].now, move_us)
+        by_phase[name] = {answer.candidate: answer for answer in answers}
+        phases[name] = replace(server.phases[name], alone=tuple(answers))
+        notes += left_out
+    first = next(iter(by_phase.values()))
+    means = tuple(_mean(candidate, by_phase, server.weights) for candidate in first)
+    return replace(server, whole=replace(server.whole, alone=means), phases=phases), list(
+        dict.fromkeys(notes)
     )
 
 

@@ -108,26 +108,26 @@ def answer(
     """
     from isoload.analysis.advice import advise as search
     from isoload.analysis.details import flags, slots_answers
-    from isoload.analysis.server import advise_server
+    from isoload.analysis.server import ServerAdvice, advise_server, with_alone
     from isoload.cli.advise_output import print_advice, warnings
     from isoload.cli.arguments import progress
 
+    questions = {name: (part.question, part.judged) for name, part in asked.items()}
     with progress("candidates") as on_candidate:
         if len(asked) > 1 and weights is not None:
-            server = advise_server(
-                {name: (part.question, part.judged) for name, part in asked.items()}, weights, on_candidate
-            )
-            advice, phases = server.whole, server.phases
+            server = advise_server(questions, weights, on_candidate)
         else:
             ((only, first),) = asked.items()
             advice = search(first.question, first.judged, on_candidate)
-            phases, weights = {only: advice}, {only: 1.0}
+            server = ServerAdvice(advice, {only: advice}, {only: 1.0})
+    server, left_out = with_alone(server, questions, None if isinstance(gpu, str) else gpu.move_us)
+    advice, phases, weights = server.whole, server.phases, server.weights
     first, question = next(iter(asked.values())), advice.question
     best, model, topology = advice.answers[0], question.model, question.topology
     slots = -(-model.experts // topology.num_ranks) + best.candidate.more
     phase = next(iter(phases))  # prefill, if the question is about both
     launch = [] if best is advice.now else flags(engine, best.candidate, topology, slots, source, phase)
-    notes = list(dict.fromkeys(note for part in asked.values() for note in part.notes))
+    notes = list(dict.fromkeys(note for part in asked.values() for note in part.notes)) + left_out
     exchange = None if isinstance(gpu, str) or gpu.dispatch is None else gpu.dispatch.kernel
     warned = warnings(advice, notes, guessed=guessed)
     if launch and exchange == "isoload":
@@ -151,6 +151,7 @@ def answer(
             "equal": advice.gain_over(advice.rival(True)),
         },
         "answers": [answer.to_json() for answer in advice.answers],
+        "without_exchange": [answer.to_json() for answer in advice.alone],
         "steps": dict(zip(("now", "best"), map(vars, advice.steps or ()), strict=False)),
         "flags": launch,
         "slots": [way.to_json() for way in slot_ways],

@@ -63,6 +63,10 @@ UPPER = (
     "Percentages are of the MoE layers alone, without attention and the engine's own work, so they are an upper "
     "limit."
 )
+ALONE = (
+    "Every rank then computes its own tokens with all experts, which it stores (data parallelism) or reads from its "
+    "peers a layer ahead (DWDP: SGLang's --dwdp-size, for servers of prefill)."
+)
 MEASURED = "--step-ms takes a step that you have measured."
 
 
@@ -91,9 +95,10 @@ def rows_of(advice: Advice, phases: Mapping[str, Advice]) -> list[Row]:
     shown = [
         *advice.answers[:SHOWN_ROWS],
         *([] if advice.now in advice.answers[:SHOWN_ROWS] else [advice.now]),
+        *advice.alone,
     ]
     of_phases = {
-        name: {answer.candidate: between(*answer.ms) for answer in part.answers}
+        name: {answer.candidate: between(*answer.ms) for answer in (*part.answers, *part.alone)}
         for name, part in phases.items()
     }
     rows = []
@@ -124,6 +129,8 @@ def rows_of(advice: Advice, phases: Mapping[str, Advice]) -> list[Row]:
 
 def verdict_lines(advice: Advice, phases: Mapping[str, Advice]) -> list[str]:
     """Return what can be saved without isoload, what isoload adds, and the same by the other comparison of slots."""
+    from isoload.analysis.advice import less
+
     ours, theirs, asked, is_server = advice.ours, advice.theirs, advice.question, len(phases) > 1
     whole = "a modelled step" if advice.steps else "the MoE layers, at most"
     whole = "a step" if advice.question.step_ms else whole
@@ -137,13 +144,18 @@ def verdict_lines(advice: Advice, phases: Mapping[str, Advice]) -> list[str]:
     first = f"Without isoload: {theirs.candidate.label} {sentence(theirs.saved_ms)}."
     if theirs is advice.now:
         first = "Without isoload: no candidate takes less time than experts in order do."
+    alone = min(advice.alone, key=lambda answer: answer.ms, default=None)
+    last = []
+    if alone is not None and sum(saved := less(advice.answers[0].ms, alone.ms)) > 0:
+        gain = f"{alone.candidate.label} {sentence(saved, 'another')}"
+        last = [f"Without an exchange nothing is to be balanced: {gain}. {ALONE}"]
     if ours is None:
         reason = (
             "Every rank holds all experts"
             if asked.topology.num_ranks == 1
             else "There is no memory for more slots"
         )
-        return [first, f"{reason}, so that isoload has no choice."]
+        return [first, f"{reason}, so that isoload has no choice.", *last]
     second = f"isoload: {advice.verdict}. {ours.candidate.label} {sentence(advice.gain_ms, 'another')}"
     if is_server:
         gains = [f"{saving(*part.gain_ms, 'ms')} a step of {name}" for name, part in phases.items()]
@@ -157,7 +169,7 @@ def verdict_lines(advice: Advice, phases: Mapping[str, Advice]) -> list[str]:
         third = f"Both sides have +{ours.candidate.more} slots. Where both choose their number of slots {compared}"
     elif other is theirs:
         third = f"Both sides choose their number of slots, and both choose +{ours.candidate.more}."
-    return [first, f"{second}.", third]
+    return [first, f"{second}.", third, *last]
 
 
 def question_lines(advice: Advice, phases: Mapping[str, Advice], weights: Mapping[str, float]) -> list[str]:

@@ -22,6 +22,8 @@ SAME_KERNELS = {"vllm_deepep_ht": "sglang_deepep_normal", "vllm_deepep_ll": "sgl
 # (TensorRT-LLM's all-to-alls on GB200, 8 to 64 ranks).
 CALL_GROWTH = 1.27
 DEFAULT_BANDWIDTHS = (400.0, 50.0)  # GB/s of a rank, inside a node and between: NVLink 4, one 400 Gb/s NIC
+# GB/s at which a rank reads weights of its peers: NVLink 4 as above; NVLink 5 as UltraEP measured it, 706 to 715.
+PEER_BANDWIDTHS = {"h100": 400.0, "h200": 400.0} | dict.fromkeys(("b200", "b300", "gb200", "gb300"), 710.0)
 DEEPSEEK_V3_FP8 = 3 * 7168 * 2048  # bytes of an expert
 DEEPSEEK_V3_TOKEN_US = 0.147  # microseconds of one copy in a large GEMM of such experts: 600 TFLOP/s, an H100
 
@@ -287,6 +289,17 @@ class LayerTime:
             for step in (self.dispatch, self.combine)
         )
         return experts, dispatch, combine
+
+    def without_exchange(self, copies: Any, tokens: Any, transfer_s: float = 0.0) -> Floats:
+        """Return [...] seconds in which a rank computes its own tokens with all experts, and no row travels.
+
+        Args:
+            copies: [..., experts] that the rank computes.
+            tokens: [...] that it holds.
+            transfer_s: seconds in which the experts that the rank lacks arrive from its peers. They arrive while the
+                rank computes the layer before (DWDP), so that the longer of both counts.
+        """
+        return np.maximum(self.experts.seconds(copies, tokens), transfer_s)
 
 
 def break_even(expert_bytes: float, bandwidth: float, token_us: float) -> int:
