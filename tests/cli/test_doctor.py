@@ -16,8 +16,8 @@ from support import measured_times
 
 NAMES = [
     "python", "torch", "isoload ops", "isoload CUDA ops", "CUDA device", "symmetric memory", "nvcc", "NCCL",
-    "Triton", "Triton kernels", "DeepEP", "SGLang", "vLLM", "transformers", "Megatron-Core",
-    "SGLang versions", "vLLM versions", "transformers versions", "Megatron-Core versions",
+    "Triton", "Triton kernels", "DeepEP", "SGLang", "vLLM", "transformers", "Megatron-Core", "torchtitan",
+    "SGLang versions", "vLLM versions", "transformers versions", "Megatron-Core versions", "torchtitan versions",
     "HiGHS (scipy)", "break-even",
 ]  # fmt: skip
 

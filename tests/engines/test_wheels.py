@@ -17,7 +17,9 @@ ROOT = Path(__file__).parents[2]
 ATTACHED = read_attached()
 WHEELS = {
     engine: re.search(rf"^{name}_WHEELS := (.*)$", (ROOT / "Makefile").read_text(), re.M)
-    for engine, name in zip(UNPACKED, ("SGLANG", "VLLM", "MEGATRON", "TRANSFORMERS"), strict=True)
+    for engine, name in zip(
+        UNPACKED, ("SGLANG", "VLLM", "MEGATRON", "TRANSFORMERS", "TORCHTITAN"), strict=True
+    )
 }
 VERSIONS = [(engine, version) for engine, line in WHEELS.items() if line for version in line[1].split()]
 

@@ -184,7 +184,7 @@ def recomputed(rank: int) -> None:
     layer(rows)
     routes, placement = [[dispatcher._ids.unsqueeze(1)]], dispatcher.balancer.placement
     dispatcher.plan = isoload.KnownRoutes(routes, placement, group=dispatcher.group).plans()[0, 0]
-    with patch("isoload.engines.megatron.in_backward", lambda: rank == 1):
+    with patch("isoload.engines.lending.in_backward", lambda: rank == 1):
         layer(rows)
 
 
@@ -287,7 +287,7 @@ def test_what_is_refused() -> None:
         ]
     )
     assert "as home experts of rank 0, got" in first[7]
-    assert "placement must be of num_moe_experts=8 and no shared experts, got 4 and 0" in first[8]
+    assert "placement must be of the layer's 8 experts and no shared experts, got 4 and 0" in first[8]
     assert "policy" in first[9] and "policy" in second[9]
 
 

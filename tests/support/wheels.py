@@ -126,6 +126,7 @@ UNPACKED = {
     "vLLM": ("vllm", "vllm"),
     "Megatron-Core": ("megatron-core", "megatron"),
     "transformers": ("transformers", "transformers"),
+    "torchtitan": ("torchtitan", "torchtitan"),
 }
 
 

@@ -64,6 +64,12 @@ ENGINES = (
         _differences("megatron", MEGATRON),
         "isoload.engines.megatron.balance(model)",
     ),
+    Engine(
+        "torchtitan",
+        "torchtitan",
+        _differences("torchtitan", "import isoload.engines.torchtitan"),
+        "isoload.engines.torchtitan.balance(model)",
+    ),
 )
 
 

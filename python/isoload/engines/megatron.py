@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,94 +16,13 @@ import torch
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 
-from isoload.balancing.balancer import Balancer
-from isoload.balancing.known_routes import KnownPlan
-from isoload.balancing.planning import Gathered
 from isoload.checks import values_readable
-from isoload.layer.blocks import check_spare, spare_count
-from isoload.ops import group_copies
-from isoload.ops.counting import gather_copies, weighted_sum
-from isoload.ops.results import Grouping
+from isoload.engines.lending import LendingDispatcher, check_homes, placement_of, transport_of
 from isoload.placement.placement import Placement
-from isoload.placers import place
 from isoload.policies import Policy
-from isoload.policies.plan import in_backward
-from isoload.topology import Topology
-from isoload.transport import Call, CollectiveTransport, Group, Received
-from isoload.weights.layout import Address, Move, add_back, move_rows
-
-
-@dataclass(frozen=True)
-class Loans:
-    """The loans of one batch.
-
-    moves   of all ranks: a rank's rows are the experts that it lends, ascending, then those that it borrows, by slot
-    lent    the experts that this rank lends
-    places  this rank's row of every local slot that is borrowed
-    """
-
-    moves: list[Move]
-    lent: list[int]
-    places: dict[int, int]
-
-
-def loans(placement: Placement, slots: Sequence[int], rank: int) -> Loans:
-    """Return the loans for all slots that are not home slots.
-
-    placement: its first layer has the home slots. slots: [P] expert of every slot that has copies; -1 = none.
-    """
-    size, ranks = placement.slots_per_rank, placement.topology.num_ranks
-    homes = placement.arrays[1][0].tolist()
-    copies = [(p, e) for p, e in enumerate(slots) if e >= 0 and p != homes[e]]
-    lent: list[list[int]] = [[] for _ in range(ranks)]
-    for expert in sorted({e for _, e in copies}):
-        lent[homes[expert] // size].append(expert)
-    row = {expert: i for of_rank in lent for i, expert in enumerate(of_rank)}
-    places: list[dict[int, int]] = [{} for _ in range(ranks)]
-    moves = []
-    for p, e in copies:
-        borrowed = places[p // size]
-        moves.append(Move(Address(homes[e] // size, row[e]), Address(p // size, len(borrowed))))
-        borrowed[p % size] = len(borrowed)
-    return Loans(moves, lent[rank], places[rank])
-
-
-class Lend(torch.autograd.Function):
-    """Rows [N, H] and the lent experts' Parameters in; the rows and the borrowed stacks [n, ...] out.
-
-    Rows pass through so that every rank enters the exchange of the gradients, also one that neither lends nor borrows.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        group: Group,
-        moves: list[Move],
-        num_borrowed: int,
-        like: Sequence[Tensor],
-        rows: Tensor,
-        *lent: Tensor,
-    ) -> tuple[Tensor, ...]:
-        width = len(like)
-        stacks = [
-            torch.stack(lent[w::width]) if lent else weight.new_empty(0, *weight.shape)
-            for w, weight in enumerate(like)
-        ]
-        pools = [weight.new_empty(num_borrowed, *weight.shape) for weight in like]
-        move_rows(group, "borrow", moves, [stacks], [pools])
-        ctx.group, ctx.moves, ctx.shapes = group, moves, [stack.shape for stack in stacks]
-        return rows.view_as(rows), *pools
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, rows: Tensor, *grads: Tensor) -> tuple[Any, ...]:
-        totals = [grad.new_zeros(shape) for grad, shape in zip(grads, ctx.shapes, strict=True)]
-        add_back(ctx.group, "borrowed gradients", ctx.moves, [[g.contiguous() for g in grads]], [totals])
-        of_experts = (weight for expert in zip(*totals, strict=True) for weight in expert)
-        return None, None, None, None, rows, *of_experts
+from isoload.transport import CollectiveTransport
 
 
 class SequentialExperts:
@@ -232,7 +150,7 @@ REFUSED: dict[str, Any] = {
 OLDER_OPTIONS = {"moe_router_padding_for_quantization": "moe_router_padding_for_fp8", "moe_latent_size": ""}
 
 
-class BalancedTokenDispatcher(MoETokenDispatcher):  # type: ignore[misc]  # Megatron has no types
+class BalancedTokenDispatcher(LendingDispatcher, MoETokenDispatcher):  # type: ignore[misc]  # Megatron has no types
     """The token dispatcher that :func:`isoload.engines.megatron.balance` installs in a layer.
 
     The host reads the plan once per forward, because borrowed weights travel by its list; rows add a second wait.
@@ -245,15 +163,12 @@ class BalancedTokenDispatcher(MoETokenDispatcher):  # type: ignore[misc]  # Mega
         group, stock = transport.group, layer.token_dispatcher
         with group.agreeing("construction"):
             check_layer(layer)
-            check_placement(placement, layer, group.ranks[0])
+            check_homes(placement, layer.config.num_moe_experts, layer.local_expert_indices, group.ranks[0])
         groups = SimpleNamespace(ep=stock.ep_group, expt_tp=stock.tp_group, tp_ep=stock.tp_ep_group)
-        super().__init__(layer.config, groups)
-        self.group, self.dispatcher = group, transport.dispatcher
-        self.balancer = Balancer(placement, 0, group=group, **options)
-        self.row_of_expert = {expert: row for row, expert in enumerate(layer.local_expert_indices)}
-        self.experts = experts_of(layer)
-        # Plan of the next forwards, made ahead for the experts that RouterReplay gives the router; None: planned here
-        self.plan: KnownPlan | None = None
+        MoETokenDispatcher.__init__(self, layer.config, groups)
+        LendingDispatcher.__init__(
+            self, placement, transport, experts_of(layer), layer.local_expert_indices, **options
+        )
         self.top_k = layer.config.moe_router_topk
 
     def dispatch_preprocess(
@@ -262,7 +177,7 @@ class BalancedTokenDispatcher(MoETokenDispatcher):  # type: ignore[misc]  # Mega
         """[S, B, H] tokens, [T, E] choices and probabilities -> [T, H], [T, K] float32; stores the choices."""
         self._shape = tokens.shape
         self._ids = routing_map.new_full((len(routing_map), 1), -1, dtype=torch.int64)
-        self._call = Call(self.group, device=tokens.device, later=self.dispatcher.carry_failure)
+        self._call = self.begin(tokens.device)
         with self._call:
             self._ids = chosen_experts(routing_map, self.top_k)
         weights = probs.gather(1, self._ids.clamp(min=0)).float()
@@ -270,98 +185,27 @@ class BalancedTokenDispatcher(MoETokenDispatcher):  # type: ignore[misc]  # Mega
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """Balance the batch, transfer the weights it borrows, and send the rows: [N, H], [N, K]."""
-        balancer = self.balancer
-        slots = balancer.route(self._balance())
-        per_rank = balancer.placement.slots_per_rank
-        (received,) = self.dispatcher.dispatch([hidden_states], slots, [probs], per_rank, self._call)
-        loan = loans(balancer.placement, self._slots(), self.group.ranks[0])
-        rows, borrowed = received.rows, []
-        if loan.moves:
-            like = self._weights(next(iter(self.row_of_expert)))
-            lent = [weight for expert in loan.lent for weight in self._weights(expert)]
-            rows, *borrowed = Lend.apply(self.group, loan.moves, len(loan.places), like, rows, *lent)
-        received = Received(rows, received.slots, received.weights, received.handle)
-        local, num_own, lent_to = self._local(received.slots, loan), len(self.row_of_expert), len(loan.places)
-        home_copies, borrowed_copies = (
-            int(((local >= 0) & (local < num_own)).sum()),
-            int((local >= num_own).sum()),
-        )
-        if home_copies + borrowed_copies != (num_copies := int((received.slots >= 0).sum())):
-            raise RuntimeError(
-                f"all {num_copies} copies must be for experts of this rank, {home_copies + borrowed_copies} are"
-            )
-        groups = [(0, num_own, home_copies), (num_own, lent_to, borrowed_copies)]
-        # At least one place, as in run_experts: no product of zero rows.
-        places = [min(max(number, 1), local.numel()) for *_, number in groups]
-        homes, borrowed_groups = (
-            group_copies(local, first, size, number)
-            for (first, size, _), number in zip(groups, places, strict=True)
-        )
-        # For combine: the result of dispatch, the borrowed experts' stacks [n, ...] in the order of an expert's
-        # Parameters, and the places of the copies of own and of borrowed experts.
-        self._received, self._borrowed, self._homes, self._away = received, borrowed, homes, borrowed_groups
-        return rows, received.weights
-
-    def _balance(self) -> Gathered:
-        """Plan the batch, or take the plan that was made ahead."""
-        if self.plan is None:
-            return self.balancer.balance([self._ids], None, self._call)
-        with self._call:
-            if in_backward():  # by then plan is another micro-batch's
-                raise ValueError("plan must be None for layers that a checkpoint recomputes, got a plan")
-        return self.balancer.follow([self._ids], self.plan, self._call)
+        self._sent = self.send(hidden_states, self._ids, probs, self._call)
+        return self._sent.received.rows, self._sent.received.weights
 
     def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return [C, H] copies of the own experts, [experts] their counts, and [C] ones: weights are applied in the
         sum.
         """
-        ends = self._homes.ends.long()
-        copies = gather_copies(hidden_states, self._homes)[: int(ends[-1])]
-        return copies, ends.diff(prepend=ends.new_zeros(1)).cpu(), copies.new_ones(len(copies))
+        copies, counts = self.own_copies(self._sent)
+        return copies, counts.cpu(), copies.new_ones(len(copies))
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
         """[C, H] results of the own experts -> [N, H] weighted sums, with those of the borrowed ones."""
-        received, away = self._received, self._away
-        parts = [(padded(hidden_states, self._homes), self._homes)]
-        if self._borrowed:
-            ends = away.ends.tolist()
-            copies = gather_copies(received.rows, away)[: ends[-1] if ends else 0]
-            parts.append((padded(self.experts.run(copies, ends, self._borrowed), away), away))
-        return weighted_sum(parts, received.weights, hidden_states.dtype)
+        return self.sums(hidden_states, self._sent)
 
     def token_combine(self, hidden_states: Tensor) -> Tensor:
         """[N, H] -> [T, H]."""
-        (combined,) = self.dispatcher.combine([hidden_states], [self._received])
-        return combined
+        return self.give_back(hidden_states, self._sent)
 
     def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
         """[T, H] -> [S, B, H]."""
         return hidden_states.view(self._shape)
-
-    def _weights(self, expert: int) -> list[Tensor]:
-        return self.experts.weights(self.row_of_expert[expert])
-
-    def _slots(self) -> list[int]:
-        """Return [P] the expert in every slot that may have copies; -1 = none."""
-        plan = self.balancer.last_plan
-        if plan is None:
-            return self.balancer.placement.arrays[0][0].tolist()  # type: ignore[no-any-return]
-        slots = plan.slot_to_expert
-        if plan.quota is not None and plan.realisation == "quota":
-            slots = torch.where(plan.quota > 0, slots, -1)
-        return slots.tolist()  # type: ignore[no-any-return]
-
-    def _local(self, slots: Tensor, loan: Loans) -> Tensor:
-        """Return local slots [N, K] as experts: the own ones, then the borrowed ones; -1 stays -1."""
-        placement = self.balancer.placement
-        size = placement.slots_per_rank
-        table = [-1] * size
-        for expert, row in self.row_of_expert.items():
-            table[int(placement.arrays[1][0][expert]) % size] = row
-        for slot, row in loan.places.items():
-            table[slot] = len(self.row_of_expert) + row
-        at = torch.tensor(table, device=slots.device)
-        return torch.where(slots < 0, -1, at[slots.clamp(min=0)])
 
 
 def chosen_experts(routing_map: Tensor, top_k: int) -> Tensor:
@@ -391,27 +235,6 @@ def check_layer(layer: MoELayer) -> None:
         raise ValueError(f"expert_tensor_parallel_size must be 1, got {size}")
 
 
-def check_placement(placement: Placement, layer: MoELayer, rank: int) -> None:
-    """Raise ValueError for a placement that does not have this layer's experts."""
-    if placement.num_experts != layer.config.num_moe_experts or placement.num_shared:
-        raise ValueError(
-            f"placement must be of num_moe_experts={layer.config.num_moe_experts} and no shared experts, "
-            f"got {placement.num_experts} and {placement.num_shared}"
-        )
-    home = placement.home_experts(0, rank)
-    if home != list(layer.local_expert_indices):
-        raise ValueError(
-            f"placement must have Megatron's experts {list(layer.local_expert_indices)} as home experts of rank "
-            f"{rank}, "
-            f"got {home}"
-        )
-
-
-def padded(copies: Tensor, grouping: Grouping) -> Tensor:
-    """Return [C, H]: copies, and zeros in the places of a grouping that has more places than copies."""
-    return torch.cat([copies, copies.new_zeros(len(grouping.copy) - len(copies), copies.shape[1])])
-
-
 def balance(
     model: nn.Module,
     policy: str | Policy = "llep",
@@ -439,17 +262,8 @@ def balance(
     transports: dict[Any, CollectiveTransport] = {}
     dispatchers = []
     for layer in [module for module in model.modules() if isinstance(module, MoELayer)]:
-        group, ranks = layer.ep_group, layer.ep_group.size()
-        if group not in transports:
-            transports[group] = CollectiveTransport(Topology(ranks, ranks_per_node), group)
-        transport, chosen = transports[group], placement
-        if chosen is None:
-            experts = torch.ones(1, layer.config.num_moe_experts)
-            topology = transport.group.topology
-            spare = spare_count(policy, spare_slots)
-            chosen = place(experts, topology, placer="trivial", spare_slots=spare)
-        else:
-            check_spare(chosen, spare_slots)
+        transport = transport_of(layer.ep_group, transports, ranks_per_node)
+        chosen = placement_of(placement, layer.config.num_moe_experts, transport, policy, spare_slots)
         layer.token_dispatcher = BalancedTokenDispatcher(layer, chosen, transport, policy=policy, **options)
         dispatchers.append(layer.token_dispatcher)
     if not dispatchers:

@@ -99,6 +99,7 @@ ENGINE_SEAMS: Mapping[str, Mapping[str, str]] = {
     "vLLM": {"vllm": "ISOLOAD_VLLM=1", "vllm_start": "ISOLOAD_PLACEMENT", "vllm_routing": "isoload:FILE"},
     "Megatron-Core": {"megatron": "isoload.engines.megatron.balance"},
     "transformers": {"transformers": "ep_implementation='isoload'"},
+    "torchtitan": {"torchtitan": "isoload.engines.torchtitan.balance"},
 }
 
 
