@@ -1,6 +1,6 @@
 """A double of the parts of torchtitan that isoload.engines.torchtitan uses, with the signatures of 0.3.0.
 
-``importable`` puts it into sys.modules for an import where torchtitan is not installed. tests/engines/test_torchtitan.py
+``importable`` puts it into sys.modules for an import where torchtitan is not installed. test_torchtitan.py
 runs with the real package, too (`make test-torchtitan`).
 """
 
