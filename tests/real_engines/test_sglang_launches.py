@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from functools import partial, update_wrapper
 from pathlib import Path
 
 import pytest
 import torch
 from model_configs import make_configs
+from sglang.srt.arg_groups import parallel_hook
 from sglang.srt.server_args import ServerArgs, prepare_server_args
 
 import isoload
 from isoload.analysis.advice import NOW, Candidate, grid
 from isoload.analysis.details import flags
+from isoload.engines.sglang import HOOKS
 from isoload.placement.engine_files import launch_line
 from support.documents import launch_words, launches
 
@@ -78,6 +83,41 @@ def test_resolution_refuses_what_would_not_start(algorithm: str, models: dict[st
     )
     with pytest.raises(ValueError, match=f"--ep-dispatch-algorithm {algorithm} picks a different"):
         resolve(words.split(), models["Qwen3"])
+
+
+ELASTIC = "--tp 8 --ep-size 8 --moe-a2a-backend mooncake --elastic-ep-backend mooncake --enable-eplb"
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_elastic_ranks_are_refused_in_isoloads_own_words(
+    hooked: bool, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang's own assertion names its algorithms alone; other algorithms are resolved as without isoload."""
+    error, message = AssertionError, "Elastic EP requires eplb_algorithm"
+    if hooked:
+        around = update_wrapper(
+            partial(HOOKS["handle_elastic_ep"], parallel_hook.handle_elastic_ep),
+            parallel_hook.handle_elastic_ep,
+        )
+        monkeypatch.setattr(parallel_hook, "handle_elastic_ep", around)
+        error = ValueError
+        message = "--eplb-algorithm isoload must come without --elastic-ep-backend mooncake, .* --eplb-algorithm auto"
+    with pytest.raises(error, match=message):
+        resolve([*ELASTIC.split(), "--eplb-algorithm", "isoload"], models["Qwen3"])
+    resolve(ELASTIC.split(), models["Qwen3"])
+
+
+@pytest.mark.slow
+def test_the_launcher_ends_with_the_sentence(models: dict[str, Path]) -> None:
+    """In the process that reads the options, where isoload attaches to nothing else."""
+    words = [*ELASTIC.split(), "--device", "cuda", "--eplb-algorithm", "isoload"]
+    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(models["Qwen3"]), *words]
+    path = os.pathsep.join([str(Path(__file__).parent / "harness"), os.environ.get("PYTHONPATH", "")])
+    variables = os.environ | {"ISOLOAD_SGLANG": "1", "PYTHONPATH": path}
+    ended = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=300, check=False)
+    assert ended.returncode and ended.stderr.strip().splitlines()[-1].startswith(
+        "ValueError: --eplb-algorithm isoload must come without --elastic-ep-backend mooncake"
+    )
 
 
 @pytest.mark.parametrize("model", ["DeepSeek-V3", "Qwen3", "gpt-oss"])

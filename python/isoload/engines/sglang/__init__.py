@@ -46,6 +46,8 @@ HOOKS = {
     "compute_algorithm": placement.compute_algorithm,
     "rebalance_experts": placement.rebalance_experts,
     "rebalance": placement.rebalance,
+    "handle_elastic_ep": placement.check_elastic,
+    "_handle_elastic_ep": placement.check_elastic,  # a method in older versions
     "init_by_mapping": pages.by_mapping,
     "_compute_logical_to_all_physical_map": pages.lists_without_holes,
     "_convert_global_physical_count_to_logical_count": pages.counts_without_holes,

@@ -6,6 +6,9 @@ dynamic  Without an all-to-all backend all ranks hold the same tokens and comput
 lp       With an all-to-all backend. SGLang calls the layer's solver before it maps ids, in the DeepSeek family also on
          ranks without tokens. The solver is a Layer, and its result is the physical ids already.
 
+BaseDispatcher.register_pre_dispatch_hook cannot replace these hooks: SGLang has mapped, masked and recorded the ids by
+then, and passes neither the number of padding rows nor a call where a kernel routes.
+
 In shadow mode SGLang's choice is used unchanged, with any algorithm, and counted. SGLang also records for its own
 rebalances: `_post_process_topk_ids` returns the slots of the routed copies, padding masked, as a third result.
 """

@@ -27,6 +27,21 @@ def compute_algorithm(original: Original, raw_algorithm: str, *args: Any, **kwar
     return CHOSEN if raw_algorithm == NAME else original(raw_algorithm, *args, **kwargs)
 
 
+def check_elastic(original: Original, server_args: Any) -> Any:
+    """Wrap SGLang's check of elastic expert parallelism, whose assertion does not name isoload's algorithm.
+
+    Raises:
+        ValueError: --eplb-algorithm isoload with --elastic-ep-backend: ranks that joined or left are in no placement.
+    """
+    backend, algorithm = server_args.elastic_ep_backend, server_args.eplb_algorithm
+    if backend is not None and server_args.enable_eplb and algorithm == NAME:
+        raise ValueError(
+            f"--eplb-algorithm {NAME} must come without --elastic-ep-backend {backend}, whose ranks join and leave: "
+            "pass --eplb-algorithm auto, with which isoload still chooses replicas by --ep-dispatch-algorithm dynamic"
+        )
+    return original(server_args)
+
+
 def rebalance_experts(
     original: Original,
     tokens_per_expert: Tensor,
