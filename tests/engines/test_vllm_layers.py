@@ -205,7 +205,9 @@ def test_what_a_newer_vllm_adds_reaches_its_own_function(engine: None) -> None:
     for layer, valid in ((0, torch.tensor(2)), (1, None)):
         given = state.logical_to_physical_map[layer], torch.zeros(0), torch.tensor(True), valid
         dispatch.map_and_record(newer, ids, loads, *given, topk_weights=layer)
-    dispatch.commit(lambda *_, **named: added.append(named), state, placed().slot_to_expert, layers="all")
+    dispatch.on_layer_committed(
+        lambda *_, **named: added.append(named), state, placed().slot_to_expert, layers="all"
+    )
     assert added == [0, 1, {"layers": "all"}]
 
 
@@ -264,7 +266,7 @@ def test_a_rebalance_reaches_the_balancers_in_place(engine: None) -> None:
     add(state)
     tables = MODELS.layers(state).by_id[1].balancer.placed_on(torch.device("cpu")).tables.data  # type: ignore[union-attr]
     address, called = tables.data_ptr(), []
-    dispatch.commit(lambda *given: called.append(given), state, moved)
+    dispatch.on_layer_committed(lambda *given: called.append(given), state, moved)
     assert len(called) == 1
     balancer = MODELS.layers(state).by_id[1].balancer  # type: ignore[union-attr]
     assert balancer.placed_on(torch.device("cpu")).tables.data.data_ptr() == address
@@ -279,7 +281,7 @@ def test_an_asynchronous_rebalance_moves_layer_by_layer(engine: None) -> None:
         placed(1, "trivial").slot_to_expert.long(),
     )
     add(state)
-    dispatch.commit(lambda *_: None, state, moved[1], 1)
+    dispatch.on_layer_committed(lambda *_: None, state, moved[1], 1)
     for layer in range(LAYERS):
         held = moved[1] if layer == 1 else first[layer]
         assert torch.equal(held[slots_of(state, layer, draw(30)).long()].int(), draw(30))
@@ -299,12 +301,12 @@ def test_no_plan_uses_a_half_moved_placement(engine: None) -> None:
         raise RuntimeError("a peer is gone")
 
     for layer in (2, 0):
-        dispatch.commit(plans_follow_what_is_committed, state, moved[layer], layer)
+        dispatch.on_layer_committed(plans_follow_what_is_committed, state, moved[layer], layer)
         held[layer] = moved[layer]
         plans_follow_what_is_committed()
     for given in (moved[1], 1), (moved,):
         with pytest.raises(RuntimeError, match="a peer is gone"):
-            dispatch.commit(fail, state, *given)
+            dispatch.on_layer_committed(fail, state, *given)
         plans_follow_what_is_committed()
     state.rebalanced = True  # and vLLM's thread has ended
     step(state)
@@ -315,7 +317,7 @@ def test_other_slots_are_refused(engine: None) -> None:
     state = state_of(placed())
     add(state)
     with pytest.raises(RuntimeError, match=r"vLLM must keep its \[3, 20\] slots, got \[3, 18\]"):
-        dispatch.commit(lambda *_: None, state, torch.arange(18).expand(3, -1) % EXPERTS)
+        dispatch.on_layer_committed(lambda *_: None, state, torch.arange(18).expand(3, -1) % EXPERTS)
 
 
 def test_a_layout_that_the_placer_cannot_make_is_refused_at_start(engine: None) -> None:

@@ -12,8 +12,8 @@ from torch import Tensor
 import isoload
 from isoload.analysis.judge import ExpertSize
 from isoload.engines.tables import check_placer, keep_slots
+from isoload.engines.vllm.dispatch import plan_rebalance
 from isoload.engines.vllm.layers import MODELS
-from isoload.engines.vllm.placement import rebalance
 from isoload.engines.worth import NewMaps, RebalanceRule
 from isoload.online.metrics import Metrics
 
@@ -46,18 +46,18 @@ def test_experts_that_stay_on_their_rank_keep_their_slot(seed: int) -> None:
 
 
 def test_the_placers_experts_are_on_every_rank() -> None:
-    made = rebalance(draw(0), TOPOLOGY, SIZE, "eplb", first())
+    made = plan_rebalance(draw(0), TOPOLOGY, SIZE, "eplb", first())
     want = isoload.place(draw(0), TOPOLOGY, SIZE, "eplb").slot_to_expert.long()
     assert made.dtype == torch.int64 and by_rank(made) == by_rank(want)
-    assert torch.equal(rebalance(draw(0), TOPOLOGY, SIZE, "eplb", made), made), (
+    assert torch.equal(plan_rebalance(draw(0), TOPOLOGY, SIZE, "eplb", made), made), (
         "nothing moves for the same loads"
     )
 
 
 @pytest.mark.parametrize("moves", [0, 1, 4])
 def test_a_bounded_rebalance_moves_no_more(moves: int) -> None:
-    before = rebalance(draw(0), TOPOLOGY, SIZE, "eplb", None)
-    made = rebalance(draw(1), TOPOLOGY, SIZE, f"scenario:moves={moves}", before)
+    before = plan_rebalance(draw(0), TOPOLOGY, SIZE, "eplb", None)
+    made = plan_rebalance(draw(1), TOPOLOGY, SIZE, f"scenario:moves={moves}", before)
     changed = (made != before).sum(dim=1)
     assert int(changed.max()) <= moves and (moves == 0 or changed.any())
 
@@ -65,12 +65,12 @@ def test_a_bounded_rebalance_moves_no_more(moves: int) -> None:
 def test_where_vllms_experts_lie_first_a_placer_can_start() -> None:
     """An expert twice on a rank, as where redundant experts are more than experts."""
     layout = (torch.arange(20) % 4).expand(LAYERS, -1)
-    made = rebalance(torch.rand(LAYERS, 4), isoload.Topology(10), 2, "scenario:moves=6", layout)
+    made = plan_rebalance(torch.rand(LAYERS, 4), isoload.Topology(10), 2, "scenario:moves=6", layout)
     assert {int(expert) for expert in made[0]} == set(range(4))
 
 
 def test_profiling_without_loads() -> None:
-    made = rebalance(torch.zeros(LAYERS, EXPERTS, dtype=torch.int32), TOPOLOGY, SIZE, "eplb", first())
+    made = plan_rebalance(torch.zeros(LAYERS, EXPERTS, dtype=torch.int32), TOPOLOGY, SIZE, "eplb", first())
     assert set(made[0].tolist()) == set(range(EXPERTS))
 
 
@@ -79,8 +79,8 @@ def test_other_or_empty_slots_are_laid_out_anew(before: str) -> None:
     layout = first().clone()
     layout[:, -1] = -1
     given = layout if before == "empty slots" else layout[:, :18]
-    made = rebalance(draw(0), TOPOLOGY, SIZE, "scenario", given)
-    assert torch.equal(made, rebalance(draw(0), TOPOLOGY, SIZE, "scenario", None))
+    made = plan_rebalance(draw(0), TOPOLOGY, SIZE, "scenario", given)
+    assert torch.equal(made, plan_rebalance(draw(0), TOPOLOGY, SIZE, "scenario", None))
 
 
 def test_a_placer_that_leaves_slots_empty_is_refused() -> None:
@@ -92,7 +92,7 @@ def test_a_placer_that_leaves_slots_empty_is_refused() -> None:
 
 def test_a_new_map_that_does_not_pay_keeps_the_present_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """The decision is that of the model whose experts are in these slots; other models have none."""
-    before, loads = rebalance(draw(0), TOPOLOGY, SIZE, "eplb", None), draw(1)
+    before, loads = plan_rebalance(draw(0), TOPOLOGY, SIZE, "eplb", None), draw(1)
     models = [Namespace(tables=first(), new_maps=None), Namespace(tables=before.int(), window=10)]
     monkeypatch.setattr(MODELS, "by_state", dict(enumerate(models)))
     for rule, pays in (("gain_ms=1000", False), ("move_ms=0", True)):
@@ -100,6 +100,6 @@ def test_a_new_map_that_does_not_pay_keeps_the_present_one(monkeypatch: pytest.M
             "vLLM", RebalanceRule.parse(rule), ExpertSize(10**9, 10**9), 100, False, None, Metrics()
         )
         models[1].new_maps = made
-        assert torch.equal(rebalance(loads, TOPOLOGY, SIZE, "eplb", before), before) != pays
-    other = rebalance(draw(2), TOPOLOGY, SIZE, "eplb", None)
-    assert not torch.equal(rebalance(loads, TOPOLOGY, SIZE, "eplb", other), other)
+        assert torch.equal(plan_rebalance(loads, TOPOLOGY, SIZE, "eplb", before), before) != pays
+    other = plan_rebalance(draw(2), TOPOLOGY, SIZE, "eplb", None)
+    assert not torch.equal(plan_rebalance(loads, TOPOLOGY, SIZE, "eplb", other), other)

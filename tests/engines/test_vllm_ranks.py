@@ -94,7 +94,7 @@ def serve(rank: int, ranks: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for case in (*CASES, "rebalanced"):
         if case == "rebalanced":
-            dispatch.commit(lambda *_: None, state, placed(ranks, 1).slot_to_expert.long())
+            dispatch.on_layer_committed(lambda *_: None, state, placed(ranks, 1).slot_to_expert.long())
         ids, valid = draw("full" if case == "rebalanced" else case, rank)
         slots, loads = route(state, ids, valid)
         found[case] = ids[:valid], slots[:valid], loads
@@ -125,7 +125,7 @@ def differ(rank: int, ranks: int) -> None:
 
 def move_differently(rank: int, ranks: int) -> None:
     state = add_model(rank, ranks)
-    dispatch.commit(lambda *_: None, state, placed(ranks, 1 + rank).slot_to_expert.long())
+    dispatch.on_layer_committed(lambda *_: None, state, placed(ranks, 1 + rank).slot_to_expert.long())
 
 
 @pytest.mark.parametrize("body", [differ, move_differently])
@@ -137,7 +137,7 @@ def test_ranks_that_disagree_where_experts_lie_all_raise(body: Any) -> None:
 def route_after_a_disagreement(rank: int, ranks: int) -> tuple[Tensor, Tensor]:
     state = add_model(rank, ranks)
     with pytest.raises(ValueError, match="must be the same on all ranks"):
-        dispatch.commit(lambda *_: None, state, placed(ranks, 1 + rank).slot_to_expert.long())
+        dispatch.on_layer_committed(lambda *_: None, state, placed(ranks, 1 + rank).slot_to_expert.long())
     ids, valid = draw("full", rank)
     return ids, route(state, ids, valid)[0]
 

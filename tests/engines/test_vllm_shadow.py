@@ -167,7 +167,7 @@ def test_a_rebalance_begins_a_file(engine: Path, one_layer: bool) -> None:
         state.physical_to_logical_map[which] = rows
 
     def moving(self: Any, *_: Any, **__: Any) -> None:
-        dispatch.commit(commit, state, *((after[1], 1) if one_layer else (after,)))
+        dispatch.on_layer_committed(commit, state, *((after[1], 1) if one_layer else (after,)))
 
     route(state, 1, draw(6, 1))
     step(moving)

@@ -1,8 +1,8 @@
 """Plug-in for vLLM's expert-parallel load balancer (EPLB), attached as a general plug-in. See docs/vllm.md.
 
 layers     the Balancers of all models, made once and refreshed in place
-dispatch   hooks of the choice of replicas and of EPLB's state
-placement  the policy of rebalances, and the placement file from which vLLM starts
+dispatch   hooks of rebalances, of the choice of replicas and of EPLB's state
+placement  the class of rebalances, and the placement file from which vLLM starts
 
 This module maps hooks to functions, and tests every hook that can run without a model on a known batch before any hook
 is installed.
@@ -30,8 +30,8 @@ from isoload.engines.vllm.placement import START, make_policy
 
 HOOKS: dict[str, Callable[..., Any]] = {
     "add_model": dispatch.add_model,
-    "_commit_eplb_maps": dispatch.commit,
-    "_commit_eplb_maps_for_layer": dispatch.commit,
+    "_commit_eplb_maps": dispatch.on_layer_committed,
+    "_commit_eplb_maps_for_layer": dispatch.on_layer_committed,
     "eplb_map_to_physical_and_record": dispatch.map_and_record,
     "step": dispatch.step,
 }

@@ -1,5 +1,8 @@
-"""Hooks of vLLM's EPLB: the choice of a replica for every copy, and the state from which Balancers are made. In shadow
-mode vLLM's choice and its rebalances are unchanged, and the choice is counted.
+"""Hooks of vLLM's EPLB: the map of a rebalance, its commit, the choice of a replica for every copy, and the state from
+which Balancers are made.
+
+plan_rebalance, on_layer_committed and map_and_record are what vLLM's pull request 49700 proposes as hooks for
+out-of-tree EPLB. In shadow mode vLLM's choice and its rebalances are unchanged, and the choice is counted.
 """
 
 from __future__ import annotations
@@ -10,7 +13,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from isoload.engines.tables import keep_slots, lay_out, running
 from isoload.engines.vllm.layers import MODELS, Counted, is_draft, padding, replaced, served_name
+from isoload.topology import Topology
 
 Original = Callable[..., Any]
 
@@ -25,7 +30,18 @@ def add_model(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
             MODELS.add(state, self.parallel_config, draft, "" if draft else served_name(args, kwargs))
 
 
-def commit(
+def plan_rebalance(
+    loads: Tensor, topology: Topology, slots_per_rank: int, placer: str, before: Tensor | None
+) -> Tensor:
+    """Return [L, P] expert in each slot; experts that stay on their rank stay in their slots."""
+    before = running(before, topology.num_ranks * slots_per_rank)
+    model = MODELS.placed_as(before)
+    decision = (None, 1) if model is None else (model.new_maps, model.window)
+    slots = lay_out(loads, topology, slots_per_rank, placer, before, *decision).physical_to_logical
+    return slots if before is None else keep_slots(slots, before.cpu(), topology.num_ranks)
+
+
+def on_layer_committed(
     original: Original,
     model_state: Any,
     new_physical_to_logical_map: Tensor,

@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from isoload.engines.settings import PLACEMENT, Settings
-from isoload.engines.tables import EngineSizes, engine_topology, keep_slots, lay_out, running
+from isoload.engines.tables import EngineSizes, engine_topology
+from isoload.engines.vllm.dispatch import plan_rebalance
 from isoload.engines.vllm.layers import MODELS, is_draft
 from isoload.placement.engine_files import REDUNDANT, UnknownRanks, engine_slots
 from isoload.placement.files import read_placement
@@ -256,17 +257,8 @@ def make_policy(placer: str) -> type[Any]:
             topology = engine_topology(num_ranks, num_nodes, MODELS.settings.times)
             if num_replicas % num_ranks:
                 raise ValueError(f"num_replicas must be a multiple of {num_ranks} ranks, got {num_replicas}")
-            return rebalance(weight, topology, num_replicas // num_ranks, placer, old_global_expert_indices)
+            return plan_rebalance(
+                weight, topology, num_replicas // num_ranks, placer, old_global_expert_indices
+            )
 
     return IsoloadEplbPolicy
-
-
-def rebalance(
-    loads: Tensor, topology: Topology, slots_per_rank: int, placer: str, before: Tensor | None
-) -> Tensor:
-    """Return [L, P] expert in each slot; experts that stay on their rank stay in their slots."""
-    before = running(before, topology.num_ranks * slots_per_rank)
-    model = MODELS.placed_as(before)
-    decision = (None, 1) if model is None else (model.new_maps, model.window)
-    slots = lay_out(loads, topology, slots_per_rank, placer, before, *decision).physical_to_logical
-    return slots if before is None else keep_slots(slots, before.cpu(), topology.num_ranks)
