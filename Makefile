@@ -94,6 +94,7 @@ test-all: test cuda-check kernels-check
 	$(MAKE) test-serving
 	$(MAKE) test-deepep
 	$(MAKE) test-wheels
+	$(MAKE) test-torchtitan
 	$(MAKE) fuzz
 
 # Unpacked, not installed: they need a GPU to be imported, and torch 2.14. The newest: the test says if they have moved.
