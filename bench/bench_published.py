@@ -68,12 +68,6 @@ UNPREDICTED = (  # what | source | theirs | why there is nothing of ours
         "no kernel was measured on MI355; the loads of its random prompts are not published",
     ),
     (
-        "communication, TPOT and output in production, experts swapped within a host",
-        "EPIC (Alibaba, SIGCOMM 2026)",
-        "-40 %, -21 %, +27 %",
-        "the production loads are not published, nor the GPUs behind the production figures",
-    ),
-    (
         "Combine after placement by loads, layer 18 of Mistral Small 4, 8 chips of a Blackhole Galaxy",
         METAL,
         "-38 %",

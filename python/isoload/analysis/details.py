@@ -146,6 +146,7 @@ def few_layers(candidate: Candidate, question: Question, judged: Judged, layers:
     return step(end="high", dense_s=dense, plan_s=1e-6 * plan, gather_s=1e-6 * gather)
 
 
+MAX_SLOT_RANKS = 72  # placing on more takes minutes
 BUDGETS = (2, 8)  # replicas of a rank over all layers
 SPARE = make_policy("llep", IN_ENGINES | {"within": "node", "refill_above": 1.1})
 
@@ -175,7 +176,7 @@ class SlotsAnswer:
 
 def slots_answers(question: Question, judged: Judged, now: Answer, prefill: bool = True) -> list[SlotsAnswer]:
     """Return what placer scenario makes of no replicas, of replicas only where they pay, of one slot more in every
-    layer, and of one spare slot that prefill fills within the node; none for a single rank.
+    layer, and of one spare slot that prefill fills within the node; none for one rank or above MAX_SLOT_RANKS.
 
     Args:
         now: the present answer, against which savings count.
@@ -185,7 +186,7 @@ def slots_answers(question: Question, judged: Judged, now: Answer, prefill: bool
     counts = judged.calibration if judged.history is None else judged.history
     base, answers = -(-model.experts // topology.num_ranks), list[SlotsAnswer]()
     per_slot = model.expert_bytes * model.layers
-    if topology.num_ranks == 1 or base == model.experts:
+    if not 1 < topology.num_ranks <= MAX_SLOT_RANKS or base == model.experts:
         return answers
 
     def add(label: str, ran: Run, slots_bytes: float, travel: Travel | None = None) -> None:

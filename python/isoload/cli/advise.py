@@ -107,7 +107,7 @@ def answer(
         weights: by phase its part of all steps, for both phases.
     """
     from isoload.analysis.advice import advise as search
-    from isoload.analysis.details import flags, slots_answers
+    from isoload.analysis.details import MAX_SLOT_RANKS, flags, slots_answers
     from isoload.analysis.server import ServerAdvice, advise_server, with_alone
     from isoload.cli.advise_output import print_advice, warnings
     from isoload.cli.arguments import progress
@@ -134,6 +134,8 @@ def answer(
         warned.append(OWN_EXCHANGE)
     if launch and exchange == "deep_ep" and "decode" in (phases if engine == "sglang" else [phase]):
         warned.append(NORMAL_MODE)
+    if engine == "sglang" and topology.num_ranks > MAX_SLOT_RANKS:
+        warned.append(f"Placements of SGLang's slots are compared on at most {MAX_SLOT_RANKS} ranks.")
     now, is_prefill = phases[phase].now, phase == "prefill"
     slot_ways = slots_answers(first.question, first.judged, now, is_prefill) if engine == "sglang" else []
     kernels = {
