@@ -123,6 +123,32 @@ def test_four_processes_save_and_other_numbers_go_on(name: str, tmp_path: Path) 
             assert_close(loaded[2][key], value)
 
 
+def train_from(
+    rank: int, ranks: int, first: int, end: int, load: str | None, save: str | None
+) -> dict[str, Tensor]:
+    """Steps first to end - 1 between an isoload.load and an isoload.save."""
+    model, layers = balanced("qwen3", ranks, seed=0 if load is None else 1)
+    optimizer = make_optimizer(model)
+    if load is not None:
+        isoload.load(model, optimizer, load)
+    for number in range(first, end):
+        step(model, layers, optimizer, number, ranks)
+    if save is not None:
+        isoload.save(model, optimizer, save)
+    return whole_state(model)
+
+
+@pytest.mark.slow
+def test_four_two_and_four_processes_equal_a_run_without_a_break(tmp_path: Path) -> None:
+    two, four = f"{tmp_path}/two", f"{tmp_path}/four"
+    run_ranks(train_from, 4, 4, 0, 2, None, two, timeout=120.0)
+    run_ranks(train_from, 2, 2, 2, 3, two, four, timeout=120.0)
+    resumed = run_ranks(train_from, 4, 4, 3, 5, four, None, timeout=120.0)[0]
+    unbroken = run_ranks(train_from, 4, 4, 0, 5, None, None, timeout=120.0)[0]
+    assert resumed.keys() == unbroken.keys() and len(unbroken) > 10
+    assert max(float((resumed[key] - unbroken[key]).abs().max()) for key in unbroken) < 1e-11
+
+
 class Plain(nn.Module):
     """Two layers of the caller's own between linear ones, and a buffer."""
 
