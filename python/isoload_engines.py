@@ -37,10 +37,10 @@ def check_options() -> None:
     """Hook SGLang's check of elastic ranks in the process that reads the options, which then starts the others."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    def check(original: Callable[..., Any], server_args: Any) -> Any:
+    def check(original: Callable[..., Any], server_args: Any, *args: Any, **kwargs: Any) -> Any:
         from isoload.engines.sglang.placement import check_elastic
 
-        return check_elastic(original, server_args)
+        return check_elastic(original, server_args, *args, **kwargs)
 
     module = "sglang.srt.arg_groups.parallel_hook"
     try:

@@ -217,7 +217,7 @@ def test_a_layer_that_arrives_is_progress(clock: Clock, caplog: pytest.LogCaptur
 
         def original(*_: Any, arrives: bool = arrives, **__: Any) -> None:
             if arrives:
-                dispatch.commit(lambda *_: None, state(True), None, 0)  # type: ignore[arg-type]
+                dispatch.on_layer_committed(lambda *_: None, state(True), None, 0)  # type: ignore[arg-type]
 
         dispatch.step(original, vllm)
     assert "for 100 s (passes: 2)" in looked(MODELS.watch, caplog)[0]

@@ -141,7 +141,7 @@ def serve(
     try:
         dispatch.add_model(lambda holder: holder.model_states.update(model=state), holder)
         given = (moved,) if layer is None else (moved[layer], layer)
-        dispatch.commit(move, state, *given)
+        dispatch.on_layer_committed(move, state, *given)
     except SystemExit as error:
         ended = str(error)
     chosen = torch.stack([slots_of(state, i) for i in range(LAYERS)]).squeeze(2)
@@ -235,7 +235,7 @@ def without(rank: int) -> Any:
     state = model(rank, ISOLOAD_CHECK_WEIGHTS="0")
     del state.model.expert_weights
     MODELS.add(state, PARALLEL)
-    dispatch.commit(lambda *_: None, state, table(1))
+    dispatch.on_layer_committed(lambda *_: None, state, table(1))
     return MODELS.layers(state).weights  # type: ignore[union-attr]
 
 
@@ -249,7 +249,7 @@ def kept(rank: int) -> list[tuple[str, str]]:
     for runner in state.model.moe_layers:
         runner.is_monolithic = True
     MODELS.add(state, PARALLEL)
-    dispatch.commit(lambda *_: None, state, table(1))
+    dispatch.on_layer_committed(lambda *_: None, state, table(1))
     return lines[-1:]
 
 

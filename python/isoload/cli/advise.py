@@ -127,7 +127,7 @@ def answer(
     slots = -(-model.experts // topology.num_ranks) + best.candidate.more
     phase = next(iter(phases))  # prefill, if the question is about both
     launch = [] if best is advice.now else flags(engine, best.candidate, topology, slots, source, phase)
-    notes = list(dict.fromkeys(note for part in asked.values() for note in part.notes)) + left_out
+    notes = list(dict.fromkeys(note for part in asked.values() for note in part.notes))
     exchange = None if isinstance(gpu, str) or gpu.dispatch is None else gpu.dispatch.kernel
     warned = warnings(advice, notes, guessed=guessed)
     if launch and exchange == "isoload":
@@ -136,6 +136,7 @@ def answer(
         warned.append(NORMAL_MODE)
     if engine == "sglang" and topology.num_ranks > MAX_SLOT_RANKS:
         warned.append(f"Placements of SGLang's slots are compared on at most {MAX_SLOT_RANKS} ranks.")
+    warned += left_out
     now, is_prefill = phases[phase].now, phase == "prefill"
     slot_ways = slots_answers(first.question, first.judged, now, is_prefill) if engine == "sglang" else []
     kernels = {

@@ -27,7 +27,7 @@ def compute_algorithm(original: Original, raw_algorithm: str, *args: Any, **kwar
     return CHOSEN if raw_algorithm == NAME else original(raw_algorithm, *args, **kwargs)
 
 
-def check_elastic(original: Original, server_args: Any) -> Any:
+def check_elastic(original: Original, server_args: Any, *args: Any, **kwargs: Any) -> Any:
     """Wrap SGLang's check of elastic expert parallelism, whose assertion does not name isoload's algorithm.
 
     Raises:
@@ -39,7 +39,7 @@ def check_elastic(original: Original, server_args: Any) -> Any:
             f"--eplb-algorithm {NAME} must come without --elastic-ep-backend {backend}, whose ranks join and leave: "
             "pass --eplb-algorithm auto, with which isoload still chooses replicas by --ep-dispatch-algorithm dynamic"
         )
-    return original(server_args)
+    return original(server_args, *args, **kwargs)
 
 
 def rebalance_experts(
