@@ -124,8 +124,8 @@ def test_one_rank_has_nothing_to_leave_out():
 
 def test_a_server_has_the_mean_of_both_phases():
     questions = {"prefill": asked(512), "decode": asked(16)}
-    advices = {name: advise(question, judged) for name, (question, judged) in questions.items()}
-    server = ServerAdvice(advices["prefill"], advices, {"prefill": 0.25, "decode": 0.75})
+    both = {name: advise(question, judged) for name, (question, judged) in questions.items()}
+    server = ServerAdvice(both["prefill"], both, {"prefill": 0.25, "decode": 0.75})
     server, _ = with_alone(server, questions, None)
     first, second = (server.phases[name].alone for name in ("prefill", "decode"))
     for mean, one, other in zip(server.whole.alone, first, second, strict=True):
