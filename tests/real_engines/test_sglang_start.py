@@ -360,6 +360,7 @@ def test_a_file_of_other_sizes_is_refused_before_sglang_reads_it(
         runner = SimpleNamespace(
             is_draft_worker=False,
             model_config=ModelConfig(str(make_config(tmp_path / "config"))),
+            model=None,
             server_args=SimpleNamespace(served_model_name="model"),
         )
         with nullcontext() if said is None else pytest.raises(ValueError, match=said):
