@@ -121,7 +121,7 @@ def test_llep_by_hand() -> None:
     assert [(s.expert, s.rank, s.first, s.last) for s in found] == [
         (e, *segment) for e, A in printed.items() for segment in A
     ]
-    # No GPU has room for the rest of 5 above 100 tokens: the least loaded helper is forced to take it.
+    # The rest of 5 tokens is below m = 100 and above every helper's free capacity: the least loaded helper takes it.
     assert lla(loads, 2, 4, 100)[0] == [(0, 0, 4), (2, 4, 9)]
     assert [s[1:] for s in llep_published(loads, 3, 1.0, 100, "paper") if s.expert == 0] == [
         (0, 0, 4),

@@ -103,13 +103,15 @@ class GpuPages:
 
 
 class GpuMemory:
-    """Address range of a GPU whose pages get memory one by one. It lives as long as the process."""
+    """Address range of a GPU whose pages get memory one by one: each page is taken or given before it is used.
+
+    The range lives as long as the process.
+    """
 
     def __init__(self, pages: GpuPages, num_pages: int) -> None:
         self.page_bytes, self._pages = pages.page_bytes, pages
         self._address = pages.driver.reserve(num_pages * pages.page_bytes)
         self._mapped: list[int | None] = [None] * num_pages
-        self._show(0, [pages.zeros] * num_pages)
 
     def take(self, first: int, end: int) -> None:
         """Give the pages first to end - 1 memory; their contents are undefined."""
@@ -161,10 +163,13 @@ class PagedTensor:
         self.layout.check(rows)
         num = self.layout.num_pages
         self._memory = HostMemory(num) if pages is None else GpuMemory(pages, num)
+        present = self.layout.pages_of(rows)
+        self._memory.take(0, present)
+        if present < num:
+            self._memory.give(present, num)
         whole = self._memory.tensor(values.nbytes)
         self.tensor = whole.view(values.dtype).view(values.shape)
-        self.rows = 0
-        self.resize(rows)
+        self.rows = rows
         self.tensor[:rows] = values[:rows]
 
     def resize(self, rows: int) -> None:

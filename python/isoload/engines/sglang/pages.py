@@ -246,11 +246,11 @@ def into_pages(runner: Any) -> None:
         replace(tensors, pool.add(layer, tensors, int(slots[layer, rank])), parameters, layer)
     LAYERS.pages, LAYERS.page_limits = pool, slots[sorted(weights)].sum(0)
     freed = sum(size * (stride - pool.slots[layer]) for layer, size in pool.slot_bytes().items())
-    if pool.on_gpu:
-        log.warning(
-            "isoload SGLang: absent slots on a GPU have been tested with a stand-in of the CUDA driver only"
-        )
     if rank == 0:
+        if pool.on_gpu:
+            log.warning(
+                "isoload SGLang: absent slots on GPUs have been tested with a stand-in of the driver only"
+            )
         log.info(
             f"isoload SGLang: {pool.limit} of {stride * len(weights)} expert slots of a rank have memory, "
             f"{freed / 2**30:.2f} GiB of weights were given back"
