@@ -24,7 +24,7 @@
 # make test-torchtitan  isoload's dispatcher inside of torchtitan's RoutedExperts over CPU processes; downloads torchtitan
 # make critical-path  which lines of the CUDA kernels cost most, in a model; no GPU, no figure (KERNELS=, RANKS=)
 # make gpu    on a machine with a GPU: builds for it, checks, times, tests, compute-sanitizer; PART=1, 2 or 3: nine minutes each
-# make papers  the five papers' figures beside isoload's, on two cores; writes the tables of docs/papers.md (under 30 minutes);
+# make papers  the five papers' figures beside isoload's, on two cores; writes the tables of bench/paper_tables.md (under 30 minutes);
 #             TIMES=1 adds those of wall time, on an idle machine
 # make bench  the benchmarks of planning, of the layer, of borrowing, of shared experts, and balance on the shipped trace
 #

@@ -1,4 +1,5 @@
-"""`make papers`: computes the five papers' figures that a CPU can have, and renders the tables of docs/papers.md.
+"""`make papers`: computes the five papers' figures that a CPU can have, and renders the tables of
+bench/paper_tables.md and docs/papers.md.
 
 Fairness ledger
 - Theirs: as printed. Here: counts, plans and imbalance, which other work on the machine does not change; no wall time
@@ -27,7 +28,7 @@ from lib.paper_jobs import JOBS
 from lib.trace_files import add_traces, missing
 from tables import ROOT, renew
 
-PAGE = ROOT / "docs" / "papers.md"
+PAGES = (ROOT / "bench" / "paper_tables.md", ROOT / "docs" / "papers.md")
 WIDTH = 30
 
 
@@ -94,11 +95,11 @@ def main() -> int:
     kept = {row["job"]: row for row in read_results("papers") if row["job"] in JOBS}
     rows = kept | {name: {"job": name, "figures": figures} for name, figures in found.items()}
     print(write_results("papers", [rows[name] for name in JOBS if name in rows]))
-    text, _, changed = renew(PAGE.read_text(), PAGE.name)
-    PAGE.write_text(text)
-    print(
-        f"{PAGE.relative_to(ROOT)}: {len(changed)} tables changed{': ' * bool(changed)}{', '.join(changed)}"
-    )
+    for page in PAGES:
+        text, _, changed = renew(page.read_text(), page.name)
+        page.write_text(text)
+        names = ", ".join(changed)
+        print(f"{page.relative_to(ROOT)}: {len(changed)} tables changed{': ' * bool(changed)}{names}")
     for name in found if asked.only else ():
         print(name, found[name])
     return int(len(found) < len(names))

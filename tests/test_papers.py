@@ -1,4 +1,4 @@
-"""docs/papers.md: what its tables name exists, and scripts take their commands. Nothing is run but parsers."""
+"""bench/paper_tables.md: what its tables name exists, and scripts take their commands. Nothing is run but parsers."""
 
 import ast
 import importlib
@@ -19,7 +19,7 @@ from isoload.policies.base import PRESETS
 from support.processes import run_program
 
 ROOT = Path(__file__).parent.parent
-PAGE = (ROOT / "docs" / "papers.md").read_text()
+PAGE = (ROOT / "bench" / "paper_tables.md").read_text()
 PYTHONS = ("python", ".venv-sglang/bin/python")  # the latter is that of `make test-sglang`
 SPAN = re.compile(r"`([^`]+)`")
 

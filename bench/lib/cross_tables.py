@@ -66,20 +66,6 @@ def place_unseen() -> Table:
 
 
 @shown
-def place_slots() -> Table:
-    """Imbalance of unseen batches after `exact`, by slots of a rank."""
-    rows = []
-    for (trace, ranks), cell in by(read("bench_place", "slots"), "trace", "ranks", last="slots").items():
-        found = {
-            (r["placer"], r["slots"]): r["exact"] for r in read("bench_place", "slots") if r["trace"] == trace
-        }
-        for placer in ("eplb", "split=exact"):
-            figures = [f"{found[placer, size]:.3f}" for size in sorted(cell)]
-            rows.append([trace, f"{ranks} x {min(cell)}", f"`{placer}`", *figures])
-    return "trace | ranks x slots | placer | without more | 1 more | 2 more | 4 more", rows
-
-
-@shown
 def place_budgets() -> Table:
     """Replica budgets: imbalance of unseen batches."""
     columns: Columns = {
@@ -168,35 +154,6 @@ def place_near() -> Table:
     return table(columns, cells.values())
 
 
-GRACE_TRACES = {
-    "dsv2lite_esft_law": "DeepSeek-V2-Lite",
-    "gptoss20b_decode_mmlu": "gpt-oss-20b",
-    "olmoe_mmlu_small": "OLMoE",
-}
-
-
-@shown
-def place_grace() -> Table:
-    """GRACE-MoE's components: change of rows between nodes against experts in order, and idle share."""
-    changes = "{NAME[node_rows_change]:+.0f*100} %, {NAME[node_dispatch_rows_change]:+.0f*100} %"
-    figures = changes + ", {NAME[idle_share]:.1f*100} %"
-    columns: Columns = {
-        "variant": lambda cell: (
-            cell["any"]["variant"] + " LOSS" * any(row.get("met") is False for row in cell.values())
-        ),
-        **{name: figures.replace("NAME", trace) for trace, name in GRACE_TRACES.items()},
-    }
-    rows = [
-        row
-        for row in read("bench_grace")
-        if row["ranks"] == 4
-        and row["trace"] in GRACE_TRACES
-        and row["variant"] not in ("random", "affinity, any size", "affinity, as printed")
-    ]
-    cells = by(rows, "variant", last="trace")
-    return table(columns, [cell | {"any": next(iter(cell.values()))} for cell in cells.values()])
-
-
 STREAMS = (
     ("DeepSeek-V2-Lite", 8, "even"),
     ("DeepSeek-V2-Lite", 8, "sequence"),
@@ -253,50 +210,9 @@ def ahead_others() -> Table:
 
 
 @shown
-def ahead_costs() -> Table:
-    """Local share, experts borrowed and bytes, of the first layers' fills where 80 % is right, on two streams."""
-    cells, rows, streams = imbalances(), [], {"few": STREAMS[2], "many": STREAMS[4]}
-    sent = by(read("bench_libra", "traffic"), "trace", "ranks", "deal", "policy", last="spare")
-    for policy, spare in (("none", 2), ("libra", 8), ("hedge", 2), ("hedge", 8)):
-        forecast = "true loads" if policy == "none" else "0.8"
-        found = {
-            name: cells[(*stream, policy, spare, forecast)] | sent[(*stream, policy)][spare]
-            for name, stream in streams.items()
-        }
-        rows.append(found | {"fill": f"`{policy}`" if policy == "none" else f"`{policy}` {spare}"})
-    both = {
-        "local copies": "{NAME[local_mean]:.1f*100} %",
-        "borrowed per rank, MB": "{NAME[imports_mean]:.1f}, {NAME[import_mb]:.0f}",
-        "rows sent per token": "{NAME[rows_per_token]:.2f}",
-        "all-to-all, MB": "{NAME[all_to_all_mb]:.1f}",
-        "all-gather, MB": "{NAME[all_gather_mb]:.1f}",
-    }
-    columns: Columns = {
-        "fill": "{fill}",
-        **{head: " / ".join(how.replace("NAME", name) for name in streams) for head, how in both.items()},
-    }
-    return table(columns, rows)
-
-
-@shown
 def published() -> Table:
     """docs/published.md: what others published beside what is predicted."""
     return table(PUBLISHED, read("bench_published"))
-
-
-@shown
-def node_dispatch() -> Table:
-    """Rows between nodes per token and layer, of a dispatch by ranks and of one by nodes."""
-
-    def rows(policy: str) -> str:
-        return f"{{{policy}[node_rows]:.3f}} / {{{policy}[node_dispatch_rows]:.3f}}"
-
-    columns: Columns = {
-        "stream": "{none[trace]}",
-        "placer": "`{none[placer]}`",
-        **{f"`{policy}`": rows(policy) for policy in ("none", "grace", "exact")},
-    }
-    return table(columns, by(read("bench_route", "even", "deal"), "trace", "placer").values())
 
 
 @shown
@@ -316,23 +232,6 @@ def loads() -> Table:
 def _mean(settings: dict[tuple[str, str, int, int], dict[str, float]], protocol: str, dealing: str) -> float:
     values = [x[protocol] for at, x in settings.items() if at[1] == dealing and protocol in x]
     return sum(values) / len(values)
-
-
-@shown
-def loads_idle() -> Table:
-    """docs/own-counts.md: the same with idle ranks, by own counts, and the most that targets lose in a setting."""
-    protocols = ("own", "own + targets", "node, no targets", "node")
-    rows = []
-    for busy in ("half", "turns", "bursts", "one", "leave"):
-        settings: dict[tuple[str, str, int, int], dict[str, float]] = {}
-        for row in read("bench_loads", busy, "busy"):
-            at = row["trace"], row["dealing"], row["ranks"], row["tokens"]
-            settings.setdefault(at, {})[row["protocol"]] = row["mean"]
-        cells = [" / ".join(f"{_mean(settings, p, d):.3f}" for d in ("hom", "het")) for p in protocols]
-        for alone, targets in (protocols[:2], protocols[2:]):
-            cells.append(f"{max(x[targets] - x[alone] for x in settings.values() if targets in x):+.4f}")
-        rows.append([busy, *cells])
-    return f"busy | {' | '.join(protocols)} | most lost, own | most lost, node", rows
 
 
 @shown

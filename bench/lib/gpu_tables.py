@@ -32,31 +32,6 @@ def gpu_ops() -> Table:
 
 
 @shown
-def gpu_kernels() -> Table:
-    """The Triton kernels against a copy of as many bytes, and against torch."""
-    rows = [row for row in read("bench_kernels") if "clamped" not in row["kernel"]]
-    cells: dict[str, dict[str, Row]] = {}
-    for row in rows:
-        place = f"{row['shape']}, {100 * row['share']:.0f} %"
-        cells.setdefault(row["kernel"], {"any": row})[place] = row
-
-    def figures(row: Row) -> str:
-        return f"{row['kernel_us']:.0f} µs, {100 * row['roof_us'] / row['kernel_us']:.0f} %"
-
-    def torch(cell: Row) -> str:
-        ratios = [row["torch_us"] / row["kernel_us"] for row in cell.values()]
-        return f"{min(ratios):.1f} to {max(ratios):.0f}x"
-
-    places = [place for place in next(iter(cells.values())) if place != "any"]
-    columns: Columns = {
-        "kernel": "{any[kernel]}",
-        **{place: lambda cell, place=place: figures(cell[place]) for place in places},
-        "torch takes": torch,
-    }
-    return table(columns, cells.values())
-
-
-@shown
 def gpu_layer() -> Table:
     """One layer by policy: busiest rank over ideal, time of its experts, speed of moved weights."""
     policies = ("none", "static", "dynamic", "lp", "exact", "llep", "hedge")

@@ -1,4 +1,7 @@
-"""The tables of docs/papers.md: bench/paper_claims.md, with the figures of results/papers.jsonl in its braces."""
+"""The tables of the papers: bench/paper_claims.md, with the figures of results/papers.jsonl in its braces.
+
+bench/paper_tables.md has all rows, docs/papers.md those in SHOWN, without their commands.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,18 @@ from lib.paper_jobs import JOBS
 from lib.result_tables import TABLES, Row, read
 from lib.table import Table, cell
 from lib.trace_files import BENCH, IN_CLONE
+
+# Rows of docs/papers.md, by how they begin: what a claim or a decision rests on, contradictions and losses included.
+SHOWN = {
+    "craft": ("Abstract", "Figure 4: hottest", "Section 5.2", "Figure 9, balance: DeepSeek", "Section 5.3"),
+    "blog": (
+        *("No EPLB: Waterfill", "EPLB, 16 redundant experts: Waterfill"),
+        *("EPLB, no redundant experts: LPLB", "EPLB, 32 redundant experts: LPLB", "The same matrix"),
+    ),
+    "grace": ("Abstract", "Section 4.2", "Figure 5, OLMoE", "TAR, rows between nodes", "TAR, idle share"),
+    "llep": ("Section 5.1", "The same settings", "Figures 1a and 4: speed-up", "Figure 1c", "Figure 3a"),
+    "libra": ("Abstract", "Figure 9: imbalance", "Table 1: right predictions of Libra", "Section 3.1"),
+}
 
 
 class Claim(NamedTuple):
@@ -63,4 +78,10 @@ def build(paper: str) -> Table:
     return "in the paper | paper | here | why they differ | command", rows
 
 
+def build_short(paper: str) -> Table:
+    head, rows = build(paper)
+    return head.removesuffix(" | command"), [row[:-1] for row in rows if row[0].startswith(SHOWN[paper])]
+
+
 TABLES |= {f"papers_{paper}": lambda paper=paper: build(paper) for paper in read_claims()}
+TABLES |= {f"papers_{paper}_short": lambda paper=paper: build_short(paper) for paper in SHOWN}

@@ -117,23 +117,6 @@ VLLM: Columns = {
     "imbalance, mean": "{imbalance_mean:.3f}",
     "worst layer and batch": "{imbalance_max:.3f}",
 }
-GROUPS: Columns = {
-    "ranks / nodes": "{ranks} / {nodes}",
-    "placer": "`{placer}`",
-    "balance, seen": "{balance:.3f}",
-    "nodes per token": "{nodes_per_token:.2f}",
-}
-NEAR_TOKENS: Columns = {
-    "trace": lambda row: {"law": "DeepSeek-V2-Lite, law", "summary": "DeepSeek-V2-Lite, summary"}[
-        row["trace"].rpartition("_")[2]
-    ],
-    "tokens recorded": "{tokens}",
-    "rows to other nodes": lambda row: (
-        f"{row['near_rows']:.2f} ({100 * (row['near_rows'] / row['scenario_rows'] - 1):.0f} %)"
-    ),
-    "peak, with `near`": "{near_peak:.3f}",
-    "peak, without": "{scenario_peak:.3f}",
-}
 ROUTE_NAMES = {
     "grace_sampled:locality=False": "weighted random",
     "grace_sampled": "locality first, drawn",
@@ -163,28 +146,10 @@ SHARED_TRAFFIC: Columns = {
     **same(TRAFFIC_RULES, "{unvisited[NAME]:.2f*100} ({peak[NAME]:.3f})"),
     "static / ours": lambda row: "none sent" if row["fewer"] is None else f"{row['fewer']:.0f}x",
 }
-ROUTE_SHOWN = [name for name in ROUTE_NAMES if name != "grace" and not name.endswith(("0.05", "0.2"))]
-
-
 ROWS: dict[str, tuple[Columns, Callable[[], list[Row]]]] = {
-    "speeds": (SPEEDS, lambda: read("bench_speeds")),
     "planning": (PLANNING, lambda: [row for row in read("bench_plan") if "table" not in row]),
-    "tolerance": (TOLERANCES, lambda: read("bench_plan", "tolerance")),
     "sglang": (SGLANG, lambda: read("bench_sglang")),
     "vllm": (VLLM, lambda: read("bench_vllm")),
-    "place_groups": (GROUPS, lambda: read("bench_place", "groups")),
-    "near_tokens": (
-        NEAR_TOKENS,
-        lambda: [r for r in read("bench_near", "tokens") if r["tokens"] not in (256, 4096)],
-    ),
-    "route": (
-        ROUTE,
-        lambda: [
-            row
-            for row in read("bench_route", "even", "deal")
-            if row["policy"] in ROUTE_SHOWN and not row["trace"].startswith("DeepSeek")
-        ],
-    ),
 }
 
 # --- Tables across rows.

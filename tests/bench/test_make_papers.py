@@ -1,4 +1,4 @@
-"""`make papers`: its figures are those of docs/papers.md, on jobs of seconds; what it leaves out is named."""
+"""`make papers`: its figures are those of bench/paper_tables.md, on jobs of seconds; what it leaves out is named."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "bench" / "traces"
+PAGE = ROOT / "bench" / "paper_tables.md"
 QUICK = ("craft_memory", "llep_plans", "llep_shares", "libra_models")
 
 
@@ -32,7 +33,7 @@ def test_figures_are_those_of_the_page(bench: SimpleNamespace, name: str) -> Non
     kept = {row["job"]: row["figures"] for row in bench.harness.read_results("papers")}
     found = bench.jobs.JOBS[name].run(FOLDER)
     assert json.loads(json.dumps(found)) == kept[name]
-    page = (ROOT / "docs" / "papers.md").read_text()
+    page = PAGE.read_text()
     claims = [
         claim for claims in bench.rows.read_claims().values() for claim in claims if claim.jobs == [name]
     ]
@@ -74,13 +75,13 @@ def test_a_clone_keeps_the_figures_of_traces_that_it_lacks(
     shutil.copytree(ROOT / "bench" / "results", results)
     rows = [row for row in bench.harness.read_results("papers") if row["job"] != "craft_memory"]
     bench.harness.write_results("papers", rows, folder=results)
-    page.write_text((ROOT / "docs" / "papers.md").read_text())
+    page.write_text(PAGE.read_text())
     for module in (bench.harness, bench.tables):
         monkeypatch.setattr(module, "RESULTS", results)
     for name in ("read_results", "write_results"):
         call = getattr(bench.harness, name)
         monkeypatch.setattr(bench.papers, name, lambda *given, call=call: call(*given, folder=results))
-    monkeypatch.setattr(bench.papers, "PAGE", page)
+    monkeypatch.setattr(bench.papers, "PAGES", [page])
     monkeypatch.setattr(bench.papers, "ROOT", tmp_path)
     words = ["papers", "--only", "craft_memory", "craft_skew", "craft_planning", "--traces", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", [*words, "--processes", "1"])
@@ -88,5 +89,5 @@ def test_a_clone_keeps_the_figures_of_traces_that_it_lacks(
     said = capsys.readouterr().out
     assert "craft_skew is left out: no dsv3_sglang_longin in --traces" in said
     assert "craft_planning is left out: no dsv3_sglang_longin" in said and "1 of 1" in said
-    assert page.read_text() == (ROOT / "docs" / "papers.md").read_text(), "the rows are those of the page"
+    assert page.read_text() == PAGE.read_text(), "the rows are those of the page"
     assert (results / "papers.jsonl").read_text().count("\n") == len(rows) + 1

@@ -100,9 +100,9 @@ def test_what_is_said_of_rows_to_other_nodes():
     names = ("fixed count, weights", "collaborative, weights", "one replica, weights", "+ replicas, weights")
     for trace, ranks in {key[:2] for key in idle}:
         hot, partners, fixed, by_skew = (idle[trace, ranks, name] for name in names)
-        assert hot < partners and by_skew <= fixed + 0.001, "docs/results-placement.md says so"
+        assert hot < partners and by_skew <= fixed + 0.001
     two, four = (
         span([1 - r["node_dispatch_rows"] / r["node_rows"] for r in rows if r["ranks"] == ranks])
         for ranks in (4, 8)
     )
-    assert f"it is {two} fewer on 2 nodes of 2 ranks and {four} fewer on 2 of 4" in dispatch
+    assert f"fall by {two} on 2 nodes of 2 ranks and by {four} on 2 of 4" in dispatch

@@ -62,7 +62,7 @@ def test_a_changed_figure_is_found_and_written_again(tables, monkeypatch, tmp_pa
     assert page.read_text() != kept
     assert run(tables, monkeypatch, tmp_path, "--check") == 1
     printed = capsys.readouterr().out
-    assert "docs/results-policies.md: 4 tables, 1 not current\n  planning\n" in printed
+    assert "docs/results-policies.md: 3 tables, 1 not current\n  planning\n" in printed
     assert page.read_text() != kept, "--check writes nothing"
     assert run(tables, monkeypatch, tmp_path) == 0
     assert page.read_text() == kept

@@ -24,7 +24,6 @@ from isoload.policies import POLICIES
 from isoload.policies.base import _DEFAULTS
 from isoload.policies.plan import plan_errors
 from support.documents import PLAIN, blocks
-from support.processes import run_program
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "extending.md"
@@ -72,15 +71,6 @@ def test_the_page_s_policy_plans_and_its_placer_places(page: list[str]) -> None:
     loads = torch.randint(0, 9, (2, 4, 12), dtype=torch.int32)
     plan = isoload.plan(loads, isoload.place(loads.sum(1), 4, 4), None, "last_replica")
     assert plan_errors(plan, loads) == [] and plan.peak is not None
-
-
-def test_the_page_s_figure(page: list[str]) -> None:
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
-    base = ["replay", SHIPPED, "--ranks", 8, "--max-batches", 2, "--json", "replay.json"]
-    assert run(*base).exit_code == 0
-    (code,) = blocks(PAGE, "py")
-    status, said = run_program("import matplotlib; matplotlib.use('Agg')\n" + code, Path.cwd())
-    assert status == 0 and Path("imbalance.png").stat().st_size > 0, said
 
 
 def test_json_has_every_batch_and_layer(tmp_path: Path) -> None:

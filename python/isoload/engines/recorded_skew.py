@@ -2,7 +2,7 @@
 
 The engine's router is overruled: every token goes to experts that the trace has for its layer. vLLM's registry of
 simulated routings has the strategy ``isoload:FILE``; in SGLang the variable ISOLOAD_ROUTING replaces the ids of the
-top-k. See docs/measure-on-your-gpus.md.
+top-k. See docs/times.md.
 """
 
 from __future__ import annotations
