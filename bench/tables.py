@@ -44,7 +44,7 @@ SELECTION: dict[str, tuple[str, ...]] = {
     ),
     "gpu_layer": ("`none`", "`dynamic`", "`exact`", "`llep`", "`hedge`"),
     "gpu_ops": (
-        *("`count`", "`plan_exact`", "`route`", "`chain`", "`balancer`", "`balance_own`", "`balance_same`"),
+        *("`count`", "`plan_exact`", "`route`", "`chain`", "`balancer`", "`balance_own`"),
         *("`plan_lp`", "`top_up`", "`route_shared`"),
     ),
     "known_routes": ("16",),
@@ -55,9 +55,10 @@ SELECTION: dict[str, tuple[str, ...]] = {
         *("gpt-oss-20b | its others | 4", "OLMoE, first"),
     ),
     "place_unseen": ("DeepSeek-V3", "GLM-5.2 | 32", "gpt-oss-20b", "GLM-5.2, a domain"),
+    "planning": ("16+32", "64+128", "128+128"),
     "published": (
         *("prefill, EP32, prompts of 4096", "the same, prompts of 4096", "decode, EP72", "EPLB's speed-up"),
-        *("EPLB without redundant", "LPLB over static", "Waterfill over shared experts"),
+        *("EPLB without redundant", "LPLB over static, 32", "Waterfill over shared experts"),
         *(
             "LLEP over EP, a layer",
             "LLEP over EP, gpt-oss-20b as",

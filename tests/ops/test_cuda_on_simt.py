@@ -135,7 +135,7 @@ def test_three_kernels_lead_to_slots(name: str, kernels: Any) -> None:
 
 
 def test_six_kernels_make_an_unusual_joint_plan(kernels: Any) -> None:
-    """As docs/results-gpu.md has it; and its tables one."""
+    """And its tables one."""
     assert kernels["plan_joint, in parts"]["launches"] == 7 * len(SEEDS)
 
 
