@@ -288,7 +288,7 @@ def test_figures_quoted_from_the_replay_with_a_shared_expert_are_in_it(monkeypat
         )
         in page
     )
-    assert "and {}, `waterfill` at {} and `joint` at {}:".format(*means[2:]) in page
+    assert "and {}, `waterfill` at {} and `joint` at {}.".format(*means[2:]) in page
     static, waterfill = (
         [cell.replace("%", " %") for cell in shared[name][11:13]] for name in (names[1], names[3])
     )
@@ -401,7 +401,7 @@ def test_gains_by_known_speeds_are_those_of_the_results_file():
     ]
     page = prose(DOCS / "times.md")
     assert f"takes {row['nothing']:.3f} times as long" in page
-    assert f"{row['plan']:.3f} if the plan has it, and {row['both']:.3f} if the placement does" in page
+    assert f"{row['plan']:.3f} times if the plan has the speeds, and {row['both']:.3f} times if the placement has" in page
 
 
 def test_borrowing_numbers_are_those_of_the_results_file():
