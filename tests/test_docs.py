@@ -401,7 +401,10 @@ def test_gains_by_known_speeds_are_those_of_the_results_file():
     ]
     page = prose(DOCS / "times.md")
     assert f"takes {row['nothing']:.3f} times as long" in page
-    assert f"{row['plan']:.3f} times if the plan has the speeds, and {row['both']:.3f} times if the placement has" in page
+    assert (
+        f"{row['plan']:.3f} times if the plan has the speeds, and {row['both']:.3f} times if the placement has"
+        in page
+    )
 
 
 def test_borrowing_numbers_are_those_of_the_results_file():
