@@ -1,8 +1,8 @@
 """Placement files of SGLang, vLLM and vllm-ascend, and the options that start an engine from one.
 
-Facts come from the engines' sources, 2026-08 to 2026-11. A file contains layers and a rectangle of slots of logical
-experts. It does not contain the number of ranks, so reading needs a topology, and the largest expert counts as the
-last. Shared experts and the weights of replicas belong to the engine and are not written.
+Facts come from the engines' sources, 2026-08 to 2026-11. A file has no number of ranks, so reading needs a topology;
+the largest expert counts as the last. Shared experts and the weights of replicas belong to the engine and are not
+written.
 """
 
 from __future__ import annotations
@@ -34,15 +34,7 @@ class UnknownRanks(ValueError):
 
 
 def engine_slots(placement: Placement, holes: bool = False) -> Rows:
-    """Return [L, P] routed experts of all slots except the shared ones.
-
-    Args:
-        placement: of live ranks only, without spare slots.
-        holes: whether slots may be absent (-1), after the experts of their rank.
-
-    Raises:
-        ValueError: an engine's file cannot hold the placement.
-    """
+    """Return [L, P] routed experts of all slots but shared ones; holes: absent slots (-1) may end a rank's slots."""
     if placement.spare_slots:
         raise ValueError(
             f"placement must have no spare slots for an engine's file, got {placement.spare_slots}"
@@ -77,7 +69,6 @@ def made(
     key: str,
     kind: str,
 ) -> Placement:
-    """Return the placement of an engine's file, which numbers its layers in one way."""
     if topology is None:
         raise UnknownRanks(f"topology must be given: {kind} does not state the number of ranks")
     if rows.shape[1] % topology.num_ranks:
@@ -95,15 +86,7 @@ def made(
 
 
 def by_moe_layers(placement: Placement, numbering: Numbering) -> Placement:
-    """Return the placement as an engine numbers layers; every MoE layer that is known must be there.
-
-    Args:
-        placement: of a model's MoE layers.
-        numbering: "hidden", "model" or "moe".
-
-    Raises:
-        ValueError: which layers of the model the rows are is not known, or an MoE layer is missing.
-    """
+    """Return the placement in an engine's numbering of layers, if every known MoE layer is there."""
     if numbering == placement.identity.numbering == "hidden":
         return placement
     wanted: Numbering = "moe" if numbering == "moe" else "model"
@@ -120,10 +103,7 @@ def by_moe_layers(placement: Placement, numbering: Numbering) -> Placement:
 
 
 def sglang_write(placement: Placement) -> Any:
-    """Return a row for every layer of the model up to the last; dense layers hold expert i mod E in slot i.
-
-    Where slots are absent, dense layers have one slot for each expert.
-    """
+    """Return a row for every layer up to the last; dense layers have experts in order."""
     slots = engine_slots(placement, holes=True)
     if max(placement.layer_ids) >= MAX_LAYERS:
         raise ValueError(
@@ -142,7 +122,7 @@ def sglang_write(placement: Placement) -> Any:
 
 
 def sglang_read(content: Any, topology: Topology | None) -> Placement:
-    """Read all rows, including those of dense layers: the file does not state which they are."""
+    """Read all rows, including those of dense layers: the file does not state which layers are dense."""
     check_keys(content, {SGLANG, RAGGED} if RAGGED in content else {SGLANG})
     if content.get(RAGGED, PAGES) != PAGES:
         raise ValueError(f"{RAGGED} must be {PAGES}, got {shown(content[RAGGED])}")
@@ -271,13 +251,7 @@ ENGINES = {
 def launch_line(placement: Placement, format: str, path: str, ranks: int | None = None) -> str:
     """Return the command that starts an engine from a file; empty if no engine can start from the placement.
 
-    Args:
-        placement: content of the file.
-        format: of the file, one of ``isoload.placement.files.FORMATS``.
-        path: the file.
-        ranks: of the expert-parallel group; None = the file does not state them, and the line has no number of ranks.
-
-    The line names one arrangement of the ranks, tensor parallel; other arrangements take the same file.
+    It names one arrangement of the ranks, tensor parallel; others take the same file. ranks: None: not in the file.
     """
     try:
         table = placement.arrays[0]

@@ -1,8 +1,7 @@
 """Placement files: isoload's own format, TensorRT-LLM's, and the choice of a format by name or by content.
 
 isoload's format is one JSON object with every field of a Placement. TensorRT-LLM's moe_config.load_balancer file is
-YAML of three keys with each list on one line; only that shape of YAML is read, and another style is rejected by
-line.
+YAML of three keys with each list on one line; YAML of another style is rejected by line.
 """
 
 from __future__ import annotations
@@ -88,7 +87,7 @@ def from_json(content: dict[str, Any], topology: Topology | None) -> Placement:
 
 
 def _check_version(content: dict[str, Any]) -> None:
-    """Raise ValueError for a file of another version, before its keys are compared with this one's."""
+    """Reject a file of another version before its keys are compared with this version's."""
     version = content.get("version")
     if type(version) is int and version > VERSION:
         provenance = content.get("provenance")
@@ -103,9 +102,7 @@ def _check_version(content: dict[str, Any]) -> None:
 
 
 def _identity(content: dict[str, Any]) -> Identity:
-    """Return the identity; files of version 1 do not state it, and their layers 0..L-1 may be positions or model
-    numbers.
-    """
+    """Return the identity; in files of version 1, layers 0..L-1 may be positions or model numbers."""
     if content["version"] == VERSION:
         return identity_from_json(content["identity"])
     ids = content["layer_ids"]
@@ -163,7 +160,6 @@ def looks_like(text: str) -> bool:
 
 
 def from_text(text: str) -> dict[str, Any]:
-    """Return the content of a file."""
     fields: dict[str, Any] = {}
     rows: dict[str, Any] | None = None  # while inside of the assignments
     for number, line in enumerate(text.splitlines(), 1):
@@ -255,9 +251,8 @@ FORMATS = {
 
 
 def check_format(format: str, path: str | Path, name: str = "path") -> None:
-    """Reject an unknown format, and a file name that the format's reader would take for another kind.
-
-    SGLang reads a .pt as a torch file, and any other name except .json as JSON text itself.
+    """Reject an unknown format, and a name that its reader would take for another kind: SGLang reads .pt as a torch
+    file, and any other name except .json as JSON text itself.
     """
     if format not in FORMATS:
         raise ValueError(not_one_of("format", FORMATS, format))
@@ -269,19 +264,16 @@ def check_format(format: str, path: str | Path, name: str = "path") -> None:
 def write_placement(
     placement: Placement, path: str | Path, format: str = "isoload", holes: bool = False
 ) -> None:
-    """Write a placement. The file appears whole or not at all.
+    """Write a placement; the file appears whole or not at all.
 
     Args:
-        placement: of all MoE layers. An engine's file requires the numbers of these layers in the model:
-            :meth:`Placement.with_moe_layers` states them.
+        placement: of all MoE layers; :meth:`Placement.with_moe_layers` states their numbers, which engines' files need.
         path: the file.
         format: one of ``isoload.placement.files.FORMATS``.
         holes: whether an engine's file may have absent slots; SGLang's only, which then needs ISOLOAD_RAGGED=pages.
 
     Raises:
-        ValueError: an unknown format; a placement that the format cannot hold, or a name that its reader does not
-            open.
-        OSError: names the file.
+        ValueError: an unknown format, a placement that the format cannot hold, or a name that its reader does not open.
     """
     check_format(format, path)
     form = FORMATS[format]
@@ -297,14 +289,10 @@ def read_placement(path: str | Path, topology: Topology | int | None = None) -> 
     """Read a placement; the content of the file decides the format, not its name.
 
     Args:
-        path: the file; nothing in it is executed.
-        topology: R ranks, or the number R. An engine's file needs it, because the file does not contain it. For
-            isoload's own file it replaces the file's topology: the same ranks, of which others may be alive. Ranks
-            that hold experts must be alive.
-
-    Raises:
-        ValueError: names the file, the key and the layer.
-        OSError: a file that cannot be opened.
+        path: the file; nothing in it is executed. Errors name the file, the key and the layer.
+        topology: R ranks, or the number R; required for an engine's file, which does not contain it. For isoload's own
+            file it replaces the file's topology: the same ranks, of which others may be alive. Ranks with experts must
+            be alive.
     """
     path, topology = Path(path), None if topology is None else as_topology(topology)
     text = read_text(path)
@@ -318,7 +306,6 @@ def read_placement(path: str | Path, topology: Topology | int | None = None) -> 
 
 
 def format_of(path: str | Path) -> str:
-    """Return the name of a placement file's format, by its content."""
     form = recognise(read_text(Path(path)))[1]
     return next(name for name, kind in FORMATS.items() if kind is form)
 

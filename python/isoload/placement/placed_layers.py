@@ -24,51 +24,31 @@ OfLayer: TypeAlias = "Callable[[Placement, int], np.ndarray[Any, Any]]"
 
 @dataclass(frozen=True, eq=False)
 class PlacedLayers:
-    """One layer of a placement ([P], [E]) or all of them ([L, P], [L, E]) on a device, as policies read them.
+    """One layer of a placement ([P], [E]) or all of them ([L, P], [L, E]) on a device, as policies read them."""
 
-    slot_to_expert  [P] int32  the expert in each slot, -1 = none; spare slots may be filled for one batch
-    home_slot       [E] int32
-    tables                     of slot_to_expert's routed experts; shared experts are on every rank, from slot
-                               ``first_shared`` on
-    host, layer                the placement, and the position of the layer in it; None = all
-    topology, spare_slots, num_shared   the placement's
-    ticks           [R] int32  the topology's, on the device
-    alive           [R] bool   the topology's, on the device; None = all
-    shape_per_source           of loads per source rank, [..., R, E]; summed over sources they have home_slot's shape
-    replicated                 whether some routed expert has more than one slot in the placement
-    shared_home     [R] int64  see :func:`isoload.placement.placed_layers.shared_home`; None without shared experts
-    shared_limits   [R] int32  largest number of shared copies of a rank; None = no limit
-    memos                      tensors that policies derive once per placement, and their functions: see :meth:`memo`
-    unfilled                   the same layers with empty spare slots; None if they are empty here, see
-    :attr:`resident`
-    quota           [P] int32  copies per slot by the split that made the fill; None without one
-    telemetry                  of the fill, see :class:`isoload.ops.SlotFill`
-    """
-
-    slot_to_expert: Tensor
-    home_slot: Tensor
-    tables: ReplicaTables
-    host: Placement
-    layer: int | None
+    slot_to_expert: Tensor  # [P] int32, -1 = none; spare slots may be filled for one batch
+    home_slot: Tensor  # [E] int32
+    tables: ReplicaTables  # of routed experts; shared experts are on every rank, from slot `first_shared` on
+    host: Placement  # the placement, with the fields below
+    layer: int | None  # position of the layer in it; None = all
     topology: Topology
     spare_slots: int
     num_shared: int
-    ticks: Tensor | None
-    alive: Tensor | None
-    shape_per_source: tuple[int, ...]
-    replicated: bool
-    shared_home: Tensor | None
-    shared_limits: Tensor | None
-    memos: dict[Any, tuple[Tensor, OfLayer]] = field(default_factory=dict)
-    unfilled: PlacedLayers | None = None
-    quota: Tensor | None = None
-    telemetry: Tensor | None = None
+    ticks: Tensor | None  # [R] int32, the topology's
+    alive: Tensor | None  # [R] bool, the topology's; None = all
+    shape_per_source: tuple[int, ...]  # of loads per source rank, [..., R, E]
+    replicated: bool  # whether some routed expert has more than one slot in the placement
+    shared_home: Tensor | None  # [R] int64, see the function shared_home; None without shared experts
+    shared_limits: Tensor | None  # [R] int32 largest number of shared copies; None = no limit
+    memos: dict[Any, tuple[Tensor, OfLayer]] = field(default_factory=dict)  # see memo()
+    unfilled: PlacedLayers | None = None  # with empty spare slots; None if they are empty here
+    quota: Tensor | None = None  # [P] int32 copies per slot by the split that made the fill, if any
+    telemetry: Tensor | None = None  # of the fill, see isoload.ops.SlotFill
 
     @classmethod
     def of(
         cls, host: Placement, layer: int | None, slots: Tensor, home: Tensor, tables: ReplicaTables
     ) -> PlacedLayers:
-        """Return the layers with all fields that follow from the placement."""
         topology, device, (*batch, experts) = host.topology, home.device, home.shape
         ranks, live = topology.num_ranks, topology.live_ranks
         limits = [2**31 - 1 if rank in live else 0 for rank in range(ranks)]
@@ -93,16 +73,14 @@ class PlacedLayers:
         )
 
     def __repr__(self) -> str:
-        """Return one line without the values of tensors."""
         which = "all layers" if self.layer is None else f"layer {self.layer}"
         return f"PlacedLayers({which} of {self.host!r}, on {self.home_slot.device})"
 
     def memo(self, key: Any, derive: OfLayer) -> Tensor:
-        """Return derive's result for each layer of the placement, [L, ...] or for the one layer, on the device,
-        cached.
+        """Return derive's result for each layer, [L, ...] or for the one layer, on the device; cached.
 
-        :func:`refreshing` rewrites it in place. The last MEMOS results are kept, so a key that changes with every
-        batch costs time, not memory.
+        :func:`refreshing` rewrites it in place. The last MEMOS results are kept, which bounds the memory of changing
+        keys.
         """
         if key in self.memos:
             return self.memos[key][0]
@@ -121,7 +99,6 @@ class PlacedLayers:
         return table if self.layer is None else table.select(0, 0)
 
     def __getitem__(self, layer: int) -> PlacedLayers:
-        """Return one layer of a batch of layers."""
         resident = self.host.layer(layer, self.slot_to_expert.device)
         if self.unfilled is None:
             return resident
@@ -139,7 +116,6 @@ class PlacedLayers:
         return self.host.slots_per_rank - self.spare_slots - self.num_shared
 
     def home_rank(self, rank: int) -> int:
-        """Return the rank that computes a source's shared experts unless a policy moves them."""
         return shared_home(self.topology.live_ranks, self.topology.num_ranks)[rank]
 
     def fill(
@@ -171,10 +147,9 @@ def own_layers(placed: PlacedLayers) -> PlacedLayers:
 
 
 def refreshing(mine: PlacedLayers, placed: PlacedLayers) -> Callable[[], PlacedLayers]:
-    """Prepare to write another placement into own layers, in the same memory, cached tensors included.
+    """Return a function that writes another placement into own layers, in the same memory, cached tensors included.
 
-    Every step that can fail runs here; the layers do not change until the result is called, which only copies. Plans
-    made before that become invalid.
+    Every step that can fail runs here; the result only copies. Plans made before that become invalid.
     """
     written = [
         (mine.slot_to_expert, placed.slot_to_expert),
@@ -193,7 +168,6 @@ def refreshing(mine: PlacedLayers, placed: PlacedLayers) -> Callable[[], PlacedL
 
 
 def pick_layer(tensor: Tensor | None, layer: int) -> Tensor | None:
-    """Return one layer of a tensor that may be None."""
     return None if tensor is None else tensor.select(0, layer)
 
 

@@ -27,26 +27,20 @@ FloatArray = np.ndarray[Any, np.dtype[np.float64]]
 class Placement(Identified):
     """The slots of all experts of every layer. Slot p is on rank ``p // S``; P = R*S.
 
-    A host record with its own memory, validated at construction; :meth:`layers` derives the tensors for batches on a
-    device, once.
+    A host record with its own memory, validated at construction; :meth:`layers` derives the tensors of a device, once.
 
     Args:
-        slot_to_expert: [L, P] integers, expert in each slot; -1 = empty (a spare slot) or absent (an address
-            without memory).
+        slot_to_expert: [L, P] integers, expert in each slot; -1 = empty (a spare slot) or absent (without memory).
         topology: R ranks, or the number R; R divides P.
         num_experts: E, shared experts included (they follow the routed ones).
         home_slot: [L, E] slot that owns the expert's weights. Default: its lowest slot.
         spare_slots: number of empty slots at the end of every rank, for experts borrowed for one batch.
-        num_shared: how many of the E experts are shared. They are in the last slots before the spare ones of every
-            live rank, in order.
+        num_shared: number of shared experts, which are in order in the last slots before the spare ones of every live
+            rank.
         layer_ids: [L] numbers of the layers, distinct. Default: 0..L-1.
         replica_weight: [L, P] float32, intended fraction of each replica, not negative; None = equal.
         provenance: how it was made: JSON values.
-        identity: meaning of layer_ids. Default: the model's own numbers if layer_ids are given, else positions without
-            a statement about the model.
-
-    Raises:
-        ValueError: names the argument, the rule and the value.
+        identity: meaning of layer_ids. Default: the model's own numbers if layer_ids are given, else unknown.
     """
 
     slot_to_expert: Tensor
@@ -97,7 +91,7 @@ class Placement(Identified):
 
     @property
     def num_routed(self) -> int:
-        """Experts that the router chooses from: E minus the shared ones."""
+        """E minus the shared experts."""
         return self.num_experts - self.num_shared
 
     @property
@@ -156,36 +150,19 @@ class Placement(Identified):
         return self._remember(key, placed)
 
     def position_of(self, layer_id: int) -> int:
-        """Return the position of the layer with a number of the model's own.
-
-        Raises:
-            ValueError: the placement lacks the layer, or does not state which layers of the model its rows are.
-        """
+        """Return the position of the layer with a number of the model's own."""
         wanted, name = Identity("model"), f"layer_id={layer_id}"
         return matching_rows(wanted, [layer_id], name, self.identity, self.layer_ids, "placement")[0]
 
     def for_trace(self, trace: Trace, name: str = "placement") -> Placement:
-        """Return the placement of a trace's layers, in the trace's order and numbering.
-
-        Args:
-            trace: its layers are selected.
-            name: of the placement, for messages.
-
-        Raises:
-            ValueError: the placement is of another model, lacks a layer of the trace, or numbers its layers in a way
-                that cannot be compared with the trace's.
-        """
+        """Return the placement of a trace's layers, in its order and numbering; name: of the placement, in messages."""
         what = f"trace {trace.name}"
         rows = matching_rows(trace.identity, trace.layer_ids, what, self.identity, self.layer_ids, name)
         identity = joined(trace.identity, self.identity, what, name)
         return self.with_rows(rows, trace.layer_ids, identity)
 
     def with_layers(self, layer_ids: Sequence[int]) -> Placement:
-        """Return the placement of some of its layer_ids, in this order.
-
-        Raises:
-            ValueError: a layer that the placement does not have.
-        """
+        """Return the placement of some of its layer_ids, in this order."""
         rows = matching_rows(
             self.identity, layer_ids, "layer_ids", self.identity, self.layer_ids, "placement"
         )
@@ -204,15 +181,7 @@ class Placement(Identified):
         )
 
     def moe_layers_by(self, numbering: Numbering, what: str = "placement") -> Placement:
-        """Return the placement of the MoE layers alone, ascending, numbered as an engine numbers them.
-
-        Args:
-            numbering: "model" or "moe".
-            what: name of the placement, for messages.
-
-        Raises:
-            ValueError: the placement does not state which layers of the model its rows are.
-        """
+        """Return the MoE layers alone, ascending, numbered "model" or "moe"; what: name for messages."""
         rows = self.identity.moe_rows(self.layer_ids, what, numbering)
         layers = sorted(rows)
         return self.with_rows(
@@ -220,14 +189,11 @@ class Placement(Identified):
         )
 
     def for_model(self, moe_layers: Sequence[int]) -> Placement:
-        """Return the placement of all MoE layers of a model, in order.
+        """Return the placement of all MoE layers of a model, in order; ValueError if it is of another model or lacks a
+        layer.
 
         Args:
-            moe_layers: the model's own numbers of its MoE layers, ascending.
-
-        Raises:
-            ValueError: the placement lacks one of the layers, has others before the model's last one (draft layers
-                after it may be there), or states another model.
+            moe_layers: the model's own numbers of its MoE layers, ascending; draft layers may follow the last one.
         """
         model = Identity("model", tuple(moe_layers))
         if self.identity.numbering == "order":  # rows in the order of the blocks, as the caller made them
@@ -254,9 +220,6 @@ class Placement(Identified):
 
         Args:
             layer_ids: the model's own numbers of layers that were not recorded, such as draft (MTP) layers.
-
-        Raises:
-            ValueError: a layer that the placement has; a placement whose layers are not known by the model's numbers.
         """
         wanted, has = list(layer_ids), self.identity.moe_rows(self.layer_ids, "placement", "model")
         if not wanted or len(set(wanted)) < len(wanted) or set(wanted) & set(has) or min(wanted) < 0:
@@ -287,7 +250,6 @@ class Placement(Identified):
         )
 
     def __repr__(self) -> str:
-        """Return one line of sizes; :meth:`describe` has the layers."""
         parts = [
             amount(self.num_layers, "layer"),
             f"{self.num_routed:,} experts",
@@ -299,11 +261,7 @@ class Placement(Identified):
         return f"Placement({', '.join(parts)})"
 
     def describe(self) -> str:
-        """Return the line of :func:`repr` and a table with a row for each layer.
-
-        Its columns are the model's layer number, the replicas (slots of routed experts beyond one for each), how many
-        experts have more than one slot, the expert with most slots and their number, and the empty slots.
-        """
+        """Return the line of :func:`repr` and a table of each layer's replicas, most replicated expert, empty slots."""
         slots, rows = self.arrays[0], []
         for layer_id, row, replicas in zip(self.layer_ids, slots, self._replicas, strict=True):
             copies = np.bincount(row[row >= 0], minlength=self.num_experts)[: self.num_routed]
@@ -329,11 +287,7 @@ class Placement(Identified):
 
 
 def position(placement: Placement, layer: int, layer_id: int | None) -> int:
-    """Return the position of a layer that is given by its position or by the model's own number.
-
-    Raises:
-        ValueError: both are given and differ; the placement lacks the layer_id or does not state the model's numbers.
-    """
+    """Return the position of a layer that is given by its position or by the model's own number; both must agree."""
     if layer_id is None:
         return layer
     index = placement.position_of(layer_id)
@@ -438,7 +392,7 @@ def _shape_errors(placement: Placement) -> list[str]:
 
 
 def _shared_errors(placement: Placement, per_rank: IntArray) -> list[str]:
-    """Yield errors unless shared experts are in the last resident slots of every live rank, and nowhere else."""
+    """Return an error unless shared experts are in the last resident slots of every live rank, and nowhere else."""
     num, live = placement.num_shared, placement.topology.live_ranks
     last = per_rank.shape[2] - placement.spare_slots
     wanted = np.arange(placement.num_routed, placement.num_experts)
