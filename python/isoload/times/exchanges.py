@@ -48,15 +48,10 @@ class AllToAllTime:
 
     The tables contain only even routing, so the cost of a busier rank is unknown. Therefore times are ranges: `low` is
     the time of even rows (links are not the limit, or the slow rank overlaps), `high` the time if every rank had as
-    many rows as the busiest.
-
-    measured: whether the tables have these ranks, nodes and rows. If not, `note` names the setting in which `high` was
-    measured. `low` is then the exchange inside of one node, and `high` the nearest measured one over as many nodes or
-    more, with tokens at least as long.
-    extrapolated_from: the measured sizes, if this size is beyond them or between them inside of a node; else "". `low`
-        then follows the nearest measured size, or fewer rows if this size sends fewer; `high` follows the rows that
-            leave
-        a rank and the calls' growth.
+    many rows as the busiest. For another group than the `measured` ones, `low` is the exchange inside of one node, and
+    `high` the nearest measured one over as many nodes or more, with tokens at least as long. Extrapolated, `low`
+    follows the nearest measured size, or fewer rows if this size sends fewer; `high` follows the rows that leave a rank
+    and the calls' growth.
     """
 
     gpu: str
@@ -68,24 +63,18 @@ class AllToAllTime:
     high: Curve
     tokens_to: float = float("inf")
     fit_error: float | None = None
-    measured: bool = True
-    note: str = ""
+    measured: bool = True  # whether the tables have these ranks, nodes and rows
+    note: str = ""  # the setting in which `high` was measured, if it is another one
     source: str = "given"
-    extrapolated_from: str = ""
+    extrapolated_from: str = ""  # the measured sizes, if this size is beyond or between them
 
     @classmethod
     def load(
         cls, gpu: str, kernel: str, step: str, *, hidden: int, top_k: int, ranks: int, nodes: int = 1
     ) -> AllToAllTime:
-        """Load shipped constants; :func:`available` lists them.
+        """Return shipped constants, which :func:`available` lists, or a range derived from them.
 
-        Args:
-            hidden, top_k: as measured.
-            ranks: 1 to 1,024, measured or not; at most 72 of them on a node (an NVLink domain).
-            nodes: 1 to 128; they divide ranks.
-
-        Raises:
-            ValueError: names the argument and its choices.
+        hidden, top_k: as measured. ranks: 1 to 1,024, at most 72 of them on a node (an NVLink domain). nodes: 1 to 128.
         """
         if step not in STEPS:
             raise ValueError(not_one_of("step", STEPS, step))
@@ -125,10 +114,9 @@ class AllToAllTime:
         """Return [..., 2] from and to what the step takes.
 
         Args:
-            tokens: [...] that a rank holds, on average.
+            tokens: [...] on a rank before the step, on average.
             busiest: [...] rows of the busiest rank over the mean, at least 1.
-            crossing: [...] rows to other nodes over those of even routing. On several nodes the links between nodes are
-                the slowest, and a token's time follows these rows; `low` does only where it was measured over nodes.
+            crossing: [...] rows to other nodes over those of even routing; a measured `low` follows them too.
         """
         mean, factor = numbers("tokens", tokens), numbers("busiest", busiest, least=1.0)
         rows = numbers("crossing", crossing) if self.nodes > 1 else np.float64(1.0)
@@ -177,8 +165,8 @@ def _between(
 ) -> tuple[Row, Curve]:
     """Return the measured row nearest to an exchange over nodes, of any GPU, and the curve of `nodes` nodes.
 
-    Beyond the measured nodes a token's time follows the rows that leave a node, and a call grows with every doubling
-    of the nodes as it did with the last measured doubling.
+    Beyond the measured nodes a token's time follows the rows that leave a node, and a call grows with every doubling of
+    the nodes as it did with the last measured doubling.
     """
     names = kernel, SAME_KERNELS.get(kernel, kernel)
     wide = [row for row in table if row["kernel"] in names and row["nodes"] > 1]
@@ -223,18 +211,12 @@ def _added(inside: Curve, high: Curve, table: tuple[Row, ...], nearest: Row, ste
 
 
 def sends_copies(kernel: str) -> bool:
-    """Return whether a dispatch sends a row for each expert of a token, in place of one for each part of a group."""
+    """Return whether a dispatch sends a row for each expert of a token, not one for each part of a group."""
     return kernel.endswith(("low_latency", "_ll"))
 
 
 def rows_leaving(kernel: str, top_k: int, parts: int) -> float:
-    """Return the rows of a token that leave its own part of a group, by even routing.
-
-    Args:
-        kernel: a low-latency kernel sends a row for each of the token's experts, any other one for each part.
-        top_k: experts of a token.
-        parts: ranks of a node, or nodes.
-    """
+    """Return the rows of a token that leave its own part (rank of a node, or node) of a group, by even routing."""
     if sends_copies(kernel):
         return top_k * (parts - 1) / parts
     return (parts - 1) * (1 - (1 - 1 / parts) ** top_k)
@@ -252,12 +234,11 @@ def _span(values: set[int]) -> str:
 
 @dataclass(frozen=True)
 class LayerTime:
-    """Dispatch, the slowest rank's experts, combine, one after the other.
+    """Dispatch, the slowest rank's experts, combine, one after the other."""
 
-    dispatch, combine: None if no rows travel, or if the experts' kernel was measured with them (megamoe).
-    """
-
-    dispatch: AllToAllTime | None
+    dispatch: (
+        AllToAllTime | None
+    )  # None: no rows travel, or the experts' kernel was measured with them (megamoe)
     experts: ExpertTime
     combine: AllToAllTime | None
 
@@ -274,7 +255,7 @@ class LayerTime:
         Args:
             copies: [..., R, slots of a rank] that each slot computes.
             rows: [..., R] that each rank receives: distinct tokens.
-            tokens: [...] that a rank holds before the dispatch, on average.
+            tokens: [...] on a rank before the dispatch, on average.
             crossing: [...] rows to other nodes over those of even routing.
         """
         slot_copies, received = numbers("copies", copies), numbers("rows", rows)
@@ -291,30 +272,16 @@ class LayerTime:
         return experts, dispatch, combine
 
     def without_exchange(self, copies: Any, tokens: Any, transfer_s: float = 0.0) -> Floats:
-        """Return [...] seconds in which a rank computes its own tokens with all experts, and no row travels.
+        """Return [...] seconds in which a rank computes its own tokens with all experts.
 
-        Args:
-            copies: [..., experts] that the rank computes.
-            tokens: [...] that it holds.
-            transfer_s: seconds in which the experts that the rank lacks arrive from its peers. They arrive while the
-                rank computes the layer before (DWDP), so that the longer of both counts.
+        The weights that it lacks arrive in transfer_s while it computes the layer before (DWDP): the longer of both
+        counts.
         """
         return np.maximum(self.experts.seconds(copies, tokens), transfer_s)
 
 
 def break_even(expert_bytes: float, bandwidth: float, token_us: float) -> int:
-    """Return the copies from which borrowing an expert pays: its transfer takes as long as computing this many.
-
-    A transfer that is hidden behind compute pays earlier.
-
-    Args:
-        expert_bytes: bytes of one expert's weights.
-        bandwidth: GB/s of the link that the weights take.
-        token_us: microseconds in which a rank computes one copy of an expert, in a large GEMM.
-
-    Raises:
-        ValueError: names the argument, the rule and the value.
-    """
+    """Return the copies from which borrowing an expert pays, if no compute hides its transfer; bandwidth: GB/s."""
     for name, value in (("expert_bytes", expert_bytes), ("bandwidth", bandwidth), ("token_us", token_us)):
         if not 0 < value < inf:
             raise ValueError(f"{name} must be a positive number, got {value}")
@@ -322,12 +289,7 @@ def break_even(expert_bytes: float, bandwidth: float, token_us: float) -> int:
 
 
 def assumed_experts(num_bytes: float, num_weights: float) -> ExpertTime:
-    """Return times of an H100's experts by arithmetic: reading the weights at 3.35 TB/s, copies at DeepSeek-V3's rate.
-
-    Args:
-        num_bytes: bytes of one expert's weights.
-        num_weights: number of these weights.
-    """
+    """Return times of an H100's experts by arithmetic: weights are read at 3.35 TB/s, copies at DeepSeek-V3's rate."""
     copy_us = DEEPSEEK_V3_TOKEN_US * num_weights / DEEPSEEK_V3_FP8
     return ExpertTime(
         "h100", "assumed", "", 0, 0, 0.0, num_bytes / 3.35e6, copy_us, 0.0, 2.0, source="assumed"

@@ -20,7 +20,6 @@ TABLES = ("experts", "exchanges")
 
 @cache
 def read(table: str) -> tuple[Row, ...]:
-    """Return the rows of a table, each with the table's source."""
     content = parse_json(resources.files(__package__).joinpath(f"{table}.json").read_text())
     shared = {"table": table, "source": content["source"]}
     return tuple(dict(zip(content["columns"], row, strict=True)) | shared for row in content["rows"])
@@ -34,11 +33,7 @@ def available() -> list[Row]:
 
 
 def select(rows: tuple[Row, ...], **asked: Any) -> tuple[Row, ...]:
-    """Return the rows with the requested values, in their order; None requests nothing.
-
-    Raises:
-        ValueError: names the first argument that no row has together with the previous ones, and its choices.
-    """
+    """Return the rows with the requested values (None requests nothing), of which at least one must exist."""
     for name, value in asked.items():
         choices = sorted({row[name] for row in rows})
         if value is not None:
@@ -49,11 +44,7 @@ def select(rows: tuple[Row, ...], **asked: Any) -> tuple[Row, ...]:
 
 
 def numbers(name: str, values: Any, least: float = 0.0) -> Floats:
-    """Return an array or a tensor on the CPU as float64.
-
-    Raises:
-        ValueError: a value that is not finite, or less than `least`.
-    """
+    """Return an array or a tensor on the CPU as float64, if all values are finite and at least `least`."""
     array = np.asarray(values, dtype=np.float64)
     if (wrong := array[~(np.isfinite(array) & (array >= least))]).size:
         raise ValueError(f"{name} must be finite numbers from {least:g} on, got {wrong[0]:g}")
@@ -76,11 +67,7 @@ def kernel_us(
 def local_bytes(copies: Any, hidden: int, intermediate: int, item_bytes: float = 2.0) -> Floats:
     """Return [...] the bytes of a rank's GEMMs by LLEP's Equation 4: rows, one weight matrix and results of each slot.
 
-    Args:
-        copies: [..., slots] that each slot of a rank computes; slots without copies take nothing.
-        hidden: D, the width of a row.
-        intermediate: H, the width of a result.
-        item_bytes: of one number, 2 for bfloat16.
+    copies: [..., slots]; slots without copies take nothing. hidden, intermediate: widths of a row and of a result.
     """
     counts = numbers("copies", copies)
     weights = (counts > 0).sum(-1) * float(hidden * intermediate)
@@ -89,17 +76,10 @@ def local_bytes(copies: Any, hidden: int, intermediate: int, item_bytes: float =
 
 @dataclass(frozen=True)
 class ExpertTime:
-    """Constants of one kernel on one GPU for experts of one shape. Made by :meth:`load`, or from your own
-    measurements.
-
-    kernel: framework and kernel, as the measured tables name them; "prefill" and "decode" if they differ.
-    tokens, version, source: the measured range of a rank's copies, and what measured it.
-    fit_error: mean relative error over the balanced rows to which the constants were fitted.
-    held_out_error: median relative error over the skewed rows, which were not fitted; None if there were none.
-    """
+    """Constants of one kernel on one GPU for experts of one shape; from :meth:`load` or your own measurements."""
 
     gpu: str
-    kernel: str
+    kernel: str  # framework and kernel, as the tables name them; "prefill" and "decode" if they differ
     dtype: str
     hidden: int
     intermediate: int
@@ -109,10 +89,10 @@ class ExpertTime:
     rho_us: float  # a row that the kernel is given
     p: float  # 1: reading and multiplying add up; large: only the longer one counts
     tile: int = 1
-    copies_from: float = 0
+    copies_from: float = 0  # measured range of a rank's copies
     copies_to: float = float("inf")
-    fit_error: float | None = None
-    held_out_error: float | None = None
+    fit_error: float | None = None  # mean relative error over the fitted balanced rows
+    held_out_error: float | None = None  # median relative error over skewed rows, which were not fitted
     version: str = ""
     source: str = "given"
 
@@ -124,13 +104,9 @@ class ExpertTime:
     def load(
         cls, gpu: str, kernel: str, *, hidden: int, intermediate: int, dtype: str, experts: int | None = None
     ) -> ExpertTime:
-        """Return shipped constants; :func:`available` lists them.
+        """Return shipped constants, which :func:`available` lists.
 
-        experts: of the measured model, if several have experts of this shape (their constants hardly differ); by
-        default the one with the best fit.
-
-        Raises:
-            ValueError: names the argument and its choices.
+        experts: of the measured model, if several have experts of this shape; by default the one with the best fit.
         """
         selection: dict[str, Any] = {"gpu": gpu, "kernel": kernel, "dtype": dtype}
         selection |= {"hidden": hidden, "intermediate": intermediate, "experts": experts}
@@ -142,8 +118,8 @@ class ExpertTime:
 
         Args:
             copies: [..., slots] that each slot of a rank computes, an array or a tensor on the CPU.
-            rows: [...] tokens that the rank's kernel gets: those that arrived over an all-to-all, or all of the
-                group's if every rank holds all tokens. By default as many as copies, the largest number.
+            rows: [...] tokens that the rank's kernel gets: those that arrived over an all-to-all, or all of the group's
+                if every rank holds all tokens. Default: as many as copies, the largest number.
         """
         counts = numbers("copies", copies)
         num_rows = counts.sum(-1) if rows is None else numbers("rows", rows)

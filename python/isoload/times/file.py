@@ -24,29 +24,20 @@ LEAST_SPREAD = 1.01  # of measured speeds: smaller differences are noise
 
 @dataclass(frozen=True)
 class Times:
-    """Times that were measured on one group of GPUs (or CPU processes).
+    """Times that were measured on one group of GPUs (or CPU processes)."""
 
-    device, software: descriptions of the machine. speeds: [R] of each rank's experts over the slowest rank's.
-    experts: constants of a rank's grouped GEMMs. dispatch, combine: of the whole group; None: measured on one rank.
-    move_us: microseconds in which the weights of one expert of one layer arrive from another rank; None: one rank.
-    plan_us: by choice of replicas, microseconds of a layer until the slots of its copies are known, with the gather of
-        loads; only measured choices.
-    points: raw measurements, by kind.
-    gpus: [R] UUID of each rank's GPU; () where ranks have none.
-    """
-
-    device: str
+    device: str  # description of the machine
     software: dict[str, str]
     ranks: int
     nodes: int
-    experts: ExpertTime
-    dispatch: AllToAllTime | None
+    experts: ExpertTime  # constants of a rank's grouped GEMMs
+    dispatch: AllToAllTime | None  # of the whole group; None: measured on one rank
     combine: AllToAllTime | None
-    move_us: float | None
-    plan_us: dict[str, float]
-    speeds: tuple[float, ...]
-    points: dict[str, list[list[float]]]
-    gpus: tuple[str, ...] = ()
+    move_us: float | None  # microseconds in which an expert of one layer arrives from another rank
+    plan_us: dict[str, float]  # by choice of replicas: gather, plan and route of a layer
+    speeds: tuple[float, ...]  # [R] of each rank's experts over the slowest rank's
+    points: dict[str, list[list[float]]]  # raw measurements, by kind
+    gpus: tuple[str, ...] = ()  # [R] UUID of each rank's GPU, if ranks have one
     source: str = "given"
 
     @property
@@ -55,11 +46,7 @@ class Times:
         return self.speeds if max(self.speeds) / min(self.speeds) >= LEAST_SPREAD else None
 
     def layer(self, ranks: int, nodes: int, top_k: int) -> tuple[LayerTime, list[str]]:
-        """Return the constants of a layer over a group, and sentences about those that were measured on another group.
-
-        Raises:
-            ValueError: a group whose exchange cannot be derived from these times.
-        """
+        """Return the constants of a layer over a group, and sentences about those of another measured group."""
         if ranks == 1:
             return LayerTime(None, self.experts, None), []
         if self.dispatch is None or self.combine is None:
@@ -89,14 +76,8 @@ class Times:
         return None if self.move_us is None else ceil(self.move_us / self.copy_us)
 
     def moves_in_time(self, copies: int, slots: int) -> int:
-        """Return how many experts' weights reach a rank while it computes (papers/004, section 3.2).
-
-        Args:
-            copies: that the rank computes in a layer.
-            slots: over which they are spread evenly.
-
-        Raises:
-            ValueError: naming the argument; times of one rank, which measure no transfer.
+        """Return how many experts' weights reach a rank while it computes copies, spread evenly over slots (papers/004,
+        3.2).
         """
         for name, value in (("copies", copies), ("slots", slots)):
             if not isinstance(value, int) or value < 1:
@@ -110,7 +91,6 @@ class Times:
         return int(self.experts.seconds(quota) * 1e6 / self.move_us)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the content of a times file."""
         steps = {name: getattr(self, name) for name in STEPS}
         return {
             "format": FORMAT,
@@ -160,12 +140,7 @@ def gpu_uuid(device: torch.device) -> str:
 
 
 def load(path: str | Path) -> Times:
-    """Read a times file.
-
-    Raises:
-        ValueError: no such file; another format, version or unit; a key that is missing, unknown or out of range. The
-            message names the file and the key.
-    """
+    """Read a times file; an error names the file and the key."""
     try:
         content = parse_json(read_text(Path(path), MOST_BYTES))
     except (OSError, ValueError) as error:
