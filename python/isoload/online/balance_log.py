@@ -19,21 +19,13 @@ MOST = 2**16  # limit of kept values (layers x passes) between two readings; old
 class BalanceLog:
     """Record the imbalance of every MoE layer in every forward pass of a model.
 
-    A forward hook keeps tensors on their device, so that no step waits for the host. :meth:`read` waits once::
-
-        balance = isoload.online.BalanceLog(model) for step, batch in enumerate(batches):
-            ... if step % 50 == 0:
-                writer.add_scalars("train", balance.read(), step)  # or wandb.log(balance.read())
-
-    Only layers whose plans are made from the loads of all ranks have an imbalance. With loads="own", and with policies
-    that sample, no rank has all loads.
+    A forward hook keeps tensors on their device, so that no step waits for the host. :meth:`read` waits once, and
+    returns what wandb.log and the like take. Only layers whose plans are made from the loads of all ranks have an
+    imbalance: with loads="own", and with policies that sample, no rank has all loads.
 
     Args:
         model: contains isoload's layers; its own forward must be called, because the hook is on it.
         prefix: begins every key.
-
-    Raises:
-        ValueError: a model without isoload's layers.
     """
 
     def __init__(self, model: nn.Module, prefix: str = "balance/") -> None:
@@ -53,8 +45,8 @@ class BalanceLog:
     def read(self) -> dict[str, float]:
         """Return the figures since the last reading and reset them; the host waits for the device.
 
-        Keys, after the prefix: ``imbalance_p50``, ``_p90``, ``_p99`` and ``_max`` of max/mean rank load over layers
-        and passes; ``worst_layer``, the position of the layer with the highest mean; ``rows_between_ranks`` and
+        Keys, after the prefix: ``imbalance_p50``, ``_p90``, ``_p99`` and ``_max`` of max/mean rank load over layers and
+        passes; ``worst_layer``, the position of the layer with the highest mean; ``rows_between_ranks`` and
         ``rows_between_nodes``, tokens that this process sent in a pass to another rank, and to one of another node;
         ``bytes_borrowed`` of expert weights and their gradients in a pass. Unknown figures are omitted.
         """

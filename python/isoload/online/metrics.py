@@ -26,17 +26,13 @@ MULTIPROCESS = "PROMETHEUS_MULTIPROC_DIR"
 
 
 class Metric(NamedTuple):
-    """One metric, exported as isoload_<name>.
-
-    buckets: upper bounds of a histogram, seconds. counts: the prometheus_client mode that combines a gauge of several
-    processes with the same labels, such as pipeline stages.
-    """
+    """One metric, exported as isoload_<name>."""
 
     kind: Literal["gauge", "counter", "histogram"]
     text: str
     labels: tuple[str, ...] = ()
-    buckets: tuple[float, ...] = ()
-    counts: Literal["mostrecent", "min", "max"] = "mostrecent"
+    buckets: tuple[float, ...] = ()  # upper bounds of a histogram, seconds
+    counts: Literal["mostrecent", "min", "max"] = "mostrecent"  # combines processes of one label set
 
 
 METRICS = {
@@ -117,10 +113,10 @@ _LOCK = threading.Lock()
 
 
 class Metrics:
-    """Metrics of one model on one rank; calls do nothing without ``on`` or without prometheus_client.
+    """Metrics of one model on one rank, for several threads; calls do nothing without ``on`` or prometheus_client.
 
-    Several threads call it. prometheus_client is imported when an enabled object is made. That must not happen before
-    the engine has set PROMETHEUS_MULTIPROC_DIR, the folder of its processes' files; it is set when a model is loaded.
+    Make an enabled object only after the engine has set PROMETHEUS_MULTIPROC_DIR, which a loading model does: it
+    imports prometheus_client.
     """
 
     def __init__(self, engine: str = "", model: str = "", rank: str = "", on: bool = False) -> None:
@@ -146,12 +142,7 @@ class Metrics:
                 self.set("balancedness", 1 / value, phase, plan, str(quantile))
 
     def begin(self, policy: str, placer: str) -> None:
-        """Initialise metrics when the model is loaded: versions, and counters at 0, so that the first event is a
-        change.
-
-        Args:
-            policy, placer: "engine" if the engine's own are active.
-        """
+        """Set the versions and names in use, and the counters to 0, so that the first event is a change."""
         self.set("info", 1, version_of("isoload"), version_of(self._labels[1].lower()), policy, placer)
         for name, metric in METRICS.items():
             if not metric.labels and metric.kind != "gauge":
@@ -239,30 +230,18 @@ COLUMNS = 5  # batches, sum of imbalance before, after, certified batches, batch
 
 @dataclass(frozen=True)
 class LayerReport:
-    """One layer since the last report. Imbalance is max/mean rank load.
-
-    batches    planned batches with at least one copy. If loads are not gathered: the last batch of each layer before
-    an
-               exchange, because between exchanges no rank has all ranks' counts
-    before     mean imbalance if every expert's copies were spread evenly over its replicas; None: not gathered
-    after      mean imbalance of the plans; None: the policy samples, so that its plans have no peak
-    certified  batches whose plan has peak <= bound * (1 + the policy's tolerance): no split over these replicas is
-               better by more than the tolerance
-    peaks      batches whose plan has a peak
-    """
+    """One layer since the last report. Imbalance is max/mean rank load."""
 
     layer: int
-    batches: int
-    before: float | None
-    after: float | None
-    certified: int
-    peaks: int = 0
+    batches: int  # planned batches with at least one copy
+    before: float | None  # mean imbalance of copies spread evenly over replicas; None: not gathered
+    after: float | None  # mean imbalance of the plans; None: the policy samples, so there is no peak
+    certified: int  # batches with peak <= bound * (1 + the policy's tolerance): no split is better
+    peaks: int = 0  # batches whose plan has a peak
 
 
 class Meter:
-    """Sums per layer on the plans' device, written in place, so that captured graphs count too. Every log line begins
-    with the engine's name; lines are at least the given number of seconds apart.
-    """
+    """Sums per layer on the plans' device, written in place so that captured graphs count too; reported in the log."""
 
     def __init__(self, name: str, seconds: float) -> None:
         self.name, self.seconds = name, seconds
@@ -338,7 +317,6 @@ class Meter:
 
 
 def before_and_after(layers: list[LayerReport]) -> tuple[list[float], list[float]]:
-    """Return the imbalance before and after of the layers that have them."""
     before = [layer.before for layer in layers if layer.before is not None]
     return before, [layer.after for layer in layers if layer.after is not None]
 

@@ -1,7 +1,4 @@
-"""Rebalancer: new placements while a model runs, from its layers' records, with a few moved experts at a time.
-
-:func:`place_step` makes the placement of one step whose routes are known.
-"""
+"""Rebalancer: new placements while a model runs, and :func:`place_step`: the placement of one step of known routes."""
 
 from __future__ import annotations
 
@@ -30,14 +27,10 @@ TRAINING = 3.0  # products of a forward and its backward, in those of the forwar
 
 @dataclass(frozen=True)
 class StepPlacement:
-    """Placement for one step.
+    """Placement for one step."""
 
-    placement  the new placement, or the present one if the new one does not pay
-    worth      modelled milliseconds that the new one saves in the step, and in which its experts arrive
-    """
-
-    placement: Placement
-    worth: Worth
+    placement: Placement  # the new placement, or the present one if the new one does not pay
+    worth: Worth  # modelled milliseconds saved in the step, and until its experts have arrived
 
 
 def place_step(
@@ -57,16 +50,12 @@ def place_step(
 
     Args:
         known: routes of the step.
-        size: of one expert, see :meth:`isoload.analysis.judge.ExpertSize.of`. For training add the bytes of the
-            optimizer's state to num_bytes.
+        size: of one expert, with the bytes of the optimizer's state for training; see ExpertSize.of in analysis.judge.
         moves: largest number of slots of a layer that get another expert. None: no limit.
         policy: divides the copies of an expert over its replicas.
         experts: times of a rank's experts. None: arithmetic from their size for an H100.
         passes: how often the step computes the experts, in forward passes.
         **options: of placer ``scenario``.
-
-    Raises:
-        ValueError: names the argument, the rule and the value.
     """
     if not passes > 0:
         raise ValueError(f"passes must be above 0, got {passes}")
@@ -93,33 +82,28 @@ def place_step(
 
 @dataclass(frozen=True)
 class Rebalanced:
-    """One decision, the same on all ranks.
+    """One decision, the same on all ranks."""
 
-    placement     the new placement, or the present one if the gain was too small
-    before, after mean imbalance over the recorded batches and layers, in the present and in the new placement
-    layers        positions of layers whose slots change, in the order of the moves; empty if nothing moves
-    """
-
-    placement: Placement
-    before: float
-    after: float
-    layers: tuple[int, ...]
+    placement: Placement  # the new placement, or the present one if the gain was too small
+    before: float  # mean imbalance over the recorded batches and layers, in the present placement
+    after: float  # and in the new one
+    layers: tuple[int, ...]  # positions of layers whose slots change, in the order of the moves
 
 
 class Rebalancer:
     """Records, plans in a thread, and moves experts. All ranks call :meth:`step` after each batch.
 
     Every ``every`` batches the loads of all ranks are gathered, once, and a thread computes a new placement. ``delay``
-    batches later, in the same batch on every rank, the new placement is compared with the present one on the recorded
-    batches. If the gain is large enough, ``layers_per_step`` layers adopt it after each batch. Moved experts travel by
-    ``MoE.load_placement``; a Balancer takes the new slots, and the engine that uses it moves the weights.
+    batches later, the new placement is compared with the present one on the recorded batches. If the gain is large
+    enough, ``layers_per_step`` layers adopt it after each batch, by ``MoE.load_placement``; a Balancer takes the new
+    slots, and its engine moves the weights. All ranks do so in the same batch.
 
     Args:
         layers: all L of one Placement, each at its own position; MoE or Balancer.
         recorder: records the layers' counts. It is set on every layer here.
         every: batches between two plans.
-        moves: largest number of slots of a layer that get another expert. None: no limit.
-            Only "scenario" starts from the present placement; all other placers start from scratch and need None.
+        moves: largest number of slots of a layer that get another expert. None: no limit, which all placers but
+            "scenario" need, because they start from scratch.
         least_gain: smallest decrease of the mean imbalance for which experts move.
         layers_per_step: layers that move after one batch.
         delay: batches during which the thread may plan; if it takes longer, the host waits for it.
@@ -127,9 +111,6 @@ class Rebalancer:
         split: how the layers split replicas, for the comparison: "exact", or "even" as engines do.
         optimizer: its state moves with the experts, see :meth:`isoload.MoE.load_placement`.
         **options: the placer's; ``pinned=True`` if a layer is made of Shards.
-
-    Raises:
-        ValueError: on all ranks; names the argument, the rule and the value, or the option in which ranks differ.
     """
 
     def __init__(
@@ -180,12 +161,8 @@ class Rebalancer:
     def step(self) -> int:
         """End a batch. All ranks call it after the batch; in training after refresh_replicas and zero_grad.
 
-        Returns:
-            layers that moved. A layer that could not move is tried again after the next batch.
-
-        Raises:
-            ValueError: as place and MoE.load_placement, on all ranks; if place failed on another rank, names that rank
-                and its error; after :meth:`close`.
+        Returns the number of layers that moved. A layer that could not move is tried again after the next batch. If
+        placing or moving failed on one rank, all ranks raise ValueError.
         """
         if self._closed:
             raise ValueError(

@@ -1,7 +1,7 @@
 """Recorder: the loads of all layers, batch by batch, in memory of constant size, as input of ``place``.
 
-Forward only adds to a table on the layer's device, so it can be captured and makes no host wait. ``step`` ends a
-batch. When the memory is full, neighbouring batches are added up, and each later batch spans as many steps as they do.
+Forward only adds to a table on the layer's device, so it can be captured and makes no host wait. When the memory is
+full, neighbouring batches are added up, and each later batch spans as many steps as they do.
 """
 
 from __future__ import annotations
@@ -32,9 +32,6 @@ class Recorder:
         device: of the layers' topk_ids.
         layer_ids: [L] the model's own layer numbers. Default: positions 0..L-1 without a statement about the model.
         identity: meaning of layer_ids if they are not the model's own numbers.
-
-    Raises:
-        ValueError: names the argument, the rule and the value.
     """
 
     def __init__(
@@ -66,7 +63,6 @@ class Recorder:
         self.clear()
 
     def __repr__(self) -> str:
-        """Return one line of sizes."""
         sizes = amount(self.num_layers, "layer"), amount(self.num_experts, "expert")
         batches = amount(self.num_batches, "batch", "batches")
         return f"Recorder({', '.join(sizes)}, {batches} of at most {self.max_batches})"
@@ -85,7 +81,7 @@ class Recorder:
 
         Args:
             counts: [E] integers or longer, shared experts after the routed ones, of every owned rank.
-            source: the object that counts: one per layer, so that two layers of one number are detected.
+            source: the layer that counts, so that two layers of one position are detected.
             top_k: K, the routed experts of a token; 0 = unknown.
         """
         if not 0 <= layer < len(self._layers):
@@ -110,9 +106,9 @@ class Recorder:
             )
 
     def watch(self, block: nn.Module, layer: int) -> RemovableHandle:
-        """Record a Hugging Face block that isoload does not run, until the handle's ``remove()``; for a block that
-        isoload runs set ``balancer.recorder``. transformers calls its experts with (hidden_states, top_k_index,
-        top_k_weights).
+        """Record a Hugging Face block that isoload does not run, until the handle's ``remove()``.
+
+        transformers calls its experts with (hidden_states, top_k_index, top_k_weights).
         """
         experts = getattr(block, "experts", None)
         if not isinstance(experts, nn.Module) or not is_fused(experts):
@@ -149,9 +145,9 @@ class Recorder:
     def counts(self, group: Group | None = None) -> Tensor:
         """Return [batches, L, E] int64 copies on the host, summed over all ranks of a group, which call it together.
 
-        The result is a copy, which later batches do not change: a thread may read it. Without a group: the records of
-        this process, which are complete if ranks hold the same tokens or the process owns every rank. If ranks recorded
-        different numbers of batches, all of them raise ValueError.
+        The result is a copy, which a thread may read. Without a group: the records of this process, which are complete
+        if ranks hold the same tokens or the process owns every rank. All ranks raise if they recorded different numbers
+        of batches.
         """
         recorded = self._batches[: self.num_batches]
         if group is None or len(group.ranks) == group.topology.num_ranks:
@@ -164,11 +160,7 @@ class Recorder:
         return torch.stack(sums).cpu() if sums else recorded.to("cpu", copy=True)
 
     def trace(self, group: Group | None = None, name: str = "recorded") -> Trace:
-        """Return the complete batches as a trace, see :meth:`counts`; batches without copies are dropped.
-
-        Raises:
-            ValueError: nothing was recorded.
-        """
+        """Return the complete batches as a trace, see :meth:`counts`; batches without copies are dropped."""
         counts = self.counts(group)
         counts = counts[counts.flatten(1).any(1)]
         if not len(counts):

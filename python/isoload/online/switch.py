@@ -1,7 +1,7 @@
 """Switch between isoload's and the engine's choice of replicas in a running engine; watchdog of rebalances.
 
-ISOLOAD_SWITCH names a file that the first rank reads. A flag on the device selects the choice, so that captured
-graphs read it too: both choices are computed. Between two passes all ranks adopt the first rank's value.
+ISOLOAD_SWITCH names a file that the first rank reads. A flag on the device selects the choice, so that captured graphs
+read it too: both choices are computed. Between two passes all ranks adopt the first rank's value.
 """
 
 from __future__ import annotations
@@ -31,13 +31,9 @@ REMOVED = {
 
 
 class Switch:
-    """The switch of one model on one rank; it is on until the file has another state.
+    """The switch of one model on one rank; it is on until the file (``on`` or ``off``) has another state.
 
-    Args:
-        path: of the file: ``on`` or ``off``. A file that is missing or has another content changes nothing.
-        device: where the engine routes.
-        group: the ranks, over gloo; None: this rank alone.
-        engine: name of the engine.
+    device: where the engine routes. group: the ranks, over gloo; None: this rank alone.
     """
 
     def __init__(self, path: str, device: torch.device, group: dist.ProcessGroup | None, engine: str) -> None:
@@ -109,20 +105,13 @@ def parse(text: str) -> bool:
 
 
 class Rebalance(NamedTuple):
-    """A rebalance in progress.
-
-    began    times are those of time.monotonic()
-    since    when it began or last made progress
-    entered  when the engine's present call began; None: between two passes
-    left     when a pass last ended without completing it; None: no pass has
-    passes   how many began, since
-    """
+    """A rebalance in progress; times are those of time.monotonic()."""
 
     began: float
-    since: float
-    entered: float | None = None
-    left: float | None = None
-    passes: int = 0
+    since: float  # when it began or last made progress
+    entered: float | None = None  # when the engine's present call began; None: between two passes
+    left: float | None = None  # when a pass last ended without completing it
+    passes: int = 0  # how many began, since
 
     def stalled(self, now: float) -> float:
         """Return the seconds without progress. Only passes count: no engine moves experts while it has no requests."""
@@ -131,11 +120,10 @@ class Rebalance(NamedTuple):
 
 
 class Watchdog:
-    """Thread that checks at intervals whether a rebalance has stalled; 0 seconds: never. The engine's thread may never
-    return, so the watchdog has its own.
+    """Thread that checks at intervals whether a rebalance has stalled; 0 seconds: never.
 
-    The engine's hooks call :meth:`enter`, :meth:`leave` and :meth:`progressed` in the thread that runs passes, and set
-    ``worker`` to the engine's thread of rebalances, if there is one.
+    The engine's hooks call :meth:`enter`, :meth:`leave` and :meth:`progressed` in the thread that runs passes, which
+    may block, and set ``worker`` to the engine's thread of rebalances.
     """
 
     def __init__(self, engine: str, seconds: float) -> None:
@@ -158,9 +146,7 @@ class Watchdog:
         self._rebalance = rebalance._replace(entered=now, passes=rebalance.passes + 1)
 
     def leave(self, pending: bool) -> None:
-        """Record that the engine's call has returned; pending: the rebalance is incomplete. A complete one that has
-        moved experts is counted.
-        """
+        """Record that the engine's call has returned, and count a complete rebalance that moved experts."""
         if (rebalance := self._rebalance) is None:
             return
         now = time.monotonic()
@@ -196,7 +182,6 @@ class Watchdog:
 
 
 def _watch(reference: weakref.ref[Watchdog], seconds: float) -> None:
-    """Check until the watchdog is deleted."""
     while True:
         time.sleep(seconds)
         if (watchdog := reference()) is None:

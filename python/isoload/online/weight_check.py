@@ -21,34 +21,19 @@ NAMED = 8  # limit of wrong slots named in one line
 
 @dataclass
 class WeightCheck:
-    """Check of one model's weights over the ranks of a group, which call it together and log the same lines.
-
-    engine   its name, for log lines
-    weights  by layer the weights and scales of this rank's slots, [P/R, ...] each
-    group    the expert-parallel ranks
-    strict   a wrong slot ends the process; otherwise detach() is called
-    detach   reaction to a wrong slot; returns a sentence about it
-    expected by layer [E]: every expert's checksum, as loaded
-    """
+    """Check of one model's weights over the ranks of a group, which call it together and log the same lines."""
 
     engine: str
-    weights: Mapping[int, Sequence[Tensor]]
-    group: dist.ProcessGroup
-    strict: bool
-    detach: Callable[[], str]
-    expected: dict[int, Tensor] = field(default_factory=dict)
+    weights: Mapping[int, Sequence[Tensor]]  # by layer: this rank's slots, [P/R, ...] each
+    group: dist.ProcessGroup  # the expert-parallel ranks
+    strict: bool  # a wrong slot ends the process; otherwise detach() is called
+    detach: Callable[[], str]  # returns a sentence about what it did
+    expected: dict[int, Tensor] = field(default_factory=dict)  # by layer [E] checksums, as loaded
     wrong: dict[int, int] = field(default_factory=dict)  # slots of each layer in its last check
     metrics: Metrics = field(default_factory=Metrics)
 
     def loaded(self, slot_to_expert: Tensor, num_experts: int) -> None:
-        """Store every expert's checksum from its lowest slot; replicas must have the same.
-
-        Args:
-            slot_to_expert: [L, P] on the host, as the model was loaded.
-
-        Raises:
-            SystemExit: strict, and a replica differs.
-        """
+        """Store every expert's checksum from its lowest slot of [L, P], on the host; replicas must have the same."""
         if not (layers := sorted(self.weights)):
             return
         tables = slot_to_expert[layers]
@@ -57,24 +42,14 @@ class WeightCheck:
         self._judge(layers, tables, sums, "at load")
 
     def moved(self, slot_to_expert: Tensor, layers: Sequence[int] | None = None) -> None:
-        """Check some layers, or all, after a rebalance.
-
-        Args:
-            slot_to_expert: [L, P] on the host, the engine's present map.
-
-        Raises:
-            SystemExit: strict, and a slot has other weights.
-        """
+        """Check some layers, or all, after a rebalance, with the engine's present map [L, P] on the host."""
         layers = sorted(self.weights if layers is None else self.weights.keys() & set(layers))
         if layers:
             tables = slot_to_expert[layers]
             self._judge(layers, tables, self._sums(layers, tables), "after a rebalance")
 
     def _sums(self, layers: Sequence[int], tables: Tensor) -> Tensor:
-        """Return checksums [L, P] of all ranks' slots, on the host, which waits once; 0 for absent slots.
-
-        Absent slots may have no memory, so their rows are not read.
-        """
+        """Return checksums [L, P] of all ranks' slots, on the host; 0 for absent slots, whose memory is not read."""
         num_ranks, rank = dist.get_world_size(self.group), dist.get_rank(self.group)
         slots = resident_slots(tables, num_ranks)[:, rank].tolist()
         width = tables.shape[1] // num_ranks
