@@ -1,13 +1,7 @@
 """The layers and the model to which the rows of a record or a placement belong.
 
-Engines number layers differently: SGLang and TensorRT-LLM by the model's own numbers, vLLM and vllm-ascend by
-position among the MoE layers. An :class:`Identity` states which of these the ``layer_ids`` of a record are. Joins
-and conversions use it, so that rows are never matched by position without a statement that allows it.
-
-The MoE layers of a model come from its config.json, by the keys of Hugging Face's configs: DeepSeek, GLM and Kimi
-(first_k_dense_replace), Qwen (decoder_sparse_step, mlp_only_layers), Llama 4 (interleave_moe_layer_step), ERNIE
-(moe_layer_interval), Jamba (expert_layer_period), and lists of layers or of layer kinds. A model without any of
-them has experts in every layer.
+Engines number layers differently: by the model's own numbers, or by position among the MoE layers. Joins and
+conversions use an :class:`Identity`, so that rows are never matched by position without a statement that allows it.
 """
 
 from __future__ import annotations
@@ -44,9 +38,6 @@ class Identity:
         moe_layers: the model's own numbers of all its MoE layers, ascending; () = unknown. Needed to convert between
             "moe" and the other numberings.
         model: name of the model, "" = unknown.
-
-    Raises:
-        ValueError: an unknown numbering; moe_layers that are not ascending layer numbers.
     """
 
     numbering: Numbering = "order"
@@ -76,18 +67,7 @@ class Identity:
         moe_layers: Sequence[int] = (),
         model: str = "",
     ) -> Identity:
-        """Return the identity with a statement of the user added.
-
-        Args:
-            layer_ids: [L] of the record or placement.
-            what: its name, for messages.
-            first_moe_layer: number of dense layers before the first MoE layer, after which all layers are MoE layers.
-            moe_layers: in place of first_moe_layer: the model's own numbers of all its MoE layers.
-            model: the model's name, "" = not stated.
-
-        Raises:
-            ValueError: the record names layers that the model does not have, or states other MoE layers itself.
-        """
+        """Return the identity with what :meth:`Identified.with_moe_layers` adds; what: of the record, for messages."""
         numbering: Numbering = "moe" if self.numbering == "order" else self.numbering
         if first_moe_layer is not None:
             if moe_layers:
@@ -121,16 +101,7 @@ class Identity:
         return joined(replace(named, numbering=numbering), Identity(numbering, layers), what, "the options")
 
     def moe_rows(self, layer_ids: Sequence[int], what: str, numbering: Numbering) -> dict[int, int]:
-        """Return {layer: row of layer_ids} of the MoE layers, with layers in another numbering.
-
-        Args:
-            layer_ids: [L].
-            what: name of the record or placement, for messages.
-            numbering: "model" or "moe".
-
-        Raises:
-            ValueError: the conversion needs the model's MoE layers, which are not known.
-        """
+        """Return {layer: row of layer_ids} of the MoE layers, with layers numbered "model" or "moe"."""
         if self.numbering == "hidden" and not self.moe_layers:
             raise ValueError(
                 f"{what} has a row for each of the model's {len(layer_ids)} layers and does not state which are dense: "
@@ -169,12 +140,10 @@ class Identity:
 
 
 def identity_to_json(identity: Identity) -> dict[str, Any]:
-    """Return the fields as JSON values."""
     return asdict(identity) | {"moe_layers": list(identity.moe_layers)}
 
 
 def identity_from_json(content: Any) -> Identity:
-    """Read what :func:`identity_to_json` returned; raises ValueError naming the key."""
     if not isinstance(content, dict):
         raise ValueError(f"identity must be an object, got {shown(content)}")
     check_keys(content, {field.name for field in fields(Identity)}, "identity")
@@ -199,9 +168,6 @@ class Identified:
             first_moe_layer: number of dense layers before the first MoE layer, after which all layers are MoE layers.
             moe_layers: in place of first_moe_layer: the model's own numbers of all its MoE layers.
             model: the model's name, "" = not stated.
-
-        Raises:
-            ValueError: the trace or placement has layers that the model does not have, or states another model.
         """
         what = f"trace {self.name}" if hasattr(self, "name") else "placement"
         identity = self.identity.stated(self.layer_ids, what, first_moe_layer, moe_layers, model)
@@ -209,11 +175,7 @@ class Identified:
 
 
 def joined(first: Identity, second: Identity, what: str, other_what: str) -> Identity:
-    """Return what two identities state together, with the numbering of the first.
-
-    Raises:
-        ValueError: they are of different models.
-    """
+    """Return what two identities of one model state together, with the numbering of the first."""
     names = {
         identity.model.rpartition("/")[2].lower(): identity.model
         for identity in (first, second)
@@ -240,15 +202,7 @@ def matching_rows(
     others: Sequence[int],
     other_what: str,
 ) -> list[int]:
-    """Return for each layer [L] of one record the row of ``others`` that is about the same layer of the model.
-
-    Args:
-        wanted, layer_ids, what: of the record whose layers are wanted; what is its name for messages.
-        source, others, other_what: of the record that has the rows.
-
-    Raises:
-        ValueError: different models, a layer that the other record lacks, or numberings that cannot be compared.
-    """
+    """Return for each layer [L] of a record the row of another one (source, others) for the same layer of the model."""
     agreed = joined(wanted, source, what, other_what)
     mine, theirs = (
         "model" if identity.numbering == "hidden" else identity.numbering for identity in (wanted, source)
@@ -310,13 +264,9 @@ FIRSTS = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
 
 
 def moe_layers_of(config: dict[str, Any]) -> tuple[int, ...]:
-    """Return the numbers of a model's MoE layers, ascending; draft (MTP) layers are not among them.
+    """Return the numbers of the MoE layers in a config.json, by the keys of Hugging Face's configs, ascending.
 
-    Args:
-        config: the content of a config.json.
-
-    Raises:
-        ValueError: naming the key whose value does not describe the model's layers.
+    Draft (MTP) layers are not among them. A model without any of the keys has experts in every layer.
     """
     num_layers = _number(config, "num_hidden_layers", None)
     if not 0 < num_layers <= MAX_LAYERS:

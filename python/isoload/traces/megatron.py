@@ -1,10 +1,9 @@
 """Router traces of Megatron-Core 0.19 (``--moe-routing-trace-path FOLDER``): the experts of every token.
 
-Every rank writes router_trace_rank<number>.jsonl, with a line of JSON per step, layer and microbatch: ``top_indices``
-[tokens][K]. Ranks of one tensor-parallel group that agree in every value count once, as in
-:mod:`isoload.traces.sglang`. Megatron numbers the layers from 0 in training, within a pipeline stage, and from 1 in
-inference, and a file does not state which: the trace has positions among the MoE layers. The files of several pipeline
-stages look like those of data-parallel ranks, so that a recording needs one stage. MTP layers are left out.
+A rank writes router_trace_rank<number>.jsonl, a line of JSON per step, layer and microbatch: ``top_indices``
+[tokens][K]. Layers are numbered from 0 in training, within a pipeline stage, and from 1 in inference, and a file does
+not state which: the trace has positions among the MoE layers. Files of several pipeline stages look like those of
+data-parallel ranks, so that a recording needs one stage.
 """
 
 from __future__ import annotations
@@ -38,22 +37,12 @@ class RankTrace(NamedTuple):
 
 
 def is_router_trace(path: Path) -> bool:
-    """Return whether a file begins like a router trace."""
     with open_regular(path) as file:
         return f'"stage": "{STAGE}"'.encode() in file.read(256)
 
 
 def read_router_traces(paths: Sequence[Path], limit: int, allow_missing: bool = False) -> dict[str, Any]:
-    """Return the fields of the Trace in the files of one recording, not checked against each other.
-
-    Args:
-        paths: the ranks' files.
-        limit: most bytes of the files.
-        allow_missing: whether to warn and not raise if the file of a rank is missing.
-
-    Raises:
-        ValueError: names the file and its line, or the missing rank.
-    """
+    """Return the fields of the Trace in the files of one recording's ranks, not checked against each other."""
     first_path = paths[0]
     check_bytes(first_path, sum(path.stat().st_size for path in paths), limit)
     traces: dict[int, RankTrace] = {}
@@ -176,9 +165,8 @@ def _experts(record: dict[str, Any]) -> int:
 
 
 def _drop_recomputed(by_layer: dict[int, list[Ints]]) -> int:
-    """Drop the second of each two equal microbatches, if all are such pairs, and return the number of dropped records.
-
-    With activation recomputation a router runs again in the backward pass, directly after the microbatch's forward.
+    """Drop the second of each two equal microbatches, if all are such pairs, and return the number of dropped records:
+    activation recomputation runs a router again in the backward pass, directly after the microbatch's forward.
     """
     pairs = [pair for parts in by_layer.values() for pair in zip(parts[::2], parts[1::2], strict=False)]
     odd = any(len(parts) % 2 for parts in by_layer.values())

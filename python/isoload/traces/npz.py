@@ -1,7 +1,4 @@
-"""The project's own trace files: an .npz of the arrays and of ``about``, a JSON object with all other fields.
-
-Older files have the JSON in a .json of the same stem, which is read if the .npz has no ``about``.
-"""
+"""The project's own trace files: an .npz of the arrays and of ``about``, a JSON object with all other fields."""
 
 from __future__ import annotations
 
@@ -29,10 +26,7 @@ _JSON_FIELDS = {"name": (str, "a string"), "num_experts": (int, "an integer"), "
 
 
 def read_npz(path: Path, limit: int) -> dict[str, Any]:
-    """Return the fields of the Trace in an .npz, and in the .json of an older file, not checked against each other.
-
-    limit: largest size of the arrays, and of the .json, in bytes.
-    """
+    """Return the fields of the Trace in an .npz, not checked against each other; limit: most bytes of its arrays."""
     arrays, others = read_arrays(path, (*ARRAYS, ABOUT), limit)
     if "counts" not in arrays and "topk_ids" not in arrays:
         names = ", ".join(others) or "none"
@@ -52,10 +46,7 @@ def read_npz(path: Path, limit: int) -> dict[str, Any]:
 
 
 def _drop_dense(fields: dict[str, Any], arrays: dict[str, Ints]) -> None:
-    """Drop the layers of topk_ids that are dense, as in routes with a row for every hidden layer of the model.
-
-    The other layers keep their numbers.
-    """
+    """Drop the dense layers of topk_ids, as in routes with a row for every hidden layer; numbers stay."""
     ids, identity = arrays.get("topk_ids"), fields.get("identity", Identity())
     if ids is None or ids.dtype.kind not in "iu" or ids.ndim != 3 or identity.numbering == "moe":
         return
@@ -73,7 +64,6 @@ def _drop_dense(fields: dict[str, Any], arrays: dict[str, Ints]) -> None:
 
 
 def _labels(path: Path, cluster: npt.NDArray[Any]) -> tuple[str, ...]:
-    """Return cluster [batches] as text."""
     if cluster.dtype.kind == "U" and cluster.size and cluster.itemsize:
         codes = np.ascontiguousarray(cluster).view(f"{cluster.dtype.byteorder}u4")
         if (wrong := codes[(codes > 0x10FFFF) | (codes >> 11 == 0xD800 >> 11)]).size:
@@ -96,9 +86,7 @@ def _num_experts(path: Path, arrays: dict[str, Ints]) -> tuple[int, str]:
 
 
 def _about(path: Path, arrays: dict[str, npt.NDArray[Any]], limit: int) -> dict[str, Any]:
-    """Return the fields in a trace's JSON, which is removed from the arrays, else in the .json of the same stem, else
-    none.
-    """
+    """Return the fields in a trace's JSON, which is removed from the arrays, or in an older file's .json."""
     if (note := arrays.pop(ABOUT, None)) is not None:
         if note.dtype.kind != "S" or note.ndim or note.nbytes > MAX_NOTES:
             got = f"{note.dtype} {list(note.shape)}"
@@ -116,7 +104,6 @@ def _about(path: Path, arrays: dict[str, npt.NDArray[Any]], limit: int) -> dict[
 
 
 def _parse_about(path: str, text: bytes) -> dict[str, Any]:
-    """Return the fields in a JSON object; path: for messages."""
     try:
         known = parse_json(text.decode())
         json.dumps(known, ensure_ascii=False).encode()  # \ud800 is valid JSON, but cannot be printed
@@ -147,9 +134,7 @@ def _parse_about(path: str, text: bytes) -> dict[str, Any]:
 
 
 def _identity(known: dict[str, Any], layer_ids: list[int]) -> Identity:
-    """Return the identity. Older files have none: those of vLLM's records state how layers are numbered; for other
-    files layers 0..L-1 may be positions or the model's own numbers.
-    """
+    """Return the identity; layers 0..L-1 of older files, without one, may be positions or the model's own numbers."""
     if "identity" in known:
         return identity_from_json(known.pop("identity"))
     if known.get("layers") == "by their place among MoE layers":
@@ -158,14 +143,7 @@ def _identity(known: dict[str, Any], layer_ids: list[int]) -> Identity:
 
 
 def write_trace(trace: Trace, path: str | Path, **more: Ints) -> None:
-    """Write ``path`` (.npz), from which :func:`read_trace` reads the whole trace; more: arrays that it does not read.
-
-    Each array has the narrowest integers that hold it. The file is written under another name and renamed when
-    complete: a crash leaves no partial file.
-
-    Raises:
-        ValueError: another suffix than .npz; provenance that JSON cannot hold.
-    """
+    """Write ``path`` (.npz), whole or not at all; more: arrays that :func:`read_trace` does not read."""
     path = Path(path)
     if path.suffix != ".npz":
         raise ValueError(f"path must end in .npz, got {str(path)!r}")

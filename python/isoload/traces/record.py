@@ -1,7 +1,6 @@
 """Trace: recorded routing over many batches, and the checks of its fields.
 
-A trace file is a zip archive that may come from anywhere, so its members and their sizes are checked before memory
-is allocated. If a record of loads lacks K, the experts per token, K is looked up by the model's name.
+A trace file may come from anywhere: its members and their sizes are checked before memory is allocated.
 """
 
 from __future__ import annotations
@@ -73,17 +72,7 @@ def is_npz(path: Path, members: Sequence[zipfile.ZipInfo]) -> bool:
 def read_arrays(
     path: Path, names: Collection[str], limit: int
 ) -> tuple[dict[str, npt.NDArray[Any]], list[str]]:
-    """Return the named arrays that are in an npz, and the names of its other arrays, which are not read.
-
-    Args:
-        path: of the npz.
-        names: of arrays, as np.savez takes them.
-        limit: most bytes that the named arrays may take in memory.
-
-    Raises:
-        ValueError: another file, a damaged one or one above the limit; names the file.
-        OSError: a file that cannot be opened.
-    """
+    """Return the named arrays of an npz, of at most limit bytes in memory, and the names of its other arrays."""
     members = read_members(path)
     if not is_npz(path, members):
         raise ValueError(f"{path}: is a torch file, not an npz")
@@ -126,9 +115,7 @@ def model_top_k(model: str, num_experts: int) -> int:
 
 
 def with_top_k(trace: Trace, model: str | None = None) -> Trace:
-    """Return the trace with its own K; if it has none, with the given one (a number, or the name of a model), else
-    with that of the model that the record names. K stays 0 if neither is known.
-    """
+    """Return the trace with its own K, else that of model (a number or a name), else of the model that it names."""
     if model is None:
         return replace(
             trace, top_k=trace.top_k or model_top_k(str(trace.provenance.get("model")), trace.num_experts)
@@ -162,8 +149,8 @@ DIMS = {
 class Trace(Identified):
     """Loads, per-token choices or both, of L layers and E logical experts. A host record, validated at construction.
 
-    ``counts`` and ``topk_ids`` may describe different tokens (a long run, and the choices of a part of it). If
-    ``tokens_per_batch`` adds up to the number of tokens, both describe the same tokens and must be consistent.
+    ``counts`` and ``topk_ids`` may describe different tokens (a long run, and the choices of a part of it), unless
+    ``tokens_per_batch`` adds up to the number of tokens.
 
     Args:
         name: its name in tables.
@@ -171,17 +158,12 @@ class Trace(Identified):
         top_k: K, experts per token; 0 = unknown. Default: the width of topk_ids.
         counts: [batches, L, E] int64 copies.
         topk_ids: [tokens, L, K] int32 logical experts, none twice; -1 = absent. In the order of the run.
-        tokens_per_batch: [batches] int64 tokens of each batch of counts; the sum over E of counts[b, l] is at most
-            tokens_per_batch[b] * top_k. Without counts: consecutive cuts of topk_ids.
+        tokens_per_batch: [batches] int64 tokens of each batch of counts; without counts: consecutive cuts of topk_ids.
         seq_id: [tokens] int64, equal for tokens of one sequence (or forward pass): they have one source rank.
         cluster: [batches] label; batches of one label are near-copies or of one domain.
         layer_ids: [L] numbers of the layers, distinct. Default: 0..L-1.
         provenance: model, source, licence and other facts: JSON values.
-        identity: meaning of layer_ids. Default: the model's own numbers if layer_ids are given, else positions without
-            a statement about the model.
-
-    Raises:
-        ValueError: names the field, the rule and the value.
+        identity: meaning of layer_ids. Default: the model's own numbers if layer_ids are given, else unknown.
     """
 
     name: str
@@ -214,7 +196,6 @@ class Trace(Identified):
 
     @property
     def has_tokens(self) -> bool:
-        """Whether per-token choices are known."""
         return self.topk_ids is not None
 
     @property
@@ -228,10 +209,7 @@ class Trace(Identified):
         return 1 if batches is None else len(batches)
 
     def batch_counts(self) -> Ints:
-        """Return [batches, L, E] int64 copies: ``counts`` if recorded, else counted from ``topk_ids``.
-
-        Raises ValueError if they would need more memory than a trace may, see :func:`read_trace`.
-        """
+        """Return [batches, L, E] int64 copies: ``counts`` if recorded, else counted from ``topk_ids``."""
         if self.counts is not None:
             return self.counts
         assert self.topk_ids is not None
@@ -241,7 +219,6 @@ class Trace(Identified):
         return count_batches(self.topk_ids, cuts, self.num_experts)
 
     def __repr__(self) -> str:
-        """Return one line of sizes."""
         parts = [
             shown(self.name),
             amount(self.num_batches, "batch", "batches"),
@@ -288,9 +265,7 @@ def repeated_rows(ids: Ints) -> npt.NDArray[np.bool_]:
 
 
 def counts_of_slots(slot_map: Ints, copies: Ints, num_experts: int) -> Ints:
-    """Return [L, E] int64 copies of experts, from copies of the slots that hold them; both arguments [L, P]. Copies of
-    absent slots (-1) are not counted.
-    """
+    """Return [L, E] int64 copies of experts, from copies [L, P] of the slots that hold them; absent slots: -1."""
     counts = np.zeros((len(slot_map), num_experts + 1), dtype=np.int64)
     np.add.at(counts, (np.arange(len(slot_map))[:, None], slot_map), copies)
     return counts[:, :num_experts]

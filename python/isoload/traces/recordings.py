@@ -1,8 +1,7 @@
 """Find the recordings in a list of paths by the files' contents, and join recordings into one trace.
 
-A recording is one file, or one file per rank. Files of one recording are united in any order, whether they come as
-a folder, a list or a pattern. Files of different recordings are batches of the same layers, or layers of the stages
-of a pipeline. A missing rank and a file that is given twice are rejected.
+A recording is one file, or one file per rank, in any order. Different recordings are batches of the same layers, or
+layers of the stages of a pipeline. A missing rank and a file that is given twice are rejected.
 """
 
 from __future__ import annotations
@@ -31,11 +30,7 @@ from isoload.wording import amount
 
 
 def same_layers(first: Trace, other: Trace) -> Trace:
-    """Return the other trace with the layers of the first, in its order and numbering.
-
-    Raises:
-        ValueError: the two are of different models, layers or numbers of experts.
-    """
+    """Return the other trace, of the same model and layers, with the layers in the order and numbering of the first."""
     names = f"trace {first.name}", f"trace {other.name}"
     if first.num_experts != other.num_experts:
         raise ValueError(
@@ -53,13 +48,7 @@ def same_layers(first: Trace, other: Trace) -> Trace:
 
 
 def join_batches(traces: Sequence[Trace], name: str) -> Trace:
-    """Return one trace with the batches of all, one recording after the other; each recording is a cluster of its own.
-
-    Per-token choices are kept if every trace has them.
-
-    Raises:
-        ValueError: different models, layers, experts or top_k.
-    """
+    """Return the batches of all traces as one, each recording a cluster of its own; tokens stay if all have them."""
     first = traces[0]
     if len(traces) == 1:
         return first
@@ -108,15 +97,7 @@ def _sequences(parts: Sequence[Trace]) -> Ints | None:
 
 
 def join_stages(traces: Sequence[Trace], name: str) -> Trace:
-    """Return one trace with the layers of all stages of a pipeline, each with counts of the same batches.
-
-    Args:
-        traces: stages in the order of the pipeline; layers that have the model's own numbers keep them.
-        name: of the new trace.
-
-    Raises:
-        ValueError: stages that recorded different numbers of batches, experts or top_k.
-    """
+    """Return the layers of all stages of a pipeline, in its order, as one trace of the same batches."""
     first = traces[0]
     for trace in traces[1:]:
         for what in ("num_experts", "num_batches"):
@@ -173,19 +154,17 @@ def read_trace(
               layer_ids, identity and provenance as JSON; if it is missing, a .json of the same stem may hold them;
             * an .npz that a rank wrote in shadow mode (``ISOLOAD_RECORD``);
             * an SGLang recorder dump (:mod:`isoload.traces.sglang`), one file for each rank;
-            * TensorRT-LLM's expert statistics (:mod:`isoload.traces.statistics`), one for each rank;
-            * vLLM's load statistics, lines of JSON (:mod:`isoload.traces.statistics`);
+            * TensorRT-LLM's expert statistics, one for each rank, or vLLM's (:mod:`isoload.traces.statistics`);
             * Megatron-Core's router trace (:mod:`isoload.traces.megatron`), one for each rank;
             * a .pt of one tensor [L, E], the loads that vllm-ascend's offline script reads.
         stages: files whose layers are numbered from 0 are stages of one pipeline, in the given order.
         same_layers: files whose layers are numbered from 0 are recordings of the same layers.
         allow_missing_ranks: a recording that lacks the file of a rank is read with a warning.
-        max_bytes: largest size of a recording's arrays in memory: a small archive may hold gigabytes of zeros.
-            Default: the environment's ISOLOAD_MAX_TRACE_BYTES, else 2^30 (1 GiB).
+        max_bytes: largest size of a recording's arrays in memory: a small archive may hold gigabytes of zeros. Default:
+            the environment's ISOLOAD_MAX_TRACE_BYTES, else 2^30 (1 GiB).
 
     Raises:
         ValueError: names the file, the error in it, and the option that helps.
-        OSError: a file that cannot be opened.
         ImportError: TensorRT-LLM's statistics without safetensors.
     """
     traces = read_recordings(
@@ -203,12 +182,7 @@ def read_trace(
 def check_layers(
     trace: Trace, advice: str = "a file of a model with so many layers states layer_ids"
 ) -> None:
-    """Reject a trace of arrays with more layers than any model has: probably its axes are in another order.
-
-    Args:
-        trace: of one recording.
-        advice: how the user states that the model has so many layers.
-    """
+    """Reject a trace of arrays with more layers than any model has: probably its axes are in another order."""
     if trace.num_layers <= MOST_LAYERS or trace.identity.numbering != "order":
         return
     name, array = ("topk_ids", trace.topk_ids) if trace.topk_ids is not None else ("counts", trace.counts)

@@ -1,7 +1,6 @@
 """Routes that inference engines return for router replay: expert ids [tokens, layers, K], per request or concatenated.
 
-The array has a row for every hidden layer or for the MoE layers alone. The buffer of an engine starts as zeros, so
-the rows of dense layers are zero. A layer in which every token names expert 0 K > 1 times is therefore dense.
+The buffer of an engine starts as zeros, so a layer in which every token names expert 0 K > 1 times is dense.
 """
 
 from __future__ import annotations
@@ -35,13 +34,13 @@ def read_routes(
     """Read the routes that an inference engine returned for router replay.
 
     Args:
-        routes: [tokens, L, K] integers, an array or a tensor, of all requests one after the other. Or a list of them,
+        routes: [tokens, L, K] integers, an array or a tensor, of all requests one after the other, or a list of them,
             one per request. L counts all hidden layers of the model or its MoE layers.
         first_moe_layer: number of dense layers before the first MoE layer, after which all layers are MoE layers.
         config: in place of first_moe_layer: the content of the model's config.json, or its path.
         num_experts: routed experts E. None: the config's, else the largest id plus 1.
-        sequence_lengths: [sequences] tokens of every sequence. None: one sequence per request of a list; unknown for
-            an array.
+        sequence_lengths: [sequences] tokens of every sequence. None: one sequence per request of a list; unknown for an
+            array.
         missing: which tokens of a sequence have no routes if a request has fewer rows than its sequence has tokens:
             "first" (of the prompt) or "last" (the engine never ran them). These tokens are masked.
         padding: "repeat": mask rows that name an expert twice, as engines fill rows of padding and of tokens without
@@ -50,10 +49,8 @@ def read_routes(
 
     Returns:
         Trace with topk_ids (masked rows are -1), with the model's own layer numbers if the layers are stated or dense
-        layers are among the rows, and with seq_id (the position of the sequence) if the sequences are known.
-
-    Raises:
-        ValueError: names the argument, the rule and the value.
+            layers
+        are among the rows, and with seq_id (the position of the sequence) if the sequences are known.
     """
     if first_moe_layer is not None and config is not None:
         raise ValueError(f"first_moe_layer must come without config, got {first_moe_layer} and a config")
@@ -95,10 +92,7 @@ def read_routes(
 
 
 def dense_layers(ids: Ints) -> npt.NDArray[np.bool_]:
-    """Return [L] whether a layer of ids [tokens, L, K] has rows of zeros and, apart from rows of -1, no others.
-
-    With K = 1 no layer looks dense, because all tokens may choose expert 0.
-    """
+    """Return [L] whether a layer of ids [tokens, L, K], K > 1, has rows of zeros and, apart from -1, no others."""
     if ids.shape[2] < 2:
         return np.zeros(ids.shape[1], dtype=bool)
     dense: npt.NDArray[np.bool_] = _constant(ids) & (ids == 0).any((0, 2))
@@ -177,7 +171,6 @@ def _padded(
 
 
 def _array(routes: Any) -> npt.NDArray[np.int32]:
-    """Return one request's routes as [tokens, L, K] int32."""
     array = np.asarray(routes.detach().cpu() if hasattr(routes, "detach") else routes)
     if array.dtype not in DTYPES or array.ndim != 3:
         raise ValueError(
@@ -230,7 +223,6 @@ def _layers(
 
 
 def _num_experts(ids: Ints, num_experts: int | None, config: Mapping[str, Any] | None) -> tuple[int, str]:
-    """Return E, and the name of its source."""
     if num_experts is not None:
         return num_experts, "num_experts"
     known = None if config is None else next((config[key] for key in EXPERT_KEYS if config.get(key)), None)

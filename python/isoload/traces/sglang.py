@@ -1,5 +1,4 @@
-"""Files of torch.save: the loads [L, E] that vllm-ascend's offline script reads, and those of SGLang's expert
-distribution recorder (``--expert-distribution-recorder-mode``).
+"""Files of torch.save: the loads [L, E] that vllm-ascend's script reads, and SGLang's expert distribution recorder's.
 
 =========  ==========================================================================================
 stat       one file (stat_approx too): ``logical_count`` [steps, L, E] or [L, E], summed over ranks.
@@ -48,13 +47,7 @@ STAGE = 2**20  # ranks of stage s are numbered from s * STAGE on while a recordi
 def read_dumps(
     dumps: _Dumps, stage_of: Mapping[Path, int] | None = None, allow_missing: bool = False
 ) -> dict[str, Any]:
-    """Return the fields of the Trace in the files of one recording, not checked against each other.
-
-    Args:
-        dumps: {path: what :func:`load_torch` returned}, of one mode.
-        stage_of: {path: pipeline stage}. Default: all of one stage.
-        allow_missing: whether to warn in place of raising where no rank counted some slots.
-    """
+    """Return the fields of the Trace in the files of one recording, of one mode; stage_of: pipeline stages."""
     paths = list(dumps)
     mode = mode_of(paths[0], dumps[paths[0]])
     fields = (
@@ -224,10 +217,8 @@ def _slot_map(path: Path, dump: dict[str, Any], shape: Sequence[int | None]) -> 
 
 
 def _check_slots(dumps: _Dumps, allow_missing: bool) -> None:
-    """Reject per_pass files of only some ranks, if each rank counted the slots on it (DeepEP).
-
-    Such a rank's counts are all in its own P/R slots. So slots that no rank counted in any layer or pass indicate that
-    files are missing, although a file does not state the number of ranks.
+    """Reject per_pass files of only some ranks, if each rank counted only the slots on it (DeepEP): slots that no rank
+    counted in any layer or pass belong to a missing rank.
     """
     counted: dict[int, Ints] = {}  # [P] bool by rank
     for dump in dumps.values():

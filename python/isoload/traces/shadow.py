@@ -1,7 +1,4 @@
-"""Recordings with one file per rank, and the files that an engine writes in shadow mode (ISOLOAD_RECORD).
-
-A shadow file is a trace of the copies of one rank.
-"""
+"""Recordings with one file per rank, and the files that a rank of an engine writes in shadow mode (ISOLOAD_RECORD)."""
 
 from __future__ import annotations
 
@@ -21,24 +18,15 @@ ALLOW = "--allow-missing-ranks (allow_missing_ranks=True) reads the remaining ra
 
 
 class RankFile(NamedTuple):
-    """Content of a file of one rank, rarely of several.
-
-    path      the file
-    passes    {rank: numbers of its forward passes}, at least one
-    layers    layers in which its ranks routed a token
-    kind      files of different kinds are of different recordings
-    one_run   whether kind names a run of the engine, whose files belong together even if they share no pass
-    shape     sizes of the engine: recordings of one shape have the same number of ranks
-    ranks     ranks of the group if the file states their number, else 0
-    """
+    """Content of a file of one rank, rarely of several."""
 
     path: Path
-    passes: dict[int, frozenset[int]]
-    layers: frozenset[int]
-    kind: Hashable
-    shape: tuple[int, ...] = ()
-    ranks: int = 0
-    one_run: bool = False
+    passes: dict[int, frozenset[int]]  # {rank: numbers of its forward passes}, at least one
+    layers: frozenset[int]  # layers in which its ranks routed a token
+    kind: Hashable  # files of different kinds are of different recordings
+    shape: tuple[int, ...] = ()  # sizes of the engine: recordings of one shape have the same number of ranks
+    ranks: int = 0  # ranks of the group if the file states their number, else 0
+    one_run: bool = False  # whether kind names a run, whose files belong together even if they share no pass
 
     @property
     def first_pass(self) -> int:
@@ -50,14 +38,10 @@ class RankFile(NamedTuple):
 
 
 class Recording(NamedTuple):
-    """Files of one recording.
+    """Files of one recording."""
 
-    files       one per rank and, where a rank wrote several, in the order of their passes
-    stage_of    {path: pipeline stage}: stages have ranks of the same numbers and layers of their own
-    """
-
-    files: tuple[RankFile, ...]
-    stage_of: dict[Path, int]
+    files: tuple[RankFile, ...]  # one per rank and, where a rank wrote several, in the order of their passes
+    stage_of: dict[Path, int]  # pipeline stages have ranks of the same numbers and layers of their own
 
     def describe(self) -> str:
         """Return how the files were read, in words."""
@@ -71,9 +55,6 @@ def recordings_of(files: Sequence[RankFile]) -> list[Recording]:
 
     Files of one recording share forward passes, or name their run. If a rank has a pass in two files, they are of two
     pipeline stages (if the layers differ) or of two recordings, which the files' folders then distinguish.
-
-    Raises:
-        ValueError: two recordings with the same passes in one folder.
     """
     recordings: list[Recording] = []
     for kind in dict.fromkeys(file.kind for file in files):
@@ -139,16 +120,7 @@ def _repeated(recording: Recording) -> tuple[Path, Path, int, int] | None:
 
 
 def check_ranks(recording: Recording, known: Sequence[Recording], allow_missing: bool) -> None:
-    """Reject a recording that lacks a rank's file, or warn.
-
-    Args:
-        recording: to check.
-        known: recordings of the same engine, of which some may have more ranks.
-        allow_missing: whether to warn and not raise.
-
-    Raises:
-        ValueError: names the missing ranks.
-    """
+    """Reject a recording that lacks a rank's file, or warn; known: recordings, of which some may have more ranks."""
     first, present = recording.files[0], {rank for file in recording.files for rank in file.passes}
     alike = [f for other in known for f in other.files if (f.kind, f.shape) == (first.kind, first.shape)]
     number = max(max(file.ranks, 1 + max(file.passes)) for file in alike)
@@ -175,12 +147,11 @@ PHASES = ("prefill", "decode")
 
 
 def is_shadow(trace: Trace) -> bool:
-    """Return whether a rank wrote the trace in shadow mode."""
     return trace.provenance.get("recorded by") == RECORDED_BY and "rank" in trace.provenance
 
 
 def check_about(path: Path, trace: Trace) -> None:
-    """Reject a file whose provenance does not describe its counts; names the field."""
+    """Reject a file whose provenance does not describe its counts."""
     about, batches = trace.provenance, trace.num_batches
     for key, kind in ABOUT.items():
         if type(about.get(key)) is not kind:
@@ -221,13 +192,9 @@ def dense_rows_dropped(identity: Identity) -> Identity:
 
 
 def sum_ranks(recording: Recording, traces: dict[Path, Trace]) -> Trace:
-    """Return the passes that every rank recorded, with the copies of all ranks.
+    """Return the passes that every rank recorded, with the copies of all ranks, and without the rows of dense layers.
 
-    Rows of dense layers, which have no copies, are left out. Where positions among the MoE layers are the only layer
-    numbers, every row stays: positions of a stage's layers follow from the rows of the stages before.
-
-    Raises:
-        ValueError: no pass is recorded by all ranks.
+    Where layers are positions among the MoE layers, every row stays: the next stage's positions count them.
     """
     files = recording.files
     first = traces[files[0].path]

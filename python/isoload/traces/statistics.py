@@ -1,16 +1,12 @@
 """Expert statistics of vLLM and TensorRT-LLM.
 
-vLLM writes a line of JSON per step (its pull request 41141, open in November 2026). A run may begin with a line
-that describes it (``eplb_load_meta``). Every other line (``eplb_load_stats``) holds the copies that the slots of
-all ranks took, ``expert_load`` [L][P], and the experts in these slots, ``p2l_map`` [L][P]. Layers are numbered
-among the MoE layers.
+vLLM writes a line of JSON per step (its pull request 41141, open in November 2026), with the copies that the slots of
+all ranks took, ``expert_load`` [L][P], and the experts in these slots, ``p2l_map`` [L][P]. A run may begin with a
+header.
 
-TensorRT-LLM writes a folder with meta_info.json and rank<number>.safetensors of every rank. A rank's file has a
-tensor of copies per expert [E] for every iteration and layer, at the key ``<iteration>_<layer>``; layers have the
-model's own numbers. An iteration is the sum over ranks, but ranks that agree in every value share a view (without
-attention data parallelism each rank routes the same tokens): they count once, as in
-:mod:`isoload.traces.sglang_dump`. Ranks of a pipeline stage have the layers of their stage; the trace has those of
-all stages. Files of other names, such as rank0_raw.safetensors, are not read.
+TensorRT-LLM writes a folder with meta_info.json and rank<number>.safetensors of every rank, with a tensor of copies per
+expert [E] at the key ``<iteration>_<layer>``. An iteration is the sum over ranks, but ranks that agree in every value
+share a view, as in :mod:`isoload.traces.sglang`. The trace has the layers of all pipeline stages.
 """
 
 from __future__ import annotations
@@ -36,7 +32,6 @@ LOAD, MAP, REDUNDANT = "expert_load", "p2l_map", "num_redundant_experts"
 
 
 def looks_like_json(path: Path) -> bool:
-    """Return whether a file begins like lines of JSON objects."""
     if not path.is_file():
         return False
     with open_regular(path) as file:
@@ -53,8 +48,8 @@ class Run(NamedTuple):
 def read_vllm(path: Path, limit: int) -> dict[str, Any]:
     """Return the fields of the Trace in a file of at most limit bytes, not checked against each other.
 
-    A header in the middle begins another run of the same model, whose steps are further batches. An incomplete last
-    line, from a killed process, is skipped with a warning; any other damaged line is an error.
+    A header in the middle begins another run, whose steps are further batches. An incomplete last line, from a killed
+    process, is skipped with a warning; any other damaged line is an error.
     """
     runs = [Run(None, {})]
     size, torn = 0, 0
@@ -129,7 +124,7 @@ def _first_counts(runs: Sequence[Run]) -> Ints | None:
 
 
 def is_torn(line: bytes) -> bool:
-    """Return whether a line is the beginning of a record: the file's last, without newline and closing brace."""
+    """Return whether a line is the incomplete last one of a killed process, without newline and closing brace."""
     return len(line) < MAX_LINE and not line.endswith(b"\n") and not line.rstrip().endswith(b"}")
 
 
@@ -195,7 +190,7 @@ class Stage(NamedTuple):
     views: dict[bytes, tuple[int, Ints]]  # by digest: the lowest rank, copies [iterations, layers, E]
 
     def counts(self) -> Ints:
-        """[iterations, layers, E] copies, summed over the ranks with views of their own."""
+        """Return [iterations, layers, E] copies, summed over the ranks with views of their own."""
         total: Ints = np.sum([view for _, view in self.views.values()], axis=0)
         return total
 
@@ -203,18 +198,7 @@ class Stage(NamedTuple):
 def read_tensorrt_llm(
     folder: Path, limit: int, wanted: Sequence[Path] | None = None, allow_missing: bool = False
 ) -> dict[str, Any]:
-    """Return the fields of the Trace in a folder, not checked against each other.
-
-    Args:
-        folder: with meta_info.json.
-        limit: most bytes of the ranks' files.
-        wanted: files of ranks that were named one by one; None: all of the folder.
-        allow_missing: whether to warn and not raise if the file of a rank is missing.
-
-    Raises:
-        ValueError: names the file, or the missing rank.
-        ImportError: safetensors is missing (pip install "isoload[plan]").
-    """
+    """Return the fields of the Trace in a folder, not checked against each other; wanted: some of its files."""
     experts, top_k = _read_meta(folder / META_FILE)
     files = {int(m[1]): path for path in folder.iterdir() if (m := FILE.fullmatch(path.name))}
     names = None if wanted is None else {path.name for path in wanted}
