@@ -34,22 +34,14 @@ MORE_SLOTS = (0, 1, 2, 4)  # of a rank, in addition to one for each expert
 
 
 class Candidate(NamedTuple):
-    """One way to run.
+    """One way to run."""
 
-    placer: "trivial" places experts in order, as engines do by default; "eplb" packs them by their loads.
-    more: slots of a rank beyond those that hold each expert once.
-    split: the choice of replicas. "static" and "dynamic" (a random one) are engines' own. isoload's "exact" plans
-    from all
-        ranks' loads, "node" from those of a node, "own" from each rank's own. "none" if there are no replicas.
-    """
-
-    placer: str
-    more: int
-    split: str
+    placer: str  # "trivial" places experts in order, as engines do; "eplb" packs them by their loads
+    more: int  # slots of a rank beyond those that hold each expert once
+    split: str  # "none", an engine's "static" or "dynamic" (random), or one of ISOLOADS
 
     @property
     def ours(self) -> bool:
-        """Whether isoload chooses the replicas."""
         return self.split in ISOLOADS
 
     @property
@@ -65,10 +57,7 @@ ISOLOADS = ("exact", "node", "own")
 
 
 def grid(max_slots: int, gathers: bool = True, nodes: int = 1) -> list[Candidate]:
-    """Return all candidates with at most max_slots more slots, experts in order first.
-
-    gathers: whether the engine gathers loads, of all ranks for "exact", inside of each of several nodes for "node".
-    """
+    """Return all candidates with at most max_slots more slots, experts in order first; gathers: as in Question."""
     ours = [split for split in ISOLOADS if gathers or split == "own"]
     splits = ("static", "dynamic", *(split for split in ours if nodes > 1 or split != "node"))
     replicated = (
@@ -89,9 +78,7 @@ def placed(candidate: Candidate, judged: Judged, topology: Topology) -> Placemen
 def sent(
     candidate: Candidate, loads: Tensor, placement: Placement, renewed: list[Tensor], seed: int
 ) -> Tensor:
-    """Return [L, R, P] copies that each rank sends to each slot for loads [L, R, E]; renewed: result of
-    :func:`targets`.
-    """
+    """Return [L, R, P] copies that each rank sends to each slot for loads [L, R, E]; renewed: of :func:`targets`."""
     split = candidate.split
     if split == "dynamic":
         return _dynamic(loads, placement, seed)
@@ -118,10 +105,7 @@ def sent_batches(candidate: Candidate, placement: Placement, judged: Judged) -> 
 
 
 def targets(split: str, counts: Tensor, placement: Placement) -> list[Tensor]:
-    """Return the offsets that an exchange gives every rank ("own") or node ("node"), each [L, R]; [] for other splits.
-
-    counts: [L, E] of recent tokens, of which every source had the same part.
-    """
+    """Return the offsets [L, R] of every rank ("own") or node ("node") by counts [L, E]; [] for other splits."""
     layers, topology = placement.layers("cpu"), placement.topology
     sources = {"own": topology.num_ranks, "node": topology.num_nodes}.get(split, 0)
     recent = counts.unsqueeze(1).expand(-1, sources, -1)
@@ -182,32 +166,21 @@ PLAN_US = {
 
 @dataclass(frozen=True)
 class Question:
-    """The setting of an advice.
-
-    layer: constants of the GPU. topology: R ranks, or the number R. tokens: of a rank in a step.
-    step_ms: a measured step, to which percentages refer; None: they refer to the modelled MoE layers alone, an upper
-    limit.
-    dense_ms: instead of step_ms, attention and the dense part of a step, all layers, with which a whole step is
-    modelled.
-    memory: bytes of a rank for more slots; None: no limit. rebalance_s, every: seconds that a rebalance takes, and the
-    steps between two. context: tokens of a request. gathers: whether the engine gathers all ranks' loads for this
-    model, as "exact" needs. plan_us: by choice of replicas, measured microseconds of a layer with the gather of loads;
-    None: PLAN_US. like_for_like: compare isoload with the best candidate without it that has equally many slots.
-    """
+    """The setting of an advice."""
 
     model: Model
-    layer: LayerTime
-    topology: Topology
-    tokens: int
-    step_ms: float | None = None
-    memory: float | None = None
-    rebalance_s: float = 0.0
-    every: int = 0
-    context: int = 4096
-    gathers: bool = True
-    dense_ms: float | None = None
-    plan_us: Mapping[str, float] | None = None
-    like_for_like: bool = False
+    layer: LayerTime  # constants of the GPU
+    topology: Topology  # R ranks, or the number R
+    tokens: int  # of a rank in a step
+    step_ms: float | None = None  # measured; percentages refer to it, else to the modelled MoE layers alone
+    memory: float | None = None  # bytes of a rank for more slots; None: no limit
+    rebalance_s: float = 0.0  # seconds that a rebalance takes
+    every: int = 0  # steps between two rebalances
+    context: int = 4096  # tokens of a request
+    gathers: bool = True  # whether the engine gathers all ranks' loads for this model, as "exact" needs
+    dense_ms: float | None = None  # of attention and the dense part, all layers: a whole step is modelled
+    plan_us: Mapping[str, float] | None = None  # measured, of a layer by split; None: PLAN_US
+    like_for_like: bool = False  # compare isoload with a candidate of equally many slots
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "topology", as_topology(self.topology))
@@ -225,21 +198,14 @@ class Question:
 
 
 class Run(NamedTuple):
-    """A candidate's run on B judged batches.
-
-    copies     [B, L, R, S]  that each slot computes
-    received   [B, L, R]  rows that each rank receives, its own included
-    rows       [R, R]  that each rank sends to each, itself included, in all layers and batches
-    node_rows  fraction of all rows to another node
-    crossing   [B, L, 2]  rows of a token to other nodes: once for each node, and once for each copy
-    """
+    """A candidate's run on B judged batches."""
 
     candidate: Candidate
-    copies: Ints
-    received: Floats
-    rows: Floats
-    node_rows: float
-    crossing: Floats
+    copies: Ints  # [B, L, R, S] that each slot computes
+    received: Floats  # [B, L, R] rows that each rank receives, its own included
+    rows: Floats  # [R, R] that each rank sends to each, itself included, in all layers and batches
+    node_rows: float  # fraction of all rows to another node
+    crossing: Floats  # [B, L, 2] rows of a token to other nodes: once for each node, and once for each copy
 
     @property
     def rank_rows(self) -> float:
@@ -249,20 +215,16 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True)
 class Answer:
-    """A candidate's figures; ranges are [from, to]. ms: of a step's MoE layers, with planning and moving.
-
-    saved_ms: against the present candidate. imbalance: max / mean copies of a rank, over layers and batches.
-    slots_bytes: of a rank's additional slots. node_rows, rank_rows: fractions of all rows to another node or rank.
-    """
+    """A candidate's figures; ranges are [from, to]."""
 
     candidate: Candidate
     ms_per_layer: float
-    ms: tuple[float, float]
-    saved_ms: tuple[float, float]
-    imbalance: float
-    slots_bytes: float
-    node_rows: float
-    rank_rows: float
+    ms: tuple[float, float]  # of a step's MoE layers, with planning and moving
+    saved_ms: tuple[float, float]  # against the present candidate
+    imbalance: float  # max / mean copies of a rank, mean over layers and batches
+    slots_bytes: float  # of a rank's additional slots
+    node_rows: float  # fraction of all rows to another node
+    rank_rows: float  # fraction of all rows to another rank
 
     def to_json(self) -> dict[str, Any]:
         return {**vars(self), "candidate": self.candidate._asdict()}
@@ -270,23 +232,16 @@ class Answer:
 
 @dataclass(frozen=True)
 class Step:
-    """Milliseconds from the low to the high end of the all-to-all's range, a mean over batches.
-
-    stages: of a mean rank, in the order of :class:`isoload.analysis.timeline.Timeline`, then "waiting"; their sum is
-    the step's. halved_ms: of the step in two half batches, the first of which computes while the second exchanges.
-    """
+    """Milliseconds from the low to the high end of the all-to-all's range, a mean over batches."""
 
     ms: Span
-    stages: dict[str, Span]
-    halved_ms: Span
+    stages: dict[str, Span]  # of a mean rank: stages of a Timeline, and "waiting"; their sum is the step's
+    halved_ms: Span  # if one half batch computes while the other exchanges
 
 
 @dataclass(frozen=True)
 class Advice:
-    """Answers, fastest first; `now` is the candidate to which they are compared.
-
-    alone: ways to run in which no row travels, so that there is nothing to balance; not among the answers.
-    """
+    """Answers, fastest first; `now` is the candidate to which they are compared."""
 
     question: Question
     answers: tuple[Answer, ...]
@@ -294,7 +249,7 @@ class Advice:
     extrapolated: bool  # whether the constants were measured on fewer or more tokens
     drawn: bool
     steps: tuple[Step, Step] | None = None  # whole steps, of now and of the best; with dense_ms
-    alone: tuple[Answer, ...] = ()
+    alone: tuple[Answer, ...] = ()  # ways to run without an exchange, so with nothing to balance
 
     @property
     def ours(self) -> Answer | None:
@@ -307,7 +262,6 @@ class Advice:
         return self.rival(self.question.like_for_like)
 
     def rival(self, like_for_like: bool) -> Answer:
-        """Return the best without isoload: of any number of slots, or of as many as isoload's best."""
         more = self.ours.candidate.more if self.ours and like_for_like else None
         engines = (answer for answer in self.answers if not answer.candidate.ours)
         return next(answer for answer in engines if more in (None, answer.candidate.more))
@@ -318,13 +272,10 @@ class Advice:
         return self.gain_over(self.theirs)
 
     def gain_over(self, other: Answer) -> tuple[float, float]:
-        """Return what isoload's best saves beyond another answer."""
         return less(other.ms, self.ours.ms) if self.ours else (0.0, 0.0)
 
     def share(self, saved_ms: tuple[float, float]) -> tuple[float, float]:
-        """Return a saving as a fraction of the present step: the measured one, else the modelled one; without dense_ms
-        of its MoE layers alone, which is an upper limit.
-        """
+        """Return a saving as a fraction of the measured step, else of the modelled one."""
         modelled = self.steps[0].ms if self.steps else self.now.ms
         step = self.question.step_ms
         low, high = sorted(saved / (step or now) for saved, now in zip(saved_ms, modelled, strict=True))
@@ -332,7 +283,6 @@ class Advice:
 
     @property
     def verdict(self) -> str:
-        """Whether isoload is worth it, in words."""
         low, high = self.share(self.gain_ms)
         if low + high <= 0:
             return "not worth it"
@@ -351,11 +301,7 @@ def advise(
     on_candidate: Callable[[int, int], None] = lambda done, total: None,
     placements: dict[tuple[str, int], Placement] | None = None,
 ) -> Advice:
-    """Return the candidates of the grid on the judged batches, ordered by the middle of their range.
-
-    placements: by placer and additional slots, those that exist already; missing ones are added, once for each number
-    of slots.
-    """
+    """Return the candidates of the grid on the judged batches, ordered by the middle of their range."""
     model = question.model
     per_slot = model.expert_bytes * model.layers
     # A rank has at most one slot for each expert.
@@ -384,9 +330,7 @@ def advise(
 def _whole(
     candidate: Candidate, placements: dict[tuple[str, int], Placement], question: Question, judged: Judged
 ) -> Step:
-    """Return the mean of the judged batches: the MoE layers by their timeline, unknown layers as the mean of known
-    ones, with attention and the dense part spread evenly between them.
-    """
+    """Return the mean step of the judged batches, in which unknown layers are as the mean of known ones."""
     assert question.dense_ms is not None
     batches = [
         batch() for batch in sent_batches(candidate, placements[candidate.placer, candidate.more], judged)
@@ -411,7 +355,6 @@ def _whole(
 
 
 def timeline_of(sent: Sent, question: Question) -> partial[Timeline]:
-    """Return :func:`isoload.analysis.timeline.timeline` given the rows of sent [L, R, P]."""
     topology = question.topology
     rows, to_nodes = rows_by_size(sent, question.tokens, topology.num_ranks, topology.num_nodes)
     crossing = over_even(_crossing(sent, to_nodes, question), question)
@@ -419,9 +362,7 @@ def timeline_of(sent: Sent, question: Question) -> partial[Timeline]:
 
 
 def planning_us(split: str, question: Question) -> tuple[Span, Span]:
-    """Return microseconds of a layer, from and to: the plan's kernels, and the gather of loads if it is known
-    separately.
-    """
+    """Return microseconds of a layer, from and to: the plan's kernels, and the gather of loads if known separately."""
     low, high = _plan_us(split, question)
     gather = GATHER_US if split in ("exact", "node") and question.plan_us is None else (0.0, 0.0)
     return (low - gather[0], high - gather[1]), gather
@@ -435,13 +376,11 @@ def _plan_us(split: str, question: Question) -> Span:
 
 
 def _moving_ms(candidate: Candidate, question: Question) -> float:
-    """Return a step's part of a rebalance."""
     moves = question.every and candidate.placer != "trivial"
     return 1e3 * question.rebalance_s / question.every if moves else 0.0
 
 
 def run(candidate: Candidate, judged: Judged, question: Question, placement: Placement | None = None) -> Run:
-    """Run a candidate on the judged batches; placement: made for it before."""
     chosen = placement or placed(candidate, judged, question.topology)
     return run_of(candidate, sent_batches(candidate, chosen, judged), question)
 
@@ -499,7 +438,6 @@ def _answer(result: Run, question: Question, per_slot: float) -> Answer:
 
 
 def _to_other_nodes(rows: Floats, topology: Topology) -> float:
-    """Return the fraction of rows [L, R, nodes] to another node."""
     return float(rows[:, _other_nodes(topology)].sum() / rows.sum())
 
 
@@ -510,11 +448,7 @@ def _other_nodes(topology: Topology) -> NDArray[np.bool_]:
 
 
 def _crossing(sent: Sent, to_nodes: Floats, question: Question) -> Floats:
-    """Return [L, 2] rows of a token to other nodes, once for each node and once for each copy.
-
-    Args:
-        sent: [L, R, P]. to_nodes: [L, R, nodes] rows, once for each node.
-    """
+    """Return [L, 2] rows of a token to other nodes: once for each node (to_nodes [L, R, nodes]), once for each copy."""
     topology = question.topology
     copies = sent.reshape(*to_nodes.shape, -1).sum(-1)
     other = _other_nodes(topology)
@@ -523,10 +457,7 @@ def _crossing(sent: Sent, to_nodes: Floats, question: Question) -> Floats:
 
 
 def over_even(crossing: Floats, question: Question) -> Floats | float:
-    """Return [...] of crossing [..., 2] what the question's dispatch sends, over the same of even routing.
-
-    Rows of even routing are counted as :func:`isoload.analysis.timeline.rows_between` does, so that its error cancels.
-    """
+    """Return [...] of crossing [..., 2] what the question's dispatch sends, over the same of even routing."""
     nodes, dispatch, model = question.topology.num_nodes, question.layer.dispatch, question.model
     if nodes == 1 or dispatch is None:
         return 1.0
@@ -539,13 +470,7 @@ def over_even(crossing: Floats, question: Question) -> Floats | float:
 def near_saves(
     question: Question, judged: Judged, placements: tuple[Placement, Placement], rows: tuple[float, float]
 ) -> Span:
-    """Return the milliseconds of a step that a placement saves over another by its rows to other nodes and its loads.
-
-    Args:
-        placements: the other one, and the one that saves; copies are split exactly.
-        rows: of a token to other nodes, once for each node, on recorded tokens: of the other one, and of the one that
-            saves.
-    """
+    """Return the milliseconds of a step that the second placement saves, split exactly; rows: to other nodes."""
     even = rows_leaving("", question.model.top_k, question.topology.num_nodes)
     spans = []
     for placement, of_token in zip(placements, rows, strict=True):
@@ -565,6 +490,6 @@ def saved_ms(before: Run, after: Run, question: Question, planning: float = 1.0)
 
 
 def less(before: Span, after: Span) -> Span:
-    """Return the difference; both ranges follow one all-to-all, so the low ends are subtracted and the high ends."""
+    """Return the difference; both ranges follow one all-to-all, so low ends and high ends are subtracted."""
     low, high = sorted(old - new for old, new in zip(before, after, strict=True))
     return low, high

@@ -38,7 +38,6 @@ class SourceBatch:
         return self.start[-1]
 
     def on_rank(self, layer: int, rank: int) -> Tensor:
-        """Return the [T_r, K] choices of one source rank's tokens, a view."""
         return self.topk_ids[layer, self.start[rank] : self.start[rank + 1]]
 
     def loads(self, num_experts: int) -> Tensor:
@@ -48,9 +47,7 @@ class SourceBatch:
         return torch.stack([torch.stack(layer) for layer in counts])
 
     def with_shared(self, num_routed: int, num_shared: int) -> SourceBatch:
-        """Return the batch with one more column per shared expert (ids from num_routed on); -1 for a token without
-        experts.
-        """
+        """Return the batch with a column per shared expert (ids from num_routed on); -1 for a token without experts."""
         if not num_shared:
             return self
         ids = torch.arange(num_routed, num_routed + num_shared, dtype=torch.int32)
@@ -64,13 +61,10 @@ class SourceBatch:
 
 @dataclass(frozen=True, eq=False)
 class Batches:
-    """A trace's batches of tokens: consecutive cuts of its topk_ids, or drawn from its counts by
-    :func:`draw_topk_ids`.
+    """A trace's batches of tokens: consecutive cuts of its topk_ids, or drawn from its counts by :func:`draw_topk_ids`.
 
-    Each layer is drawn separately. If K is unknown, copies are drawn one by one, each as a token of one expert: the
-    numbers of copies per expert and per source rank are the same, but rows (distinct token x destination rank) have no
-    meaning. The stream of a batch and layer is ``np.random.default_rng((seed, batch, layer_id))``: the tokens of a
-    layer do not depend on which other layers or batches are replayed.
+    If K is unknown, copies are drawn one by one, each as a token, so that rows have no meaning. Each batch and layer
+    has a stream of its own: a layer's tokens do not depend on which others are drawn.
     """
 
     trace: Trace
@@ -84,7 +78,6 @@ class Batches:
         return self.trace.topk_ids is None
 
     def tokens(self, index: int) -> slice:
-        """Return the position of a cut batch in the trace."""
         first = sum(self.num_tokens[:index])
         return slice(first, first + self.num_tokens[index])
 
@@ -125,9 +118,9 @@ def make_batches(trace: Trace, batch_tokens: int | None = None, seed: int = 0) -
     """Return a trace's batches: cut from its tokens if it has them, else drawn from its counts.
 
     Args:
-        batch_tokens: N. Tokens are cut every N and where the cluster changes; the last batch before such a change (or
-            the end) has the rest. Default: the trace's own batches if they cover its tokens, else 1024. Drawn batches
-            have N tokens (copies, if K is unknown). Default: as many as the trace's batch, at most 4096.
+        batch_tokens: N. Tokens are cut every N and where the cluster changes. Default: the trace's own batches if they
+            cover its tokens, else 1024. Drawn batches have N tokens (copies, if K is unknown). Default: as many as the
+            trace's batch, at most 4096.
         seed: of the draw.
     """
     if batch_tokens is not None and batch_tokens < 1:
@@ -175,19 +168,11 @@ def _recut(
 
 
 def draw_topk_ids(counts: Ints, num_tokens: int, top_k: int, stream: np.random.Generator) -> Ints:
-    """Draw `num_tokens` tokens, each with `top_k` distinct experts; expert e is in a token with probability
-    ``top_k * counts[e] / counts.sum()``, exactly (systematic sampling, all in integers).
+    """Draw tokens [num_tokens, top_k] int32 of distinct experts by systematic sampling; -1 if all counts are 0.
 
-    Every token joins the experts end to end in a random order of its own, expert e with length ``top_k * counts[e]``,
-    draws an integer u in 0..total-1 and takes the experts at u, u + total, ..., u + (top_k - 1) * total. No length
-    exceeds total, so no expert is taken twice. (Drawing one expert after the other without replacement would flatten
-    the shares, because a hot expert cannot be drawn again.)
-
-    Args:
-        counts: [E] int64 copies; all zero gives tokens without experts (-1).
-
-    Returns:
-        [num_tokens, top_k] int32.
+    Expert e is in a token with probability ``top_k * counts[e] / counts.sum()``, exactly. Every token joins the experts
+    end to end in a random order, expert e with length ``top_k * counts[e]``, draws an integer u in 0..total-1 and takes
+    the experts at u, u + total, .... (Drawing one expert after the other without replacement would flatten the shares.)
     """
     total = int(counts.sum())
     topk_ids = np.full((num_tokens, top_k), -1, dtype=np.int32)
@@ -209,14 +194,10 @@ def draw_topk_ids(counts: Ints, num_tokens: int, top_k: int, stream: np.random.G
 
 
 def source_ranks(num_tokens: int, num_ranks: int, assign: str, seq_id: Ints | None = None) -> Ints:
-    """Return the [T] int64 source rank of every token of a batch; the tokens of a sequence share one.
+    """Return the [T] int64 source rank of every token of a batch; the tokens of a sequence (seq_id) share one.
 
-    Args:
-        assign: "contiguous": sequences are joined end to end in order of first appearance, the line is cut into R
-            equal parts, and a sequence goes to the part of its middle: to rank ``R * (2 * before + n) // (2 * T)`` if
-            it has n tokens and follows `before` others. "round-robin": the j-th sequence to appear goes to rank ``j %
-            R``.
-        seq_id: [T] sequence of every token; None = every token is one.
+    "contiguous" joins the sequences in order of first appearance and cuts the line into R equal parts; the middle of a
+    sequence counts. "round-robin" gives the j-th sequence to appear to rank ``j % R``.
     """
     if assign not in ASSIGNMENTS:
         raise ValueError(not_one_of("assign", ASSIGNMENTS, assign))
@@ -247,10 +228,7 @@ class Fold:
 
 
 def strictest(num_batches: int, clusters: tuple[str, ...] | None) -> str:
-    """Return the strictest calibration that the batches allow.
-
-    Phases of an engine are not clusters: otherwise decode would be judged on a placement made of prefill alone.
-    """
+    """Return the strictest calibration that the batches allow; phases of an engine are not clusters."""
     if clusters is not None and len(set(clusters)) > 1 and not set(clusters) <= PHASES:
         return "leave-cluster-out"
     return "first-half" if num_batches > 1 else "all"
@@ -259,16 +237,11 @@ def strictest(num_batches: int, clusters: tuple[str, ...] | None) -> str:
 def calibration_folds(
     num_batches: int, calibrate: str, clusters: tuple[str, ...] | None = None
 ) -> list[Fold]:
-    """Return the folds of a replay.
+    """Return the folds of a replay of batches 0..num_batches-1.
 
-    Args:
-        num_batches: batches are 0..num_batches-1. calibrate:
-            first-half: the first ``num_batches // 2`` calibrate, the rest is replayed.
-            interleaved: every second batch calibrates, from the first on, all others are replayed.
-            all: all calibrate and all are replayed: the test data are the calibration data. leave-one-out: each batch
-            on the placement of all others. leave-cluster-out: each cluster's batches on the placement of all other
-            clusters.
-        clusters: [num_batches] labels; leave-cluster-out needs them.
+    calibrate: first-half: the first ``num_batches // 2`` calibrate, the rest is replayed. interleaved: every second
+    batch calibrates, from the first on. all: all calibrate and are replayed. leave-one-out: each batch on the placement
+    of all others. leave-cluster-out: each cluster's batches (by label) on the placement of all other clusters.
     """
     every = tuple(range(num_batches))
     if calibrate not in CALIBRATIONS:

@@ -56,10 +56,7 @@ PLANNING = "planning"
 
 
 def scaled(layer: LayerTime, name: str, factor: float) -> LayerTime:
-    """Return the layer with one constant of EXPERTS or EXCHANGE multiplied by a factor.
-
-    The power of EXPERTS stays at 1 or above, where reading and multiplying add up.
-    """
+    """Return the layer with one constant of EXPERTS or EXCHANGE multiplied by a factor; p stays at 1 or above."""
     if name in EXPERTS:
         field = EXPERTS[name]
         value = max(factor * getattr(layer.experts, field), 1.0 if field == "p" else 0.0)
@@ -108,10 +105,7 @@ def by_tokens(
 ) -> dict[str, list[Saving]]:
     """Return by phase what the second of a pair saves over the first, for TOKENS and the question's own number.
 
-    Args:
-        layers: constants by phase.
-        judge: returns batches with a number of tokens per rank, as :func:`judge_by` makes them. Two of them are used;
-            for the question's own number all, so that the figures are those of the answer.
+    judge returns batches with a number of tokens per rank: two are used, and all for the question's own number.
     """
     counts = sorted({*TOKENS, question.tokens})
     savings: dict[str, list[Saving]] = {phase: [] for phase in layers}
@@ -136,9 +130,7 @@ def by_tokens(
 
 
 def few_layers(candidate: Candidate, question: Question, judged: Judged, layers: int = 3) -> Timeline:
-    """Return the first layers of the first judged batch, at the high end of every range; without dense_ms no dense
-    part.
-    """
+    """Return the first layers of the first judged batch, at the high end of every range."""
     sent = sent_batches(candidate, placed(candidate, judged, question.topology), judged)[0]()
     (_, plan), (_, gather) = planning_us(candidate.split, question)
     dense = 1e-3 * (question.dense_ms or 0.0) / question.model.layers
@@ -153,22 +145,16 @@ SPARE = make_policy("llep", IN_ENGINES | {"within": "node", "refill_above": 1.1}
 
 @dataclass(frozen=True)
 class SlotsAnswer:
-    """Figures of one way to use a rank's memory for slots, in SGLang; ranges are [from, to].
-
-    ms, saved_ms, imbalance: as :class:`isoload.analysis.advice.Answer`, with the wait for weights that travel.
-    slots_bytes: of the slots beyond one for each expert, on the rank with most. kv_tokens: tokens of KV cache that fit
-    into what this leaves of one slot more in every layer. exports: experts that the busiest rank sends in a layer and
-    batch, on average; None: none travel. travel_ms: of their weights in a step, mostly hidden by the dispatch.
-    """
+    """Figures of one way to use a rank's memory for slots, in SGLang; ranges are [from, to], as in Answer."""
 
     label: str
-    ms: Span
+    ms: Span  # with the wait for weights that travel
     saved_ms: Span
     imbalance: float
-    slots_bytes: float
-    kv_tokens: int
-    exports: float | None = None
-    travel_ms: float | None = None
+    slots_bytes: float  # of the slots beyond one for each expert, on the rank with most
+    kv_tokens: int  # that fit into what this leaves of one slot more in every layer
+    exports: float | None = None  # experts that the busiest rank sends in a layer and batch, in the mean
+    travel_ms: float | None = None  # of their weights in a step, mostly hidden by the dispatch
 
     def to_json(self) -> dict[str, Any]:
         return dict(vars(self))
@@ -176,11 +162,7 @@ class SlotsAnswer:
 
 def slots_answers(question: Question, judged: Judged, now: Answer, prefill: bool = True) -> list[SlotsAnswer]:
     """Return what placer scenario makes of no replicas, of replicas only where they pay, of one slot more in every
-    layer, and of one spare slot that prefill fills within the node; none for one rank or above MAX_SLOT_RANKS.
-
-    Args:
-        now: the present answer, against which savings count.
-        prefill: whether the steps are of prefill, in which experts travel.
+    layer, and of one spare slot that prefill fills within the node. now: the answer against which savings count.
     """
     topology, model = question.topology, question.model
     counts = judged.calibration if judged.history is None else judged.history
@@ -232,23 +214,17 @@ def least_memory(answers: Sequence[SlotsAnswer]) -> SlotsAnswer:
 
 
 class Travel(NamedTuple):
-    """Experts that travel. exports: of the busiest rank, in a layer and batch. ms: of a step's weights; wait_ms: what
-    the dispatch does not hide of it.
-    """
+    """Experts that travel."""
 
-    exports: float
-    ms: float
-    wait_ms: Span
+    exports: float  # of the busiest rank, in a layer and batch
+    ms: float  # of a step's weights
+    wait_ms: Span  # what the dispatch does not hide of it
 
 
 def travelling(placement: Placement, question: Question, judged: Judged) -> tuple[Run, Travel]:
     """Return the run of the judged batches in which SPARE fills the spare slots, kept from batch to batch.
 
-    The busiest exporter or importer of a layer sets the time of its weights, at the links' nominal bandwidth. They
-    travel during the dispatch.
-
-    Args:
-        placement: with empty spare slots, which the counts of the earlier batches fill at first.
+    The busiest exporter or importer of a layer sets the time of its weights, which travel during the dispatch.
     """
     placed_layers, topology, model = placement.layers("cpu"), placement.topology, question.model
     scale = min(1.0, 2**30 / max(float(judged.calibration.sum(-1).max()), 1.0))
@@ -291,14 +267,8 @@ def without_exchange(
 ) -> tuple[list[Answer], list[str]]:
     """Return ways to run in which every rank computes its own tokens, and sentences about those that are left out.
 
-    all   every rank has all experts
-    dwdp  a rank reads the experts that it lacks from its peers, a layer ahead, into two buffers
-
-    No rank waits for another one, so that a step takes as long as the slowest rank's layers together.
-
-    Args:
-        now: the answer to which these are compared.
-        move_us: measured microseconds until an expert's weights arrive; None: by the bandwidth of the GPU's links.
+    In "all" every rank has all experts; in "dwdp" a rank reads those that it lacks from its peers, a layer ahead, into
+    two buffers. A step takes as long as the slowest rank's layers together.
     """
     model, topology, gpu = question.model, question.topology, question.layer.experts.gpu
     if (lacking := model.experts - -(-model.experts // topology.num_ranks)) == 0:
@@ -359,18 +329,9 @@ def flags(
     trace: str | None,
     phase: str = "prefill",
 ) -> list[str]:
-    """Return the commands that make the initial placement, where there is one, and start the engine.
+    """Return the commands that make the initial placement, where there is one, and start the engine as it was modelled.
 
-    The start includes the ranks and the all-to-all that the candidate was modelled with. Words in capitals are
-    PLACEHOLDERS.
-
-    Args:
-        engine: "sglang" or "vllm".
-        candidate: what runs, other than the experts in order that engines start with.
-        topology: R ranks and their nodes.
-        slots: slots of a rank.
-        trace: files that the placement is made of and options that read them, quoted for a shell; None: no files.
-        phase: "prefill" or "decode", whose all-to-all was modelled.
+    Words in capitals are PLACEHOLDERS. trace: files and options for isoload place, quoted for a shell.
     """
     from_file = engine == "sglang" and candidate.placer != "trivial" and trace is not None
     options = (
@@ -391,7 +352,6 @@ def flags(
 
 
 def placeholders(lines: list[str]) -> str:
-    """Return a sentence on the words in capitals that the reader replaces in these commands."""
     words = set(re.findall(r"[A-Z_]+", " ".join(lines)))
     meanings = [f"{name} is {meaning}" for name, meaning in PLACEHOLDERS.items() if name in words]
     sentence = f"Replace the words in capitals: {', '.join(meanings)}."

@@ -1,7 +1,4 @@
-"""Skew of a trace with its experts in order on the ranks, and the gain of a placement's replicas, layer by layer.
-
-The second view is that of CRAFT's section 3 (arXiv 2603.28768).
-"""
+"""Skew of a trace with its experts in order on the ranks, and the gain of a placement's replicas, layer by layer."""
 
 from __future__ import annotations
 
@@ -24,10 +21,7 @@ RANKS = (8, 16, 32)  # numbers of ranks for which every inspection shows the imb
 def inspect_trace(trace: Trace, num_ranks: int) -> list[dict[str, Any]]:
     """Return a row of plain values per layer, as ``isoload inspect --json`` writes it.
 
-    Args:
-        trace: with counts, or with tokens: these are counted in the trace's own batches.
-        num_ranks: R. Each rank holds ceil(E/R) experts in order, as engines place them without a plan; if R does not
-            divide E the last ranks hold fewer, or none.
+    Each of num_ranks holds ceil(E/R) experts in order; if R does not divide E the last ranks hold fewer.
     """
     if num_ranks < 1:
         raise ValueError(f"num_ranks must be at least 1, got {num_ranks}")
@@ -75,19 +69,13 @@ def ranks_in_order(counts: Ints, num_ranks: int) -> Ints:
 
 
 def _imbalance(expert: dict[str, Any], rank: dict[str, Any], num_ranks: int) -> dict[str, float]:
-    """Return max/mean rank load with experts in order, and the least of any placement without replicas (the rank of a
-    batch's hottest expert has its copies); means over batches with copies, 0 if none has any.
-    """
+    """Return max/mean rank load with experts in order, and the least without replicas, by the hottest expert."""
     least = [max(1.0, share * num_ranks) for share in expert["per_batch"] if share]
     return {"in_order": rank["mean"] * num_ranks, "least": float(np.mean(least)) if least else 0.0}
 
 
 def _largest_share(counts: Ints) -> dict[str, Any]:
-    """Return the largest part of the copies [batches, n] that one expert, or one rank, takes.
-
-    hottest and total are of all batches together (the lowest of equals), mean and max of per_batch over batches with
-    copies; per_batch is 0 in a batch without.
-    """
+    """Return the largest part of the copies [batches, n] that one expert, or one rank, takes; 0 without copies."""
     sums, total = counts.sum(1), counts.sum(0)
     shares, hottest = counts.max(1) / np.maximum(sums, 1), int(total.argmax())
     filled = shares[sums > 0] if sums.any() else np.zeros(1)
@@ -101,14 +89,10 @@ def _largest_share(counts: Ints) -> dict[str, Any]:
 
 
 def inspect_placement(trace: Trace, placement: Placement) -> dict[str, Any]:
-    """Compare a placement with others of the same ranks, on a trace's batches, as ``isoload inspect --json`` writes
-    it.
+    """Compare a placement with others of the same ranks on a trace's batches, as ``isoload inspect --json`` writes it.
 
-    Balancedness is mean/max rank load, a mean over batches with copies.
-
-    Args:
-        trace: L layers of E experts; tokens are counted in the trace's own batches.
-        placement: of the trace's layers, found by their ids, and of E routed experts.
+    This is the view of CRAFT's section 3 (papers/000). Balancedness is mean/max rank load, a mean over batches with
+    copies. The placement has the trace's layers, found by their ids, and its experts.
     """
     if placement.num_routed != trace.num_experts:
         raise ValueError(

@@ -1,8 +1,4 @@
-"""Imbalance of a placement's ranks on counts, with copies spread evenly over replicas or split exactly.
-
-Placements are made from one part of a trace's batches and judged on another, as each rank would hold its own tokens.
-:func:`pass_ms` and :func:`move_ms` are the milliseconds that decide whether a new placement pays.
-"""
+"""Imbalance of a placement's ranks on counts, with copies spread evenly over replicas or split exactly."""
 
 from __future__ import annotations
 
@@ -36,17 +32,14 @@ BYTES_PER_WEIGHT = {torch.uint8: 0.5, torch.int8: 1.0, torch.int32: 0.5}
 
 
 def even_imbalance(placement: Placement, counts: Ints) -> Floats:
-    """Return [batches, L] max/mean load of the live ranks, with each expert's load spread evenly over its replicas.
+    """Return [batches, L] max/mean load of the live ranks for counts [batches, L, E], spread evenly over replicas.
 
-    Args:
-        placement: its shared experts have no load. With speeds a load is a cost, see :class:`isoload.Topology`.
-        counts: [batches, L, E] copies. A batch without copies in a layer has imbalance 1.
+    Shared experts have no load; a batch without copies in a layer has imbalance 1. With speeds a load is a cost.
     """
     return over_mean(even_loads(placement, counts).max(-1), mean_load(counts, placement))
 
 
 def even_loads(placement: Placement, counts: Ints) -> Floats:
-    """Return the [batches, L, R] loads of :func:`even_imbalance`."""
     slots, ticks = placement.arrays[0], placement.topology.ticks
     routed = np.where(slots < counts.shape[2], slots, -1)  # shared experts come after the routed ones
     load = rank_loads(counts, routed.reshape(len(slots), placement.topology.num_ranks, -1))
@@ -80,7 +73,6 @@ def mean_load(copies: Ints, placement: Placement) -> Floats:
 def judge_unseen(
     trace: Trace, calibrate: str, make: Callable[[Any], Placement], needs_tokens: bool = False
 ) -> tuple[float, float]:
-    """Return the means of :func:`unseen_imbalances`, even and exact."""
     even, exact = unseen_imbalances(trace, calibrate, make, needs_tokens)
     return float(even.mean()), float(exact.mean())
 
@@ -94,16 +86,8 @@ def unseen_imbalances(
 ) -> tuple[Floats, Floats]:
     """Return the imbalance [batches, L], even and exact, of batches that the placement was not made from.
 
-    Args:
-        trace: its batches are divided.
-        calibrate: one of ``CALIBRATIONS``, the rule of the division.
-        make: returns the placement of counts [batches, L, E], or with `needs_tokens` of the trace of these batches.
-        needs_tokens: whether `make` needs the per-token choices of the batches.
-        uses_tokens: whether `make` uses per-token choices if they are those of the batches, and counts otherwise.
-
-    Raises:
-        ValueError: the batches cannot be divided in this way; per-token choices are needed that are not those of the
-            batches.
+    make: gets counts [batches, L, E], or with `needs_tokens` the trace of these batches. uses_tokens: it gets tokens if
+    they are those of the batches.
     """
     counts, even, exact = trace.batch_counts(), [], []
     for fold in calibration_folds(len(counts), calibrate, trace.cluster):
@@ -142,10 +126,7 @@ def changed_slots(before: Placement, after: Placement) -> float:
 
 
 def arrivals(before: Placement, after: Placement) -> Ints:
-    """Return [L, R] experts that each rank of `after` must load: it holds them, and did not before.
-
-    Rank r is the same in both; ranks of `after` beyond those of `before` are new.
-    """
+    """Return [L, R] experts that each rank of `after` must load; ranks beyond those of `before` are new."""
     old, new = (p.arrays[0].reshape(p.num_layers, p.topology.num_ranks, -1) for p in (before, after))
     count = np.zeros(new.shape[:2], dtype=np.int64)
     for layer, rank in np.ndindex(*count.shape):
@@ -166,13 +147,7 @@ def most_replicas(placement: Placement) -> float:
 
 
 def replica_memory(placement: Placement, expert_bytes: int, kv_bytes: int | None) -> dict[str, Any]:
-    """Return the memory of the replicas on the rank with most, and of one more slot in every layer.
-
-    Args:
-        placement: any.
-        expert_bytes: of one expert in one layer.
-        kv_bytes: of one token's KV cache in all layers; None = unknown.
-    """
+    """Return the memory of the replicas on the rank with most, and of one more slot in every layer."""
     slots = -(-placement.num_routed // len(placement.topology.live_ranks)) + 1
     even = placement.num_routed / len(placement.topology.live_ranks)
     replicas, more = (
@@ -202,18 +177,12 @@ def _routed(placement: Placement) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class Judged:
-    """Loads of batches from which no placement was made, and the counts for making placements.
+    """Loads of batches from which no placement was made, and the counts for making placements."""
 
-    calibration [L, E] int64  copies of the earlier batches
-    loads   [B, L, R, E]      int32 copies that each rank sends in each judged batch
-    drawn   whether tokens were drawn from counts, so that bursts are understated
-    history [N, L, E]  copies of at most HISTORY of the earlier batches; None: their sum alone is known
-    """
-
-    calibration: Ints
-    loads: Tensor
-    drawn: bool
-    history: Ints | None = None
+    calibration: Ints  # [L, E] int64 copies of the earlier batches
+    loads: Tensor  # [B, L, R, E] int32 copies that each rank sends in each judged batch
+    drawn: bool  # whether tokens were drawn from counts, so that bursts are understated
+    history: Ints | None = None  # [N, L, E] earlier batches; None: their sum alone is known
 
 
 def judge_by(trace: Trace, model: Model, ranks: int, tokens: int, seed: int = 0) -> Judged:
@@ -221,9 +190,6 @@ def judge_by(trace: Trace, model: Model, ranks: int, tokens: int, seed: int = 0)
 
     Tokens are those of the trace, in their order, if the second half has enough for one batch. Otherwise each rank
     draws its copies in the shares of one recorded batch.
-
-    Raises:
-        ValueError: a trace of another model, or of one batch, which leaves none to judge by.
     """
     if trace.num_experts != model.experts or trace.top_k not in (0, model.top_k):
         top_k = f" and top-{trace.top_k}" if trace.top_k else ""
@@ -272,13 +238,9 @@ def spread(batches: Ints, number: int) -> Ints:
 def guessed_trace(skew: str, drift: float, model: Model, seed: int = 0) -> Trace:
     """Return a trace for users without a recording: 16 batches whose experts' shares fall by Zipf's law.
 
-    Args:
-        skew: "zipf:1.2": the n-th most frequent expert of a layer has a share of n^-1.2, but at most that of an expert
-            which every token chooses.
-        drift: 0..1, the fraction of each batch's tokens that have another order of experts, drawn for the batch.
-
-    Raises:
-        ValueError: names the argument, the rule and the value.
+    skew: "zipf:1.2": the n-th most frequent expert of a layer has a share of n^-1.2, limited by that of an expert which
+    every token chooses. drift: 0..1, fraction of each batch's tokens that have another order of experts, drawn for the
+    batch.
     """
     kind, _, text = skew.partition(":")
     try:
@@ -331,14 +293,7 @@ class Worth(NamedTuple):
 
 
 def pass_ms(loads: Tensor, placement: Placement, policy: str, experts: ExpertTime) -> float:
-    """Return the milliseconds of the slowest rank's experts in one pass, summed over the layers.
-
-    Args:
-        loads: [L, E] or, per source rank, [L, R, E] copies.
-        placement: of these layers.
-        policy: divides the copies of an expert over its replicas.
-        experts: times of a rank's experts.
-    """
+    """Return the milliseconds of the slowest rank's experts in one pass of loads [L, E] or [L, R, E], all layers."""
     loads = loads // (int(loads.flatten(1).sum(-1).max()) // MAX_COPIES + 1)
     quota = plan_layers(loads.int().cpu(), placement, policy).quota
     assert quota is not None

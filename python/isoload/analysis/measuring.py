@@ -1,8 +1,7 @@
 """Time a rank's experts, the group's exchanges and its plans on this machine, and fit the constants of isoload.times.
 
 Every rank measures at the same time, as ranks run when they serve. Times are medians; of an exchange, the slowest
-rank's. The fit is robust least squares and needs SciPy: ``isoload measure`` fits the points of one machine,
-bench/fit_times.py the tables of public measurements.
+rank's. The fit is robust least squares and needs SciPy; bench/fit_times.py fits public measurements with it.
 """
 
 from __future__ import annotations
@@ -47,33 +46,27 @@ GPU_COPY_US = 0.05  # a copy of a large expert on a GPU, the scale of the fit's 
 
 
 def isoload_experts(rows: Tensor, slots: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """Compute the experts as :class:`isoload.MoE` does: the default kernel, and the interface of any other.
+    """Compute the experts as :class:`isoload.MoE` does, [N, H]: the default kernel, and the interface of any other.
 
     Args:
-        rows: [N, H] the tokens that a rank received. slots: [N, K] int32 local slots, -1 = none. weights: [N, K]
-            float32.
-        gate_up: [S, 2I, H]. down: [S, H, I].
-
-    Returns:
-        [N, H] the weighted sum over each row's slots.
+        rows: [N, H] the tokens that a rank received.
+        slots, weights: [N, K] int32 local slots, -1 = none, and their float32 gate weights.
+        gate_up, down: [S, 2I, H] and [S, H, I].
     """
     return run_experts(rows, slots, weights, [ExpertWeights(gate_up, down)], SwiGLU())
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What is measured, and on which device.
-
-    slots: S of a rank whose weights are allocated while experts are timed. most_copies: limit of a rank in one point.
-    """
+    """What is measured, and on which device."""
 
     model: Model
     device: torch.device
     transport: Transport
     kernel: Kernel
     kernel_name: str
-    slots: int
-    most_copies: int
+    slots: int  # of a rank, whose weights are allocated while experts are timed
+    most_copies: int  # limit of a rank in one point
 
     @property
     def dtype(self) -> torch.dtype:
@@ -88,7 +81,6 @@ class Machine:
         return -(-self.model.experts // self.topology.num_ranks)
 
     def weights(self) -> ExpertWeights:
-        """Return random weights of the slots."""
         draw = torch.Generator(self.device).manual_seed(0)
         shape = self.slots, self.model.hidden, self.model.intermediate
         return ExpertWeights.random(*shape, generator=draw, dtype=self.dtype, device=self.device)
@@ -118,16 +110,7 @@ def make_machine(
     kernel: Kernel = isoload_experts,
     kernel_name: str = "isoload",
 ) -> Machine:
-    """Return what to measure on this process's device, over the default process group if there is one.
-
-    Args:
-        memory: bytes that weights and rows may take on a rank.
-        ranks_per_node: ranks per node; 0: all ranks are on one.
-
-    Raises:
-        ValueError: on all ranks: a dtype that no kernel here computes, too little memory, other devices on other
-            ranks.
-    """
+    """Return what to measure on this process's device, over the default process group if any; memory: bytes."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     topology = Topology(ranks, ranks_per_node)
     transport = CollectiveTransport(topology) if ranks > 1 else LocalTransport(topology)
@@ -156,18 +139,13 @@ def make_machine(
 
 
 def device_name(device: torch.device) -> str:
-    """Return the device's product name."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return platform.processor() or platform.machine()
 
 
 def measure(machine: Machine, on_point: Progress = lambda done, total: None) -> Times:
-    """Measure and fit everything; all ranks call it together and get the same result.
-
-    Raises:
-        ValueError: on all ranks: a kernel that fails, or returns rows of another shape or non-finite values.
-    """
+    """Measure and fit everything; all ranks call it together and get the same result, or all raise."""
     group, ranks = machine.transport.group, machine.topology.num_ranks
     designs = list(expert_designs(machine))
     exchanges = [tokens for tokens in TOKENS if tokens * machine.model.top_k <= machine.most_copies] * (
@@ -255,11 +233,7 @@ def expert_designs(machine: Machine) -> Iterator[tuple[list[int], int, bool]]:
 def time_experts(
     machine: Machine, designs: Sequence[tuple[list[int], int, bool]], step: Callable[[], None]
 ) -> Iterator[Point]:
-    """Time the kernel on each design; larger points of a series that has become slow are skipped.
-
-    Raises:
-        ValueError: a kernel that fails, or returns anything but finite rows.
-    """
+    """Time the kernel on each design; larger points of a series that has become slow are skipped."""
     draw = torch.Generator(machine.device).manual_seed(0)
     model, weights = machine.model, machine.weights()
     slow: dict[tuple[int, int, bool], int] = {}
@@ -307,10 +281,7 @@ def _check_rows(result: object, rows: Tensor, kernel: str) -> None:
 
 
 def median_us(call: Callable[[], object], device: torch.device, seconds: float = SAMPLE_SECONDS) -> float:
-    """Return the median of a call's microseconds, after two warm-up calls.
-
-    It is wall time: where processes share a core, the layer waits for all of them.
-    """
+    """Return the median of a call's microseconds of wall time, after two warm-up calls."""
     call(), call()
     wait, samples = _waiter(device), list[float]()
     wait()
@@ -362,10 +333,7 @@ def fit_experts(machine: Machine, points: Sequence[Point]) -> ExpertTime:
 
 
 def choose_exchange(machine: Machine, max_tokens: int) -> Exchange:
-    """Return DeepEP's exchange if the ranks are on GPUs and DeepEP moves a batch on every rank, else isoload's own.
-
-    max_tokens: largest number of tokens of a rank; 0: nothing is exchanged.
-    """
+    """Return DeepEP's exchange if the ranks are on GPUs and DeepEP moves a batch on every rank, else isoload's own."""
     group, model = machine.transport.group, machine.model
     fallback = Exchange(machine.transport, "isoload", "")
     if not max_tokens:
@@ -414,11 +382,10 @@ def time_exchange(
 
 
 def exchange_times(machine: Machine, transport: Transport, tokens: int, calls: int) -> list[list[int]]:
-    """Return, for each call, this rank's nanoseconds until rows have arrived, until its experts are computed, and until
-    results are back.
+    """Return for each call this rank's nanoseconds until rows have arrived, its experts are computed, and results are
+    back.
 
-    Experts run between dispatch and combine as in the layer: without them an exchange over CPU processes takes half
-    of its time there, since caches and the threads of gloo stay ready.
+    Experts run in between as in the layer: without them an exchange over CPU processes takes half of its time there.
     """
     model, device, slots = machine.model, machine.device, machine.experts_per_rank
     draw = torch.Generator().manual_seed(dist.get_rank())
@@ -450,8 +417,6 @@ def exchange_times(machine: Machine, transport: Transport, tokens: int, calls: i
 def fit_exchanges(
     machine: Machine, kernel: str, points: Sequence[Sequence[float]]
 ) -> tuple[AllToAllTime | None, AllToAllTime | None]:
-    """Fit the curves of dispatch and combine; None for a single rank, which has no exchange."""
-
     if not points:
         return None, None
     tokens, *steps = np.array(points).T
@@ -496,9 +461,7 @@ def time_move(machine: Machine) -> float:
 
 
 def time_plans(machine: Machine, step: Callable[[], None]) -> Iterator[tuple[str, float]]:
-    """Yield the name of each way to choose replicas, and a layer's microseconds until its slots are known, with the
-    gather.
-    """
+    """Yield each way to choose replicas, and a layer's microseconds with the gather until its slots are known."""
     model, ranks, device = machine.model, machine.topology.num_ranks, machine.device
     counts = np.random.default_rng(0).zipf(1.5, (1, model.experts)).clip(max=1000)
     placement = place(counts, machine.topology, min(-(-model.experts // ranks) + 1, model.experts))
@@ -541,10 +504,7 @@ def fit_kernel(
     soft: float = SOFT,
     slower: float = 1.0,
 ) -> tuple[list[float], Floats]:
-    """Return a, b, c, rho, p of kernel_us and the relative error of every point; without rows rho is 0.
-
-    slower: how many times the device is slower than the GPUs for which starts and bounds were chosen, at least 1.
-    """
+    """Return a, b, c, rho, p of kernel_us and the relative error of every point; slower: than the bounds' GPUs."""
     active, padded = map(np.array, zip(*(features(row, tile) for row in loads), strict=True))
 
     def constants(x: Floats) -> tuple[float, float, float, float, float]:

@@ -148,10 +148,7 @@ class Tally:
         self.shared.append(routed.shared)
 
     def by_batch(self) -> dict[str, list[list[float | None]]]:
-        """Return figures [batches][L]: the largest rank load, exact's bound, and the largest over the mean load.
-
-        A layer without copies in a batch has no imbalance: None.
-        """
+        """Return figures [batches][L]: peak, exact's bound, and peak over the mean load (None without copies)."""
         imbalance: list[list[float | None]] = [
             [float(high / mean) if mean else None for high, mean in zip(loads.max(-1), means, strict=True)]
             for loads, means in zip(self.loads, self.means, strict=True)
@@ -197,19 +194,15 @@ class Tally:
 
 @dataclass
 class TimesTally:
-    """Collects the times of a policy's layers by measured times; :meth:`figures` sums them up.
-
-    move_us: microseconds in which the weights of one expert reach a rank.
-    """
+    """Collects the times of a policy's layers by measured times; :meth:`figures` sums them up."""
 
     layer: LayerTime
-    move_us: float
+    move_us: float  # microseconds in which the weights of one expert reach a rank
     microseconds: list[Floats] = field(default_factory=list)  # [L, 4] experts, exchange from and to, imports
     borrowed: list[Floats] = field(default_factory=list)  # [L, 2] experts, copies that they compute
     copies: list[Floats] = field(default_factory=list)  # [L] of all ranks
 
     def add(self, plans: list[Plan], routed: RoutedBatch, placement: Placement, num_tokens: int) -> None:
-        """Add one batch: every layer's plan, and the figures of its routed slots."""
         topology, ranks = placement.topology, placement.topology.num_ranks
         copies = routed.slot_copies.reshape(len(plans), ranks, -1)
         experts, dispatch, combine = self.layer.parts(copies, routed.rank_rows.sum(1), num_tokens / ranks)
@@ -243,10 +236,7 @@ class TimesTally:
 
 
 def lent(slot_to_expert: Tensor, home_slot: Tensor, spare_slots: int, num_ranks: int) -> Tensor:
-    """Return [..., R, R] int64 experts that each rank (row) sends to each rank's spare slots.
-
-    slot_to_expert: [..., P] of a plan; home_slot: [..., E] of its placement.
-    """
+    """Return [..., R, R] int64 experts that a rank (row) sends to each rank's spare slots, of slots [..., P]."""
     size = slot_to_expert.shape[-1] // num_ranks
     borrowed = slot_to_expert.reshape(*slot_to_expert.shape[:-1], num_ranks, size)[..., size - spare_slots :]
     lenders = home_slot.gather(-1, borrowed.clamp(min=0).flatten(-2).long()).view(borrowed.shape) // size

@@ -28,22 +28,17 @@ PUBLISHED = {"fp8": "fp8_block", "mxfp4": "w4a16_mxfp4"}  # a checkpoint's quant
 
 @dataclass(frozen=True)
 class Model:
-    """The properties of a model that advise uses.
-
-    hidden, intermediate: of a routed expert, which has three matrices (gate, up, down).
-    dtype: of its weights. layers: those with experts. kv_bytes: of a token in all layers' KV cache, in bfloat16.
-    is_deepseek: of DeepSeek's family, the only one for which SGLang gathers loads (`lp`).
-    """
+    """The properties of a model that advise uses."""
 
     name: str
-    hidden: int
-    intermediate: int
+    hidden: int  # width of a token
+    intermediate: int  # of a routed expert, which has three matrices (gate, up, down)
     experts: int
     top_k: int
-    layers: int
-    dtype: str
-    kv_bytes: int
-    is_deepseek: bool = False
+    layers: int  # those with experts
+    dtype: str  # of the experts' weights
+    kv_bytes: int  # of a token in all layers' KV cache, in bfloat16
+    is_deepseek: bool = False  # DeepSeek's family, the only one for which SGLang gathers loads (`lp`)
 
     @property
     def expert_bytes(self) -> float:
@@ -94,13 +89,7 @@ def find_model(
 ) -> Model:
     """Return a model of MODELS, or one described by a config.json.
 
-    Args:
-        name_or_path: the name, or the file.
-        dtype: of its experts, if another one is served.
-        experts, top_k, layers: routed experts of a layer, experts of a token, MoE layers; these replace the file's.
-
-    Raises:
-        ValueError: no such name and no such file; a file that lacks a key, or has weights of an unknown kind.
+    dtype: of its experts, if another one is served. experts, top_k, layers: replace the file's.
     """
     options = {"experts": experts, "top_k": top_k, "layers": layers}
     stated = {name: value for name, value in options.items() if value is not None}
@@ -121,14 +110,7 @@ def plain_name(name: str) -> str:
 
 
 def find_moe_layers(name_or_path: str) -> tuple[str, tuple[int, ...]]:
-    """Return a model's name and the numbers of its MoE layers.
-
-    Args:
-        name_or_path: a model of MODELS, with the organisation or without, in any case; or the path of a config.json.
-
-    Raises:
-        ValueError: no such name and no such file; a file that does not describe its layers.
-    """
+    """Return the name of a model of MODELS, or of a config.json, and the numbers of its MoE layers."""
     if Path(name_or_path).is_file():
         path = Path(name_or_path)
         try:
@@ -210,12 +192,8 @@ def layer_time(
 
     Args:
         gpu: "h200" or "h200_sxm".
-        kernel: of the experts, as in the tables; None: DeepEP's of this phase if it was measured, else the one that
-            was fitted best.
+        kernel: of the experts, as in the tables; None: DeepEP's of this phase if it was measured, else the best fit.
         exchange_phase: phase of the all-to-all; None: that of `phase`.
-
-    Raises:
-        ValueError: names the argument, and the choices.
     """
     if engine not in ALL_TO_ALL:
         raise ValueError(not_one_of("engine", ALL_TO_ALL, engine))
@@ -246,11 +224,6 @@ def layer_time(
 
 
 def measured_layer(times: Times, model: Model, topology: Topology) -> tuple[LayerTime, list[str]]:
-    """Return the constants of a layer by a times file, and notes on them.
-
-    Raises:
-        ValueError: times of other experts, or of a group from which this one cannot be derived.
-    """
     measured = times.experts
     shape = measured.hidden, measured.intermediate, measured.dtype
     if shape != (model.hidden, model.intermediate, model.dtype):
@@ -262,7 +235,6 @@ def measured_layer(times: Times, model: Model, topology: Topology) -> tuple[Laye
 
 
 def _no_experts(where: str, usable: list[dict[str, Any]], model: Model) -> str:
-    """Return the error for experts without constants, with the shapes and dtypes that have some."""
     shape = model.hidden, model.intermediate
     shapes = sorted({(row["hidden"], row["intermediate"]) for row in usable if row["dtype"] == model.dtype})
     dtypes = sorted({row["dtype"] for row in usable if (row["hidden"], row["intermediate"]) == shape})

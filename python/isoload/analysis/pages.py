@@ -49,17 +49,12 @@ Stacked = Mapping[str, Mapping[str, float]]  # by label, a value for each part
 
 
 def check_drawing() -> None:
-    """Raise ValueError if vl-convert-python is missing."""
     if find_spec("vl_convert") is None:
         raise ValueError("html needs vl-convert-python, which is missing: pip install 'isoload[report]'")
 
 
 def draw(spec: Spec, title: str, said: str) -> str:
-    """Return the SVG of a Vega-Lite specification, with a title and a description for screen readers.
-
-    Raises:
-        ValueError: see :func:`check_drawing`.
-    """
+    """Return the SVG of a Vega-Lite specification, with a title and a description for screen readers."""
     check_drawing()
     from vl_convert import vegalite_to_svg
 
@@ -164,7 +159,6 @@ def points(values: Stacked, x: str, colours: Sequence[str] = (), middle: float |
 
 
 def _by_label(values: Stacked, x: str | None, axis: Spec | None = None) -> Spec:
-    """Return the common part of charts with a row for each label."""
     bars = [(value, label, part) for label, parts in values.items() for part, value in parts.items()]
     names = {"labelLimit": LABELS + 30, "minExtent": LABELS, "grid": False}
     return {
@@ -230,11 +224,7 @@ def by_tokens(
 
 
 def gantt(events: Sequence[tuple[int, str, float, float]], stages: Sequence[str], until_ms: float) -> Spec:
-    """A step, or a few layers of it: a row for each rank, a bar for each stage.
-
-    events: (rank, stage, start and end in ms). stages: with a colour each, in order, whether they have a bar or not.
-    until_ms: where the axis ends.
-    """
+    """Return a row for each rank and a bar for each stage; events: (rank, stage, start and end in ms)."""
     ranks = [str(rank) for rank in dict.fromkeys(rank for rank, *_ in events)]
     bars = [(start, str(rank), stage, start, end) for rank, stage, start, end in events]
     x = _number("from", "ms", axis={"tickCount": 6}, scale={"domain": [0, until_ms], "nice": False})
@@ -313,7 +303,6 @@ CARDS = 20  # rows and columns of a table that a phone shows as cards
 
 
 def is_page(text: str) -> bool:
-    """Whether a text is a page of isoload's."""
     return MARK in text[:1000]
 
 
@@ -322,10 +311,7 @@ def text(value: Any) -> str:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[Any]], marked: Sequence[int] = ()) -> str:
-    """Return a table of these cells; the first column names its row. marked: highlighted rows.
-
-    On a narrow screen a short table becomes a card for each row.
-    """
+    """Return a table of these cells; the first column names its row. On a narrow screen a short table becomes cards."""
     head = "".join(f'<th scope="col">{text(name)}</th>' for name in header)
     cards = len(rows) <= CARDS and len(header) <= CARDS
     labels = [f' data-of="{html.escape(name)}"' if cards else "" for name in header[1:]]
@@ -339,7 +325,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[Any]], marked: Sequence
 
 
 def figure(title: str, said: str, spec: Spec, header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """A chart under its title, what one reads off it, and its values."""
+    """Return a chart under its title, what one reads off it, and its values."""
     return (
         f"<figure><h3>{text(title)}</h3><figcaption>{text(said)}</figcaption>{draw(spec, title, said)}"
         f"<details><summary>Values</summary>{table(header, rows)}</details></figure>\n"
@@ -353,7 +339,6 @@ def section(title: str, *parts: str, said: str = "") -> str:
 
 
 def code(lines: Sequence[str]) -> str:
-    """What is to be typed."""
     return f'<pre tabindex="0">{text(chr(10).join(lines))}</pre>'
 
 
@@ -364,15 +349,7 @@ def prose(notes: Sequence[str]) -> str:
 def page(
     title: str, what: Sequence[str], heading: str, lead: Sequence[str], body: Sequence[str], figures: Any
 ) -> str:
-    """Return the file's text.
-
-    Args:
-        title: of the window.
-        what: lines about the subject of the page.
-        heading, lead: what follows from it all, in a word and in two sentences.
-        body: sections, as they were made.
-        figures: plain values, as --json writes them.
-    """
+    """Return the file's text; what: lines about the subject; heading, lead: conclusion; figures: as --json has them."""
     kicker = " · ".join(map(text, what))
     sentences = "".join(f"<p class=lead>{text(line)}</p>" for line in lead)
     values = text(to_json_text(figures, indent=1))

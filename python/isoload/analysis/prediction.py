@@ -40,16 +40,12 @@ def check_prediction(text: str) -> float | None:
 
 
 class Forecast:
-    """Predicted loads, batch after batch of one fold.
+    """Predicted loads, batch after batch of one fold; without them a policy borrows nothing.
 
-    Args:
-        predict: perfect: the loads themselves. last: those of the previous batch; none for the first one. linear: by
-            :func:`isoload.balancing.prediction.fit` on the fold's calibration batches; the first layer's as last.
-            popularity: each source's copies in the shares of the calibration batches. none: no loads. A number: each
-            choice is kept with this probability, else drawn from the calibration batches' counts.
-        seed: of that draw, whose stream is ``np.random.default_rng((seed, batch))``.
-
-    Without predicted loads a policy borrows nothing.
+    predict: perfect: the loads themselves. last: those of the previous batch. linear: by
+    :func:`isoload.balancing.prediction.fit` on the fold's calibration batches; the first layer's as last. popularity:
+    each source's copies in the shares of the calibration batches. none: no loads. A number: each choice is kept with
+    this probability, else drawn from the calibration batches' counts.
     """
 
     def __init__(self, predict: str, trace: Trace, batches: Batches, fold: Fold, seed: int) -> None:
@@ -112,7 +108,6 @@ class Forecast:
 
 
 def calibration_tokens(predict: str, trace: Trace, batches: Batches, fold: Fold) -> Trace:
-    """Return the tokens of a fold's calibration batches, from which a predictor is fitted."""
     if trace.topk_ids is None:
         raise ValueError(f"predict={predict} needs per-token choices, trace {trace.name} has counts only")
     tokens = np.concatenate([trace.topk_ids[batches.tokens(b)] for b in fold.calibrate])
@@ -124,18 +119,14 @@ STEPS = {"min_chunk": 1, "threshold": 100}  # of 1: resolution of the value at w
 
 @dataclass
 class IdleBorrowing:
-    """Observes the plans of one policy until it borrows, and keeps the loads that are furthest above their mean.
+    """Observes the plans of one policy until it borrows, and keeps the loads that are furthest above their mean."""
 
-    policy: as the replay's settings name it.
-    """
-
-    policy: str
+    policy: str  # as the replay's settings name it
     borrowed: bool = False
     excess: int = 0  # of the busiest rank over the mean, times R
     worst: tuple[Tensor, Placement, int, Policy] | None = None  # loads [R, E], of a layer
 
     def add(self, plans: Sequence[Plan], loads: Tensor, placement: Placement, policy: Policy) -> None:
-        """Add the plans of a batch's layers, made of loads [L, R, E]."""
         if self.borrowed or not any(hasattr(policy, name) for name in STEPS):
             return
         for layer, layer_plan in enumerate(plans):
@@ -147,11 +138,7 @@ class IdleBorrowing:
                 self.excess, self.worst = excess, (loads[layer].clone(), placement, layer, policy)
 
     def note(self) -> str | None:
-        """Return a sentence that names the options and the values at which the policy would borrow.
-
-        The values are those at which the policy borrows for the loads with the largest excess, as its plans show. None:
-        the policy has borrowed, or no value of these options makes it borrow, for example where ranks are even.
-        """
+        """Return a sentence with the values at which the policy would borrow; None: it has, or no value does it."""
         if self.worst is None:
             return None
         policy = self.worst[3]
@@ -191,7 +178,6 @@ class IdleBorrowing:
 
 
 def _value(number: int, steps: int) -> float:
-    """Return an option's value: an integer if a step is 1."""
     return number if steps == 1 else number / steps
 
 

@@ -29,26 +29,18 @@ TABLES = ("slot_copies", "slot_to_expert")
 
 @dataclass(frozen=True, eq=False)
 class RankLoads:
-    """B recorded passes of one rank, between which no expert moved.
+    """B recorded passes of one rank, between which no expert moved."""
 
-    slot_copies     [B, L, P] copies that this rank sent to each slot
-    slot_to_expert  [L, P] expert in each
-    passes          [B] numbers of the passes, the same on all ranks, ascending
-    phases          [B] "prefill" or "decode", on this rank
-    tokens          "own": of this rank only; "same": of all ranks, which hold the same
-    started         seconds since 1970
-    """
-
-    slot_copies: Ints
-    slot_to_expert: Ints
-    passes: tuple[int, ...]
-    phases: tuple[str, ...]
+    slot_copies: Ints  # [B, L, P] copies that this rank sent to each slot
+    slot_to_expert: Ints  # [L, P]
+    passes: tuple[int, ...]  # [B] numbers of the passes, the same on all ranks, ascending
+    phases: tuple[str, ...]  # [B] "prefill" or "decode", on this rank
     num_experts: int
     top_k: int
     rank: int
     topology: Topology
-    tokens: str
-    started: int
+    tokens: str  # "own": of this rank only; "same": of all ranks, which hold the same
+    started: int  # seconds since 1970
     model: str = ""
     identity: Identity = field(default_factory=Identity)
 
@@ -79,17 +71,10 @@ class RankLoads:
 
 
 def counts_by_expert(slot_to_expert: Ints, slot_copies: Ints, num_experts: int) -> Ints:
-    """Return [B, L, E] copies of experts, from copies of slots [B, L, P]."""
     return np.stack([counts_of_slots(slot_to_expert, copies, num_experts) for copies in slot_copies])
 
 
 def read_rank_loads(path: Path) -> RankLoads:
-    """Read one rank's file.
-
-    Raises:
-        ValueError: another file, or a damaged one; names the file.
-        OSError: a file that cannot be opened.
-    """
     limit = max_bytes(None)
     fields = read_npz(path, limit)
     arrays, _ = read_arrays(path, TABLES, limit)
@@ -144,22 +129,14 @@ def _check_tables(
 
 @dataclass(frozen=True, eq=False)
 class Recorded:
-    """The B passes that every rank of a run recorded.
+    """The B passes that every rank of a run recorded."""
 
-    trace       [B, L, E] counts of all ranks, by phase (``cluster``); layers that routed no copy are dropped
-    sent        of every source rank [B, L, P] copies to each slot; one source if all ranks hold the same tokens
-    tables      [L, P] expert in each slot, one per placement during the run
-    table_of    [B] index of each pass's table
-    topology    of the engine
-    left_out    passes that not every rank recorded, and files of earlier runs
-    """
-
-    trace: Trace
-    sent: tuple[Ints, ...]
-    tables: tuple[Ints, ...]
-    table_of: Ints
-    topology: Topology
-    left_out: tuple[int, int]
+    trace: Trace  # counts of all ranks, by phase (`cluster`), without layers that routed no copy
+    sent: tuple[Ints, ...]  # by source rank [B, L, P]; one source if all ranks hold the same tokens
+    tables: tuple[Ints, ...]  # [L, P] expert in each slot, one per placement during the run
+    table_of: Ints  # [B] index of each pass's table
+    topology: Topology  # of the engine
+    left_out: tuple[int, int]  # passes that not every rank recorded, and files of earlier runs
 
     @property
     def phases(self) -> tuple[str, ...]:
@@ -176,7 +153,6 @@ class Recorded:
         return np.asarray(np.stack([of_rank[batch] for of_rank in self.sent]).sum(0, dtype=np.int64))
 
     def placement(self, batch: int) -> Placement:
-        """Return the engine's placement in a batch."""
         table = torch.from_numpy(self.tables[self.table_of[batch]].astype(np.int32))
         return Placement(
             table,
@@ -191,10 +167,6 @@ def read_recorded(path: str | Path) -> Recorded:
     """Join a folder's files by the numbers of their passes, or read one file of ranks that hold the same tokens.
 
     If the folder has several runs, the last is read. A pass is of prefill if it is prefill on any rank.
-
-    Raises:
-        ValueError: names the file, the missing rank, or the difference between ranks.
-        OSError: a file that cannot be opened.
     """
     source = Path(path)
     paths = sorted(source.glob("rank*-*.npz")) if source.is_dir() else [source]

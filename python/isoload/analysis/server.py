@@ -22,23 +22,14 @@ from isoload.traces.record import counts_of_slots
 
 @dataclass(frozen=True)
 class ServerAdvice:
-    """Advice on the mean step of a server.
+    """Advice on the mean step of a server."""
 
-    whole: the candidates, ordered by milliseconds of the mean step. phases: the same candidates in the same order, with
-    the milliseconds of a step of one phase. weights: by phase its part of all steps; they add up to 1.
-    """
-
-    whole: Advice
-    phases: dict[str, Advice]
-    weights: dict[str, float]
+    whole: Advice  # candidates by milliseconds of the mean step
+    phases: dict[str, Advice]  # the same candidates in the same order, by a step of one phase
+    weights: dict[str, float]  # by phase its part of all steps; they add up to 1
 
 
 def step_weights(prefill_share: float) -> dict[str, float]:
-    """Return by phase its part of all steps.
-
-    Raises:
-        ValueError: a share outside of 0..1.
-    """
     if not 0 <= prefill_share <= 1:
         raise ValueError(f"prefill_share must be in 0..1, got {prefill_share:g}")
     return {"prefill": prefill_share, "decode": 1 - prefill_share}
@@ -49,17 +40,7 @@ def advise_server(
     weights: Mapping[str, float],
     on_candidate: Callable[[int, int], None] = lambda done, total: None,
 ) -> ServerAdvice:
-    """Order the candidates by the milliseconds of the mean step.
-
-    Args:
-        asked: by phase a question and its batches. Their counts to place by (`calibration`) must be the same, so that
-            both phases have the same placements.
-        weights: by phase its part of all steps.
-        on_candidate: is called with how many candidates of how many are done.
-
-    Raises:
-        ValueError: questions with a measured step or a dense part, which are of one phase.
-    """
+    """Order the candidates by the mean step; asked: by phase, with the same `calibration` for the same placements."""
     for question, _ in asked.values():
         if question.step_ms is not None or question.dense_ms is not None:
             raise ValueError(
@@ -91,7 +72,7 @@ def advise_server(
 def _mean(
     candidate: Candidate, by_phase: Mapping[str, Mapping[Candidate, Answer]], weights: Mapping[str, float]
 ) -> Answer:
-    """Return a candidate's figures for the mean step; its additional slots take the same memory in every phase."""
+    """Return a candidate's figures for the mean step."""
     answers = {name: answers_of[candidate] for name, answers_of in by_phase.items()}
 
     def number(field: str) -> float:
@@ -119,12 +100,7 @@ def _mean(
 def with_alone(
     server: ServerAdvice, asked: Mapping[str, tuple[Question, Judged]], move_us: float | None
 ) -> tuple[ServerAdvice, list[str]]:
-    """Return the advice on one phase or both with the ways to run without an exchange, and sentences on missing ones.
-
-    Args:
-        asked: by phase the question and its batches.
-        move_us: see :func:`isoload.analysis.details.without_exchange`.
-    """
+    """Return the advice with the ways to run without an exchange, and sentences on missing ones; asked: by phase."""
     by_phase, phases, notes = dict[str, dict[Candidate, Answer]](), dict[str, Advice](), list[str]()
     for name, (question, judged) in asked.items():
         answers, left_out = without_exchange(question, judged, server.phases[name].now, move_us)
@@ -144,17 +120,12 @@ QUANTILES = {"half": 0.5, "nine_in_ten": 0.9, "worst": 1.0}  # of the layers, ea
 
 @dataclass(frozen=True, eq=False)
 class Phase:
-    """The recorded passes of prefill, or of decode.
-
-    batches  their positions in the record
-    tokens   of a rank in a pass, in the mean
-    routed, planned  [L] mean max/mean rank load, on the placement that each pass had
-    """
+    """The recorded passes of prefill, or of decode."""
 
     name: str
-    batches: tuple[int, ...]
-    tokens: int
-    routed: Floats
+    batches: tuple[int, ...]  # their positions in the record
+    tokens: int  # of a rank in a pass, in the mean
+    routed: Floats  # [L] mean max/mean rank load, on the placement that each pass had
     planned: Floats
 
     def quantiles(self, values: Floats) -> dict[str, float]:
@@ -193,7 +164,6 @@ def tokens_of(recorded: Recorded, batches: list[int]) -> int:
 
 
 def trace_of(recorded: Recorded, phase: Phase) -> Trace:
-    """Return the phase's passes, for :func:`judge_by`."""
     whole = recorded.trace
     counts = whole.batch_counts()[list(phase.batches)]
     return replace(whole, name=f"{whole.name}, {phase.name}", counts=counts, cluster=None)

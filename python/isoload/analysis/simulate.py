@@ -1,8 +1,4 @@
-"""Replay: the real pipeline (count, place, plan, route) on a recorded trace, over virtual ranks.
-
-A replay places experts on one part of a trace, routes the rest through the same ops that a model would call,
-and counts every figure from the routed slots.
-"""
+"""Replay: the real pipeline (count, place, plan, route) on a recorded trace, over virtual ranks."""
 
 from __future__ import annotations
 
@@ -93,15 +89,8 @@ def replay(
 ) -> Replay:
     """Replay a trace under every policy of the settings, on one CPU thread.
 
-    Args:
-        trace: with tokens, which are cut into batches, or with counts only, from which tokens are drawn.
-        settings: see :class:`ReplaySettings`.
-        on_batch: called with (batches done, number of batches) after every batch.
-        placement: on which all batches are replayed, layers by their ids. Its ranks, slots and shared experts must be
-            those of the settings, whose placer and calibration then have no effect. Default: one is made.
-
-    Raises:
-        RuntimeError: the routed slots do not meet the plan (a bug in isoload).
+    on_batch: called with (batches done, number of batches). placement: on which all batches are replayed, layers by
+    their ids; must have the settings' ranks, slots and shared experts. Default: one is made.
     """
     threads = torch.get_num_threads()
     # Plans are small: with threads, their times would depend on the machine's other load.
@@ -192,7 +181,6 @@ def _replay(
 
 
 def fitting(placement: Placement, trace: Trace, settings: ReplaySettings) -> Placement:
-    """Return the placement of the trace's layers, after comparing it with the settings."""
     topology = placement.topology
     pairs = {
         "num_ranks": (settings.num_ranks, topology.num_ranks),
@@ -312,9 +300,7 @@ def _check(settings: ReplaySettings, trace: Trace) -> None:
 
 
 class LayersByLoads:
-    """Policy ``exact`` if not all ranks' loads are gathered: a Balancer for each layer, over virtual ranks, which
-    exchange every exchange_every batches, as in an engine.
-    """
+    """Policy ``exact`` without gathered loads: a Balancer for each layer, over virtual ranks that exchange."""
 
     def __init__(self, placement: Placement, policy: Policy, loads: Loads, exchange_every: int) -> None:
         group = LocalGroup(placement.topology)
@@ -351,9 +337,7 @@ def in_order(placement: Placement) -> Placement:
 
 
 def _policy(policy: str, settings: ReplaySettings, step: int, topology: Topology | None = None) -> Policy:
-    """Return the policy with the replay's values: the seed and number of the batch for one that samples, and the
-    settings' times (of links inside of a node) for one that prices imports. Its own options take precedence.
-    """
+    """Return the policy with the replay's seed, batch and price of imports; its own options take precedence."""
     name, options = _parsed(policy)
     known = {field.name for field in fields(POLICIES[name])}
     defaults: dict[str, Any] = {"seed": settings.seed, "step": step}
@@ -365,11 +349,7 @@ def _policy(policy: str, settings: ReplaySettings, step: int, topology: Topology
 
 
 def _warm_up(placements: tuple[Placement, Placement], settings: ReplaySettings) -> dict[str, str]:
-    """Plan every layer once, so that values derived once per placement are not timed.
-
-    Returns:
-        by policy why it does not accept the placement, if the settings skip such policies.
-    """
+    """Plan every layer once, so that values derived once are not timed; return by policy why it is skipped."""
     refused = {}
     for policy in settings.policies:
         placement = placements[policy == BASELINE]
@@ -393,7 +373,6 @@ def _warm_up(placements: tuple[Placement, Placement], settings: ReplaySettings) 
 def _resolved(
     settings: ReplaySettings, trace: Trace, batches: Batches, folds: list[Fold], slots_per_rank: int
 ) -> dict[str, Any]:
-    """Return the settings as they took effect, and other facts that the figures depend on."""
     resolved = asdict(replace(settings, times=None))
     resolved["times"] = settings.times and settings.times.source
     del resolved["skip_refused"]

@@ -1,9 +1,8 @@
 """A step of a model as events on every rank's streams: which rank computes, exchanges or waits, and when.
 
-Times of kernels and exchanges come from :mod:`isoload.times`, all others from the caller; this module models the
-waiting. A collective (gather, dispatch) begins when all ranks have arrived. A combine begins on a rank when the
-experts of every rank that has tokens of it are done. A stream runs one stage after the other, in issue order. No link
-of a node has a stream of its own: exchanges over nodes were measured at their ranks.
+A collective (gather, dispatch) begins when all ranks have arrived. A combine begins on a rank when the experts of every
+rank that has tokens of it are done. A stream runs one stage after the other, in issue order. No link of a node has a
+stream of its own: exchanges over nodes were measured at their ranks.
 """
 
 from __future__ import annotations
@@ -29,16 +28,10 @@ EVENT = np.dtype(
 
 @dataclass(frozen=True, eq=False)
 class Timeline:
-    """Events of the ranks in a step.
+    """Events of the ranks in a step; with two half batches a stage has two events."""
 
-    events: [N] of rank, stream (of STREAMS), layer, stage (of STAGES), start and end in seconds from the step's
-    begin, by
-        rank and start. A stage that takes no time has no event. With two half batches a stage has two.
-    rows: [L, R, R] distinct tokens that the dispatch carries from source to rank, those to itself included.
-    """
-
-    events: NDArray[Any]
-    rows: Floats
+    events: NDArray[Any]  # [N] of EVENT, by rank and start, in seconds; none for a stage without time
+    rows: Floats  # [L, R, R] distinct tokens that the dispatch carries from source to rank, itself included
 
     STREAMS: ClassVar[tuple[str, ...]] = ("compute", "exchange", "weights")
     STAGES: ClassVar[tuple[str, ...]] = ("dense", "gather", "plan", "move", "dispatch", "experts", "combine")
@@ -49,9 +42,7 @@ class Timeline:
         return float(self.events["end"].max(initial=0.0))
 
     def stages(self) -> dict[str, dict[str, float]]:
-        """Return seconds by stage, and "waiting", in which a rank is idle: of the rank that waits least ("slowest"),
-        and the mean of all ("mean").
-        """
+        """Return seconds by stage and "waiting" (idle), of the rank that waits least ("slowest") and the "mean"."""
         spent = np.zeros((self.rows.shape[-1], len(self.STAGES)))
         took = self.events["end"] - self.events["start"]
         np.add.at(spent, (self.events["rank"], self.events["stage"]), took)
@@ -76,7 +67,6 @@ class Timeline:
         return waiting
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain lists, an event as a list of its fields."""
         return {
             "streams": list(self.STREAMS),
             "stages": list(self.STAGES),
@@ -105,28 +95,19 @@ def timeline(
     """Return the step of one batch.
 
     Args:
-        layer: times of experts, dispatch and combine.
+        layer, tokens: times of experts, dispatch and combine; tokens of a source rank.
         sent: [L, R, P] copies that each source rank sends to each slot.
-        tokens: of a source rank.
         topology: of R ranks, or the number R; with speeds, a slow rank's experts take longer.
-        end: of the all-to-all's range: "low", as if rows were even; "high", as if all ranks had as many as the
-            busiest.
+        end: of the all-to-all's range: "low" or "high".
         rows: [L, R, R] distinct tokens from source to rank, if routing is known. Default: :func:`rows_between`.
         crossing: [L] rows to other nodes over those of even routing, see :meth:`isoload.times.AllToAllTime.seconds`.
-        dense_s: seconds of attention and all other work of a layer before its router's choice is used. All seconds
-            here are of every layer and rank, or values that broadcast to [L, R].
-        gather_s: of the gather of loads; 0: no gather, and no waiting for it.
-        plan_s: of a rank from its loads to its slots.
-        moves_s: in which a rank's weights of a layer arrive, for example its borrowed experts times a times file's
-            move_us. They delay its experts.
-        beside: weights travel from the plan of the previous layer on (of the first layer from the step's begin on), as
-            with a fill ahead; otherwise after the layer's own plan and before its dispatch.
-        two_batch: two halves of the batch, every slot's copies cut in two; one computes while the other exchanges, in
-            the order of SGLang's two-batch overlap in prefill. Neither slows the other. A half takes half of dense_s
-            and all of gather_s and plan_s; weights move once.
-
-    Raises:
-        ValueError: names the argument, the rule and the value.
+        dense_s: seconds before the router's choice is used; all seconds are of every layer and rank ([L, R]).
+        gather_s, plan_s: of the gather of loads (0: no waiting for it), and from the loads to the slots.
+        moves_s: in which a rank's weights of a layer arrive; delays its experts.
+        beside: weights travel from the plan of the previous layer on, as with a fill ahead; else after the layer's own
+            plan.
+        two_batch: one half of the batch computes while the other exchanges, in the order of SGLang's overlap in
+            prefill. A half takes half of dense_s and all of gather_s and plan_s; weights move once.
     """
     if end not in ENDS:
         raise ValueError(not_one_of("end", ENDS, end))
@@ -162,16 +143,9 @@ def timeline(
 
 
 def rows_between(sent: NDArray[np.number[Any]], tokens: int, groups: int) -> Floats:
-    """Return [L, R, groups] rows that each source sends to each group of ranks (a rank, or a node).
+    """Return [L, R, groups] rows that each source sends to each group of ranks (a rank, or a node) of sent [L, R, P].
 
-    A token reaches a group by any of its copies. Counts do not contain the tokens of the copies: each slot's copies
-    are assumed to be of any `tokens` of the source with equal chance, independent of other slots. A token's experts
-    are distinct, so this counts slightly too few rows.
-
-    Args:
-        sent: [L, R, P] copies that each source sends to each slot.
-        tokens: of a source.
-        groups: of equal size, over which the P slots are distributed in order.
+    Slots' copies are assumed to be of independent tokens: this counts slightly too few rows.
     """
     return rows_by_size(sent, tokens, groups)[0]
 
@@ -247,10 +221,7 @@ class _Streams:
     def run(
         self, stream: str, layer: int, stage: str, ready: Floats, waits: NDArray[np.bool_] | None = None
     ) -> Floats:
-        """Return [R] ends of a stage on each rank, which starts when its stream is free and it is ready.
-
-        waits: [R, R] ranks for whose arrival each rank waits.
-        """
+        """Return [R] ends of a stage, which starts when a rank's stream is free and the ranks of waits are ready."""
         start = np.maximum(ready, self._free[stream])
         if waits is not None:
             start = np.where(waits, start, 0.0).max(1)
