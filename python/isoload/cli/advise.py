@@ -57,13 +57,7 @@ def phase_times(
     topology: Topology,
     kernel: str | None = None,
 ) -> dict[str, tuple[LayerTime, list[str]]]:
-    """Return by phase a layer's constants and notes on them.
-
-    vLLM has one all-to-all backend for both phases: if the question is about both, it is that of prefill.
-
-    Args:
-        gpu: its name, or measured times, which are the same for both phases.
-    """
+    """Return by phase a layer's constants and notes. vLLM has one all-to-all backend: for both phases, prefill's."""
     from isoload.analysis.models import layer_time, measured_layer
 
     if not isinstance(gpu, str):
@@ -77,8 +71,8 @@ def one_placement(
 ) -> dict[str, PhaseQuestion]:
     """Return the questions with the same counts to place by, so that all phases have the same placements.
 
-    unseen_by_both: the phases are cut from one trace, so that the shorter of its first parts is unseen by both.
-    Otherwise all phases' counts are added.
+    unseen_by_both: the phases are cut from one trace, so that its shorter first part counts; otherwise all counts are
+    added.
     """
     counts_by_phase = [part.judged.calibration for part in asked.values()]
     counts = min(counts_by_phase, key=lambda part: int(part.sum()))
@@ -98,13 +92,9 @@ def answer(
     guessed: bool = False,
     weights: Mapping[str, float] | None = None,
 ) -> Answered:
-    """Return the advice on one phase, or on both phases of a server.
+    """Return the advice on one phase, or on both phases of a server with the same counts to place by.
 
-    Args:
-        asked: by phase; both with the same counts to place by.
-        gpu, kernel: as the options name them.
-        source: the trace's files for the command that makes a placement; None: there are none.
-        weights: by phase its part of all steps, for both phases.
+    source: the trace's files for the command that makes a placement. weights: by phase its part of all steps, for both.
     """
     from isoload.analysis.advice import advise as search
     from isoload.analysis.details import MAX_SLOT_RANKS, flags, slots_answers
@@ -215,7 +205,6 @@ def _page(
         trace, judged = asked[name].trace, asked[name].judged
 
         def judge(tokens: int, trace: Trace = trace, part: Advice = part, judged: Judged = judged) -> Judged:
-            """Batches with so many tokens on a rank, and the counts that the advised placement is made of."""
             if tokens == part.question.tokens:
                 return judged
             return replace(
@@ -236,11 +225,7 @@ def _page(
 def tokens_by_phase(
     phase: str | None, tokens_per_rank: int | None, prefill_tokens: int | None, decode_tokens: int | None
 ) -> dict[str, int]:
-    """Return by phase the tokens of a rank in a step, from the options that give them.
-
-    Raises:
-        ValueError: none is given, or some exclude each other.
-    """
+    """Return by phase the tokens of a rank in a step, from the options that give them."""
     by_phase = {"prefill": prefill_tokens, "decode": decode_tokens}
     tokens_of = {name: tokens for name, tokens in by_phase.items() if tokens is not None}
     if not tokens_of and tokens_per_rank is not None:

@@ -86,10 +86,7 @@ def step_columns(now: Step, best: Step) -> list[Column]:
 
 
 def rows_of(advice: Advice, phases: Mapping[str, Advice]) -> list[Row]:
-    """Return a row for each candidate of the table, with the figures that --json writes.
-
-    phases: by phase the advice on it; one phase, or both of a server, whose candidates have the order of `advice`.
-    """
+    """Return a row for each candidate of the table, with the figures that --json writes."""
     asked = advice.question
     is_server = len(phases) > 1
     shown = [
@@ -245,9 +242,7 @@ KV_TOKENS = (
 
 
 def slots_parts(answers: Sequence[SlotsAnswer]) -> tuple[list[Column], list[str], list[str]]:
-    """Return the table of ways to use memory for slots, which of them needs no more memory than it is worth, and
-    notes; answers: at least one.
-    """
+    """Return the table of ways to use memory for slots, a sentence on the one with the least memory, and notes."""
     from isoload.analysis.advice import NO_DIFFERENCE
     from isoload.analysis.details import least_memory
 
@@ -276,7 +271,6 @@ def print_advice(
     console: Console,
     wide: bool = False,
 ) -> None:
-    """Print the table, the verdict, the commands, and the notes on the figures; slots: :func:`slots_parts`'s."""
     columns = columns_of(FIGURES, rows_of(advice, phases), wide)
     lines = question_lines(advice, phases, weights)
     say(console, ("bold", lines), columns, ("green", verdict_lines(advice, phases)))
@@ -426,21 +420,15 @@ class PageText(NamedTuple):
 
 
 class PagePhase(NamedTuple):
-    """The advice on one phase, and the data of its charts.
-
-    layers: the trace's numbers. times: constants by phase, see :func:`isoload.analysis.details.by_tokens`. judge:
-    returns
-    batches with a number of tokens per rank.
-    """
+    """The advice on one phase, and the data of its charts."""
 
     advice: Advice
     judged: Judged
-    layers: Sequence[int]
-    times: Mapping[str, LayerTime]
-    judge: Callable[[int], Judged]
+    layers: Sequence[int]  # the trace's numbers
+    times: Mapping[str, LayerTime]  # by phase, see analysis.details.by_tokens
+    judge: Callable[[int], Judged]  # returns batches with a number of tokens per rank
 
     def sections(self, of_phase: str = "") -> list[str]:
-        """Return the sections of charts; of_phase follows their headings."""
         runs, best = named_runs(self.advice, self.judged), self.advice.answers[0].candidate
         winner = next(name for name, candidate_run in runs.items() if candidate_run.candidate == best)
         return [
@@ -453,10 +441,7 @@ class PagePhase(NamedTuple):
 def advise_page(
     advice: Advice, phases: Mapping[str, PagePhase], text: PageText, figures: Any, first: Sequence[str] = ()
 ) -> str:
-    """Return the file's text.
-
-    advice: on the only phase, or on the mean step of both. first: sections that come first.
-    """
+    """Return the page of advice on the only phase, or on the mean step of both; first: sections that come first."""
     best = advice.answers[0].candidate
     is_server = len(phases) > 1
     body = [

@@ -44,5 +44,4 @@ def _root(
 
 
 def main() -> None:
-    """Run the command."""
     app(prog_name="isoload")

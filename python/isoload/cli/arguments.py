@@ -83,8 +83,7 @@ def unseen_part(
 ) -> tuple[ReplaySettings, Placement | None, str]:
     """Return the settings of a replay of a file, the placement if the file itself is replayed, and a line about both.
 
-    The file itself is replayed on all batches, unless ``calibrate`` requires unseen ones: then the file's placer makes
-    placements without the batches that each is replayed on.
+    If ``calibrate`` requires unseen batches, the file's placer makes placements without the batches that are replayed.
     """
     remade = made_by(placement, trace)
     strict = strictest(trace.num_batches, trace.cluster)
@@ -108,10 +107,7 @@ def unseen_part(
 
 
 def made_by(placement: Placement, trace: Trace) -> tuple[str, int] | None:
-    """Return the placer, with options, that makes this placement of all batches of the trace, and its slots per rank.
-
-    The slots are 0 where the placer chooses them. None: no placer is known to make the placement.
-    """
+    """Return the placer that makes this placement of all batches, and its slots per rank (0: the placer's choice)."""
     name, options = placement.provenance.get("placer"), placement.provenance.get("options")
     topology = placement.topology
     if not isinstance(name, str) or not isinstance(options, dict) or topology.alive or topology.speeds:
@@ -139,10 +135,7 @@ class Reading(NamedTuple):
     model: str | None = None
 
     def shell_words(self, paths: Sequence[Path], trace: Trace, model: str) -> str:
-        """Return files and options with which `isoload place` reads them and writes a file for SGLang.
-
-        Long paths are written as TRACE, one of isoload.analysis.details.PLACEHOLDERS.
-        """
+        """Return files, as TRACE if they are long, and options with which `isoload place` reads them for SGLang."""
         names = ("stages", "same_layers", "allow_missing_ranks")
         options = [f"--{name.replace('_', '-')}" for name in names if getattr(self, name)]
         if trace.identity.numbering != "model":
@@ -151,7 +144,6 @@ class Reading(NamedTuple):
         return " ".join(["TRACE" if len(files) > LONGEST_FILES else files, *map(shlex.quote, options)])
 
     def stated(self, record: Record) -> Record:
-        """Return a trace or placement with the statement."""
         if self.first_moe_layer is not None and self.model is not None:
             raise ValueError(
                 f"first_moe_layer must come without model, got {self.first_moe_layer} and {self.model}"
@@ -239,7 +231,6 @@ def record_facts(trace: Trace) -> dict[str, str]:
 
 
 def placement_facts(placement: Placement) -> dict[str, str]:
-    """Return facts of a placement file, by label."""
     made_by = placement.provenance.get("placer") or placement.provenance.get("format")
     spare = placement.spare_slots * placement.topology.num_ranks * placement.num_layers
     absent = int((placement.slot_to_expert < 0).sum()) - spare
@@ -293,13 +284,8 @@ def check_targets(
     output: str | None = None,
     html: str | None = None,
 ) -> None:
-    """Reject files that a command must not write, before any work is done.
-
-    Args:
-        reads: files and folders that the command reads. Files in a folder belong to it, and the .json of the same stem
-            belongs to an .npz.
-        force: whether a placement may be replaced, by a placement only, and any file by figures or a page.
-        json, output, html: targets of figures, of a placement, and of a page, which needs its drawing package.
+    """Reject files that a command must not write, before any work is done: those in a folder that is read, the .json of
+    the same stem as an .npz, and, without force, a placement or a file of another kind.
     """
     named = {"output": output, "json": json, "html": html}
     targets = {name: target for name, target in named.items() if target is not None}
@@ -333,10 +319,7 @@ def _belongs(target: str, path: Path) -> bool:
 
 
 def _check_old(name: str, target: str, force: bool) -> None:
-    """Raise ValueError for a file that must not be replaced.
-
-    Figures and pages can be made again, so they are replaced without --force; a placement may be in use.
-    """
+    """Reject a file that must not be replaced: figures and pages can be made again, but a placement may be in use."""
     kind, holds = KINDS[name]
     try:
         same = bool(holds(read_text(Path(target))))

@@ -32,11 +32,7 @@ FIGURES = (
 
 
 def run_demo(trace_path: Path | None, num_ranks: int, layer: int, stall_seconds: float) -> list[Row]:
-    """Start the ranks and gather their figures: a row per policy, over all batches.
-
-    Raises:
-        RankError: a rank failed, ended or stalled; names the rank.
-    """
+    """Start the ranks and gather their figures: a row per policy, over all batches."""
     from isoload.analysis.batches import make_batches
     from isoload.analysis.simulate import DEFAULT_POLICIES
     from isoload.cli.processes import run_ranks

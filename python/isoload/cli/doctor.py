@@ -27,18 +27,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Item:
-    """One library, device or engine: whether isoload can use it; details or the reason; whether a variable requires
-    it.
-    """
+    """One library, device or engine: whether isoload can use it, and details or the reason."""
 
     name: str
     on: bool
     detail: str
-    asked: bool = False
+    asked: bool = False  # whether a variable requires it
 
 
 def report() -> list[Item]:
-    """Return everything that isoload can use, from the interpreter up."""
     import torch
 
     from isoload import __version__
@@ -161,7 +158,6 @@ def _package(module: str, use: str, extra: str) -> tuple[bool, str]:
 
 
 def _break_even() -> tuple[bool, str]:
-    """Return the number of tokens from which borrowing an expert pays."""
     from isoload.times import exchanges
 
     inside, outside = exchanges.DEFAULT_BANDWIDTHS
@@ -195,7 +191,6 @@ def print_file(items: Sequence[Item], console: Console) -> None:
 
 
 def file_items(paths: Sequence[Path]) -> list[Item]:
-    """Return the facts of a times file, a placement file or records."""
     from isoload.cli.arguments import AS_FOUND, load_traces, record_facts
 
     file = paths[0]
@@ -211,7 +206,6 @@ def file_items(paths: Sequence[Path]) -> list[Item]:
 
 
 def times_facts(path: Path) -> dict[str, str]:
-    """Return the facts of a times file by label."""
     from isoload.times import load
 
     times = load(path)
@@ -226,7 +220,6 @@ def times_facts(path: Path) -> dict[str, str]:
 
 
 def placement_file_facts(path: Path) -> dict[str, str]:
-    """Return the facts of a placement file and the command that starts an engine from it, by label."""
     from isoload.cli.arguments import placement_facts
     from isoload.placement.engine_files import ENGINES, UnknownRanks, launch_line
     from isoload.placement.files import format_of, read_placement

@@ -74,9 +74,7 @@ ENGINES = (
 
 
 def look(engine: Engine, environ: Mapping[str, str]) -> tuple[bool, str, bool]:
-    """Return whether isoload is, or can be, in this engine; details or the reason; whether the environment requires
-    it.
-    """
+    """Return whether isoload can be in this engine, details or the reason, and whether the environment requires it."""
     from importlib import metadata  # imported here: it would add a seventh to the time of --help
 
     on = engine.switch is not None and environ.get(engine.switch.name, "").strip() not in ("", "0")
@@ -127,7 +125,6 @@ def is_here(module: str) -> bool:
 
 
 def faults(engine: Engine, environ: Mapping[str, str]) -> list[str]:
-    """Return the reasons why isoload cannot attach to an installed engine, a line each."""
     from importlib import metadata
 
     if engine.group and not metadata.entry_points(group=engine.group, name="isoload"):

@@ -134,7 +134,6 @@ def placed_header(trace: Trace, path: str, placement: Placement) -> list[str]:
 
 
 def _mean(layers: Sequence[Row]) -> Row:
-    """Return the means of all layers, as a last row."""
     sums = {figure.key: sum(figure.value(layer) for layer in layers) for figure in PLACED_FIGURES[1:]}
     means = {key: value / len(layers) for key, value in sums.items()}
     return means | {"layer_id": "all", "replicas": sums["replicas"]}

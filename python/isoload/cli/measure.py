@@ -78,11 +78,6 @@ def _check_scipy() -> None:
 
 
 def named_function(text: str) -> Kernel:
-    """Return the function of MODULE:FUNCTION.
-
-    Raises:
-        ValueError: another form, a module that cannot be imported, or no such function in it.
-    """
     module, _, name = text.partition(":")
     if not module or not name:
         raise ValueError(f"kernel must be isoload or MODULE:FUNCTION, got {text!r}")
@@ -118,7 +113,6 @@ def ranks() -> Iterator[int]:
 
 @contextmanager
 def _progress(rank: int) -> Iterator[Callable[[int, int], None]]:
-    """Show a bar on rank 0."""
     from isoload.cli.arguments import progress
 
     if rank:

@@ -1,8 +1,7 @@
 """Types and names of options that several commands take, their errors, and ``--plugin FILE.py``.
 
-A command's file imports torch, and modules that need torch, only inside its functions, so that its help appears at
-once. The names listed here repeat the registries; tests/cli/test_help.py compares them. An error that a user can
-correct ends in one red line that names the options of the command.
+A command's file imports torch only inside its functions, so that its help appears at once. The names listed here repeat
+the registries; tests/cli/test_help.py compares them.
 """
 
 from __future__ import annotations
@@ -30,10 +29,7 @@ MAX_COUNT = 2**31 - 1  # counts of tokens, slots and batches are int32
 
 
 class Range(NamedTuple):
-    """Bounds of a numeric option, both included: ``Annotated[int, Range(1), typer.Option(...)]``.
-
-    typer's own min and max accept nan.
-    """
+    """Bounds of a numeric option, both included. typer's own min and max accept nan."""
 
     least: float
     largest: float = MAX_COUNT
@@ -186,12 +182,7 @@ Force = Annotated[
 
 
 def load_plugins(paths: Sequence[Path] | None) -> None:
-    """Run the files, which call register_policy or register_placer.
-
-    Raises:
-        ValueError: a name without .py, or a file that fails; names the file, the error and its line.
-        OSError: a file that cannot be opened.
-    """
+    """Run the files, which call register_policy or register_placer; errors name the file, the error and its line."""
     for path in paths or ():
         open_regular(path).close()
         name = f"isoload_plugin_{path.stem}"
@@ -235,9 +226,7 @@ class RankError(RuntimeError):
 
 
 def one_line_errors(command: Callable[..., None]) -> Callable[..., None]:
-    """Return the command with error handling: user errors end in one red line and exit code 2, a lost process in exit
-    code 1, all others in a traceback.
-    """
+    """Return the command with one red line for a user's error (exit code 2) or a lost process (1)."""
     parameters = signature(command).parameters
 
     @wraps(command)
@@ -265,7 +254,6 @@ def one_line_errors(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def print_error(text: str) -> None:
-    """Print one red line to stderr."""
     line = Text(f"error: {printable(text)}", style="red")
     Console(stderr=True, highlight=False).print(line, soft_wrap=True)
 
@@ -318,7 +306,7 @@ def discard_stdout() -> None:
 
 
 def in_options(message: str, parameters: Collection[str]) -> str:
-    """Return a message that begins with an argument's name, with options in place of the command's parameter names.
+    """Return a message with options in place of the command's parameter names, if it begins with such an argument.
 
     A name of one word is already the option's. A message about a file begins with the file, and names its keys.
     """

@@ -24,7 +24,6 @@ Rows = Sequence[dict[str, Any]]
 
 
 def replay_page(replay: Replay, what: Sequence[str], tables: str, notes: Sequence[str], figures: Any) -> str:
-    """Return the page; what: the lines of its header."""
     rows, layers = replay.policies, replay.settings["layer_ids"]
     tallies = {tally.policy: tally for tally in replay.tallies}
     best = min(rows, key=lambda row: row.imbalance_mean)

@@ -43,7 +43,6 @@ FIGURES = (
 
 
 def placement_line(placement: Placement, path: str) -> str:
-    """Return a line with the content of a file."""
     slots = f"{placement.slots_per_rank} slots on each of {placement.topology.num_ranks} ranks"
     return f"{path}: {placement.num_layers} layers, {placement.num_routed} experts, {slots}"
 
@@ -71,13 +70,7 @@ BY_COUNTS = (
 
 
 def near_line(rows: tuple[float, float], peaks: tuple[float, float], saved: Span | None = None) -> str:
-    """Return what the placer's option near saves and costs.
-
-    Args:
-        rows: of a token to other nodes, without near and with it.
-        peaks: max/mean rank load of unseen batches, split exactly, without near and with it.
-        saved: milliseconds of a step, from and to.
-    """
+    """Return what the placer's option near saves and costs; all pairs are without near and with it."""
     if rows[1] >= rows[0]:
         return (
             f"; near saves none of the {rows[0]:.2f} rows to other nodes: no exchange of slots sends fewer under the "
@@ -145,7 +138,6 @@ def slots_of_before(start: Placement, topology: Topology) -> int:
 
 
 def arrival_line(start: Placement, placement: Placement, expert_bytes: int) -> str:
-    """Return how many experts ranks must load that they do not hold."""
     from isoload.analysis.judge import arrivals
 
     count = arrivals(start, placement)  # [L, R]
@@ -186,7 +178,6 @@ def memory_budget(
 
 
 def memory_line(memory: dict[str, Any]) -> str:
-    """Return a sentence with the figures of :func:`isoload.analysis.judge.replica_memory`."""
     line = (
         f"replicas take {memory['replica_bytes'] / 2**30:.2f} GiB of the rank with most, one more slot in every layer "
         f"{memory['one_slot_more_bytes'] / 2**30:.2f} GiB"
@@ -222,7 +213,6 @@ class Way:
     rectangle: bool = False  # whether absent slots get replicas
 
     def place(self, counts: Any, topology: Topology) -> Placement:
-        """Return the placement of counts or traces."""
         from isoload.analysis.judge import without_replicas
         from isoload.placers import place, rectangle
 
@@ -250,17 +240,13 @@ def free_slots(name: str, options: dict[str, Any], trace: Trace, topology: Topol
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """What ways are compared on. Figures are of placements made without the batches on which they are judged.
+    """What ways are compared on. Figures are of placements made without the batches on which they are judged."""
 
-    traces: the first one is judged. expert_bytes: of one expert in one layer; 0 = unknown. old: the placement of
-    --before or --against, whose slots are compared with those of each placement.
-    """
-
-    traces: Sequence[Trace]
+    traces: Sequence[Trace]  # the first one is judged
     topology: Topology
     calibrate: str
-    expert_bytes: int
-    old: Placement | None
+    expert_bytes: int  # of one expert in one layer; 0 = unknown
+    old: Placement | None  # of --before or --against, with which slots are compared
     judged: dict[str, tuple[Any, Any]] = field(default_factory=dict)  # results of imbalances, by label
 
     def imbalances(self, way: Way) -> tuple[Any, Any]:

@@ -23,13 +23,11 @@ Body = Callable[[int, Callable[[], None]], Any]
 
 
 def run_ranks(body: Body, num_ranks: int, stall_seconds: float) -> list[Any]:
-    """Return the results of ``body(rank, alive)`` on every rank.
+    """Return the results of ``body(rank, alive)`` on every rank; RankError names the rank that is the cause of a
+    failure.
 
     body calls ``alive()`` at least every stall_seconds. All processes have ended when this function ends, by an
     exception too; only this process handles Ctrl-C. Call it in the main thread, where Python handles signals.
-
-    Raises:
-        RankError: names the rank that is the cause: one that ended, or stalled, or failed first.
     """
     processes: list[ForkProcess] = []
     readers: list[Connection] = []
@@ -100,10 +98,8 @@ def _run_rank(
 
 
 def _collect(readers: list[Connection], processes: list[ForkProcess], stall_seconds: float) -> list[Any]:
-    """Return the reports.
-
-    A rank that stalls makes the exchanges of all other ranks time out after stall_seconds. The time added here lets
-    them report that, so that the remaining rank is the one at fault.
+    """Return the reports. A stalled rank makes exchanges of all other ranks time out after stall_seconds; the added
+    time lets them report that, so that the remaining rank is the one at fault.
     """
     patience = stall_seconds + max(5.0, stall_seconds / 4)
     reports: dict[int, Any] = {}

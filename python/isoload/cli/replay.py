@@ -73,11 +73,7 @@ TIMES_UNITS = (
 
 
 def replay_columns(rows: Sequence[PolicyFigures], with_nodes: bool, wide: bool = False) -> list[Column]:
-    """Return the columns of a replay's table.
-
-    Columns about nodes are shown only for several nodes; with shared experts, figures of shared copies replace those
-    of all copies.
-    """
+    """Return the columns of a replay's table, about nodes only for several; figures of shared copies replace others."""
     shared = any(row.shared_remote_share is not None for row in rows)
     shown = [f for f in FIGURES if not (shared and f.group == "copies leave")]
     shown = [f for f in shown if with_nodes or f.title not in ("node", "once")]
@@ -85,9 +81,7 @@ def replay_columns(rows: Sequence[PolicyFigures], with_nodes: bool, wide: bool =
 
 
 def replay_header(replay: Replay, note: str = "") -> list[str]:
-    """Return lines about the replayed batches and the placement, and whether the placement was made from these
-    batches.
-    """
+    """Return lines about the replayed batches and the placement, and whether it was made from these batches."""
     used = replay.settings
     model = f" ({used['model']})" if used["model"] else ""
     source = f"drawn from counts with seed {used['seed']}" if used["drawn"] else "routing as recorded"

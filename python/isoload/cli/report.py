@@ -177,9 +177,7 @@ def modelled(
     step_ms: float | None,
     source: str | None,
 ) -> tuple[dict[str, tuple[float, float]], Answered, list[str]]:
-    """Return by phase the milliseconds of a step that isoload's choice saves, the advice on the chosen phases, and
-    sentences about missing constants.
-    """
+    """Return by phase the milliseconds of a step that isoload saves, the advice, and sentences on missing constants."""
     from isoload.analysis.advice import Question, saved_ms
     from isoload.analysis.judge import judge_by
     from isoload.analysis.models import find_model, layer_times, measured_layer

@@ -64,11 +64,7 @@ def write_out(
     page: Callable[[], str] = str,
     more: Sequence[str] = (),
 ) -> None:
-    """Write figures to the --json target and a page to the --html target; print a table unless stdout takes the
-    figures.
-
-    The names of the written files, and those of `more`, are printed below the table, or on stderr.
-    """
+    """Write figures and a page to their targets, print a table unless stdout takes the figures, and name the files."""
     drawn = page() if html else ""  # before anything is written, because it may fail
     if json:
         write_json(figures, json)
