@@ -214,7 +214,6 @@ class Rebalancer:
         return Rebalanced(new, float(before.mean()), float(after.mean()), tuple(order))
 
     def _place(self, counts: Ints, now: Placement) -> Placement:
-        """Place the experts of counts [batches, L, E] into the slots of the present placement."""
         start = now if self._starts_before else None
         shape = now.slots_per_rank, self.placer, now.spare_slots, now.num_shared
         new = place(counts, now.topology, *shape, before=start, **self.options)

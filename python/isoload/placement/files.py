@@ -251,9 +251,7 @@ FORMATS = {
 
 
 def check_format(format: str, path: str | Path, name: str = "path") -> None:
-    """Reject an unknown format, and a name that its reader would take for another kind: SGLang reads .pt as a torch
-    file, and any other name except .json as JSON text itself.
-    """
+    """Reject an unknown format, and a name that its reader takes for another kind, such as SGLang's without .json."""
     if format not in FORMATS:
         raise ValueError(not_one_of("format", FORMATS, format))
     suffix = FORMATS[format].suffix
@@ -311,7 +309,6 @@ def format_of(path: str | Path) -> str:
 
 
 def recognise(text: str) -> tuple[Any, Format]:
-    """Return the content of a placement file, and its format."""
     content = from_text(text) if looks_like(text) else parse_json(text)
     for form in FORMATS.values():
         if isinstance(content, form.holds) and form.matches(content):

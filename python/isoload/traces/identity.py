@@ -55,7 +55,6 @@ class Identity:
             raise ValueError(f"model must be a string, got {shown(self.model)}")
 
     def describe(self, layer_ids: Sequence[int]) -> str:
-        """Return the layers and their numbering as one phrase."""
         known = f", MoE layers {spans(self.moe_layers)} of the model" if self.moe_layers else ""
         return f"{spans(layer_ids)} ({NUMBERINGS[self.numbering]}{known})"
 

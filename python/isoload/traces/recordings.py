@@ -197,7 +197,6 @@ def check_layers(
 
 
 def joined_trace(traces: Sequence[Trace]) -> Trace:
-    """Return the batches of several recordings as one trace, whose provenance states how many there are."""
     if len(traces) == 1:
         return traces[0]
     whole = join_batches(traces, f"{traces[0].name} and {len(traces) - 1} more")
@@ -264,7 +263,6 @@ def _expand(paths: Sequence[str | Path]) -> tuple[list[Path], dict[Path, list[Pa
 
 
 def _check_twice(files: Sequence[Path]) -> None:
-    """Reject a file that is given twice, under another name too."""
     paths_by_digest: dict[bytes, Path] = {}
     for path in files:
         content = blake2b()

@@ -1,24 +1,15 @@
-"""Files of torch.save: the loads [L, E] that vllm-ascend's script reads, and SGLang's expert distribution recorder's.
+"""Files of torch.save: the loads [L, E] that vllm-ascend's script reads, and SGLang's expert distribution recorder's:
 
-=========  ==========================================================================================
-stat       one file (stat_approx too): ``logical_count`` [steps, L, E] or [L, E], summed over ranks.
-           Steps of the ring buffer that were never filled are zero and dropped; the order of steps is
-           lost once the ring has wrapped
-per_pass   a file per rank: ``records`` with ``global_physical_count`` [L, P], and
-           ``last_physical_to_logical_map`` [L, P]
-per_token  the same, and in each record ``topk_ids_of_layer`` [L, tokens, 8]: slots, -1 = padding
-=========  ==========================================================================================
+* stat (and stat_approx): one file, ``logical_count`` [steps, L, E] or [L, E], summed over ranks. Steps that were never
+  filled are dropped; their order is lost once the ring buffer has wrapped.
+* per_pass: a file per rank, ``records`` with ``global_physical_count`` [L, P], and ``last_physical_to_logical_map`` [L,
+  P]. If experts moved while recording, earlier records are wrong.
+* per_token: the same, and in each record ``topk_ids_of_layer`` [L, tokens, 8]: slots, -1 = padding.
 
-The files leave three questions open, answered as follows:
-
-* The map is the last one. If experts moved while recording, earlier records are wrong, and the files do not show it.
-* A record is one rank's view: of its own tokens, or of its own slots. A forward pass is the sum over ranks, as in
-  SGLang's own sum (per_token: their tokens one after the other). But ranks that agree in every record share a view,
-  because tensor-parallel attention routes the same tokens on each: they count once.
-* Ranks start and stop one after the other, so the first and last passes may lack some: these are dropped.
-
-L counts dense layers too. They are empty and dropped; the other layers keep their numbers. Stages of a pipeline have
-ranks of the same numbers and layers of their own: they count as ranks of one group.
+A record is one rank's view: of its own tokens, or of its own slots. A forward pass is the sum over ranks (per_token:
+their tokens one after the other). But ranks that agree in every record count once, because tensor-parallel attention
+routes the same tokens on each. The first and last passes may lack ranks and are dropped. Dense layers are empty and
+dropped. Stages of a pipeline have ranks of the same numbers and layers of their own: they count as ranks of one group.
 """
 
 from __future__ import annotations
@@ -129,7 +120,6 @@ def num_bytes(dump: dict[str, Any]) -> int:
 
 
 def mode_of(path: Path, dump: dict[str, Any]) -> str:
-    """Return the recorder's mode: stat, per_pass or per_token."""
     if "logical_count" in dump:
         return "stat"
     records = dump.get("records")

@@ -44,7 +44,6 @@ class Recording(NamedTuple):
     stage_of: dict[Path, int]  # pipeline stages have ranks of the same numbers and layers of their own
 
     def describe(self) -> str:
-        """Return how the files were read, in words."""
         stages = len(set(self.stage_of.values()))
         count = "1 rank file" if len(self.files) == 1 else f"{len(self.files)} rank files"
         return f"{count} of one recording" + (f" with {stages} pipeline stages" if stages > 1 else "")
@@ -72,7 +71,6 @@ def recordings_of(files: Sequence[RankFile]) -> list[Recording]:
 
 
 def _split(group: Sequence[RankFile]) -> list[Recording]:
-    """Return one recording, or one for each folder."""
     whole = _with_stages(group)
     if _repeated(whole) is None:
         return [whole]

@@ -48,8 +48,8 @@ class Run(NamedTuple):
 def read_vllm(path: Path, limit: int) -> dict[str, Any]:
     """Return the fields of the Trace in a file of at most limit bytes, not checked against each other.
 
-    A header in the middle begins another run, whose steps are further batches. An incomplete last line, from a killed
-    process, is skipped with a warning; any other damaged line is an error.
+    A header in the middle begins another run. An incomplete last line, from a killed process, is skipped with a
+    warning.
     """
     runs = [Run(None, {})]
     size, torn = 0, 0
