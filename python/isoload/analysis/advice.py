@@ -85,11 +85,8 @@ def sent(
     if split == "node":
         return _node(loads, placement, renewed)
     if split == "own":
-        tables = placement.layers("cpu").tables
-        of_ranks = [source_loads.contiguous() for source_loads in loads.unbind(1)]
-        return torch.stack(
-            [ops.plan_own(rank_loads, tables, renewed[s], s) for s, rank_loads in enumerate(of_ranks)], 1
-        )
+        tables, sources = placement.layers("cpu").tables, enumerate(loads.unbind(1))
+        return torch.stack([ops.plan_own(own.contiguous(), tables, renewed[s], s) for s, own in sources], 1)
     policy = {"none": "static", "static": "static", "exact": "exact"}[split]
     return share_routed(loads, plan_layers(loads, placement, policy), None)
 
@@ -137,9 +134,7 @@ def _dynamic(loads: Tensor, placement: Placement, seed: int) -> Tensor:
         copies = np.bincount(row[order], minlength=loads.shape[2])
         first = np.cumsum(copies) - copies
         left = loads[layer].numpy().copy()  # [R, E]
-        for turn in range(
-            int(copies.max())
-        ):  # a binomial part of the remaining copies goes to the next replica
+        for turn in range(int(copies.max())):  # a binomial part of the rest goes to the next replica
             more = np.flatnonzero(copies > turn)
             took = draw.binomial(left[:, more], 1 / (copies[more] - turn))
             drawn[layer][:, order[first[more] + turn]] = took
@@ -286,13 +281,9 @@ class Advice:
         low, high = self.share(self.gain_ms)
         if low + high <= 0:
             return "not worth it"
-        return (
-            "no difference"
-            if high < NO_DIFFERENCE
-            else "worth it"
-            if low >= NO_DIFFERENCE
-            else "may be worth it"
-        )
+        if high < NO_DIFFERENCE:
+            return "no difference"
+        return "worth it" if low >= NO_DIFFERENCE else "may be worth it"
 
 
 def advise(
@@ -332,9 +323,8 @@ def _whole(
 ) -> Step:
     """Return the mean step of the judged batches, in which unknown layers are as the mean of known ones."""
     assert question.dense_ms is not None
-    batches = [
-        batch() for batch in sent_batches(candidate, placements[candidate.placer, candidate.more], judged)
-    ]
+    placement = placements[candidate.placer, candidate.more]
+    batches = [batch() for batch in sent_batches(candidate, placement, judged)]
     plan_us, gather_us = planning_us(candidate.split, question)
     layers, dense_s = question.model.layers, 1e-3 * question.dense_ms / question.model.layers
     totals: dict[str, Floats] = defaultdict(lambda: np.zeros(2))  # seconds at both ends
@@ -393,15 +383,13 @@ def run_of(candidate: Candidate, batches: Iterable[Batch], question: Question) -
         moved = batch()
         rows, to_nodes = rows_by_size(moved, question.tokens, topology.num_ranks, topology.num_nodes)
         copies = moved.sum(1).reshape(len(moved), topology.num_ranks, -1)
-        across = _to_other_nodes(to_nodes, topology)
+        across = float(to_nodes[:, _other_nodes(topology)].sum() / to_nodes.sum())
         return copies, rows.sum(1), rows.sum(0), across, _crossing(moved, to_nodes, question)
 
     with ThreadPoolExecutor(2) as pool:
         copies, received, totals, across, crossing = zip(*pool.map(counted, batches), strict=True)
-    total = np.sum(totals, axis=0)
-    return Run(
-        candidate, np.stack(copies), np.stack(received), total, float(np.mean(across)), np.stack(crossing)
-    )
+    counts = np.stack(copies), np.stack(received), np.sum(totals, axis=0)
+    return Run(candidate, *counts, float(np.mean(across)), np.stack(crossing))
 
 
 def layer_ms(result: Run, question: Question) -> Floats:
@@ -414,31 +402,17 @@ def layer_ms(result: Run, question: Question) -> Floats:
 
 def step_ms(result: Run, question: Question, planning: float = 1.0) -> tuple[float, float]:
     """Return what a step's MoE layers take; planning: factor of the planning time."""
-    moving = _moving_ms(result.candidate, question)
-    plan = [planning * us * 1e-3 for us in _plan_us(result.candidate.split, question)]
-    low, high = (
-        question.model.layers * (ms + us) + moving
-        for ms, us in zip(layer_ms(result, question), plan, strict=True)
-    )
-    return float(low), float(high)
+    moving, plan_us = _moving_ms(result.candidate, question), _plan_us(result.candidate.split, question)
+    of_layer = layer_ms(result, question) + [planning * us * 1e-3 for us in plan_us]
+    low, high = (question.model.layers * of_layer + moving).tolist()
+    return low, high
 
 
 def _answer(result: Run, question: Question, per_slot: float) -> Answer:
-    loads = result.copies.sum(-1)
-    return Answer(
-        result.candidate,
-        float(layer_ms(result, question).mean()),
-        step_ms(result, question),
-        (0.0, 0.0),
-        float(over_mean(loads).max(-1).mean()),
-        result.candidate.more * per_slot,
-        result.node_rows,
-        result.rank_rows,
-    )
-
-
-def _to_other_nodes(rows: Floats, topology: Topology) -> float:
-    return float(rows[:, _other_nodes(topology)].sum() / rows.sum())
+    layer, ms = float(layer_ms(result, question).mean()), step_ms(result, question)
+    imbalance = float(over_mean(result.copies.sum(-1)).max(-1).mean())
+    memory, rows = result.candidate.more * per_slot, (result.node_rows, result.rank_rows)
+    return Answer(result.candidate, layer, ms, (0.0, 0.0), imbalance, memory, *rows)
 
 
 def _other_nodes(topology: Topology) -> NDArray[np.bool_]:
@@ -474,12 +448,10 @@ def near_saves(
     even = rows_leaving("", question.model.top_k, question.topology.num_nodes)
     spans = []
     for placement, of_token in zip(placements, rows, strict=True):
-        placed_run = run(Candidate("eplb", 1, "exact"), judged, question, placement)
-        tokens = np.full(placed_run.copies.shape[:2], question.tokens)
-        seconds = question.layer.seconds(
-            placed_run.copies, placed_run.received, tokens, of_token / even
-        ).mean((0, 1))
-        low, high = (1e3 * question.model.layers * seconds).tolist()
+        ran = run(Candidate("eplb", 1, "exact"), judged, question, placement)
+        tokens = np.full(ran.copies.shape[:2], question.tokens)
+        seconds = question.layer.seconds(ran.copies, ran.received, tokens, of_token / even)
+        low, high = (1e3 * question.model.layers * seconds.mean((0, 1))).tolist()
         spans.append((low, high))
     return less(spans[0], spans[1])
 

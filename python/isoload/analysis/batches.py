@@ -145,13 +145,14 @@ def _cut(trace: Trace, batch_tokens: int | None) -> Batches:
     assert trace.topk_ids is not None
     total, sizes, labels = len(trace.topk_ids), [len(trace.topk_ids)], None
     recorded = trace.tokens_per_batch
-    follows = (
+    if (
         recorded is not None and int(recorded.sum()) == total
-    )  # otherwise the batches are of more tokens than these
-    if recorded is not None and follows:
+    ):  # otherwise batches are of more tokens than these
         sizes, labels = recorded.tolist(), trace.cluster
-    if not follows or batch_tokens is not None:
-        sizes, labels = _recut(sizes, labels, batch_tokens or CUT_TOKENS)
+    else:
+        batch_tokens = batch_tokens or CUT_TOKENS
+    if batch_tokens is not None:
+        sizes, labels = _recut(sizes, labels, batch_tokens)
     return Batches(trace, tuple(sizes), count_batches(trace.topk_ids, sizes, trace.num_experts), labels)
 
 

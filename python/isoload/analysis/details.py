@@ -38,8 +38,8 @@ from isoload.placement.placement import Placement
 from isoload.placers import place
 from isoload.policies import make_policy
 from isoload.policies.borrowing import IN_ENGINES
-from isoload.times import AllToAllTime, LayerTime
-from isoload.times.exchanges import DEFAULT_BANDWIDTHS, PEER_BANDWIDTHS
+from isoload.times import LayerTime
+from isoload.times.exchanges import DEFAULT_BANDWIDTHS, PEER_BANDWIDTHS, Curve
 from isoload.topology import Topology, over_mean
 
 TOKENS = (16, 64, 256, 1024, 4096)  # of a rank in a step
@@ -62,26 +62,21 @@ def scaled(layer: LayerTime, name: str, factor: float) -> LayerTime:
         value = max(factor * getattr(layer.experts, field), 1.0 if field == "p" else 0.0)
         return replace(layer, experts=replace(layer.experts, **{field: value}))
 
-    def times(step: AllToAllTime | None) -> AllToAllTime | None:
-        if step is None:
-            return None
-        field = EXCHANGE[name]
-        low, high = (
-            curve._replace(**{field: factor * getattr(curve, field)}) for curve in (step.low, step.high)
-        )
-        return replace(step, low=low, high=high)
+    field = EXCHANGE[name]
 
-    return replace(layer, dispatch=times(layer.dispatch), combine=times(layer.combine))
+    def times(curve: Curve) -> Curve:
+        return curve._replace(**{field: factor * getattr(curve, field)})
+
+    steps = (s and replace(s, low=times(s.low), high=times(s.high)) for s in (layer.dispatch, layer.combine))
+    return LayerTime(next(steps), layer.experts, next(steps))
 
 
 def sensitivity(before: Run, after: Run, question: Question) -> dict[str, tuple[Span, Span]]:
     """Return by constant the saving if it is halved and if it is doubled; the most important constants first."""
     savings = {PLANNING: (saved_ms(before, after, question, 0.5), saved_ms(before, after, question, 2.0))}
     for name in (*EXPERTS, *EXCHANGE):
-        half, double = (
-            saved_ms(before, after, replace(question, layer=scaled(question.layer, name, factor)))
-            for factor in (0.5, 2.0)
-        )
+        asked = (replace(question, layer=scaled(question.layer, name, factor)) for factor in (0.5, 2.0))
+        half, double = (saved_ms(before, after, each) for each in asked)
         savings[name] = half, double
     width = {name: abs(sum(half) - sum(double)) for name, (half, double) in savings.items()}
     return dict(sorted(savings.items(), key=lambda item: -width[item[0]]))
@@ -254,9 +249,8 @@ def experts_moved(slots: Tensor, last: Tensor, placement: Placement) -> Floats:
     size, ranks = placement.slots_per_rank, placement.topology.num_ranks
     homes = placement.home_slot.long().gather(1, slots.long().clamp(min=0)) // size
     sends = torch.zeros(len(slots), ranks, dtype=torch.int64).scatter_add_(1, homes, arrives)
-    return (
-        torch.stack([sends.amax(1), arrives.view(len(slots), ranks, -1).sum(2).amax(1)], 1).double().numpy()
-    )
+    receives = arrives.view(len(slots), ranks, -1).sum(2)
+    return torch.stack([sends.amax(1), receives.amax(1)], 1).double().numpy()
 
 
 GPU_BYTES = {"h100": 80e9, "h200": 141e9, "b200": 180e9, "b300": 288e9, "gb200": 186e9, "gb300": 288e9}
@@ -286,10 +280,8 @@ def without_exchange(
     answers = []
     for name in (name for name, fault in faults.items() if not fault):
         transfer_s = 1e-6 * lacking * (one_us or 0.0) if name == "dwdp" else 0.0
-        seconds = question.layer.without_exchange(
-            judged.loads.numpy(), question.tokens, transfer_s
-        )  # [B, L, R]
-        layer_ms = 1e3 * float(seconds.mean(1).max(-1).mean())
+        seconds = question.layer.without_exchange(judged.loads.numpy(), question.tokens, transfer_s)
+        layer_ms = 1e3 * float(seconds.mean(1).max(-1).mean())  # of [B, L, R]
         ms = model.layers * layer_ms, model.layers * layer_ms
         candidate = Candidate(name, lacking, "none")
         answers.append(Answer(candidate, layer_ms, ms, less(now.ms, ms), 1.0, stored[name], 0.0, 0.0))
@@ -334,11 +326,9 @@ def flags(
     Words in capitals are PLACEHOLDERS. trace: files and options for isoload place, quoted for a shell.
     """
     from_file = engine == "sglang" and candidate.placer != "trivial" and trace is not None
-    options = (
-        _vllm(candidate, topology, VLLM_BACKENDS[phase])
-        if engine == "vllm"
-        else _sglang(candidate, topology, from_file)
-    )
+    options = _sglang(candidate, topology, from_file)
+    if engine == "vllm":
+        options = _vllm(candidate, topology, VLLM_BACKENDS[phase])
     start = [STARTS[engine], *options]
     if candidate.ours:
         loads = {"exact": "gathered"}.get(candidate.split, candidate.split)

@@ -109,11 +109,9 @@ def inspect_placement(trace: Trace, placement: Placement) -> dict[str, Any]:
     grid = make_grid(LiveRanks(np.zeros(live, np.int32), np.ones(live), None), experts)
     packed = [_packed(total, counts, experts + number, alive) for number in grid]  # [L] each
     per_rank = -(-experts // live)
-    row = np.full(live * per_rank, -1)
-    row[:experts] = np.arange(experts)
-    in_order = _balancedness(
-        even_imbalance(_placement(np.tile(row, (len(total), 1)), alive, experts), counts), counts
-    )
+    rows = np.full((len(total), live * per_rank), -1)
+    rows[:, :experts] = np.arange(experts)
+    in_order = _balancedness(even_imbalance(_placement(rows, alive, experts), counts), counts)
     even, exact = (_balancedness(judge(mine, counts), counts) for judge in (even_imbalance, exact_imbalance))
     routed = (mine.arrays[0] >= 0) & (mine.arrays[0] < experts)
     layers = [
@@ -122,9 +120,8 @@ def inspect_placement(trace: Trace, placement: Placement) -> dict[str, Any]:
             # Experts in order, without replicas (CRAFT's Figure 3, the lowest part).
             "in_order": float(in_order[i]),
             "placed": float(packed[0][i]),  # packed by load as EPLB packs, without replicas (the middle part)
-            "replicated": float(
-                even[i]
-            ),  # the placement itself, copies spread evenly over replicas (the upper part)
+            # The placement itself, copies spread evenly over replicas (the upper part).
+            "replicated": float(even[i]),
             "exact": float(exact[i]),  # the placement itself, split exactly
             "gain_of_placing": float(packed[0][i] - in_order[i]),
             "gain_of_replicas": float(even[i] - packed[0][i]),

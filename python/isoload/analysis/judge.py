@@ -150,10 +150,8 @@ def replica_memory(placement: Placement, expert_bytes: int, kv_bytes: int | None
     """Return the memory of the replicas on the rank with most, and of one more slot in every layer."""
     slots = -(-placement.num_routed // len(placement.topology.live_ranks)) + 1
     even = placement.num_routed / len(placement.topology.live_ranks)
-    replicas, more = (
-        round(number * expert_bytes)
-        for number in (most_replicas(placement), placement.num_layers * (slots - even))
-    )
+    numbers = most_replicas(placement), placement.num_layers * (slots - even)
+    replicas, more = (round(number * expert_bytes) for number in numbers)
     tokens = None if kv_bytes is None else max(more - replicas, 0) // kv_bytes
     return {"replica_bytes": replicas, "one_slot_more_bytes": more, "kv_tokens": tokens}
 
@@ -161,11 +159,8 @@ def replica_memory(placement: Placement, expert_bytes: int, kv_bytes: int | None
 def without_replicas(placement: Placement) -> Placement:
     """Return the placement with every routed expert in its home slot only; the other replicas' slots are absent."""
     slots, home = (array.copy() for array in placement.arrays)
-    expert = np.clip(slots, 0, None)
-    replica = (slots < placement.num_routed) & (
-        np.take_along_axis(home, expert, 1) != np.arange(slots.shape[1])
-    )
-    slots[replica] = -1
+    home_of = np.take_along_axis(home, np.clip(slots, 0, None), 1)
+    slots[(slots < placement.num_routed) & (home_of != np.arange(slots.shape[1]))] = -1
     return replace(placement, slot_to_expert=torch.from_numpy(slots), replica_weight=None)
 
 
@@ -207,12 +202,12 @@ def judge_by(trace: Trace, model: Model, ranks: int, tokens: int, seed: int = 0)
         whole = [i for i, size in enumerate(cut.num_tokens) if size == batch]
         first = len(whole) // 2
         if first:
-            parts = [
-                cut.source_batch(i, ranks, "contiguous").loads(trace.num_experts)
-                for i in whole[first : first + JUDGED]
-            ]
-            earlier = cut.counts[whole[:first]]
-            return Judged(earlier.sum(0), torch.stack(parts), False, spread(earlier, HISTORY))
+            parts = [cut.source_batch(i, ranks, "contiguous") for i in whole[first : first + JUDGED]]
+            stacked, earlier = (
+                torch.stack([part.loads(trace.num_experts) for part in parts]),
+                cut.counts[whole[:first]],
+            )
+            return Judged(earlier.sum(0), stacked, False, spread(earlier, HISTORY))
     counts = trace.batch_counts()
     if len(counts) < 2:
         raise ValueError(
@@ -280,9 +275,8 @@ class ExpertSize(NamedTuple):
     def of(cls, tensors: Sequence[Tensor]) -> ExpertSize:
         """Return the size of an expert from a layer's stacks [slots, ...]; its matrices are the two largest."""
         sizes = sorted((t.nbytes // len(t), BYTES_PER_WEIGHT.get(t.dtype, t.element_size())) for t in tensors)
-        return cls(
-            sum(size for size, _ in sizes), int(sum(size / per_weight for size, per_weight in sizes[-2:]))
-        )
+        weights = sum(size / per_weight for size, per_weight in sizes[-2:])
+        return cls(sum(size for size, _ in sizes), int(weights))
 
 
 class Worth(NamedTuple):

@@ -10,7 +10,7 @@ import datetime
 import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from scipy.optimize import least_squares
 from torch import Tensor
 
+import isoload
 from isoload.analysis.models import Model
 from isoload.balancing.balancer import Balancer
 from isoload.balancing.own_counts import Loads
@@ -148,9 +149,8 @@ def measure(machine: Machine, on_point: Progress = lambda done, total: None) -> 
     """Measure and fit everything; all ranks call it together and get the same result, or all raise."""
     group, ranks = machine.transport.group, machine.topology.num_ranks
     designs = list(expert_designs(machine))
-    exchanges = [tokens for tokens in TOKENS if tokens * machine.model.top_k <= machine.most_copies] * (
-        ranks > 1
-    )
+    exchanges = [tokens for tokens in TOKENS if tokens * machine.model.top_k <= machine.most_copies]
+    exchanges = exchanges if ranks > 1 else []
     total, done = len(designs) + len(exchanges) + 3, 0
 
     def step() -> None:
@@ -174,40 +174,19 @@ def measure(machine: Machine, on_point: Progress = lambda done, total: None) -> 
     move_us = time_move(machine) if ranks > 1 else None
     step()
     plan_us = dict(time_plans(machine, step))
+    on_gpu = machine.device.type == "cuda"
     software = {
         "torch": torch.__version__,
-        "isoload": _version(),
-        "driver": _driver(machine.device),
+        "isoload": isoload.__version__,
+        "driver": f"CUDA {torch.version.cuda}" if on_gpu else platform.platform(),
         "date": datetime.date.today().isoformat(),
     } | ({"deep_ep": exchange.deep_ep} if exchanges else {})
     raw = {
         "experts": [[point.us, point.rows, float(point.held_out), *point.loads.tolist()] for point in points],
         "exchange": exchange_points,
     }
-    return Times(
-        device_name(machine.device),
-        software,
-        ranks,
-        machine.topology.num_nodes,
-        experts,
-        steps[0],
-        steps[1],
-        move_us,
-        plan_us,
-        speeds,
-        raw,
-        gpus,
-    )
-
-
-def _version() -> str:
-    from isoload import __version__
-
-    return __version__
-
-
-def _driver(device: torch.device) -> str:
-    return f"CUDA {torch.version.cuda}" if device.type == "cuda" else platform.platform()
+    device = device_name(machine.device), software, ranks, machine.topology.num_nodes
+    return Times(*device, experts, *steps, move_us, plan_us, speeds, raw, gpus)
 
 
 def expert_designs(machine: Machine) -> Iterator[tuple[list[int], int, bool]]:
@@ -308,28 +287,15 @@ def fit_experts(machine: Machine, points: Sequence[Point]) -> ExpertTime:
     rows, us = (np.array([getattr(point, name) for point in even], np.float64) for name in ("rows", "us"))
     slower = max(float(np.min(us / np.maximum(copies, 1))) / GPU_COPY_US, 1.0)
     (a, b, c, rho, p), errors = fit_kernel([point.loads for point in even], rows, us, tile=1, slower=slower)
-    model = machine.model
-    experts = ExpertTime(
-        device_name(machine.device),
-        machine.kernel_name,
-        model.dtype,
-        model.hidden,
-        model.intermediate,
-        a,
-        b,
-        c,
-        rho,
-        p,
-        copies_from=min(copies),
-        copies_to=max(copies),
-        fit_error=float(np.abs(errors).mean()),
-        source="isoload measure",
-    )
+    model, fit_error = machine.model, float(np.abs(errors).mean())
+    kind = device_name(machine.device), machine.kernel_name, model.dtype, model.hidden, model.intermediate
+    limits = 1, min(copies), max(copies), fit_error
+    experts = ExpertTime(*kind, a, b, c, rho, p, *limits, source="isoload measure")
     skewed = [point for point in points if point.held_out]
     if not skewed:
         return experts
     wrong = [abs(1e6 * float(experts.seconds(point.loads, point.rows)) / point.us - 1) for point in skewed]
-    return ExpertTime(**{**vars(experts), "held_out_error": float(np.median(wrong))})
+    return replace(experts, held_out_error=float(np.median(wrong)))
 
 
 def choose_exchange(machine: Machine, max_tokens: int) -> Exchange:
@@ -423,19 +389,9 @@ def fit_exchanges(
     fitted = []
     for name, us in zip(STEPS, steps, strict=True):
         constants, errors = fit_curve(tokens, us)
-        curve, topology = Curve(*constants), machine.topology
-        at = (
-            device_name(machine.device),
-            kernel,
-            name,
-            topology.num_ranks,
-            topology.num_nodes,
-            curve,
-            curve,
-        )
-        fitted.append(
-            AllToAllTime(*at, float(tokens.max()), float(np.abs(errors).mean()), source="isoload measure")
-        )
+        at = device_name(machine.device), kernel, name, machine.topology.num_ranks, machine.topology.num_nodes
+        curve, limits = Curve(*constants), (float(tokens.max()), float(np.abs(errors).mean()))
+        fitted.append(AllToAllTime(*at, curve, curve, *limits, source="isoload measure"))
     return fitted[0], fitted[1]
 
 
@@ -512,8 +468,7 @@ def fit_kernel(
         return a, b, c, rho if with_rows else 0.0, 1 + p
 
     def errors(x: Floats) -> Floats:
-        logs: Floats = np.log(kernel_us(*constants(x), active, padded, rows) / us)
-        return logs
+        return np.asarray(np.log(kernel_us(*constants(x), active, padded, rows) / us))
 
     best: Any = None
     for rho in (1e-3, 6e-3):
@@ -529,8 +484,7 @@ def fit_curve(tokens: Floats, us: Floats) -> tuple[list[float], Floats]:
     """Return a, s, q of a Curve and the relative error of every point."""
 
     def errors(x: Floats) -> Floats:
-        result: Floats = np.log(Curve(*np.exp(x))(tokens) / us)
-        return result
+        return np.asarray(np.log(Curve(*np.exp(x))(tokens) / us))
 
     start = np.log([us.min(), us[-1] / tokens[-1], 1.5])
     # With a power beyond these the points do not distinguish a curve from one at the bound.

@@ -91,17 +91,17 @@ def find_model(
 
     dtype: of its experts, if another one is served. experts, top_k, layers: replace the file's.
     """
-    options = {"experts": experts, "top_k": top_k, "layers": layers}
+    options: dict[str, Any] = {"experts": experts, "top_k": top_k, "layers": layers}
     stated = {name: value for name, value in options.items() if value is not None}
     if plain_name(name_or_path) in MODELS:
-        model = Model(**{**vars(MODELS[plain_name(name_or_path)]), **stated})
+        model = replace(MODELS[plain_name(name_or_path)], **stated)
     elif Path(name_or_path).is_file():
         model = _read(Path(name_or_path), dtype, stated)
     else:
         raise ValueError(not_one_of("model", MODELS, name_or_path, ", or a config.json"))
     if dtype is not None and dtype not in WEIGHT_BYTES:
         raise ValueError(not_one_of("dtype", WEIGHT_BYTES, dtype))
-    return Model(**{**vars(model), "dtype": dtype or model.dtype})
+    return replace(model, dtype=dtype or model.dtype)
 
 
 def plain_name(name: str) -> str:
@@ -206,12 +206,9 @@ def layer_time(
         raise ValueError(not_one_of("gpu", gpus, gpu, " (or --times FILE, which isoload measure writes)"))
     shape: dict[str, Any] = {"hidden": model.hidden, "intermediate": model.intermediate, "dtype": model.dtype}
     other = f"_{PHASES[phase == 'prefill']}"
-    usable = [
-        row
-        for row in rows
-        if row["gpu"] == full and row["kernel"].startswith(f"{engine}_") and not row["kernel"].endswith(other)
-    ]
-    fitting = [row for row in usable if all(row[key] == value for key, value in shape.items())]
+    usable = [row for row in rows if row["gpu"] == full and row["kernel"].startswith(f"{engine}_")]
+    usable = [row for row in usable if not row["kernel"].endswith(other)]
+    fitting = [row for row in usable if shape.items() <= row.items()]
     if not fitting:
         raise ValueError(_no_experts(f"{engine} was measured with on {full} for {phase}", usable, model))
     names = sorted({row["kernel"] for row in fitting})

@@ -51,22 +51,16 @@ class RankLoads:
 
     def save(self, folder: str | Path) -> Path:
         """Write the file, which appears whole or not at all."""
-        about = {
-            "recorded by": RECORDED_BY,
-            "model": self.model,
-            "rank": self.rank,
-            "num_ranks": self.topology.num_ranks,
-            "ranks_per_node": self.topology.ranks_per_node,
-            "tokens": self.tokens,
-            "started": self.started,
-            "passes": list(self.passes),
-        }
+        about = {"recorded by": RECORDED_BY, "model": self.model, "rank": self.rank}
+        about |= {name: getattr(self.topology, name) for name in ("num_ranks", "ranks_per_node")}
+        about |= {"tokens": self.tokens, "started": self.started, "passes": list(self.passes)}
         name = f"rank{self.rank:05d}-{self.started}-{os.getpid()}-{self.passes[0]:09d}"
-        fields: dict[str, Any] = {"counts": self.counts, "cluster": self.phases, "provenance": about}
-        fields["identity"] = self.identity
-        path = Path(folder, f"{name}.npz")
-        tables = {"slot_copies": self.slot_copies, "slot_to_expert": self.slot_to_expert}
-        write_trace(Trace(name, self.num_experts, self.top_k, **fields), path, **tables)
+        fields: dict[str, Any] = {"cluster": self.phases, "provenance": about, "identity": self.identity}
+        path, trace = (
+            Path(folder, f"{name}.npz"),
+            Trace(name, self.num_experts, self.top_k, self.counts, **fields),
+        )
+        write_trace(trace, path, **{table: getattr(self, table) for table in TABLES})
         return path
 
 

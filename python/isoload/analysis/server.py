@@ -59,9 +59,9 @@ def advise_server(
     first = next(iter(phases.values()))
     means = {entry.candidate: _mean(entry.candidate, by_phase, weights) for entry in first.answers}
     order = sorted(means.values(), key=lambda answer: sum(answer.ms))
-    whole = replace(first, answers=tuple(order), now=means[first.now.candidate])
-    whole = replace(whole, extrapolated=any(entry.extrapolated for entry in phases.values()))
-    whole = replace(whole, drawn=any(entry.drawn for entry in phases.values()))
+    guessed, drawn = (any(getattr(e, name) for e in phases.values()) for name in ("extrapolated", "drawn"))
+    now = means[first.now.candidate]
+    whole = replace(first, answers=tuple(order), now=now, extrapolated=guessed, drawn=drawn)
     ordered = {
         name: replace(advice, answers=tuple(by_phase[name][entry.candidate] for entry in order))
         for name, advice in phases.items()
@@ -79,22 +79,13 @@ def _mean(
         return sum(weights[name] * float(getattr(answer, field)) for name, answer in answers.items())
 
     def span(field: str) -> Span:
-        low, high = (
-            sum(weights[name] * getattr(answer, field)[end] for name, answer in answers.items())
-            for end in (0, 1)
-        )
+        ends = [[weights[name] * end for end in getattr(answer, field)] for name, answer in answers.items()]
+        low, high = map(sum, zip(*ends, strict=True))
         return low, high
 
-    return Answer(
-        candidate,
-        number("ms_per_layer"),
-        span("ms"),
-        span("saved_ms"),
-        number("imbalance"),
-        next(iter(answers.values())).slots_bytes,
-        number("node_rows"),
-        number("rank_rows"),
-    )
+    spans, memory = (span("ms"), span("saved_ms")), next(iter(answers.values())).slots_bytes
+    rows = number("node_rows"), number("rank_rows")
+    return Answer(candidate, number("ms_per_layer"), *spans, number("imbalance"), memory, *rows)
 
 
 def with_alone(
@@ -108,10 +99,8 @@ def with_alone(
         phases[name] = replace(server.phases[name], alone=tuple(answers))
         notes += left_out
     first = next(iter(by_phase.values()))
-    means = tuple(_mean(candidate, by_phase, server.weights) for candidate in first)
-    return replace(server, whole=replace(server.whole, alone=means), phases=phases), list(
-        dict.fromkeys(notes)
-    )
+    whole = replace(server.whole, alone=tuple(_mean(each, by_phase, server.weights) for each in first))
+    return replace(server, whole=whole, phases=phases), list(dict.fromkeys(notes))
 
 
 SERVED, PLANNED = (Candidate("as served", 0, split) for split in ("none", "exact"))
@@ -142,10 +131,7 @@ def phases(recorded: Recorded) -> list[Phase]:
         counts = recorded.trace.counts
         batches = [b for b, phase in enumerate(recorded.phases) if phase == name and counts[b].any()]  # type: ignore[index]
         if batches:
-            means = [
-                np.mean(pair, axis=0)
-                for pair in zip(*map(lambda b: imbalances(recorded, b), batches), strict=True)
-            ]
+            means = np.mean([imbalances(recorded, b) for b in batches], axis=0)
             ordered.append(Phase(name, tuple(batches), tokens_of(recorded, batches), means[0], means[1]))
     return sorted(ordered, key=lambda phase: -len(phase.batches))
 
@@ -185,10 +171,8 @@ def sent_by_rank(recorded: Recorded, batch: int) -> NDArray[np.integer]:
         return np.stack([slots[batch].astype(np.int64) for slots in recorded.sent], axis=1)
     ranks, copies = recorded.topology.num_ranks, recorded.slot_copies(batch)
     whole, remainder = np.divmod(copies[:, None], ranks)
-    turn = (
-        np.arange(ranks)[:, None] - np.arange(copies.shape[1])
-    ) % ranks  # ranks take the remainder by turns
-    return whole + (turn < remainder)
+    turn = np.arange(ranks)[:, None] - np.arange(copies.shape[1])  # ranks take the remainder by turns
+    return whole + (turn % ranks < remainder)
 
 
 def _planned(recorded: Recorded, batch: int) -> NDArray[np.integer]:

@@ -53,12 +53,9 @@ class ReplaySettings:
     assign: str = "contiguous"  # how sequences are assigned to source ranks, see :func:`source_ranks`
     seed: int = 0  # of drawn batches and of every policy that samples
     predict: str = "last"  # forecast of policies that fill spare slots ahead, see :class:`Forecast`
-    times: Times | None = (
-        None  # of one's own GPUs, for a layer's time by policy and for policies that price imports
-    )
-    policies: tuple[str, ...] = (
-        DEFAULT_POLICIES  # BASELINE, or in ``isoload.POLICIES``, with options as the placer
-    )
+    # Of one's own GPUs, for a layer's time by policy and for policies that price imports.
+    times: Times | None = None
+    policies: tuple[str, ...] = DEFAULT_POLICIES  # BASELINE, or as in POLICIES, with options as the placer
     loads: Loads = "gathered"  # loads from which ``exact`` plans, see :class:`isoload.Balancer`
     exchange_every: int = 16  # batches between two exchanges of its ranks, if loads are not gathered
     skip_refused: bool = False  # skip policies that do not accept the placement, see Replay.refused
@@ -136,12 +133,9 @@ def _replay(
     refused: dict[str, str] = {}
     total = sum(len(fold.replay) for fold in folds)
     for fold in folds:
-        calibration: Any = (
-            batches.part(fold.calibrate) if with_tokens else batches.counts[list(fold.calibrate)]
-        )
-        placement = fixed_placement or place(
-            calibration, topology, slots_per_rank, placer, *others, **options
-        )
+        data: Any = batches.part(fold.calibrate) if with_tokens else batches.counts[list(fold.calibrate)]
+        shape = topology, slots_per_rank, placer, *others
+        placement = fixed_placement or place(data, *shape, **options)
         widest = max(widest, placement.slots_per_rank)
         plain = in_order(placement) if BASELINE in settings.policies else placement
         placements = placement, plain
@@ -150,10 +144,9 @@ def _replay(
         tallies, idle = [tallies[i] for i in accepted], [idle[i] for i in accepted]
         timed = [timed[i] for i in accepted] if timed else []
         settings = replace(settings, policies=tuple(tally.policy for tally in tallies))
+        mode = settings.loads, settings.exchange_every
         by_loads = {
-            name: LayersByLoads(
-                placement, _policy(name, settings, 0), settings.loads, settings.exchange_every
-            )
+            name: LayersByLoads(placement, _policy(name, settings, 0), *mode)
             for name in settings.policies
             if settings.loads != "gathered" and _parsed(name)[0] == "exact"
         }
@@ -230,12 +223,10 @@ def _replay_batch(
             plans = _timed_plans(loads, ahead, placement, policy, tally)
             idle[position].add(plans, loads, placement, policy)
             routes = [
-                torch.cat(
-                    [route(batch.on_rank(layer, rank), loads[layer], layer_plan, rank) for rank in ranks]
-                )
+                [route(batch.on_rank(layer, rank), loads[layer], layer_plan, rank) for rank in ranks]
                 for layer, layer_plan in enumerate(plans)
             ]
-            slots = torch.stack(routes)
+            slots = torch.stack([torch.cat(of_ranks) for of_ranks in routes])
         size, shared = placement.slots_per_rank, placement.num_shared
         routed = count_routed(slots.numpy(), batch.sources(), placement.topology, size, shared)
         if tally.policy == BASELINE:  # it has no replicas, so nothing is planned
@@ -270,9 +261,8 @@ def _check_realised(plans: list[Plan], routed: RoutedBatch, policy: str) -> None
             continue
         copies = routed.slot_copies[layer]
         if layer_plan.realisation == "sample":  # quotas are of the routed experts only
-            copies = np.where(
-                layer_plan.slot_to_expert.numpy() < layer_plan.placed.host.num_routed, copies, 0
-            )
+            routed_slots = layer_plan.slot_to_expert.numpy() < layer_plan.placed.host.num_routed
+            copies = np.where(routed_slots, copies, 0)
         if not np.array_equal(layer_plan.quota.numpy(), copies):
             raise RuntimeError(f"routed slots do not meet the quota of policy {policy} in layer {layer}")
 
@@ -354,15 +344,9 @@ def _warm_up(placements: tuple[Placement, Placement], settings: ReplaySettings) 
     for policy in settings.policies:
         placement = placements[policy == BASELINE]
         shape = placement.num_layers, settings.num_ranks, placement.num_experts
-        loads = torch.zeros(shape, dtype=torch.int32)
+        loads, tally = torch.zeros(shape, dtype=torch.int32), Tally(policy, placement.topology)
         try:
-            _timed_plans(
-                loads,
-                loads,
-                placement,
-                _policy(policy, settings, 0, placement.topology),
-                Tally(policy, placement.topology),
-            )
+            _timed_plans(loads, loads, placement, _policy(policy, settings, 0, placement.topology), tally)
         except ValueError as error:
             if not settings.skip_refused:
                 raise

@@ -117,8 +117,8 @@ def timeline(
     copies, ranks = numbers("sent", sent), topology.num_ranks
     if copies.ndim != 3 or copies.shape[1] != ranks or copies.shape[2] % ranks:
         raise ValueError(f"sent must be [layers, {ranks} ranks, slots of all], got {list(copies.shape)}")
-    for step in (layer.dispatch, layer.combine):
-        if step and step.ranks != ranks:
+    for step in filter(None, (layer.dispatch, layer.combine)):
+        if step.ranks != ranks:
             raise ValueError(
                 f"layer must be of the topology's {ranks} ranks, got {step.step} of {step.ranks}"
             )
@@ -130,13 +130,10 @@ def timeline(
     experts, *exchanges = layer.parts(per_slot, known.sum(1) / halves, tokens / halves, crossing)
     if topology.ticks is not None:
         experts *= topology.ticks.numpy() / NOMINAL_TICKS
-    took = {
-        "dense": _spread("dense_s", dense_s, experts.shape) / halves,
-        "gather": _spread("gather_s", gather_s, experts.shape),
-        "plan": _spread("plan_s", plan_s, experts.shape),
-        "move": _spread("moves_s", moves_s, experts.shape),
-        "experts": experts,
-    }
+    seconds = {"dense_s": dense_s, "gather_s": gather_s, "plan_s": plan_s, "moves_s": moves_s}
+    spread = [_spread(name, values, experts.shape) for name, values in seconds.items()]
+    took = dict(zip(("dense", "gather", "plan", "move"), spread, strict=True)) | {"experts": experts}
+    took["dense"] = took["dense"] / halves
     for name, ends in zip(("dispatch", "combine"), exchanges, strict=True):
         took[name] = np.broadcast_to(ends[:, ENDS.index(end), None], experts.shape)
     return Timeline(_scheduled(took, known > 0, halves, beside), known)
@@ -154,11 +151,8 @@ def rows_by_size(sent: NDArray[np.number[Any]], tokens: int, *sizes: int) -> lis
     """Return :func:`rows_between` for each number of groups; each number divides the one before."""
     rows, largest = [np.empty((*sent.shape[:2], groups)) for groups in sizes], int(sent.max(initial=0))
     # Logarithms cost most. If copies are whole and few, they are computed once for each number of them.
-    table = (
-        _missing(np.arange(largest + 1), tokens)
-        if sent.dtype.kind in "iu" and largest < sent[0].size
-        else None
-    )
+    few_numbers = sent.dtype.kind in "iu" and largest < sent[0].size
+    table = _missing(np.arange(largest + 1), tokens) if few_numbers else None
     for layer, of_layer in enumerate(sent):  # one by one: with 256 ranks the array of all slots is large
         missed = _missing(of_layer, tokens) if table is None else table[of_layer]
         for result in rows:

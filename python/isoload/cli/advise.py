@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -52,7 +52,7 @@ class Answered(NamedTuple):
 def phase_times(
     gpu: str | Times,
     engine: str,
-    phases: Mapping[str, object],
+    phases: Collection[str],
     model: Model,
     topology: Topology,
     kernel: str | None = None,
@@ -129,9 +129,7 @@ def answer(
     warned += left_out
     now, is_prefill = phases[phase].now, phase == "prefill"
     slot_ways = slots_answers(first.question, first.judged, now, is_prefill) if engine == "sglang" else []
-    kernels = {
-        name: advice_of_phase.question.layer.experts.kernel for name, advice_of_phase in phases.items()
-    }
+    kernels = {name: part.question.layer.experts.kernel for name, part in phases.items()}
     figures = {
         "model": model.name,
         "gpu": question.layer.experts.gpu,
@@ -182,16 +180,7 @@ def _page(
     """Return the page's text. chosen: engine, GPU and kernel. first: sections ahead; figures: those of all sections."""
     from isoload.analysis.judge import judge_by
     from isoload.analysis.models import layer_times
-    from isoload.cli.advise_output import (
-        FIGURES,
-        PagePhase,
-        PageText,
-        advise_page,
-        question_lines,
-        rows_of,
-        unit_notes,
-        verdict_lines,
-    )
+    from isoload.cli import advise_output as output
 
     engine, gpu, kernel = chosen
     has_both_phases, parts, gaps = len(phases) > 1, {}, dict[str, None]()
@@ -207,19 +196,17 @@ def _page(
         def judge(tokens: int, trace: Trace = trace, part: Advice = part, judged: Judged = judged) -> Judged:
             if tokens == part.question.tokens:
                 return judged
-            return replace(
-                judge_by(trace, part.question.model, part.question.topology.num_ranks, tokens),
-                calibration=judged.calibration,
-            )
+            others = judge_by(trace, part.question.model, part.question.topology.num_ranks, tokens)
+            return replace(others, calibration=judged.calibration)
 
-        parts[name] = PagePhase(part, judged, trace.layer_ids, times, judge)
-    candidates = page_table(columns_of(FIGURES, rows_of(advice, phases), wide=True), [0])
+        parts[name] = output.PagePhase(part, judged, trace.layer_ids, times, judge)
+    rows = output.rows_of(advice, phases)
+    candidates = page_table(columns_of(output.FIGURES, rows, wide=True), [0])
     batches = len(next(iter(asked.values())).judged.loads)
-    notes = [*unit_notes(advice, batches, has_both_phases), *warned, *gaps]
-    text = PageText(
-        question_lines(advice, phases, weights), verdict_lines(advice, phases), candidates, launch, notes
-    )
-    return advise_page(advice, parts, text, figures or answered, first)
+    notes = [*output.unit_notes(advice, batches, has_both_phases), *warned, *gaps]
+    said = output.question_lines(advice, phases, weights), output.verdict_lines(advice, phases)
+    text = output.PageText(*said, candidates, launch, notes)
+    return output.advise_page(advice, parts, text, figures or answered, first)
 
 
 def tokens_by_phase(
@@ -385,14 +372,13 @@ def advise(
     layers = phase_times(device, engine, tokens, chosen, topology, kernel)
     loaded = load_trace(traces, reading=reading) if traces else guessed_trace(str(skew), drift, chosen)
     memory = None if memory_per_rank is None else memory_per_rank * GIB
-    gathers = engine == "vllm" or chosen.is_deepseek
+    gathers, plan_us = (
+        engine == "vllm" or chosen.is_deepseek,
+        None if isinstance(device, str) else device.plan_us,
+    )
     asked = {}
     for name, (layer, notes) in layers.items():
-        question = Question(
-            chosen,
-            layer,
-            topology,
-            tokens[name],
+        setting = (
             step_ms,
             memory,
             rebalance_seconds,
@@ -400,9 +386,10 @@ def advise(
             context,
             gathers,
             dense_ms,
-            None if isinstance(device, str) else device.plan_us,
+            plan_us,
             like_for_like,
         )
+        question = Question(chosen, layer, topology, tokens[name], *setting)
         asked[name] = PhaseQuestion(question, loaded, judge_by(loaded, chosen, ranks, tokens[name]), notes)
     source = reading.shell_words(traces, loaded, model) if traces else None
     weights = None if prefill_share is None else step_weights(prefill_share)

@@ -18,9 +18,7 @@ if TYPE_CHECKING:
 # A link in a checkout, files in a wheel.
 SHIPPED = Path(__file__).parents[1] / "shipped_traces" / "gptoss20b_decode.npz"
 HIDDEN, INNER = 64, 128
-LARGEST_DIFFERENCE = (
-    1e-5  # limit of the difference between two orders of summation in float32, at these widths
-)
+LARGEST_DIFFERENCE = 1e-5  # between two orders of summation in float32, at these widths
 MAX_RANKS = 32  # limit of processes on one machine
 FIGURES = (
     Figure("policy", "", "policy"),
@@ -125,9 +123,7 @@ def _summarise(policy: str, reports: list[dict[str, Any]]) -> Row:
     received = np.sum([report["sent"] for report in reports], axis=0)  # [batches, R] copies by destination
     return {
         "policy": policy,
-        "busiest_rank_copies": float(
-            received.max(1).mean()
-        ),  # copies that a batch's busiest rank computed, mean
+        "busiest_rank_copies": float(received.max(1).mean()),  # mean over batches
         "imbalance": float(over_mean(received).max(1).mean()),  # mean over batches
         # Passed to collectives, all ranks and batches.
         "bytes_sent": sum(report["bytes"] for report in reports),
@@ -159,14 +155,10 @@ def demo(
     results = run_demo(trace, ranks, layer, stall_seconds)
     header = "bold", [f"one MoE layer over {ranks} processes (gloo), forward, recorded routing"]
     worst = max(row["max_abs_diff"] for row in results)
-    units = (
-        "dim",
-        [
-            "copies: token x expert that the busiest rank computes in a batch, mean. bytes: all batches.",
-            f"Every policy's output equals the dense layer's up to rounding in float32: the largest difference is "
-            f"{worst:.1e}. "
-            "Times are not shown: on a CPU and at these widths they do not predict a GPU's.",
-        ],
-    )
+    units = [
+        "copies: token x expert that the busiest rank computes in a batch, mean. bytes: all batches.",
+        f"Every policy's output equals the dense layer's up to rounding in float32: the largest difference is "
+        f"{worst:.1e}. Times are not shown: on a CPU and at these widths they do not predict a GPU's.",
+    ]
     columns = columns_of(FIGURES, results)
-    write_out(json, {"policies": results}, lambda console: say(console, header, columns, units))
+    write_out(json, {"policies": results}, lambda console: say(console, header, columns, ("dim", units)))

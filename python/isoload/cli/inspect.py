@@ -8,22 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from isoload.cli.options import (
-    BASELINE,
-    AllowMissingRanks,
-    FirstMoeLayer,
-    Force,
-    HtmlTarget,
-    JsonTarget,
-    LayersText,
-    ModelLayers,
-    Range,
-    SameLayers,
-    Stages,
-    TopK,
-    TracePaths,
-    Wide,
-)
+from isoload.cli import options
 from isoload.cli.tables import Column, Figure, Row, columns_of, page_table, percent, say, write_out
 
 if TYPE_CHECKING:
@@ -31,7 +16,8 @@ if TYPE_CHECKING:
     from isoload.traces import Trace
 
 
-HISTOGRAM = (
+SHARES = (("total", "all"), ("mean", "mean"), ("max", "max"))
+LOADS = (
     *(("to_half", "<=0.5"), ("to_1", "<=1"), ("to_2", "<=2")),
     *(("to_5", "<=5"), ("to_10", "<=10"), ("above_10", ">10")),
 )
@@ -51,18 +37,11 @@ def inspect_figures(ranks: Sequence[str]) -> list[Figure]:
         Figure("expert_max_over_mean", "hottest expert", "/mean", ".2f"),
         Figure("skew", "hottest expert", "skew", "%"),
         *costs,
-        Figure("expert.total", expert, "all", "%", wide=True),
-        Figure("expert.mean", expert, "mean", "%", wide=True),
-        Figure("expert.max", expert, "max", "%", wide=True),
+        *(Figure(f"expert.{key}", expert, title, "%", wide=True) for key, title in SHARES),
         Figure("rank.hottest", rank, "hottest", wide=True),
-        Figure("rank.total", rank, "all", "%", wide=True),
-        Figure("rank.mean", rank, "mean", "%", wide=True),
-        Figure("rank.max", rank, "max", "%", wide=True),
+        *(Figure(f"rank.{key}", rank, title, "%", wide=True) for key, title in SHARES),
         Figure("imbalance", "max/mean", "rank", ".2f", wide=True),
-        *(
-            Figure(f"experts_by_load.{key}", "experts by load/mean", title, wide=True)
-            for key, title in HISTOGRAM
-        ),
+        *(Figure(f"experts_by_load.{key}", "experts by load/mean", load, wide=True) for key, load in LOADS),
     ]
 
 
@@ -83,7 +62,7 @@ def print_inspection(
 def inspect_header(trace: Trace, num_ranks: int) -> list[str]:
     model = f" ({trace.provenance['model']})" if trace.provenance.get("model") else ""
     shape = f"{trace.num_batches} batches, {trace.num_layers} layers, {trace.num_experts} experts"
-    return [f"{trace.name}{model}", f"{shape}; {BASELINE}, on {num_ranks} ranks"]
+    return [f"{trace.name}{model}", f"{shape}; {options.BASELINE}, on {num_ranks} ranks"]
 
 
 def inspect_notes(trace: Trace, num_ranks: int, layers: Sequence[Row]) -> list[str]:
@@ -117,10 +96,10 @@ GAIN_UNITS = (
 )
 PLACED_FIGURES = (
     Figure("layer_id", "", "layer"),
-    Figure("in_order", "balancedness (mean/max)", "in order", ".3f"),
-    Figure("placed", "balancedness (mean/max)", "placed", ".3f"),
-    Figure("replicated", "balancedness (mean/max)", "replicated", ".3f"),
-    Figure("exact", "balancedness (mean/max)", "exact", ".3f"),
+    *(
+        Figure(key, "balancedness (mean/max)", key.replace("_", " "), ".3f")
+        for key in ("in_order", "placed", "replicated", "exact")
+    ),
     Figure("gain_of_placing", "gain of", "placing", "+.3f"),
     Figure("gain_of_replicas", "gain of", "replicas", "+.3f"),
     Figure("replicas", "replicas", "held"),
@@ -151,10 +130,10 @@ def _by_replicas(view: Row) -> list[Column]:
 
 def inspect(
     context: typer.Context,
-    traces: TracePaths,
+    traces: options.TracePaths,
     ranks: Annotated[
         int,
-        Range(1),
+        options.Range(1),
         typer.Option(help="R, number of ranks, which hold the experts in order, without replicas."),
     ] = 8,
     placement: Annotated[
@@ -163,17 +142,17 @@ def inspect(
             metavar="FILE", help="Placement file: show what its replicas improve instead of the trace's skew."
         ),
     ] = None,
-    top_k: TopK = None,
-    layers: LayersText = None,
-    wide: Wide = False,
-    stages: Stages = False,
-    same_layers: SameLayers = False,
-    allow_missing_ranks: AllowMissingRanks = False,
-    first_moe_layer: FirstMoeLayer = None,
-    model: ModelLayers = None,
-    json: JsonTarget = None,
-    html: HtmlTarget = None,
-    force: Force = False,
+    top_k: options.TopK = None,
+    layers: options.LayersText = None,
+    wide: options.Wide = False,
+    stages: options.Stages = False,
+    same_layers: options.SameLayers = False,
+    allow_missing_ranks: options.AllowMissingRanks = False,
+    first_moe_layer: options.FirstMoeLayer = None,
+    model: options.ModelLayers = None,
+    json: options.JsonTarget = None,
+    html: options.HtmlTarget = None,
+    force: options.Force = False,
 ) -> None:
     """Show how skewed a trace is, per layer, and the imbalance it causes on 8, 16, 32 and R ranks.
 
@@ -189,12 +168,8 @@ def inspect(
     loaded = load_trace(traces, layers, top_k, reading)
     if placed is not None and placement is not None:
         view = inspect_placement(loaded, placed)
-        placement_figures = {
-            "trace": loaded.name,
-            "placement": placement,
-            "num_ranks": placed.topology.num_ranks,
-        }
-        figures, header = {**placement_figures, **view}, placed_header(loaded, placement, placed)
+        about = {"trace": loaded.name, "placement": placement, "num_ranks": placed.topology.num_ranks}
+        figures, header = {**about, **view}, placed_header(loaded, placement, placed)
         of_layers = columns_of(PLACED_FIGURES, [*view["layers"], _mean(view["layers"])])
         gains = _by_replicas(view)
 
@@ -208,12 +183,8 @@ def inspect(
             say(console, ("bold", header), of_layers, ("dim", [PLACED_UNITS]), gains, ("dim", [GAIN_UNITS]))
     else:
         layer_figures = inspect_trace(loaded, ranks)
-        figures = {
-            "trace": loaded.name,
-            "record": record_facts(loaded),
-            "num_ranks": ranks,
-            "layers": layer_figures,
-        }
+        about = {"trace": loaded.name, "record": record_facts(loaded), "num_ranks": ranks}
+        figures = {**about, "layers": layer_figures}
 
         def drawn() -> str:
             from isoload.cli.pages import inspect_page

@@ -94,16 +94,12 @@ def near_ms(
     """Return the milliseconds of a prefill step that the second placement saves, see advice.near_saves."""
     from isoload.analysis.advice import Question, near_saves
     from isoload.analysis.judge import judge_by
-    from isoload.analysis.models import find_model, layer_time, measured_layer
+    from isoload.analysis.models import find_model
+    from isoload.cli.advise import phase_times
 
     topology = placements[0].topology
-    dtype = None if isinstance(device, str) else device.experts.dtype
-    chosen = find_model(model, dtype)
-    layer, _ = (
-        layer_time(device, "sglang", "prefill", chosen, topology)
-        if isinstance(device, str)
-        else measured_layer(device, chosen, topology)
-    )
+    chosen = find_model(model, None if isinstance(device, str) else device.experts.dtype)
+    layer, _ = phase_times(device, "sglang", ["prefill"], chosen, topology)["prefill"]
     judged = judge_by(trace, chosen, topology.num_ranks, tokens)
     return near_saves(Question(chosen, layer, topology, tokens), judged, placements, rows)
 
@@ -303,16 +299,13 @@ class Comparison:
         return rows, refused
 
 
-def device_of(gpu: str | None, times: str | None, model: str | None) -> str | Times | None:
+def device_of(gpu: str | None, times: str | None) -> str | Times | None:
     """Return the GPU whose shipped times are used, or the user's own times."""
     from isoload.times import load
 
     if gpu is not None and times is not None:
         raise ValueError("gpu must be left out with times, which are of your GPUs")
-    device = gpu if times is None else load(times)
-    if gpu is not None and model is None:
-        raise ValueError(f"model must be given with gpu, whose experts are computed, got {gpu} alone")
-    return device
+    return gpu if times is None else load(times)
 
 
 def speeds_of(device: str | Times | None, ranks: int, times: str | None) -> Any:
@@ -445,7 +438,9 @@ def place(
 
     load_plugins(plugin)
     check_targets([*traces, before, against, times], force, json, str(output), html)
-    device = device_of(gpu, times, model)
+    device = device_of(gpu, times)
+    if gpu is not None and model is None:
+        raise ValueError(f"model must be given with gpu, whose experts are computed, got {gpu} alone")
     check_format(file_format, output, "output")
     check_absent(holes, rectangle, file_format)
     reading = Reading(stages, same_layers, allow_missing_ranks, first_moe_layer, model)

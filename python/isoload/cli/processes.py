@@ -76,9 +76,8 @@ def _run_rank(
     writer: Connection,
 ) -> None:
     """Run one process. Its messages: ("alive", None), then ("report", ...) or ("error", text)."""
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # a terminal sends Ctrl-C to all processes; the parent ends this one
+    # A terminal sends Ctrl-C to all processes; the parent ends this one.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     for reader in readers:
         reader.close()  # so that writing fails once the parent has ended
     method, patience = f"file://{store}", timedelta(seconds=stall_seconds)

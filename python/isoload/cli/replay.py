@@ -280,23 +280,14 @@ def replay(
     price for borrowed experts use these times, unless their options set others.
     """
     from isoload.analysis import simulate
-    from isoload.cli.arguments import (
-        Reading,
-        check_targets,
-        given_placement,
-        load_trace,
-        progress,
-        source_line,
-        unseen_part,
-    )
-    from isoload.cli.options import load_plugins
+    from isoload.cli import arguments
     from isoload.policies import POLICIES
     from isoload.times import load
 
-    load_plugins(plugin)
-    check_targets([*traces, placement, times], force, json, html=html)
-    reading = Reading(stages, same_layers, allow_missing_ranks, first_moe_layer, model)
-    placed = None if placement is None else reading.stated(given_placement(context, placement))
+    options.load_plugins(plugin)
+    arguments.check_targets([*traces, placement, times], force, json, html=html)
+    reading = arguments.Reading(stages, same_layers, allow_missing_ranks, first_moe_layer, model)
+    placed = None if placement is None else reading.stated(arguments.given_placement(context, placement))
     if placed is not None:
         ranks, ranks_per_node = placed.topology.num_ranks, placed.topology.ranks_per_node
         spare_slots, shared_experts = placed.spare_slots, placed.num_shared
@@ -305,9 +296,7 @@ def replay(
     if policies is not None:
         names = [name.strip() for name in policies.split(",") if name.strip()]
         whole = {"in-order": (simulate.BASELINE,), "all": (simulate.BASELINE, *POLICIES)}
-        chosen = tuple(
-            dict.fromkeys(policy_name for name in names for policy_name in whole.get(name, (name,)))
-        )
+        chosen = tuple(dict.fromkeys(policy for name in names for policy in whole.get(name, (name,))))
     settings = simulate.ReplaySettings(
         num_ranks=ranks,
         ranks_per_node=ranks_per_node,
@@ -327,26 +316,21 @@ def replay(
         exchange_every=exchange_every,
         skip_refused=policies is not None and "all" in names,
     )
-    loaded, note = load_trace(traces, layers, top_k, reading), ""
+    loaded, note = arguments.load_trace(traces, layers, top_k, reading), ""
     if placed is not None:
-        settings, placed, note = unseen_part(placed, str(placement), loaded, settings)
-    with progress("replaying batches") as on_batch:
+        settings, placed, note = arguments.unseen_part(placed, str(placement), loaded, settings)
+    with arguments.progress("replaying batches") as on_batch:
         replayed = simulate.replay(loaded, settings, on_batch, placed)
-
-    timed = [
-        {"policy": row.policy, **row_times}
-        for row, row_times in zip(replayed.policies, replayed.layer_times, strict=False)
-    ]
+    rows = zip(replayed.policies, replayed.layer_times, strict=False)
+    timed = [{"policy": row.policy, **row_times} for row, row_times in rows]
     figures = replay_json(replayed)
 
     def show(console: Console) -> None:
-        say(console, ("", source_line([loaded])))
+        say(console, ("", arguments.source_line([loaded])))
         print_replay(replayed, console, wide, note)
         if settings.times:
-            units, warnings = (
-                [TIMES_UNITS.format(times=settings.times)],
-                times_warnings(timed, settings.times),
-            )
+            units = [TIMES_UNITS.format(times=settings.times)]
+            warnings = times_warnings(timed, settings.times)
             say(console, columns_of(TIMES, timed, wide), ("dim", units), ("yellow", warnings))
 
     def drawn() -> str:

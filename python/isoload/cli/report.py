@@ -10,6 +10,7 @@ from rich.console import Console
 
 from isoload.cli import options
 from isoload.cli.advise import Answered, PhaseQuestion, answer, one_placement
+from isoload.cli.place import device_of
 from isoload.cli.tables import Figure, Row, columns_of, page_table, say, write_out
 from isoload.wording import amount, between
 
@@ -115,15 +116,12 @@ def report(
     from isoload.analysis.rank_loads import read_recorded
     from isoload.analysis.server import phases
     from isoload.cli.arguments import Reading, check_targets
-    from isoload.times import load
     from isoload.traces import write_trace
 
     check_targets([recorded, times], force, json, html=html)
     if trace is not None and not force and Path(trace).exists():
         raise ValueError(f"trace must be a new file, or --force be given, got {trace!r}")
-    if gpu is not None and times is not None:
-        raise ValueError("gpu must be left out with times, which are of your GPUs")
-    device = gpu if times is None else load(times)
+    device = device_of(gpu, times)
     if (device is None) != (model is None):
         raise ValueError(f"gpu must come with model, got {gpu or times} and {model}")
     if html is not None and device is None:
@@ -196,37 +194,21 @@ def modelled(
     if not with_constants:
         raise ValueError(f"phase {chosen[0].name} has no constants: {' '.join(gaps)}")
     chosen = with_constants
-    notes: dict[str, list[str]] = {}
-    for name, (layer, of_phase) in phase_times(
-        gpu, engine, {part.name: 0 for part in chosen}, described, topology
-    ).items():
-        constants[name], notes[name] = layer, of_phase
-    gathers = engine == "vllm" or described.is_deepseek
-    questions_by_phase = {
-        part.name: Question(
-            described,
-            constants[part.name],
-            topology,
-            part.tokens,
-            step_ms,
-            gathers=gathers,
-            plan_us=None if isinstance(gpu, str) else gpu.plan_us,
-        )
-        for part in recorded_phases
-        if part.name in constants
-    }
-    runs = {
-        part.name: served_runs(recorded, part, questions_by_phase[part.name])
-        for part in recorded_phases
-        if part.name in questions_by_phase
-    }
-    by_phase = {name: saved_ms(*part, questions_by_phase[name]) for name, part in runs.items()}
-    questions = {}
+    timed = phase_times(gpu, engine, [part.name for part in chosen], described, topology)
+    constants |= {name: layer for name, (layer, _) in timed.items()}
+    more: dict[str, Any] = {"gathers": engine == "vllm" or described.is_deepseek}
+    more["plan_us"] = None if isinstance(gpu, str) else gpu.plan_us
+    questions_by_phase, by_phase, questions = {}, {}, {}
+    for part in recorded_phases:
+        if part.name in constants:
+            question = Question(described, constants[part.name], topology, part.tokens, step_ms, **more)
+            questions_by_phase[part.name] = question
+            by_phase[part.name] = saved_ms(*served_runs(recorded, part, question), question)
     for part in sorted(chosen, key=lambda phase: phase.name, reverse=True):  # prefill first
         trace, question = trace_of(recorded, part), questions_by_phase[part.name]
         judged = judge_by(trace, described, topology.num_ranks, question.tokens)
         basis = f"the advice on {part.name} is from {amount(len(part.batches), 'pass', 'passes')}"
-        questions[part.name] = PhaseQuestion(question, trace, judged, [basis, *notes[part.name]])
+        questions[part.name] = PhaseQuestion(question, trace, judged, [basis, *timed[part.name][1]])
     passes = {part.name: len(part.batches) for part in chosen}
     weights = step_weights(passes.get("prefill", 0) / sum(passes.values()))
     advice = answer(one_placement(questions), engine, gpu, None, source, weights=weights)

@@ -171,7 +171,9 @@ class Metrics:
     def _child(self, name: str, labels: tuple[str, ...]) -> Any:
         key = (name, *labels)
         if key not in self._children:
-            self._children[key] = _metric(name).labels(*self._labels, *labels)
+            with _LOCK:  # prometheus_client rejects a second metric of one name
+                metric = _create(name)
+            self._children[key] = metric.labels(*self._labels, *labels)
         return self._children[key]
 
 
@@ -197,11 +199,6 @@ def set_refused(engine: str) -> None:
     """Set isoload_attached to 0 in a process to which isoload has not attached, if metrics can be written already."""
     if MULTIPROCESS in os.environ or "prometheus_client" in sys.modules:
         Metrics(engine, on=True).set("attached", 0)
-
-
-def _metric(name: str) -> Any:
-    with _LOCK:  # prometheus_client rejects a second metric of one name
-        return _create(name)
 
 
 @cache
@@ -287,14 +284,12 @@ class Meter:
     def read(self) -> list[LayerReport]:
         """Return all layers since the last reading and reset them; the host waits for the device."""
         reports = []
-        for layer in sorted(self._sums):
-            batches, before, after, certified, peaks = self._sums[layer].tolist()
-            self._sums[layer].zero_()
+        for layer, sums in sorted(self._sums.items()):
+            batches, before, after, certified, peaks = sums.tolist()
+            sums.zero_()
             if batches:
-                mean_after = after / peaks if peaks else None
-                reports.append(
-                    LayerReport(layer, int(batches), before / batches, mean_after, int(certified), int(peaks))
-                )
+                means = before / batches, after / peaks if peaks else None
+                reports.append(LayerReport(layer, int(batches), *means, int(certified), int(peaks)))
         return reports
 
     def report_if_due(self) -> bool:
@@ -336,8 +331,7 @@ def line(name: str, layers: list[LayerReport], plan_seconds: float | None, toler
     if plan_seconds is not None:
         time_taken = f"{1e6 * plan_seconds:.0f} us per plan on the host"
     return (
-        f"isoload {name}: {sum(layer.batches for layer in layers)} plans of {len(layers)} layers; "
-        f"imbalance {sum(before) / len(before):.3f} evenly spread, {planned:.3f} planned, "
-        f"{worst:.3f} in the worst layer; {proof} in all batches of {level} of "
-        f"{len(layers)} layers; {time_taken}"
+        f"isoload {name}: {sum(layer.batches for layer in layers)} plans of {len(layers)} layers; imbalance "
+        f"{sum(before) / len(before):.3f} evenly spread, {planned:.3f} planned, {worst:.3f} in the worst layer; "
+        f"{proof} in all batches of {level} of {len(layers)} layers; {time_taken}"
     )

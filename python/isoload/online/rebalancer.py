@@ -61,21 +61,10 @@ def place_step(
         raise ValueError(f"passes must be above 0, got {passes}")
     before, loads = known.placement, known.loads.cpu()
     counts = loads.sum(2)[..., : before.num_routed]  # [micro-batches, L, E]
-    after = place(
-        counts,
-        before.topology,
-        before.slots_per_rank,
-        "scenario",
-        before.spare_slots,
-        before.num_shared,
-        before,
-        moves=moves,
-        **options,
-    )
+    shape = before.slots_per_rank, "scenario", before.spare_slots, before.num_shared
+    after = place(counts, before.topology, *shape, before, moves=moves, **options)
     times = assumed_experts(*size) if experts is None else experts
-    old, new = (
-        sum(pass_ms(batch, placement, policy, times) for batch in loads) for placement in (before, after)
-    )
+    old, new = (sum(pass_ms(batch, way, policy, times) for batch in loads) for way in (before, after))
     worth = Worth(passes * (old - new), move_ms(before, after, size.num_bytes))
     return StepPlacement(after if worth.gain_ms > worth.move_ms else before, worth)
 
@@ -246,9 +235,8 @@ class Rebalancer:
                 f"complete before the next begins, got {self.every}"
             )
         rank_weights = [w for layer in self.layers if isinstance(layer, MoE) for w in layer.weights]
-        if any(isinstance(weights, ShardWeights) for weights in rank_weights) and not self.options.get(
-            "pinned"
-        ):
+        sharded = any(isinstance(weights, ShardWeights) for weights in rank_weights)
+        if sharded and not self.options.get("pinned"):
             raise ValueError(
                 "pinned must be True if a layer is made of Shards, whose homes stay, got False: a placement that "
                 "moves them cannot be loaded"

@@ -168,12 +168,8 @@ class Recorder:
                 "trace must have at least one batch with copies: call step() after each, got none"
             )
         provenance = {"recorded by": "isoload.Recorder", "steps per batch": self.steps_per_batch}
-        more: dict[str, Any] = {
-            "layer_ids": self.layer_ids,
-            "provenance": provenance,
-            "identity": self.identity,
-        }
-        return Trace(name, self.num_experts, self.top_k, counts=counts.numpy(), **more)
+        more: dict[str, Any] = {"layer_ids": self.layer_ids, "identity": self.identity}
+        return Trace(name, self.num_experts, self.top_k, counts.numpy(), provenance=provenance, **more)
 
     def save(self, path: str | Path, group: Group | None = None) -> None:
         """Write the trace as .npz; every process of the group calls it, the first one writes."""

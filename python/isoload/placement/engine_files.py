@@ -186,26 +186,17 @@ def ascend_write(placement: Placement) -> Any:
     """Return vllm-ascend's expert_map_path; layers by their position among the MoE layers."""
     slots = engine_slots(placement)
     rows = slots.reshape(placement.num_layers, placement.topology.num_ranks, -1)
-    for layer, ranks in enumerate(rows):
-        for rank, row in enumerate(ranks.tolist()):
+    layers = []
+    for layer, ranks in enumerate(rows.tolist()):
+        for rank, row in enumerate(ranks):
             if len(set(row)) < len(row):
                 name = placement.layer_ids[layer]
                 raise ValueError(
                     f"an expert must be once on a rank for vllm-ascend, which layer {name}, rank {rank} violates"
                 )
-    return {
-        "moe_layer_count": len(rows),
-        "layer_list": [
-            {
-                "layer_id": layer,
-                "device_count": len(ranks),
-                "device_list": [
-                    {"device_id": rank, "device_expert": row} for rank, row in enumerate(ranks.tolist())
-                ],
-            }
-            for layer, ranks in enumerate(rows)
-        ],
-    }
+        devices = [{"device_id": rank, "device_expert": row} for rank, row in enumerate(ranks)]
+        layers.append({"layer_id": layer, "device_count": len(ranks), "device_list": devices})
+    return {"moe_layer_count": len(rows), "layer_list": layers}
 
 
 def ascend_read(content: Any, topology: Topology | None) -> Placement:
@@ -256,22 +247,17 @@ def launch_line(placement: Placement, format: str, path: str, ranks: int | None 
     try:
         table = placement.arrays[0]
         # Without the number of ranks it is unknown whether absent slots are the last of their rank; SGLang checks it.
-        absent = (
-            ranks is None and format == "sglang" and not placement.spare_slots and bool((table < 0).any())
-        )
+        unknown = ranks is None and format == "sglang" and not placement.spare_slots
+        absent = unknown and bool((table < 0).any())
         slots = table if absent else engine_slots(placement, holes=format == "sglang")
     except ValueError:  # spare, dead or absent slots
         return ""
     redundant, file = slots.shape[1] - placement.num_routed, shlex.quote(path)
-    if format == "sglang" and (slots < 0).any():
-        size = f"--tp {ranks} --ep-size {ranks} " if ranks else ""
-        return (
-            f"ISOLOAD_SGLANG=1 ISOLOAD_RAGGED={PAGES} python -m sglang.launch_server --model-path MODEL {size}"
-            f"--ep-num-redundant-experts {redundant} --init-expert-location {file}"
-        )
     if format == "sglang":
         size = f"--tp {ranks} --ep-size {ranks} " if ranks else ""
-        return f"{size}--ep-num-redundant-experts {redundant} --init-expert-location {file}"
+        line = f"{size}--ep-num-redundant-experts {redundant} --init-expert-location {file}"
+        ragged = f"ISOLOAD_SGLANG=1 ISOLOAD_RAGGED={PAGES} python -m sglang.launch_server --model-path MODEL "
+        return ragged * bool((slots < 0).any()) + line
     if format == "tensorrt-llm":
         return f"moe_config: {{load_balancer: {path}}}"
     size = f"--tensor-parallel-size {ranks} " if ranks else ""

@@ -17,14 +17,8 @@ import torch
 
 from isoload import __version__
 from isoload.files import check_keys, integer_rows, is_number, parse_json, read_text, to_json_text, write_text
-from isoload.placement import engine_files
-from isoload.placement.engine_files import (
-    ASSIGNMENTS,
-    UnknownRanks,
-    assignments,
-    engine_slots,
-    made,
-)
+from isoload.placement import engine_files as engine
+from isoload.placement.engine_files import ASSIGNMENTS, UnknownRanks, assignments, engine_slots, made
 from isoload.placement.placement import Placement
 from isoload.topology import Topology, as_topology
 from isoload.traces.identity import Identity, Numbering, identity_from_json, identity_to_json
@@ -166,7 +160,11 @@ def from_text(text: str) -> dict[str, Any]:
         if not line.strip() or line.lstrip().startswith("#"):
             continue
         if rows is not None and (row := ROW.fullmatch(line)):
-            _add(rows, row[1], _list(row[2], number), number)
+            try:
+                slots = json.loads(row[2])
+            except ValueError:
+                raise ValueError(f"line {number} must have a list of integers, got {shown(row[2])}") from None
+            _add(rows, row[1], slots, number)
             continue
         rows = None
         if line.rstrip() == f"{ASSIGNMENTS}:":
@@ -179,13 +177,6 @@ def from_text(text: str) -> dict[str, Any]:
                 f"line {number} must be a key and a number, or a layer and its list, got {shown(line)}"
             )
     return fields
-
-
-def _list(text: str, number: int) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        raise ValueError(f"line {number} must have a list of integers, got {shown(text)}") from None
 
 
 def _add(fields: dict[str, Any], key: str, value: Any, number: int) -> None:
@@ -217,35 +208,28 @@ class Format:
 FORMATS = {
     "isoload": Format(lambda c: c.get("format") == NAME, from_json, to_json),
     "tensorrt-llm": Format(
-        lambda c: engine_files.ASSIGNMENTS in c and "record_type" not in c,
-        read,
-        write,
-        to_text,
-        numbering="model",
+        lambda c: ASSIGNMENTS in c and "record_type" not in c, read, write, to_text, numbering="model"
     ),
     "sglang": Format(
-        lambda c: engine_files.SGLANG in c,
-        engine_files.sglang_read,
-        engine_files.sglang_write,
+        lambda c: engine.SGLANG in c,
+        engine.sglang_read,
+        engine.sglang_write,
         suffix=".json",
         numbering="hidden",
         holes=True,
     ),
     "vllm": Format(
-        lambda c: c.get("record_type") == engine_files.VLLM,
-        engine_files.vllm_read,
-        engine_files.vllm_write,
-        numbering="moe",
+        lambda c: c.get("record_type") == engine.VLLM, engine.vllm_read, engine.vllm_write, numbering="moe"
     ),
     "vllm-list": Format(
         lambda c: c and isinstance(c[0], list),
-        engine_files.vllm_list_read,
-        engine_files.vllm_list_write,
+        engine.vllm_list_read,
+        engine.vllm_list_write,
         holds=list,
         numbering="moe",
     ),
     "vllm-ascend": Format(
-        lambda c: "layer_list" in c, engine_files.ascend_read, engine_files.ascend_write, numbering="moe"
+        lambda c: "layer_list" in c, engine.ascend_read, engine.ascend_write, numbering="moe"
     ),
 }
 
@@ -276,10 +260,10 @@ def write_placement(
     check_format(format, path)
     form = FORMATS[format]
     if form.numbering is not None:
-        engine_files.engine_slots(
+        engine_slots(
             placement, holes and form.holes
-        )  # checks whether any engine's file can hold it, before the layers' numbers
-        placement = engine_files.by_moe_layers(placement, form.numbering)
+        )  # whether a file can hold it, before the layers' numbers
+        placement = engine.by_moe_layers(placement, form.numbering)
     write_text(form.dumps(form.write(placement)), str(path))
 
 

@@ -150,14 +150,8 @@ def _scaled(curve: Curve, kernel: str, top_k: int, measured: int, ranks: int) ->
 def other_size(time: AllToAllTime, top_k: int, ranks: int) -> AllToAllTime:
     """Return the times of an exchange inside of one node, among another number of ranks than was measured."""
     low, high = _scaled(time.high, time.kernel, top_k, time.ranks, ranks)
-    return replace(
-        time,
-        ranks=ranks,
-        low=low,
-        high=high,
-        measured=ranks == time.ranks,
-        extrapolated_from="" if ranks == time.ranks else f"{time.ranks} ranks on 1 node",
-    )
+    sizes = "" if ranks == time.ranks else f"{time.ranks} ranks on 1 node"
+    return replace(time, ranks=ranks, low=low, high=high, measured=not sizes, extrapolated_from=sizes)
 
 
 def _between(
@@ -184,12 +178,10 @@ def _between(
         return nearest, Curve(*nearest[step])
     nearest = max(fitting, key=lambda row: row["nodes"])
     curve, before = Curve(*nearest[step]), _before(fitting, nearest, step)
-    more = rows_leaving(nearest["kernel"], top_k, nodes) / rows_leaving(
-        nearest["kernel"], top_k, nearest["nodes"]
-    )
+    more, fewer = (rows_leaving(nearest["kernel"], top_k, number) for number in (nodes, nearest["nodes"]))
     growth = max(curve.a_us / before.a_us, 1.0) if before else CALL_GROWTH
     doublings = log2(nodes / nearest["nodes"])
-    return nearest, curve._replace(s_us=more * curve.s_us, a_us=growth**doublings * curve.a_us)
+    return nearest, curve._replace(s_us=more / fewer * curve.s_us, a_us=growth**doublings * curve.a_us)
 
 
 def _before(rows: list[Row], last: Row, step: str) -> Curve | None:
@@ -236,9 +228,7 @@ def _span(values: set[int]) -> str:
 class LayerTime:
     """Dispatch, the slowest rank's experts, combine, one after the other."""
 
-    dispatch: (
-        AllToAllTime | None
-    )  # None: no rows travel, or the experts' kernel was measured with them (megamoe)
+    dispatch: AllToAllTime | None  # None: no rows travel, or the experts' time contains them (megamoe)
     experts: ExpertTime
     combine: AllToAllTime | None
 
@@ -290,7 +280,5 @@ def break_even(expert_bytes: float, bandwidth: float, token_us: float) -> int:
 
 def assumed_experts(num_bytes: float, num_weights: float) -> ExpertTime:
     """Return times of an H100's experts by arithmetic: weights are read at 3.35 TB/s, copies at DeepSeek-V3's rate."""
-    copy_us = DEEPSEEK_V3_TOKEN_US * num_weights / DEEPSEEK_V3_FP8
-    return ExpertTime(
-        "h100", "assumed", "", 0, 0, 0.0, num_bytes / 3.35e6, copy_us, 0.0, 2.0, source="assumed"
-    )
+    times = 0.0, num_bytes / 3.35e6, DEEPSEEK_V3_TOKEN_US * num_weights / DEEPSEEK_V3_FP8, 0.0, 2.0
+    return ExpertTime("h100", "assumed", "", 0, 0, *times, source="assumed")

@@ -92,45 +92,22 @@ class Times:
 
     def to_json(self) -> dict[str, Any]:
         steps = {name: getattr(self, name) for name in STEPS}
+        exchange: dict[str, Any] | None = None
+        if self.dispatch is not None:
+            exchange = {name: [*step.low, step.tokens_to, step.fit_error] for name, step in steps.items()}
+            exchange |= {"kernel": self.dispatch.kernel}
+        experts = {key: value for key, value in asdict(self.experts).items() if key not in LEFT_OUT}
+        plain = {name: getattr(self, name) for name in ("device", "software", "ranks", "nodes")}
         return {
-            "format": FORMAT,
-            "version": VERSION,
-            "unit": UNIT,
-            "device": self.device,
-            "software": self.software,
-            "ranks": self.ranks,
-            "nodes": self.nodes,
-            "experts": {key: value for key, value in asdict(self.experts).items() if key not in LEFT_OUT},
-            "exchange": None
-            if self.dispatch is None
-            else {name: [*step.low, step.tokens_to, step.fit_error] for name, step in steps.items()}
-            | {"kernel": self.dispatch.kernel},
-            "move_us": self.move_us,
-            "plan_us": self.plan_us,
-            "speeds": list(self.speeds),
-            "points": self.points,
-            "gpus": list(self.gpus),
+            **{"format": FORMAT, "version": VERSION, "unit": UNIT, **plain},
+            **{"experts": experts, "exchange": exchange, "move_us": self.move_us, "plan_us": self.plan_us},
+            **{"speeds": list(self.speeds), "points": self.points, "gpus": list(self.gpus)},
         }
 
 
 LEFT_OUT = ("source", "version", "gpu")
-KEYS = {
-    "format",
-    "version",
-    "unit",
-    "device",
-    "software",
-    "ranks",
-    "nodes",
-    "experts",
-    "exchange",
-    "move_us",
-} | {
-    "plan_us",
-    "speeds",
-    "points",
-    "gpus",
-}
+KEYS = {"format", "version", "unit", "device", "software", "ranks", "nodes", "experts", "exchange", "move_us"}
+KEYS |= {"plan_us", "speeds", "points", "gpus"}
 CONSTANTS = {field.name for field in fields(ExpertTime)} - set(LEFT_OUT)
 
 
@@ -190,21 +167,8 @@ def _times(content: dict[str, Any], path: str) -> Times:
     move = content["move_us"]
     move_us = None if move is None else _number("move_us", move)
     software = {str(key): str(value) for key, value in content["software"].items()}
-    exchanges = steps["dispatch"], steps["combine"]
-    return Times(
-        device,
-        software,
-        ranks,
-        nodes,
-        experts,
-        *exchanges,
-        move_us,
-        plan_us,
-        speeds,
-        content["points"],
-        gpus,
-        path,
-    )
+    group = device, software, ranks, nodes, experts, steps["dispatch"], steps["combine"]
+    return Times(*group, move_us, plan_us, speeds, content["points"], gpus, path)
 
 
 def _whole(content: dict[str, Any], key: str) -> int:

@@ -127,15 +127,12 @@ class Identity:
             )
             raise ValueError(f"{what} {which} and does not state which layers of the model are dense: {HOW}")
         if current == "moe":
-            self._check_positions(rows, what)
+            if max(rows) >= len(self.moe_layers):
+                raise ValueError(
+                    f"{what} has MoE layers up to position {max(rows)}, but the model has {len(self.moe_layers)}"
+                )
             return {self.moe_layers[position]: row for position, row in rows.items()}
         return {self.moe_layers.index(layer): row for layer, row in rows.items()}
-
-    def _check_positions(self, positions: Sequence[int] | dict[int, int], what: str) -> None:
-        if max(positions) >= len(self.moe_layers):
-            raise ValueError(
-                f"{what} has MoE layers up to position {max(positions)}, but the model has {len(self.moe_layers)}"
-            )
 
 
 def identity_to_json(identity: Identity) -> dict[str, Any]:
@@ -175,12 +172,7 @@ class Identified:
 
 def joined(first: Identity, second: Identity, what: str, other_what: str) -> Identity:
     """Return what two identities of one model state together, with the numbering of the first."""
-    names = {
-        identity.model.rpartition("/")[2].lower(): identity.model
-        for identity in (first, second)
-        if identity.model
-    }
-    if len(names) > 1:
+    if len({model.rpartition("/")[2].lower() for model in (first.model, second.model) if model}) > 1:
         raise ValueError(
             f"{what} is of the model {first.model}, but {other_what} of {second.model}: if they are the same, "
             "pass --model"
@@ -234,19 +226,13 @@ def spans(numbers: Sequence[int]) -> str:
     return ", ".join(texts if len(texts) <= 8 else [*texts[:7], f"... {texts[-1]}"])
 
 
-EXPERT_KEYS = (
-    "n_routed_experts",
-    "num_experts",
-    "num_local_experts",
-    "moe_num_experts",
-)  # the first one counts
+# The first existing key counts.
+EXPERT_KEYS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
 
 
 def read_config(path: Path) -> dict[str, Any]:
     """Return the content of a config.json, of its text model if it describes several; {} if it holds no object."""
-    content = parse_json(
-        read_text(path, MAX_NOTES), infinities=True
-    )  # Mamba's time_step_limit ends at Infinity
+    content = parse_json(read_text(path, MAX_NOTES), infinities=True)  # as in Mamba's time_step_limit
     if not isinstance(content, dict):
         return {}
     text = content.get("text_config") or content.get("llm_config") or content

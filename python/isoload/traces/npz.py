@@ -31,8 +31,8 @@ def read_npz(path: Path, limit: int) -> dict[str, Any]:
     if "counts" not in arrays and "topk_ids" not in arrays:
         names = ", ".join(others) or "none"
         raise ValueError(f"{path}: holds neither counts nor topk_ids, its arrays are {names}")
-    fields = {"name": path.stem, **_about(path, arrays, limit)}
-    provenance = fields.setdefault("provenance", {})
+    fields = {"name": path.stem, "provenance": {}, **_about(path, arrays, limit)}
+    provenance = fields["provenance"]
     _drop_dense(fields, arrays)
     if others:
         provenance.setdefault("arrays_not_read", others)
@@ -147,12 +147,9 @@ def write_trace(trace: Trace, path: str | Path, **more: Ints) -> None:
     path = Path(path)
     if path.suffix != ".npz":
         raise ValueError(f"path must end in .npz, got {str(path)!r}")
-    known = {
-        **trace.provenance,
-        "layer_ids": list(trace.layer_ids),
-        "identity": identity_to_json(trace.identity),
-    }
-    known |= {"name": trace.name, "num_experts": trace.num_experts, "top_k": trace.top_k}
+    known = {**trace.provenance, "layer_ids": list(trace.layer_ids)}
+    known |= {"identity": identity_to_json(trace.identity), "name": trace.name}
+    known |= {"num_experts": trace.num_experts, "top_k": trace.top_k}
     arrays: dict[str, Any] = {key: _narrow(a) for key in DIMS if (a := getattr(trace, key)) is not None}
     if trace.cluster is not None:
         arrays["cluster"] = np.array(trace.cluster)

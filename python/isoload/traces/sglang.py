@@ -156,7 +156,9 @@ def _read_stat(dumps: _Dumps) -> dict[str, Any]:
 def _read_records(
     dumps: _Dumps, mode: str, stage_of: Mapping[Path, int], allow_missing: bool
 ) -> dict[str, Any]:
-    maps = _slot_maps(dumps)
+    maps: dict[Path, Ints] = {}
+    for path, dump in dumps.items():
+        maps[path] = _slot_map(path, dump, next(iter(maps.values())).shape if maps else (None, None))
     num_experts = 1 + max(int(slot_map.max()) for slot_map in maps.values())
     records: dict[tuple[int, int, str], Record] = {}
     for path, dump in dumps.items():
@@ -186,17 +188,8 @@ def _read_records(
     return {**fields, "num_experts": num_experts, "provenance": provenance}
 
 
-def _slot_maps(dumps: _Dumps) -> dict[Path, Ints]:
-    """Return [L, P] logical expert in each slot, at the end of each file."""
-    maps: dict[Path, Ints] = {}
-    shape: tuple[int | None, ...] = (None, None)
-    for path, dump in dumps.items():
-        maps[path] = _slot_map(path, dump, shape)
-        shape = maps[path].shape
-    return maps
-
-
 def _slot_map(path: Path, dump: dict[str, Any], shape: Sequence[int | None]) -> Ints:
+    """Return [L, P] logical expert in each slot, at the end of the file."""
     slot_map = integers(path, _MAP, dump[_MAP], shape)
     if not slot_map.size or slot_map.min() < -1:
         got = slot_map.min() if slot_map.size else f"shape {list(slot_map.shape)}"
@@ -259,11 +252,18 @@ def integers(path: Path, name: str, value: Any, shape: Sequence[int | None]) -> 
 
 def read_record(path: Path, raw: dict[str, Any], mode: str, slot_map: Ints, num_experts: int) -> Record:
     """Return a record of a file, whose slots hold the experts of slot_map [L, P]."""
-    key = _key(path, raw)
+    key, slots = _key(path, raw), _slots_of(path, raw, mode, slot_map.shape)
     if mode == "per_pass":
-        return Record(*key, _logical_counts(path, raw, slot_map, num_experts))
-    chosen = _logical_ids(path, raw, slot_map)
-    return Record(*key, chosen, _sequence_lengths(raw.get("extend_seq_lens"), len(chosen)))
+        absent = slots[slot_map < 0] != 0
+        record = Record(*key, counts_of_slots(slot_map, slots, num_experts))
+    else:
+        experts = slot_map[np.arange(len(slot_map))[:, None, None], slots]
+        absent = experts[slots >= 0] < 0
+        view = np.where(slots >= 0, experts, -1).transpose(1, 0, 2).astype(np.int32)
+        record = Record(*key, view, _sequence_lengths(raw.get("extend_seq_lens"), len(view)))
+    if absent.any():
+        raise ValueError(f"{path}: must have no copies in absent slots (-1 in {_MAP}), got some")
+    return record
 
 
 def _key(path: Path, raw: dict[str, Any]) -> tuple[int, int, str]:
@@ -297,28 +297,6 @@ def _slots_of(path: Path, raw: dict[str, Any], mode: str, shape: Sequence[int]) 
     if mode == "per_token" and view.size and (view.min() < -1 or view.max() >= num_slots):
         raise ValueError(f"{path}: {name} must be in -1..{num_slots - 1}, got {view.min()}..{view.max()}")
     return view
-
-
-def _logical_counts(path: Path, raw: dict[str, Any], slot_map: Ints, num_experts: int) -> Ints:
-    """Return [L, E] copies, summed over an expert's slots."""
-    copies = _slots_of(path, raw, "per_pass", slot_map.shape)
-    _check_absent(path, bool(copies[slot_map < 0].any()))
-    return counts_of_slots(slot_map, copies, num_experts)
-
-
-def _check_absent(path: Path, some_copies: bool) -> None:
-    if some_copies:
-        raise ValueError(f"{path}: must have no copies in absent slots (-1 in {_MAP}), got some")
-
-
-def _logical_ids(path: Path, raw: dict[str, Any], slot_map: Ints) -> Ints:
-    """Return [L, tokens, 8] experts, -1 = padding."""
-    slots = _slots_of(path, raw, "per_token", slot_map.shape)
-    layer = np.arange(len(slot_map))[:, None, None]
-    experts = slot_map[layer, slots]
-    _check_absent(path, bool((experts[slots >= 0] < 0).any()))
-    ids: Ints = np.where(slots >= 0, experts, -1).transpose(1, 0, 2).astype(np.int32)
-    return ids
 
 
 def whole_passes(path: Path, records: Sequence[Record]) -> list[Record]:
