@@ -145,11 +145,9 @@ def _cut(trace: Trace, batch_tokens: int | None) -> Batches:
     assert trace.topk_ids is not None
     total, sizes, labels = len(trace.topk_ids), [len(trace.topk_ids)], None
     recorded = trace.tokens_per_batch
-    if (
-        recorded is not None and int(recorded.sum()) == total
-    ):  # otherwise batches are of more tokens than these
+    if recorded is not None and int(recorded.sum()) == total:
         sizes, labels = recorded.tolist(), trace.cluster
-    else:
+    else:  # the batches are of more tokens than these
         batch_tokens = batch_tokens or CUT_TOKENS
     if batch_tokens is not None:
         sizes, labels = _recut(sizes, labels, batch_tokens)

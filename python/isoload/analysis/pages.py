@@ -83,12 +83,10 @@ def _number(field: str, title: str | None, **more: Spec) -> Spec:
 
 
 def by_number(
-    series: Mapping[str, Sequence[float]], numbers: Sequence[int], x: str, y: str, best: str = ""
+    series: Mapping[str, Sequence[float]], numbers: Sequence[int], x: str, unit: str, best: str = ""
 ) -> Spec:
     """Return a line for each name, over layers in steps; best: the name with isoload's colour."""
-    points = [
-        (at, value, name) for name, line in series.items() for at, value in zip(numbers, line, strict=True)
-    ]
+    points = [(n, y, name) for name, line in series.items() for n, y in zip(numbers, line, strict=True)]
     others = cycle(LINES)
     colours = _colours(list(series), [OWN if name == best else next(others) for name in series])
     across = {"grid": False, "tickMinStep": 1}
@@ -98,7 +96,7 @@ def by_number(
         "mark": {**LINE, "interpolate": "step" if x == "layer" else "linear"},
         "encoding": {
             "x": _number("x", x, scale={"zero": False, "nice": False}, axis=across),
-            "y": _number("y", y, scale={"zero": False}, axis={"tickCount": 5}),
+            "y": _number("y", unit, scale={"zero": False}, axis={"tickCount": 5}),
             "color": colours | {"legend": {"symbolType": "stroke", "columns": 5}},
         },
     }
@@ -183,12 +181,8 @@ def by_tokens(
     values, above, last = list[Spec](), True, 0
     for n, low, high, said, measured in rows:
         above = not above or n >= 4 * last  # a label is as wide as a factor of 4 on this axis at most
-        values.append(
-            {
-                **{"x": n, "from": low, "to": high, "y": (low + high) / 2},
-                **{"said": said, "measured": measured, "above": above},
-            }
-        )
+        text = {"said": said, "measured": measured, "above": above}
+        values.append({"x": n, "from": low, "to": high, "y": (low + high) / 2, **text})
         last = n
     counts = {"grid": False, "values": [row[0] for row in rows], "labelOverlap": True}
     x = _number("x", "tokens per rank", axis=counts, scale={"type": "log", "base": 2, "padding": 26})

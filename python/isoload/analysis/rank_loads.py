@@ -47,7 +47,8 @@ class RankLoads:
     @property
     def counts(self) -> Ints:
         """[B, L, E] copies of experts."""
-        return counts_by_expert(self.slot_to_expert, self.slot_copies, self.num_experts)
+        table, experts = self.slot_to_expert, self.num_experts
+        return np.stack([counts_of_slots(table, copies, experts) for copies in self.slot_copies])
 
     def save(self, folder: str | Path) -> Path:
         """Write the file, which appears whole or not at all."""
@@ -62,10 +63,6 @@ class RankLoads:
         )
         write_trace(trace, path, **{table: getattr(self, table) for table in TABLES})
         return path
-
-
-def counts_by_expert(slot_to_expert: Ints, slot_copies: Ints, num_experts: int) -> Ints:
-    return np.stack([counts_of_slots(slot_to_expert, copies, num_experts) for copies in slot_copies])
 
 
 def read_rank_loads(path: Path) -> RankLoads:

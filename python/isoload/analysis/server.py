@@ -119,9 +119,8 @@ class Phase:
 
     def quantiles(self, values: Floats) -> dict[str, float]:
         """Return the mean of routed or planned, and the values that these fractions of the layers do not exceed."""
-        return {"mean": float(values.mean())} | {
-            key: float(np.quantile(values, q)) for key, q in QUANTILES.items()
-        }
+        quantiles = {key: float(np.quantile(values, q)) for key, q in QUANTILES.items()}
+        return {"mean": float(values.mean())} | quantiles
 
 
 def phases(recorded: Recorded) -> list[Phase]:

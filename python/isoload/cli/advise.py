@@ -231,9 +231,7 @@ def tokens_by_phase(
 
 def advise(
     model: Annotated[str, typer.Option(metavar="NAME|FILE", help="A model's name, or its config.json.")],
-    ranks: Annotated[
-        int, options.Range(1), typer.Option(help="Number of ranks of the expert-parallel group.")
-    ],
+    ranks: options.Ranks,
     traces: Annotated[
         list[Path] | None,
         typer.Argument(

@@ -75,11 +75,7 @@ def step_columns(now: Step, best: Step) -> list[Column]:
     figures = [name for name in now.stages if any((*now.stages[name], *best.stages[name]))]
 
     def cells(step: Step) -> list[str]:
-        return [
-            *(between(*step.stages[name]) for name in figures),
-            between(*step.ms),
-            between(*step.halved_ms),
-        ]
+        return [between(*span) for span in (*map(step.stages.__getitem__, figures), step.ms, step.halved_ms)]
 
     group, stages = "ms, mean rank", Column("", "stage", [*figures, "a whole step", "in two halves"])
     return [stages, Column(group, "now", cells(now)), Column(group, "best", cells(best))]
@@ -87,40 +83,30 @@ def step_columns(now: Step, best: Step) -> list[Column]:
 
 def rows_of(advice: Advice, phases: Mapping[str, Advice]) -> list[Row]:
     """Return a row for each candidate of the table, with the figures that --json writes."""
-    asked = advice.question
-    is_server = len(phases) > 1
-    shown = [
-        *advice.answers[:SHOWN_ROWS],
-        *([] if advice.now in advice.answers[:SHOWN_ROWS] else [advice.now]),
-        *advice.alone,
-    ]
+    asked, first = advice.question, list(advice.answers[:SHOWN_ROWS])
+    shown = [*first, *([] if advice.now in first else [advice.now]), *advice.alone]
     of_phases = {
         name: {answer.candidate: between(*answer.ms) for answer in (*part.answers, *part.alone)}
         for name, part in phases.items()
     }
     rows = []
     for answer in shown:
-        size = answer.slots_bytes
-        requests = f"{size / asked.context / asked.model.kv_bytes:.0f}" if size else "-"
-        cells = {
-            name: of_phases[name][answer.candidate] if is_server else None for name in ("prefill", "decode")
+        size, time = answer.slots_bytes, between(*answer.ms)
+        row = answer.to_json() | {
+            "label": answer.candidate.label,
+            "saved": "now" if answer is advice.now else between(*answer.saved_ms),
+            "gib": f"{size / GIB:.1f}" if size else "-",
+            "rank_rows": answer.rank_rows if asked.topology.num_nodes > 1 else None,
+            "node_rows": answer.node_rows if asked.topology.num_nodes > 1 else None,
         }
-        rows.append(
-            {
-                **answer.to_json(),
-                **cells,
-                "label": answer.candidate.label,
-                "layer": None if is_server else two_digits(answer.ms_per_layer, 3),
-                "mean": between(*answer.ms) if is_server else None,
-                "step": None if is_server else between(*answer.ms),
-                "saved": "now" if answer is advice.now else between(*answer.saved_ms),
-                "gib": f"{size / GIB:.1f}" if size else "-",
-                "requests": None if is_server else requests,
-                "imbalance": None if is_server else answer.imbalance,
-                "rank_rows": answer.rank_rows if asked.topology.num_nodes > 1 else None,
-                "node_rows": answer.node_rows if asked.topology.num_nodes > 1 else None,
-            }
-        )
+        if len(phases) > 1:
+            row |= {name: of_phases[name][answer.candidate] for name in ("prefill", "decode")}
+            row |= dict.fromkeys(("layer", "step", "requests", "imbalance")) | {"mean": time}
+        else:
+            requests = f"{size / asked.context / asked.model.kv_bytes:.0f}" if size else "-"
+            row |= {"layer": two_digits(answer.ms_per_layer, 3), "step": time, "requests": requests}
+            row |= dict.fromkeys(("prefill", "decode", "mean"))
+        rows.append(row)
     return rows
 
 
@@ -147,44 +133,36 @@ def verdict_lines(advice: Advice, phases: Mapping[str, Advice]) -> list[str]:
         gain = f"{alone.candidate.label} {sentence(saved, 'another')}"
         last = [f"Without an exchange nothing is to be balanced: {gain}. {ALONE}"]
     if ours is None:
-        reason = (
-            "Every rank holds all experts"
-            if asked.topology.num_ranks == 1
-            else "There is no memory for more slots"
-        )
+        alone_on_rank = asked.topology.num_ranks == 1
+        reason = "Every rank holds all experts" if alone_on_rank else "There is no memory for more slots"
         return [first, f"{reason}, so that isoload has no choice.", *last]
     second = f"isoload: {advice.verdict}. {ours.candidate.label} {sentence(advice.gain_ms, 'another')}"
     if is_server:
         gains = [f"{saving(*part.gain_ms, 'ms')} a step of {name}" for name, part in phases.items()]
         second += f": it {' and '.join(gains)}"
-    other = advice.rival(not asked.like_for_like)
+    other, more = advice.rival(not asked.like_for_like), ours.candidate.more
     compared = f"isoload {sentence(advice.gain_over(other))} against {other.candidate.label}."
-    third = (
-        f"Both sides choose their number of slots. With +{ours.candidate.more} slots on both sides {compared}"
-    )
+    third = f"Both sides choose their number of slots. With +{more} slots on both sides {compared}"
     if asked.like_for_like:
-        third = f"Both sides have +{ours.candidate.more} slots. Where both choose their number of slots {compared}"
+        third = f"Both sides have +{more} slots. Where both choose their number of slots {compared}"
     elif other is theirs:
-        third = f"Both sides choose their number of slots, and both choose +{ours.candidate.more}."
+        third = f"Both sides choose their number of slots, and both choose +{more}."
     return [first, f"{second}.", third, *last]
 
 
 def question_lines(advice: Advice, phases: Mapping[str, Advice], weights: Mapping[str, float]) -> list[str]:
     """Return lines about the setting: the model, the ranks and tokens, the GPU and its kernels."""
     model, topology = advice.question.model, advice.question.topology
-    shape = (
-        f"{model.name}, {model.layers} layers of {model.experts} experts, top-{model.top_k}, {model.dtype}"
-    )
-    nodes = topology.num_nodes
-    ranks = topology.num_ranks
+    experts = f"{model.experts} experts, top-{model.top_k}"
+    shape = f"{model.name}, {model.layers} layers of {experts}, {model.dtype}"
+    ranks, nodes = topology.num_ranks, topology.num_nodes
     where = f"{ranks} rank{'s' * (ranks > 1)} on {nodes} node{'s' * (nodes > 1)}"
+    parts = list[str]()
     if len(phases) == 1:
         where += f", {advice.question.tokens} tokens a rank"
-    parts = [
-        f"{name}: {part.question.tokens} tokens a rank in {100 * weights[name]:.3g} % of the steps"
-        for name, part in phases.items()
-        if len(phases) > 1
-    ]
+    else:
+        each = {name: f"{part.question.tokens} tokens a rank" for name, part in phases.items()}
+        parts = [f"{name}: {text} in {100 * weights[name]:.3g} % of the steps" for name, text in each.items()]
     kernels = dict.fromkeys(part.question.layer.experts.kernel for part in phases.values())
     return [shape, where, *parts, f"{advice.question.layer.experts.gpu}, {' and '.join(kernels)}"]
 
@@ -248,11 +226,9 @@ def slots_parts(answers: Sequence[SlotsAnswer]) -> tuple[list[Column], list[str]
 
     within = f"at most {100 * NO_DIFFERENCE:.0f} % longer than"
     best = least_memory(answers)
-    rows = [
-        {**answer.to_json(), "ms": between(*answer.ms), "saved": between(*answer.saved_ms)}
-        | {"gib": answer.slots_bytes / GIB}
-        for answer in answers
-    ]
+    rows = [answer.to_json() | {"gib": answer.slots_bytes / GIB} for answer in answers]
+    for row in rows:
+        row |= {"ms": between(*row["ms"]), "saved": between(*row["saved_ms"])}
     advice = f"Slots: {best.label} takes {within} the fastest of these, with the least memory."
     if not best.slots_bytes:
         advice = f"Slots: no replicas are needed. Without them a step takes {within} with the best of these."
@@ -312,11 +288,10 @@ def loads_section(runs: Mapping[str, Run], best: str, layers: Sequence[int], of_
     loads = {name: run.copies.sum(-1) for name, run in runs.items()}
     series = {name: over_mean(rows).max(-1).mean(0) for name, rows in loads.items()}
     shown = dict.fromkeys(("now", best))
+    leave = {name: (run.rank_rows, run.node_rows) for name, run in runs.items()}
     parts = [
         lines("Imbalance by layer", MEAN, series, layers, best="isoload"),
-        leaving(
-            "Rows by destination", ROWS, {name: (run.rank_rows, run.node_rows) for name, run in runs.items()}
-        ),
+        leaving("Rows by destination", ROWS, leave),
         *(part for name in shown for part in rank_heats(name, loads[name], layers)),
         *(sending_heat(name, runs[name].rows) for name in shown),
     ]
@@ -353,12 +328,10 @@ def saving_section(
 def _by_tokens(
     phase: str, said: str, rows: Sequence[Saving], extent: tuple[float, float], colour: str
 ) -> str:
-    drawn = [
-        (row.tokens, *row.share, f"{two_digits(sum(row.ms) / 2)} ms", not row.extrapolated) for row in rows
-    ]
     header = "tokens per rank", "ms saved, from", "to", "of the layers, from", "to", "measured"
-    values = []
+    drawn, values = [], []
     for row in rows:
+        drawn.append((row.tokens, *row.share, f"{two_digits(sum(row.ms) / 2)} ms", not row.extrapolated))
         parts = [f"{two_digits(100 * part)} %" for part in row.share]
         values.append((row.tokens, *map(two_digits, row.ms), *parts, "no" if row.extrapolated else "yes"))
     return figure(f"Kernels of {phase}", said, pages.by_tokens(drawn, extent, colour), header, values)
@@ -370,14 +343,11 @@ def _sensitivity(before: Run, after: Run, asked: Question) -> str:
 
     savings, middle = sensitivity(before, after, asked), sum(saved_ms(before, after, asked)) / 2
     ends = {
-        constant: {"half": sum(half) / 2, "double": sum(double) / 2}
-        for constant, (half, double) in savings.items()
+        name: {"half": sum(half) / 2, "double": sum(double) / 2} for name, (half, double) in savings.items()
     }
     turning = [constant for constant, pair in ends.items() if any(end * middle < 0 for end in pair.values())]
     turns = f"The sign turns with {', '.join(turning)}." if turning else "None of them turns its sign."
-    values = [
-        (constant, *(two_digits(end) for span in pair for end in span)) for constant, pair in savings.items()
-    ]
+    values = [(name, *map(two_digits, (*half, *double))) for name, (half, double) in savings.items()]
     header = "constant", "halved: ms, from", "to", "doubled: ms, from", "to"
     spec = pages.points(ends, "ms saved a step, middle of the range", ENDS, middle)
     said = f"What {after.candidate.label} saves over {before.candidate.label}. {turns}"
@@ -397,10 +367,8 @@ def step_section(advice: Advice, judged: Judged, of_phase: str) -> str:
     until = 1e3 * max(step.seconds for step in steps.values())
     parts = []
     for name, step in steps.items():
-        events = [
-            (int(rank), Timeline.STAGES[stage], 1e3 * float(start), 1e3 * float(end))
-            for rank, _, _, stage, start, end in step.events
-        ]
+        fields = ((rank, stage, start, end) for rank, _, _, stage, start, end in step.events.tolist())
+        events = [(rank, Timeline.STAGES[stage], 1e3 * a, 1e3 * b) for rank, stage, a, b in fields]
         rows = [(rank, stage, f"{start:.3f}", f"{end:.3f}") for rank, stage, start, end in events]
         title = f"{name}: {shown[name].label}, {two_digits(1e3 * step.seconds)} ms"
         spec = pages.gantt(events, stages, until)
@@ -442,21 +410,13 @@ def advise_page(
     advice: Advice, phases: Mapping[str, PagePhase], text: PageText, figures: Any, first: Sequence[str] = ()
 ) -> str:
     """Return the page of advice on the only phase, or on the mean step of both; first: sections that come first."""
-    best = advice.answers[0].candidate
-    is_server = len(phases) > 1
-    body = [
-        *first,
-        section("The candidates", text.candidates),
-        section(f"To run {best.label}", code(text.launch), prose([placeholders(text.launch)]))
-        if text.launch
-        else "",
-        *(
-            part
-            for name, page_phase in phases.items()
-            for part in page_phase.sections(f", {name}" if is_server else "")
-        ),
-        section("Definition of these figures", prose(text.notes)),
-    ]
+    body = [*first, section("The candidates", text.candidates)]
+    if text.launch:
+        best, start = advice.answers[0].candidate, (code(text.launch), prose([placeholders(text.launch)]))
+        body.append(section(f"To run {best.label}", *start))
+    for name, page_phase in phases.items():
+        body += page_phase.sections(f", {name}" if len(phases) > 1 else "")
+    body.append(section("Definition of these figures", prose(text.notes)))
     heading = f"isoload: {advice.verdict}"
     lead = [line.replace(" %", "\N{NO-BREAK SPACE}%") for line in text.verdict]
     return page(heading, text.asked, heading, lead, body, figures)

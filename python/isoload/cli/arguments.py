@@ -38,6 +38,7 @@ from isoload.traces.record import with_top_k
 from isoload.wording import shown
 
 Record = TypeVar("Record", Trace, Placement)
+WAYS = ("stages", "same_layers", "allow_missing_ranks")  # options of read_recordings
 
 
 def read_given(path: str, topology: Topology | None) -> Placement:
@@ -58,11 +59,8 @@ def read_given(path: str, topology: Topology | None) -> Placement:
 def given_placement(context: typer.Context, path: str) -> Placement:
     """Return the placement of a file; no option of the command may contradict it."""
     sources = {name: context.get_parameter_source(name) for name in context.params}
-    options = {
-        name: context.params[name]
-        for name, source in sources.items()
-        if source and source.name == "COMMANDLINE"
-    }
+    chosen = [name for name, source in sources.items() if source and source.name == "COMMANDLINE"]
+    options = {name: context.params[name] for name in chosen}
     ranks = options.get("ranks")
     placement = read_given(path, None if ranks is None else Topology(ranks, options.get("ranks_per_node", 0)))
     has = {
@@ -136,20 +134,18 @@ class Reading(NamedTuple):
 
     def shell_words(self, paths: Sequence[Path], trace: Trace, model: str) -> str:
         """Return files, as TRACE if they are long, and options with which `isoload place` reads them for SGLang."""
-        names = ("stages", "same_layers", "allow_missing_ranks")
-        options = [f"--{name.replace('_', '-')}" for name in names if getattr(self, name)]
+        options = [f"--{name.replace('_', '-')}" for name in WAYS if getattr(self, name)]
         if trace.identity.numbering != "model":
             options += ["--model", model]
         files = shlex.join(min(str(path), os.path.relpath(path), key=len) for path in paths)
         return " ".join(["TRACE" if len(files) > LONGEST_FILES else files, *map(shlex.quote, options)])
 
     def stated(self, record: Record) -> Record:
-        if self.first_moe_layer is not None and self.model is not None:
-            raise ValueError(
-                f"first_moe_layer must come without model, got {self.first_moe_layer} and {self.model}"
-            )
+        first = self.first_moe_layer
         if self.model is None:
-            return record.with_moe_layers(self.first_moe_layer)
+            return record.with_moe_layers(first)
+        if first is not None:
+            raise ValueError(f"first_moe_layer must come without model, got {first} and {self.model}")
         name, moe_layers = find_moe_layers(self.model)
         return record.with_moe_layers(moe_layers=moe_layers, model=name)
 
@@ -162,13 +158,10 @@ def load_traces(paths: Sequence[Path], reading: Reading, any_layers: bool = Fals
     """Return the trace of each recording; warnings go to stderr, a line each. any_layers: accept any number."""
     console = Console(stderr=True, highlight=False)
     shown_paths = str(paths[0]) if len(paths) == 1 else f"{len(paths)} files"
-    how = {name: getattr(reading, name) for name in ("stages", "same_layers", "allow_missing_ranks")}
-    with (
-        warnings.catch_warnings(record=True) as caught,
-        console.status(f"reading {escape(printable(shown_paths))}"),
-    ):
+    status = console.status(f"reading {escape(printable(shown_paths))}")
+    with warnings.catch_warnings(record=True) as caught, status:
         warnings.simplefilter("always", UserWarning)
-        traces = read_recordings(list(paths), **how)
+        traces = read_recordings(list(paths), **{name: getattr(reading, name) for name in WAYS})
     for warning in caught:
         console.print(Text(printable(f"warning: {warning.message}"), style="yellow"), soft_wrap=True)
     for trace in traces:
@@ -192,9 +185,8 @@ def with_extra(placement: Placement, extra_layers: str | None) -> Placement:
     """Return the placement with the layers of --extra-layers, if any."""
     if extra_layers is None:
         return placement
-    numbers = [
-        int(part) if part.strip().isdecimal() and len(part) < 9 else -1 for part in extra_layers.split(",")
-    ]
+    parts = extra_layers.split(",")
+    numbers = [int(part) if part.strip().isdecimal() and len(part) < 9 else -1 for part in parts]
     if min(numbers) < 0:
         raise ValueError(f"extra_layers must be layer numbers such as 61,62, got {shown(extra_layers)}")
     return placement.with_extra_layers(numbers)
@@ -234,18 +226,15 @@ def placement_facts(placement: Placement) -> dict[str, str]:
     made_by = placement.provenance.get("placer") or placement.provenance.get("format")
     spare = placement.spare_slots * placement.topology.num_ranks * placement.num_layers
     absent = int((placement.slot_to_expert < 0).sum()) - spare
-    return {
+    facts = {
         "layers": placement.identity.describe(placement.layer_ids),
         "experts": f"{placement.num_routed} routed, {placement.num_shared} shared",
         "slots": f"{placement.slots_per_rank} per rank, {placement.spare_slots} of them spare",
-        **(
-            {"absent slots": f"{absent} of {placement.slot_to_expert.numel()}, without memory"}
-            if absent
-            else {}
-        ),
-        "model": placement.identity.model or "not recorded",
-        "made by": shown(made_by).strip("'") if made_by else "not recorded",
     }
+    if absent:
+        facts["absent slots"] = f"{absent} of {placement.slot_to_expert.numel()}, without memory"
+    made_by = shown(made_by).strip("'") if made_by else "not recorded"
+    return facts | {"model": placement.identity.model or "not recorded", "made by": made_by}
 
 
 def source_line(traces: Sequence[Trace]) -> list[str]:
@@ -257,11 +246,12 @@ def source_line(traces: Sequence[Trace]) -> list[str]:
 
 
 @contextmanager
-def progress(what: str) -> Iterator[Callable[[int, int], None]]:
+def progress(what: str, shown: bool = True) -> Iterator[Callable[[int, int], None]]:
     """Show a progress bar on stderr, which disappears when done; none if stderr is not a terminal."""
     console = Console(stderr=True)
     columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    disable = not (shown and console.is_terminal)
+    with Progress(*columns, console=console, transient=True, disable=disable) as bar:
         task = bar.add_task(what, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
@@ -302,11 +292,9 @@ def check_targets(
                 )
         if os.path.isfile(target) and os.path.getsize(target):
             _check_old(name, target, force)
-    for first, other in combinations(targets, 2):
-        if _place(targets[first]) == _place(targets[other]):
-            raise ValueError(
-                f"{first} and {other} must be two files, got {targets[first]!r} and {targets[other]!r}"
-            )
+    for (first, target), (other, another) in combinations(targets.items(), 2):
+        if _place(target) == _place(another):
+            raise ValueError(f"{first} and {other} must be two files, got {target!r} and {another!r}")
 
 
 def _belongs(target: str, path: Path) -> bool:
@@ -325,17 +313,11 @@ def _check_old(name: str, target: str, force: bool) -> None:
         same = bool(holds(read_text(Path(target))))
     except ValueError:
         same = False
-    if name == "output":
-        if not force:
-            raise ValueError(
-                f"{name} must be a new file, or --force be given to replace {kind}, got {target!r}"
-            )
-        if not same:
-            raise ValueError(f"{name} must be a new file or replace {kind}, got {target!r} of another kind")
-    elif not (same or force):
-        raise ValueError(
-            f"{name} must be a new file or replace {kind}, got {target!r} of another kind, which takes --force"
-        )
+    if name == "output" and not force:
+        raise ValueError(f"{name} must be a new file, or --force be given to replace {kind}, got {target!r}")
+    if not same and (name == "output" or not force):
+        more = "" if name == "output" else ", which takes --force"
+        raise ValueError(f"{name} must be a new file or replace {kind}, got {target!r} of another kind{more}")
 
 
 def _holds_figures(content: Any) -> bool:

@@ -130,10 +130,8 @@ def _deep_ep() -> tuple[bool, str]:
     packages = [package for package in deep_ep.installed() if package.buffers]
     if not packages:
         others = ", ".join(f"{p.module} is installed but not DeepSeek's" for p in deep_ep.installed())
-        return (
-            False,
-            f"{others or 'not installed'}, needed for DeepEPTransport: pip install 'isoload[deepep]'",
-        )
+        reason = others or "not installed"
+        return False, f"{reason}, needed for DeepEPTransport: pip install 'isoload[deepep]'"
     can = "; ".join(f"{package}: {_abilities(package)}" for package in packages)
     if not torch.cuda.is_available():
         return False, f"{can}; needs a GPU, and torch finds none"
@@ -161,10 +159,8 @@ def _break_even() -> tuple[bool, str]:
     from isoload.times import exchanges
 
     inside, outside = exchanges.DEFAULT_BANDWIDTHS
-    near, far = (
-        exchanges.break_even(exchanges.DEEPSEEK_V3_FP8, bandwidth, exchanges.DEEPSEEK_V3_TOKEN_US)
-        for bandwidth in (inside, outside)
-    )
+    size, token_us = exchanges.DEEPSEEK_V3_FP8, exchanges.DEEPSEEK_V3_TOKEN_US
+    near, far = (exchanges.break_even(size, bandwidth, token_us) for bandwidth in (inside, outside))
     return True, (
         f"borrowing an expert pays from {near} tokens inside a node ({inside:g} GB/s), {far} between nodes "
         f"({outside:g} GB/s): arithmetic for DeepSeek-V3's experts in FP8 on an H100"
@@ -229,8 +225,8 @@ def placement_file_facts(path: Path) -> dict[str, str]:
     try:
         placement = read_placement(path)
         num_ranks = placement.topology.num_ranks
-        ranks = f"{num_ranks} on nodes of {placement.topology.ranks_per_node}"
-        facts = {**placement_facts(placement), "ranks": ranks}
+        facts = placement_facts(placement)
+        facts["ranks"] = f"{num_ranks} on nodes of {placement.topology.ranks_per_node}"
     except UnknownRanks:  # only the engine has the number
         placement = read_placement(path, Topology(1))
         facts = placement_facts(placement)

@@ -42,34 +42,23 @@ HOOKS = "its functions are as isoload expects and a known batch comes out right"
 SCHEDULER = "import sglang.srt.managers.scheduler"
 HUGGING_FACE = "from isoload.engines import huggingface; huggingface.register()"
 EXPERTS = "ep_implementation='isoload' after isoload.engines.huggingface.register()"
-MEGATRON = "import isoload.engines.megatron"
 
 
-def _differences(seams: str, then: str) -> str:
+def _probe(engine: str, then: str = "") -> str:
     return f"""
 from isoload.engines.seams import read_seams
-faults = [fault for seam in read_seams({seams!r}) if (fault := seam.fault())]
+faults = [fault for seam in read_seams({engine!r}) if (fault := seam.fault())]
 for fault in faults: print({SAID!r} + fault)
-if not faults: {then}
+if not faults: {then or f"import isoload.engines.{engine}"}
 """
 
 
 ENGINES = (
     Engine("SGLang", "sglang", _attaches("sglang", SCHEDULER), HOOKS, SGLANG, "sglang.srt.plugins"),
     Engine("vLLM", "vllm", _attaches("vllm"), HOOKS, VLLM, "vllm.general_plugins", "VLLM_PLUGINS", PLACEMENT),
-    Engine("transformers", "transformers", _differences("transformers", HUGGING_FACE), EXPERTS),
-    Engine(
-        "Megatron-Core",
-        "megatron.core",
-        _differences("megatron", MEGATRON),
-        "isoload.engines.megatron.balance(model)",
-    ),
-    Engine(
-        "torchtitan",
-        "torchtitan",
-        _differences("torchtitan", "import isoload.engines.torchtitan"),
-        "isoload.engines.torchtitan.balance(model)",
-    ),
+    Engine("transformers", "transformers", _probe("transformers", HUGGING_FACE), EXPERTS),
+    Engine("Megatron-Core", "megatron.core", _probe("megatron"), "isoload.engines.megatron.balance(model)"),
+    Engine("torchtitan", "torchtitan", _probe("torchtitan"), "isoload.engines.torchtitan.balance(model)"),
 )
 
 
@@ -95,11 +84,8 @@ def look(engine: Engine, environ: Mapping[str, str]) -> tuple[bool, str, bool]:
     if mode == "off":
         return False, f"{name} {version}: {engine.use}; {MODE.name}=off attaches to nothing", False
     if not on:
-        return (
-            True,
-            f"{name} {version}: {engine.use}{starts}; chooses replicas with {engine.switch.name}=1",
-            asked,
-        )
+        chooses = f"chooses replicas with {engine.switch.name}=1"
+        return True, f"{name} {version}: {engine.use}{starts}; {chooses}", asked
     if mode == "shadow":
         return True, f"{name} {version}: {engine.use}; counts in shadow mode, changes nothing{starts}", asked
     chosen = [environ.get(variable.name, "").strip() or variable.default for variable in (POLICY, PLACER)]
@@ -137,7 +123,6 @@ def faults(engine: Engine, environ: Mapping[str, str]) -> list[str]:
         kind, colon, reason = done.stderr.strip().rpartition("\n")[2].partition(": ")
         if kind in ("ImportError", "ModuleNotFoundError"):
             return [f"importing {engine.module} failed: {reason}"]
-        return [
-            reason if kind == "ValueError" else f"importing {engine.module} ended with {kind}{colon}{reason}"
-        ]
+        ended = f"importing {engine.module} ended with {kind}{colon}{reason}"
+        return [reason if kind == "ValueError" else ended]
     return [line.removeprefix(SAID) for line in done.stdout.splitlines() if line.startswith(SAID)]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -51,30 +52,23 @@ def measure(
     Run it alone for one rank's experts, or on all ranks that will serve: torchrun --nproc-per-node 8 -m isoload
     measure ... It takes at most a few minutes.
     """
-    from isoload.analysis.measuring import isoload_experts, make_machine
-    from isoload.analysis.measuring import measure as measure_all
+    if find_spec("scipy") is None:
+        raise ImportError("isoload measure fits its points with SciPy: pip install 'isoload[plan]'")
+    from isoload.analysis import measuring
     from isoload.analysis.models import find_model
-    from isoload.cli.arguments import check_targets
+    from isoload.cli.arguments import check_targets, progress
     from isoload.files import write_json
 
-    _check_scipy()
     check_targets([], force, json=str(output))
     chosen = find_model(model, dtype or "bfloat16", experts, top_k, layers=1)
-    function = isoload_experts if kernel == "isoload" else named_function(kernel)
-    with ranks() as rank, _progress(rank) as on_point:
-        machine = make_machine(chosen, memory * GIB, ranks_per_node, function, kernel)
-        times = measure_all(machine, on_point)
+    function = measuring.isoload_experts if kernel == "isoload" else named_function(kernel)
+    with ranks() as rank, progress("points", shown=rank == 0) as on_point:
+        machine = measuring.make_machine(chosen, memory * GIB, ranks_per_node, function, kernel)
+        times = measuring.measure(machine, on_point)
     if rank == 0:
         write_json(times.to_json(), str(output))
         if str(output) != "-":
             _print(times, str(output))
-
-
-def _check_scipy() -> None:
-    try:
-        import scipy  # noqa: F401
-    except ImportError:
-        raise ImportError("isoload measure fits its points with SciPy: pip install 'isoload[plan]'") from None
 
 
 def named_function(text: str) -> Kernel:
@@ -111,17 +105,6 @@ def ranks() -> Iterator[int]:
         dist.destroy_process_group()
 
 
-@contextmanager
-def _progress(rank: int) -> Iterator[Callable[[int, int], None]]:
-    from isoload.cli.arguments import progress
-
-    if rank:
-        yield lambda done, total: None
-        return
-    with progress("points") as on_point:
-        yield on_point
-
-
 def _print(times: Times, target: str) -> None:
     from rich.console import Console
 
@@ -137,13 +120,9 @@ def _print(times: Times, target: str) -> None:
     if times.dispatch is not None:
         whose = {"isoload": "isoload's, DeepEP", "deep_ep": "DeepEP's"}[times.dispatch.kernel]
         lines.append(f"dispatch and combine: {whose} {times.software['deep_ep']}")
-    for name in ("dispatch", "combine"):
-        step: Any = getattr(times, name)
-        if step is not None:
-            curve = step.high
-            lines.append(
-                f"{name}: a call {curve.a_us:.3g} µs, a token {curve.s_us:.3g} µs{_errors(step.fit_error, None)}"
-            )
+    for step in filter(None, (times.dispatch, times.combine)):
+        cost = f"a call {step.high.a_us:.3g} µs, a token {step.high.s_us:.3g} µs"
+        lines.append(f"{step.step}: {cost}{_errors(step.fit_error, None)}")
     if times.move_us is not None:
         lines.append(
             f"the weights of an expert move in {times.move_us:.3g} µs: a borrow pays from {times.break_even} copies, "

@@ -132,6 +132,7 @@ ExpertsPerToken = Annotated[
 MoeLayers = Annotated[
     int | None, Range(1, 2**12), typer.Option(help="Number of MoE layers, if the config.json lacks it.")
 ]
+Ranks = Annotated[int, Range(1), typer.Option(help="Number of ranks of the expert-parallel group.")]
 RanksPerNode = Annotated[int, Range(0), typer.Option(help="Ranks per node. 0: all ranks are on one node.")]
 SlotsPerRank = Annotated[
     int,

@@ -66,9 +66,7 @@ def inspect_page(
     from isoload.analysis.inspection import ranks_in_order
 
     layers, on = trace.layer_ids, [row["on_ranks"][str(num_ranks)] for row in rows]
-    series = {
-        name: [cost[key] for cost in on] for name, key in (("in order", "in_order"), ("least", "least"))
-    }
+    series = {key.replace("_", " "): [cost[key] for cost in on] for key in ("in_order", "least")}
     said = f"{MEAN} On {num_ranks} ranks; least: of any placement without replicas."
     hottest = {"hottest": [row["expert_max_over_mean"] for row in rows]}
     batches = np.array([row["rank"]["per_batch"] for row in rows]) * num_ranks
@@ -93,8 +91,8 @@ def placement_page(
     from isoload.analysis.judge import even_loads
 
     rows, layers = view["layers"], trace.layer_ids
-    names = {"in order": "in_order", "placed": "placed", "replicated": "replicated", "exact": "exact"}
-    series = {name: [row[key] for row in rows] for name, key in names.items()}
+    keys = "in_order", "placed", "replicated", "exact"
+    series = {key.replace("_", " "): [row[key] for row in rows] for key in keys}
     means = {name: float(np.mean(values)) for name, values in series.items()}
     by_number = {"all layers": view["balancedness_by_replicas"]}
     mine = placement.for_trace(trace)
@@ -126,15 +124,13 @@ def place_page(
     cells = [(name, *(f"{x:.3f}" for x in imbalances.values())) for name, imbalances in values.items()]
     spec = charts.points(values, "max/mean rank load", (charts.LINES[0], charts.OWN))
     by_placer = figure("Imbalance by placer", said, spec, ("placer", "even", "exact"), cells)
-    heats = rank_heats(
-        "even split over replicas", even_loads(placement, trace.batch_counts()), trace.layer_ids
-    )
+    loads = even_loads(placement, trace.batch_counts())
+    heats = rank_heats("even split over replicas", loads, trace.layer_ids)
     written = next(row for row in rows if row["written"])
     others = [f"{row['placer']} {row['even']:.3f}" for row in rows if row is not written]
     lead = [
-        f"The busiest rank has {written['exact']:.3f} times the mean under {written['placer']} with the "
-        f"exact split over "
-        f"replicas, and {written['even']:.3f} times with the even split.",
+        f"The busiest rank has {written['exact']:.3f} times the mean under {written['placer']} with the exact split "
+        f"over replicas, and {written['even']:.3f} times with the even split.",
         f"Other placers, with the even split: {'; '.join(others)}.",
     ]
     body = [section("Placers", tables, by_placer), section("Loads by rank", *heats), _notes(notes)]
@@ -157,9 +153,8 @@ def lines(
 ) -> str:
     """Return a line chart: [n] values of each name, over n numbers."""
     rows = [(n, *(f"{values[i]:.3f}" for values in series.values())) for i, n in enumerate(at)]
-    spec = charts.by_number(
-        {name: list(map(float, values)) for name, values in series.items()}, at, x, y, best
-    )
+    floats = {name: list(map(float, values)) for name, values in series.items()}
+    spec = charts.by_number(floats, at, x, y, best)
     return figure(title, said, spec, (x, *series), rows)
 
 
@@ -202,14 +197,10 @@ def sending_heat(name: str, sent: Any) -> str:
 
 def leaving(title: str, said: str, parts: Mapping[str, tuple[float, float]]) -> str:
     """Return a chart of the fractions that leave their rank and their node, by name."""
-    nodes = any(node > 0 for _, node in parts.values())
-    shares: dict[str, dict[str, float]] = {
-        name: {
-            "own rank": 1 - rank,
-            **({"own node": rank - node, "other nodes": node} if nodes else {"other ranks": rank}),
-        }
-        for name, (rank, node) in parts.items()
-    }
+    nodes, shares = any(node > 0 for _, node in parts.values()), dict[str, dict[str, float]]()
+    for name, (rank, node) in parts.items():
+        away = {"own node": rank - node, "other nodes": node} if nodes else {"other ranks": rank}
+        shares[name] = {"own rank": 1 - rank, **away}
     header = "", *next(iter(shares.values()))
     rows = [(name, *(f"{100 * x:.1f} %" for x in values.values())) for name, values in shares.items()]
     return figure(title, said, charts.shares(shares), header, rows)

@@ -72,10 +72,8 @@ BY_COUNTS = (
 def near_line(rows: tuple[float, float], peaks: tuple[float, float], saved: Span | None = None) -> str:
     """Return what the placer's option near saves and costs; all pairs are without near and with it."""
     if rows[1] >= rows[0]:
-        return (
-            f"; near saves none of the {rows[0]:.2f} rows to other nodes: no exchange of slots sends fewer under the "
-            "load caps"
-        )
+        none = f"; near saves none of the {rows[0]:.2f} rows to other nodes"
+        return f"{none}: no exchange of slots sends fewer under the load caps"
     modelled = "" if saved is None else f"; near {saving(*saved, 'ms')} a step"
     return (
         f"; a seen token sends about {rows[1]:.2f} rows to other nodes (with near=False {rows[0]:.2f}), and the "
@@ -104,14 +102,12 @@ def near_ms(
     return near_saves(Question(chosen, layer, topology, tokens), judged, placements, rows)
 
 
-def without_lost(ranks: int, lost: list[int] | None) -> tuple[bool, ...] | None:
+def without_lost(ranks: int, lost: Sequence[int]) -> tuple[bool, ...] | None:
     """Return which ranks are alive; None = all."""
-    if not lost:
-        return None
     for rank in lost:
         if not 0 <= rank < ranks:
             raise ValueError(f"lost_rank must be in 0..{ranks - 1}, got {rank}")
-    return tuple(rank not in lost for rank in range(ranks))
+    return tuple(rank not in lost for rank in range(ranks)) if lost else None
 
 
 def read_before(path: str, ranks: int) -> Placement:
@@ -174,14 +170,11 @@ def memory_budget(
 
 
 def memory_line(memory: dict[str, Any]) -> str:
-    line = (
-        f"replicas take {memory['replica_bytes'] / 2**30:.2f} GiB of the rank with most, one more slot in every layer "
-        f"{memory['one_slot_more_bytes'] / 2**30:.2f} GiB"
-    )
-    tokens = memory["kv_tokens"]
-    return (
-        line if tokens is None else f"{line}: the difference holds {tokens:,} tokens of KV cache in bfloat16"
-    )
+    replicas, more = (f"{memory[key] / 2**30:.2f} GiB" for key in ("replica_bytes", "one_slot_more_bytes"))
+    line = f"replicas take {replicas} of the rank with most, one more slot in every layer {more}"
+    if (tokens := memory["kv_tokens"]) is None:
+        return line
+    return f"{line}: the difference holds {tokens:,} tokens of KV cache in bfloat16"
 
 
 def check_absent(holes: bool, rectangle: bool, file_format: str) -> None:
@@ -218,20 +211,13 @@ class Way:
         return without_replicas(placement) if self.label == options.BASELINE else placement
 
 
-def shown_row(row: Row) -> Row:
-    """Return the row of a table, with a mark on the placer of the file."""
-    return row | {"placer": f"{row['placer']} (written)"} if row["written"] else row
-
-
 def free_slots(name: str, options: dict[str, Any], trace: Trace, topology: Topology) -> int | None:
     """Return the default slots per rank, or None for a placer that chooses their number."""
     from isoload.analysis.simulate import default_slots_per_rank
     from isoload.placers import make_placer
 
-    plain_options = {key: value for key, value in options.items() if key != "before"}
-    if make_placer(name, plain_options).has_budget:
-        return None
-    return default_slots_per_rank(trace.num_experts, topology.num_ranks)
+    placer = make_placer(name, {key: value for key, value in options.items() if key != "before"})
+    return None if placer.has_budget else default_slots_per_rank(trace.num_experts, topology.num_ranks)
 
 
 @dataclass(frozen=True, eq=False)
@@ -266,8 +252,9 @@ class Comparison:
         """Return a row of the table: means over unseen batches and layers, and under by_batch [batches][L]."""
         from isoload.analysis import judge
 
-        replicas = judge.most_replicas(placement)
-        same_size = self.old is not None and self.old.num_slots == placement.num_slots
+        replicas, changed = judge.most_replicas(placement), None
+        if self.old is not None and self.old.num_slots == placement.num_slots:
+            changed = judge.changed_slots(self.old, placement)
         return {
             "placer": label,
             "written": written,
@@ -275,9 +262,7 @@ class Comparison:
             "exact": float(exact.mean()),
             "replicas": judge.count_replicas(placement),
             "replica_bytes": round(replicas * self.expert_bytes) if self.expert_bytes else None,
-            "changed": None
-            if self.old is None or not same_size
-            else judge.changed_slots(self.old, placement),
+            "changed": changed,
             "by_batch": {"even": even.tolist(), "exact": exact.tolist()},
         }
 
@@ -322,9 +307,7 @@ def speeds_of(device: str | Times | None, ranks: int, times: str | None) -> Any:
 def place(
     traces: options.TracePaths,
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The placement file.")],
-    ranks: Annotated[
-        int, options.Range(1), typer.Option(help="Number of ranks of the expert-parallel group.")
-    ],
+    ranks: options.Ranks,
     ranks_per_node: options.RanksPerNode = 0,
     slots_per_rank: options.SlotsPerRank = 0,
     placer: Annotated[
@@ -447,7 +430,7 @@ def place(
     loaded = load_traces(traces, reading)
     first = loaded[0]
     held_back = calibrate or strictest(first.num_batches, first.cluster)
-    alive, speeds = without_lost(ranks, lost_rank), speeds_of(device, ranks, times)
+    alive, speeds = without_lost(ranks, lost_rank or ()), speeds_of(device, ranks, times)
     topology = Topology(ranks, ranks_per_node, alive=alive, speeds=speeds)
     start, rival = (
         None if read is None else reading.stated(read).for_trace(first, option)
@@ -507,7 +490,8 @@ def place(
         figures["arrivals"] = judge.arrivals(start, placement).sum(0).tolist()
     batches = "Seen batches" if held_back == "all" else "Unseen batches"
     units = [f"{batches} (calibrate {held_back}): {UNITS}"]
-    columns = columns_of(FIGURES, [shown_row(row) for row in rows])
+    marked = [row | {"placer": row["placer"] + " (written)" * row["written"]} for row in rows]
+    columns = columns_of(FIGURES, marked)
     notes = [f"{label}: n/a: {reason}" for label, reason in refused.items()]
     if near_rows and held_back != "all" and not judge.tokens_are_batches(first):
         notes.append(BY_COUNTS)
@@ -549,9 +533,8 @@ def convert(
     check_targets([source], force, output=str(output))
     check_format(file_format, output, "output")
     placement = read_given(str(source), None if ranks is None else Topology(ranks))
-    placement = with_extra(
-        Reading(first_moe_layer=first_moe_layer, model=model).stated(placement), extra_layers
-    )
+    stated = Reading(first_moe_layer=first_moe_layer, model=model).stated(placement)
+    placement = with_extra(stated, extra_layers)
     write_placement(placement, output, file_format)
     if str(output) != "-":
         line = f"{placement_line(placement, str(output))}, format {file_format}"

@@ -174,9 +174,7 @@ def replay_json(replay: Replay) -> Row:
 def replay(
     context: typer.Context,
     traces: options.TracePaths,
-    ranks: Annotated[
-        int, options.Range(1), typer.Option(help="Number of ranks of the expert-parallel group.")
-    ] = 8,
+    ranks: options.Ranks = 8,
     ranks_per_node: options.RanksPerNode = 0,
     slots_per_rank: options.SlotsPerRank = 0,
     spare_slots: Annotated[

@@ -122,12 +122,8 @@ def say(console: Console, *parts: tuple[str, Sequence[str]] | list[Column]) -> N
             styled = [(piece, style) for line in lines for piece in textwrap.wrap(printable(line), WIDTH)]
         else:
             heading, rows = table(part)
-            styled = [
-                ("", ""),
-                *((line, "cyan") for line in heading),
-                *((line, "") for line in rows),
-                ("", ""),
-            ]
+            lines = ["", *heading, *rows, ""]
+            styled = [(line, "cyan" if 0 < i <= len(heading) else "") for i, line in enumerate(lines)]
         for line, style in styled:
             # Text and soft_wrap: names may contain markup characters, and a pipe gets unwrapped lines.
             console.print(Text(line, style), soft_wrap=True)

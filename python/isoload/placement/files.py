@@ -149,10 +149,6 @@ def to_text(content: dict[str, Any]) -> str:
     return "\n".join([*head, f"{ASSIGNMENTS}:", *rows, ""])
 
 
-def looks_like(text: str) -> bool:
-    return re.search(rf"^(num_slots|{ASSIGNMENTS}):", text, re.M) is not None
-
-
 def from_text(text: str) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     rows: dict[str, Any] | None = None  # while inside of the assignments
@@ -260,9 +256,7 @@ def write_placement(
     check_format(format, path)
     form = FORMATS[format]
     if form.numbering is not None:
-        engine_slots(
-            placement, holes and form.holes
-        )  # whether a file can hold it, before the layers' numbers
+        engine_slots(placement, holes and form.holes)  # rejects it before the layers' numbers are needed
         placement = engine.by_moe_layers(placement, form.numbering)
     write_text(form.dumps(form.write(placement)), str(path))
 
@@ -293,7 +287,8 @@ def format_of(path: str | Path) -> str:
 
 
 def recognise(text: str) -> tuple[Any, Format]:
-    content = from_text(text) if looks_like(text) else parse_json(text)
+    is_yaml = re.search(rf"^(num_slots|{ASSIGNMENTS}):", text, re.M)
+    content = from_text(text) if is_yaml else parse_json(text)
     for form in FORMATS.values():
         if isinstance(content, form.holds) and form.matches(content):
             return content, form

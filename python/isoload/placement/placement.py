@@ -105,8 +105,7 @@ class Placement(Identified):
     def home_experts(self, layer: int, rank: int) -> list[int]:
         """Return a rank's home experts, ascending, for a layer by position: the rows of the rank's Shard."""
         owner = self.arrays[1][layer] // self.slots_per_rank
-        experts: list[int] = (owner == rank).nonzero()[0].tolist()
-        return experts
+        return list(map(int, (owner == rank).nonzero()[0]))
 
     @cached_property
     def has_freedom(self) -> tuple[bool, ...]:
@@ -163,9 +162,8 @@ class Placement(Identified):
 
     def with_layers(self, layer_ids: Sequence[int]) -> Placement:
         """Return the placement of some of its layer_ids, in this order."""
-        rows = matching_rows(
-            self.identity, layer_ids, "layer_ids", self.identity, self.layer_ids, "placement"
-        )
+        mine = self.identity, self.layer_ids, "placement"
+        rows = matching_rows(self.identity, layer_ids, "layer_ids", *mine)
         return self.with_rows(rows, layer_ids, self.identity)
 
     def with_rows(self, rows: Sequence[int], layer_ids: Sequence[int], identity: Identity) -> Placement:
@@ -183,10 +181,8 @@ class Placement(Identified):
     def moe_layers_by(self, numbering: Numbering, what: str = "placement") -> Placement:
         """Return the MoE layers alone, ascending, numbered "model" or "moe"; what: name for messages."""
         rows = self.identity.moe_rows(self.layer_ids, what, numbering)
-        layers = sorted(rows)
-        return self.with_rows(
-            [rows[layer] for layer in layers], layers, replace(self.identity, numbering=numbering)
-        )
+        layers, identity = sorted(rows), replace(self.identity, numbering=numbering)
+        return self.with_rows([rows[layer] for layer in layers], layers, identity)
 
     def for_model(self, moe_layers: Sequence[int]) -> Placement:
         """Return the placement of all MoE layers of a model, in order; ValueError if it is of another model or lacks a
@@ -266,10 +262,8 @@ class Placement(Identified):
         for layer_id, row, replicas in zip(self.layer_ids, slots, self._replicas, strict=True):
             copies = np.bincount(row[row >= 0], minlength=self.num_experts)[: self.num_routed]
             hottest = int(copies.argmax())
-            empty = int((row < 0).sum())
-            rows.append(
-                (str(layer_id), replicas, int((copies > 1).sum()), hottest, int(copies[hottest]), empty)
-            )
+            most = int((copies > 1).sum()), hottest, int(copies[hottest])
+            rows.append((str(layer_id), replicas, *most, int((row < 0).sum())))
         head = ("layer", "replicas", "replicated experts", "most slots: expert", "slots", "empty slots")
         return f"{self!r}\n{text_table(head, rows)}"
 
@@ -277,8 +271,7 @@ class Placement(Identified):
     def _replicas(self) -> list[int]:
         """[L] slots of routed experts beyond one for each."""
         routed = (self.arrays[0] >= 0) & (self.arrays[0] < self.num_routed)
-        replicas: list[int] = (routed.sum(1) - self.num_routed).tolist()
-        return replicas
+        return [int(slots) - self.num_routed for slots in routed.sum(1)]
 
     def _remember(self, key: tuple[torch.device, int | None], placed: PlacedLayers) -> PlacedLayers:
         if may_be_kept(placed.home_slot):

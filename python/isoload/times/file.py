@@ -98,11 +98,9 @@ class Times:
             exchange |= {"kernel": self.dispatch.kernel}
         experts = {key: value for key, value in asdict(self.experts).items() if key not in LEFT_OUT}
         plain = {name: getattr(self, name) for name in ("device", "software", "ranks", "nodes")}
-        return {
-            **{"format": FORMAT, "version": VERSION, "unit": UNIT, **plain},
-            **{"experts": experts, "exchange": exchange, "move_us": self.move_us, "plan_us": self.plan_us},
-            **{"speeds": list(self.speeds), "points": self.points, "gpus": list(self.gpus)},
-        }
+        head = {"format": FORMAT, "version": VERSION, "unit": UNIT, **plain}
+        times = {"experts": experts, "exchange": exchange, "move_us": self.move_us, "plan_us": self.plan_us}
+        return head | times | {"speeds": list(self.speeds), "points": self.points, "gpus": list(self.gpus)}
 
 
 LEFT_OUT = ("source", "version", "gpu")

@@ -53,9 +53,8 @@ def read_router_traces(paths: Sequence[Path], limit: int, allow_missing: bool = 
                 f"{path}: holds rank {trace.rank}, as {other.path.name} does: put the files of each recording into a "
                 "folder of its own"
             )
-    note_missing(
-        first_path, sorted(set(range(1 + max(traces))) - set(traces)), 1 + max(traces), allow_missing
-    )
+    number = 1 + max(traces)
+    note_missing(first_path, sorted(set(range(number)) - set(traces)), number, allow_missing)
     first = traces[min(traces)]
     for trace in traces.values():
         if trace.layers != first.layers:

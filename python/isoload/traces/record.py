@@ -117,9 +117,8 @@ def model_top_k(model: str, num_experts: int) -> int:
 def with_top_k(trace: Trace, model: str | None = None) -> Trace:
     """Return the trace with its own K, else that of model (a number or a name), else of the model that it names."""
     if model is None:
-        return replace(
-            trace, top_k=trace.top_k or model_top_k(str(trace.provenance.get("model")), trace.num_experts)
-        )
+        known = model_top_k(str(trace.provenance.get("model")), trace.num_experts)
+        return replace(trace, top_k=trace.top_k or known)
     number = model.isdecimal() and len(model) < 9
     top_k = int(model) if number else model_top_k(model, trace.num_experts)
     if not top_k:

@@ -263,18 +263,14 @@ def _expand(paths: Sequence[str | Path]) -> tuple[list[Path], dict[Path, list[Pa
 
 
 def _check_twice(files: Sequence[Path]) -> None:
-    paths_by_digest: dict[bytes, Path] = {}
+    known: dict[bytes, Path] = {}
     for path in files:
         content = blake2b()
         with open_regular(path) as file:
             while chunk := file.read(2**20):
                 content.update(chunk)
-        digest = content.digest()
-        if digest in paths_by_digest:
-            raise ValueError(
-                f"{path}: holds the same bytes as {paths_by_digest[digest]}, give each file once"
-            )
-        paths_by_digest[digest] = path
+        if (other := known.setdefault(content.digest(), path)) is not path:
+            raise ValueError(f"{path}: holds the same bytes as {other}, give each file once")
 
 
 def _read_files(files: Sequence[Path], limit: int, allow_missing: bool) -> Iterator[tuple[Path, Trace]]:

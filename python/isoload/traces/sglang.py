@@ -180,7 +180,7 @@ def _read_records(
         "num_experts_from": _MAP,
         "ranks": sorted({rank % STAGE for rank in ranks}),
         "ranks_with_a_shared_view": sorted(
-            {record.rank % STAGE for record in whole} - {r % STAGE for r in ranks}
+            {r.rank % STAGE for r in whole} - {rank % STAGE for rank in ranks}
         ),
         "incomplete_passes_dropped": len({record.forward_pass for record in records.values()} - passes),
     }

@@ -203,9 +203,8 @@ def sum_ranks(recording: Recording, traces: dict[Path, Trace]) -> Trace:
     for file in files:
         trace = traces[file.path]
         assert trace.counts is not None and trace.cluster is not None
-        for number, counts, phase in zip(
-            trace.provenance["passes"], trace.counts, trace.cluster, strict=True
-        ):
+        passes = zip(trace.provenance["passes"], trace.counts, trace.cluster, strict=True)
+        for number, counts, phase in passes:
             sums[number] = sums.get(number, np.int64(0)) + counts
             writers[number] = writers.get(number, 0) + 1
             # A pass is of prefill if it is prefill on any rank.

@@ -106,9 +106,7 @@ def _begin_run(runs: list[Run], header: dict[str, Any]) -> None:
     if last.header is None and last.steps:
         raise ValueError(f"{META} must be the first record of a file with headers, it comes after steps")
     if last.header is not None:
-        known, new = (
-            {k: v for k, v in fields.items() if k != "timestamp"} for fields in (last.header, header)
-        )
+        known, new = ({k: v for k, v in head.items() if k != "timestamp"} for head in (last.header, header))
         if known != new:
             raise ValueError(
                 f"{META} must agree with the run before, of which this file holds {len(last.steps)} steps: "
