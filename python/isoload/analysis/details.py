@@ -12,25 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from isoload.analysis.advice import (
-    NO_DIFFERENCE,
-    Answer,
-    Batch,
-    Candidate,
-    Question,
-    Run,
-    Span,
-    less,
-    over_even,
-    placed,
-    planning_us,
-    run,
-    run_of,
-    saved_ms,
-    sent_batches,
-    step_ms,
-    timeline_of,
-)
+from isoload.analysis import advice
+from isoload.analysis.advice import Answer, Candidate, Question, Run, Span
 from isoload.analysis.judge import Floats, Judged, most_replicas
 from isoload.analysis.timeline import Timeline
 from isoload.balancing.planning import fill, plan, refill, share_routed
@@ -73,10 +56,11 @@ def scaled(layer: LayerTime, name: str, factor: float) -> LayerTime:
 
 def sensitivity(before: Run, after: Run, question: Question) -> dict[str, tuple[Span, Span]]:
     """Return by constant the saving if it is halved and if it is doubled; the most important constants first."""
-    savings = {PLANNING: (saved_ms(before, after, question, 0.5), saved_ms(before, after, question, 2.0))}
+    half, double = (advice.saved_ms(before, after, question, factor) for factor in (0.5, 2.0))
+    savings = {PLANNING: (half, double)}
     for name in (*EXPERTS, *EXCHANGE):
         asked = (replace(question, layer=scaled(question.layer, name, factor)) for factor in (0.5, 2.0))
-        half, double = (saved_ms(before, after, each) for each in asked)
+        half, double = (advice.saved_ms(before, after, each) for each in asked)
         savings[name] = half, double
     width = {name: abs(sum(half) - sum(double)) for name, (half, double) in savings.items()}
     return dict(sorted(savings.items(), key=lambda item: -width[item[0]]))
@@ -109,11 +93,11 @@ def by_tokens(
         if tokens != question.tokens:
             judged = replace(judged, loads=judged.loads[:2])
         asked = replace(question, tokens=tokens)
-        before, after = (run(candidate, judged, asked) for candidate in pair)
+        before, after = (advice.run(candidate, judged, asked) for candidate in pair)
         for phase, layer in layers.items():
             timed = replace(asked, layer=layer)
-            ms = saved_ms(before, after, timed)
-            pairs = zip(step_ms(before, timed), step_ms(after, timed), strict=True)
+            ms = advice.saved_ms(before, after, timed)
+            pairs = zip(advice.step_ms(before, timed), advice.step_ms(after, timed), strict=True)
             share = sorted(1 - new / old for old, new in pairs)
             copies = [tokens * question.model.top_k]
             beyond = any(step.extrapolated(tokens) for step in (layer.dispatch, layer.combine) if step)
@@ -126,10 +110,10 @@ def by_tokens(
 
 def few_layers(candidate: Candidate, question: Question, judged: Judged, layers: int = 3) -> Timeline:
     """Return the first layers of the first judged batch, at the high end of every range."""
-    sent = sent_batches(candidate, placed(candidate, judged, question.topology), judged)[0]()
-    (_, plan), (_, gather) = planning_us(candidate.split, question)
+    sent = advice.sent_batches(candidate, advice.placed(candidate, judged, question.topology), judged)[0]()
+    (_, plan), (_, gather) = advice.planning_us(candidate.split, question)
     dense = 1e-3 * (question.dense_ms or 0.0) / question.model.layers
-    step = timeline_of(sent[:layers], question)
+    step = advice.timeline_of(sent[:layers], question)
     return step(end="high", dense_s=dense, plan_s=1e-6 * plan, gather_s=1e-6 * gather)
 
 
@@ -167,17 +151,17 @@ def slots_answers(question: Question, judged: Judged, now: Answer, prefill: bool
         return answers
 
     def add(label: str, ran: Run, slots_bytes: float, travel: Travel | None = None) -> None:
-        low, high = step_ms(ran, question)
+        low, high = advice.step_ms(ran, question)
         wait = (0.0, 0.0) if travel is None else travel.wait_ms
         ms = low + wait[0], high + wait[1]
         imbalance = float(over_mean(ran.copies.sum(-1)).max(-1).mean())
         tokens = int(max(per_slot - slots_bytes, 0) // model.kv_bytes)
         more = () if travel is None else (travel.exports, travel.ms)
-        answers.append(SlotsAnswer(label, ms, less(now.ms, ms), imbalance, slots_bytes, tokens, *more))
+        answers.append(SlotsAnswer(label, ms, advice.less(now.ms, ms), imbalance, slots_bytes, tokens, *more))
 
     split = "exact" if question.gathers else "own"
     none = place(counts, topology, base, "scenario")
-    add("scenario, no replicas", run(Candidate("scenario", 0, "none"), judged, question, none), 0.0)
+    add("scenario, no replicas", advice.run(Candidate("scenario", 0, "none"), judged, question, none), 0.0)
     num_layers = len(judged.calibration)
     factor = model.layers / num_layers  # traces may lack layers
     budgets = {max(round(budget / factor), 1) for budget in BUDGETS}
@@ -185,11 +169,12 @@ def slots_answers(question: Question, judged: Judged, now: Answer, prefill: bool
         placement = place(counts, topology, None, "scenario", replicas=replicas)
         memory = most_replicas(placement) * model.expert_bytes * factor
         if fits(memory, question):
-            ran = run(Candidate("scenario", 1, split), judged, question, placement)
+            ran = advice.run(Candidate("scenario", 1, split), judged, question, placement)
             add(f"scenario, {round(replicas * factor)} replicas a rank where they pay", ran, memory)
     if fits(per_slot, question):
         more = place(counts, topology, base + 1, "scenario")
-        add("scenario, +1 slot", run(Candidate("scenario", 1, split), judged, question, more), per_slot)
+        ran = advice.run(Candidate("scenario", 1, split), judged, question, more)
+        add("scenario, +1 slot", ran, per_slot)
     if fits(per_slot, question) and question.gathers and prefill:
         homes = place(counts, topology, base + 1, "scenario", spare_slots=1)
         ran, travel = travelling(homes, question, judged)
@@ -204,7 +189,7 @@ def fits(num_bytes: float, question: Question) -> bool:
 def least_memory(answers: Sequence[SlotsAnswer]) -> SlotsAnswer:
     """Return the answer with the least memory among those that take at most NO_DIFFERENCE longer than the fastest."""
     fastest = min(sum(answer.ms) for answer in answers)
-    fast = [answer for answer in answers if sum(answer.ms) <= fastest * (1 + NO_DIFFERENCE)]
+    fast = [answer for answer in answers if sum(answer.ms) <= fastest * (1 + advice.NO_DIFFERENCE)]
     return min(fast, key=lambda answer: (answer.slots_bytes, sum(answer.ms)))
 
 
@@ -225,18 +210,18 @@ def travelling(placement: Placement, question: Question, judged: Judged) -> tupl
     scale = min(1.0, 2**30 / max(float(judged.calibration.sum(-1).max()), 1.0))
     counts = torch.from_numpy((judged.calibration * scale).astype(np.int32))
     last = fill(counts, placed_layers, policy="hedge")
-    batches, moves = list[Batch](), list[Floats]()
+    batches, moves = list[advice.Batch](), list[Floats]()
     for loads in judged.loads:
         new = refill(SPARE, loads, placed_layers, last)
         moves.append(experts_moved(new.filled.slot_to_expert, last.slot_to_expert, placement))
         sent = share_routed(loads, plan(loads, placed_layers, filled=new.filled), None)
         batches.append(partial(np.asarray, sent.numpy()))
         last = new.filled
-    ran = run_of(Candidate("scenario", 1, "exact"), batches, question)
+    ran = advice.run_of(Candidate("scenario", 1, "exact"), batches, question)
     moved = np.stack(moves)  # [B, L, 2]
     gigabytes = (topology.bandwidths or DEFAULT_BANDWIDTHS)[0]
     ms = moved.max(-1) * model.expert_bytes / gigabytes / 1e6
-    crossing = over_even(ran.crossing, question)
+    crossing = advice.over_even(ran.crossing, question)
     tokens = np.full(ran.copies.shape[:2], question.tokens)
     _, dispatch, _ = question.layer.parts(ran.copies, ran.received, tokens, crossing)
     low, high = (model.layers * np.maximum(ms[..., None] - 1e3 * dispatch, 0).mean((0, 1))).tolist()
@@ -284,7 +269,7 @@ def without_exchange(
         layer_ms = 1e3 * float(seconds.mean(1).max(-1).mean())  # of [B, L, R]
         ms = model.layers * layer_ms, model.layers * layer_ms
         candidate = Candidate(name, lacking, "none")
-        answers.append(Answer(candidate, layer_ms, ms, less(now.ms, ms), 1.0, stored[name], 0.0, 0.0))
+        answers.append(Answer(candidate, layer_ms, ms, advice.less(now.ms, ms), 1.0, stored[name], 0.0, 0.0))
     labels = {name: Candidate(name, 0, "none").label for name in faults}
     return answers, [f"{labels[name]} is left out: {fault}" for name, fault in faults.items() if fault]
 
