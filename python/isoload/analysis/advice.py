@@ -85,8 +85,8 @@ def sent(
     if split == "node":
         return _node(loads, placement, renewed)
     if split == "own":
-        tables, sources = placement.layers("cpu").tables, enumerate(loads.unbind(1))
-        return torch.stack([ops.plan_own(own.contiguous(), tables, renewed[s], s) for s, own in sources], 1)
+        tables, ranks = placement.layers("cpu").tables, enumerate(loads.unbind(1))
+        return torch.stack([ops.plan_own(sums.contiguous(), tables, renewed[r], r) for r, sums in ranks], 1)
     policy = {"none": "static", "static": "static", "exact": "exact"}[split]
     return share_routed(loads, plan_layers(loads, placement, policy), None)
 

@@ -60,7 +60,7 @@ def sensitivity(before: Run, after: Run, question: Question) -> dict[str, tuple[
     savings = {PLANNING: (half, double)}
     for name in (*EXPERTS, *EXCHANGE):
         asked = (replace(question, layer=scaled(question.layer, name, factor)) for factor in (0.5, 2.0))
-        half, double = (advice.saved_ms(before, after, each) for each in asked)
+        half, double = (advice.saved_ms(before, after, changed) for changed in asked)
         savings[name] = half, double
     width = {name: abs(sum(half) - sum(double)) for name, (half, double) in savings.items()}
     return dict(sorted(savings.items(), key=lambda item: -width[item[0]]))

@@ -69,8 +69,8 @@ class Forecast:
         elif self.predict == "popularity":
             predicted[..., :num_routed] = self._in_shares(routed)
         elif self.predict != "perfect":
-            layers = [self._predict(layer, routed, batch) for layer in range(len(loads))]
             nothing = torch.zeros_like(routed[0])
+            layers = (self._predict(layer, routed, batch) for layer in range(len(loads)))
             predicted[..., :num_routed] = torch.stack([nothing if x is None else x for x in layers])
         for layer in range(len(loads)):
             self.last.note(layer, routed[layer])

@@ -99,7 +99,8 @@ def with_alone(
         phases[name] = replace(server.phases[name], alone=tuple(answers))
         notes += left_out
     first = next(iter(by_phase.values()))
-    whole = replace(server.whole, alone=tuple(_mean(each, by_phase, server.weights) for each in first))
+    means = tuple(_mean(candidate, by_phase, server.weights) for candidate in first)
+    whole = replace(server.whole, alone=means)
     return replace(server, whole=whole, phases=phases), list(dict.fromkeys(notes))
 
 

@@ -161,8 +161,10 @@ def question_lines(advice: Advice, phases: Mapping[str, Advice], weights: Mappin
     if len(phases) == 1:
         where += f", {advice.question.tokens} tokens a rank"
     else:
-        each = {name: f"{part.question.tokens} tokens a rank" for name, part in phases.items()}
-        parts = [f"{name}: {text} in {100 * weights[name]:.3g} % of the steps" for name, text in each.items()]
+        sizes = {name: f"{part.question.tokens} tokens a rank" for name, part in phases.items()}
+        parts = [
+            f"{name}: {text} in {100 * weights[name]:.3g} % of the steps" for name, text in sizes.items()
+        ]
     kernels = dict.fromkeys(part.question.layer.experts.kernel for part in phases.values())
     return [shape, where, *parts, f"{advice.question.layer.experts.gpu}, {' and '.join(kernels)}"]
 

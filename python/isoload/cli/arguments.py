@@ -171,10 +171,7 @@ def load_traces(paths: Sequence[Path], reading: Reading, any_layers: bool = Fals
 
 
 def load_trace(
-    paths: Sequence[Path],
-    layers: str | None = None,
-    top_k: str | None = None,
-    reading: Reading = AS_FOUND,
+    paths: Sequence[Path], layers: str | None = None, top_k: str | None = None, reading: Reading = AS_FOUND
 ) -> Trace:
     """Return one trace of all recordings, of some layers, with K where it is known."""
     trace = with_top_k(joined_trace(load_traces(paths, reading, layers is not None)), top_k)

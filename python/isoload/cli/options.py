@@ -120,9 +120,7 @@ ExtraLayers = Annotated[
     ),
 ]
 Experts = Annotated[
-    int | None,
-    Range(1, 2**20),
-    typer.Option(help="Routed experts per layer, if the config.json lacks them."),
+    int | None, Range(1, 2**20), typer.Option(help="Routed experts per layer, if the config.json lacks them.")
 ]
 ExpertsPerToken = Annotated[
     int | None,

@@ -262,8 +262,8 @@ class Placement(Identified):
         for layer_id, row, replicas in zip(self.layer_ids, slots, self._replicas, strict=True):
             copies = np.bincount(row[row >= 0], minlength=self.num_experts)[: self.num_routed]
             hottest = int(copies.argmax())
-            most = int((copies > 1).sum()), hottest, int(copies[hottest])
-            rows.append((str(layer_id), replicas, *most, int((row < 0).sum())))
+            figures = int((copies > 1).sum()), hottest, int(copies[hottest])
+            rows.append((str(layer_id), replicas, *figures, int((row < 0).sum())))
         head = ("layer", "replicas", "replicated experts", "most slots: expert", "slots", "empty slots")
         return f"{self!r}\n{text_table(head, rows)}"
 

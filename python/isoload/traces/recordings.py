@@ -269,8 +269,9 @@ def _check_twice(files: Sequence[Path]) -> None:
         with open_regular(path) as file:
             while chunk := file.read(2**20):
                 content.update(chunk)
-        if (other := known.setdefault(content.digest(), path)) is not path:
-            raise ValueError(f"{path}: holds the same bytes as {other}, give each file once")
+        if (digest := content.digest()) in known:
+            raise ValueError(f"{path}: holds the same bytes as {known[digest]}, give each file once")
+        known[digest] = path
 
 
 def _read_files(files: Sequence[Path], limit: int, allow_missing: bool) -> Iterator[tuple[Path, Trace]]:

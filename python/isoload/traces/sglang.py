@@ -103,10 +103,7 @@ def read_ascend(path: Path, loads: torch.Tensor, limit: int) -> dict[str, Any]:
         "name": path.stem,
         "num_experts": counts.shape[1],
         "counts": counts[None],
-        "provenance": {
-            "source": "vllm-ascend expert loads",
-            "num_experts_from": "loads",
-        },
+        "provenance": {"source": "vllm-ascend expert loads", "num_experts_from": "loads"},
         "identity": Identity("moe"),
     }
 
