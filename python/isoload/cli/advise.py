@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
-import typer
+from typer import Argument, Option
 
 from isoload.cli import options
 from isoload.cli.tables import columns_of, page_table, write_out
@@ -230,100 +230,92 @@ def tokens_by_phase(
 
 
 def advise(
-    model: Annotated[str, typer.Option(metavar="NAME|FILE", help="A model's name, or its config.json.")],
+    model: Annotated[str, Option(metavar="NAME|FILE", help="A model's name, or its config.json.")],
     ranks: options.Ranks,
     traces: Annotated[
         list[Path] | None,
-        typer.Argument(
+        Argument(
             metavar="[TRACE...]", help="Recorded trace, in a format that replay reads. Omit it to use --skew."
         ),
     ] = None,
-    gpu: Annotated[
-        str | None, typer.Option(help="Kind of GPU, as isoload.times.available() names it.")
-    ] = None,
+    gpu: Annotated[str | None, Option(help="Kind of GPU, as isoload.times.available() names it.")] = None,
     times: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="File of isoload measure with times of your GPUs; replaces --gpu."),
+        Option(metavar="FILE", help="File of isoload measure with times of your GPUs; replaces --gpu."),
     ] = None,
     tokens_per_rank: Annotated[
         int | None,
         options.Range(1),
-        typer.Option(
+        Option(
             help="Tokens per rank in a step of one phase: of prompts in prefill, one per request in decode."
         ),
     ] = None,
     prefill_tokens: Annotated[
-        int | None, options.Range(1), typer.Option(help="Tokens per rank in a step of prefill.")
+        int | None, options.Range(1), Option(help="Tokens per rank in a step of prefill.")
     ] = None,
     decode_tokens: Annotated[
         int | None,
         options.Range(1),
-        typer.Option(
-            help="Tokens per rank in a step of decode; with --prefill-tokens one advice for both phases."
-        ),
+        Option(help="Tokens per rank in a step of decode; with --prefill-tokens one advice for both phases."),
     ] = None,
     prefill_share: Annotated[
         float | None,
         options.Range(0, 1),
-        typer.Option(help="With both phases: fraction of all steps that are prefill."),
+        Option(help="With both phases: fraction of all steps that are prefill."),
     ] = None,
     ranks_per_node: options.RanksPerNode = 0,
-    engine: Annotated[str, typer.Option(help="sglang or vllm.")] = "sglang",
+    engine: Annotated[str, Option(help="sglang or vllm.")] = "sglang",
     phase: Annotated[
         str | None,
-        typer.Option(
-            help="With --tokens-per-rank: phase whose kernels run, prefill or decode. Default: prefill."
-        ),
+        Option(help="With --tokens-per-rank: phase whose kernels run, prefill or decode. Default: prefill."),
     ] = None,
     dtype: Annotated[
-        str | None, typer.Option(help="Dtype of the experts' weights. Default: that of the published model.")
+        str | None, Option(help="Dtype of the experts' weights. Default: that of the published model.")
     ] = None,
     experts: options.Experts = None,
     top_k: options.ExpertsPerToken = None,
     moe_layers: options.MoeLayers = None,
     kernel: Annotated[
-        str | None, typer.Option(help="Kernel of the experts, as isoload.times.available() names it.")
+        str | None, Option(help="Kernel of the experts, as isoload.times.available() names it.")
     ] = None,
     step_ms: Annotated[
         float | None,
         options.Range(0.001, 10**7),
-        typer.Option(help="Milliseconds of a whole step that you measured; percentages refer to it."),
+        Option(help="Milliseconds of a whole step that you measured; percentages refer to it."),
     ] = None,
     dense_ms: Annotated[
         float | None,
         options.Range(0.001, 10**7),
-        typer.Option(
+        Option(
             help="Milliseconds of attention and the dense part of a step, all layers: a whole step is modelled."
         ),
     ] = None,
     memory_per_rank: Annotated[
         float | None,
         options.Range(0, 10**6),
-        typer.Option(help="Upper limit of the added slots' memory on a rank, all layers, in GiB."),
+        Option(help="Upper limit of the added slots' memory on a rank, all layers, in GiB."),
     ] = None,
     rebalance_seconds: Annotated[
-        float, options.Range(0, 10**6), typer.Option(help="Seconds that a rebalance takes.")
+        float, options.Range(0, 10**6), Option(help="Seconds that a rebalance takes.")
     ] = 0.0,
-    every: Annotated[int, options.Range(0), typer.Option(help="Steps between two rebalances.")] = 0,
+    every: Annotated[int, options.Range(0), Option(help="Steps between two rebalances.")] = 0,
     context: Annotated[
-        int, options.Range(1), typer.Option(help="Tokens per request, for the memory of its KV cache.")
+        int, options.Range(1), Option(help="Tokens per request, for the memory of its KV cache.")
     ] = 4096,
     skew: Annotated[
         str | None,
-        typer.Option(
+        Option(
             metavar="zipf:POWER", help="A guess that replaces a trace: the power law of the experts' shares."
         ),
     ] = None,
     drift: Annotated[
         float,
         options.Range(0, 1),
-        typer.Option(
-            help="With --skew: fraction of each batch whose tokens follow another order of experts."
-        ),
+        Option(help="With --skew: fraction of each batch whose tokens follow another order of experts."),
     ] = 0.3,
     like_for_like: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--like-for-like",
             help="Compare isoload with the engine at equal numbers of slots. Default: each side chooses its number.",
         ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
+from typer import Option
 
 from isoload.cli.advise import advise
 from isoload.cli.demo import demo
@@ -30,8 +31,7 @@ for command in (replay, advise, measure, report, place, convert, inspect, demo, 
 
 @app.callback(invoke_without_command=True)
 def _root(
-    context: typer.Context,
-    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+    context: typer.Context, version: Annotated[bool, Option("--version", help="Print the version.")] = False
 ) -> None:
     if version:
         from isoload import __version__

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 from isoload.cli.options import Force, JsonTarget, Range
 from isoload.cli.tables import Figure, Row, columns_of, say, write_out
@@ -134,14 +134,14 @@ def _summarise(policy: str, reports: list[dict[str, Any]]) -> Row:
 
 def demo(
     trace: Annotated[
-        Path | None, typer.Argument(metavar="[TRACE]", help="Recorded trace. Default: the shipped one.")
+        Path | None, Argument(metavar="[TRACE]", help="Recorded trace. Default: the shipped one.")
     ] = None,
-    ranks: Annotated[int, Range(1), typer.Option(help="R, processes to start.")] = 4,
-    layer: Annotated[int, Range(0), typer.Option(help="Layer whose routing is used, by position.")] = 12,
+    ranks: Annotated[int, Range(1), Option(help="R, processes to start.")] = 4,
+    layer: Annotated[int, Range(0), Option(help="Layer whose routing is used, by position.")] = 12,
     stall_seconds: Annotated[
         float,
         Range(0.001, 86400),
-        typer.Option(
+        Option(
             help="Seconds without a finished batch after which a rank counts as stalled and the demo ends."
         ),
     ] = 60.0,

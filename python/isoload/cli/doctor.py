@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 from rich.text import Text
+from typer import Argument
 
 from isoload.cli.options import Force, JsonTarget
 from isoload.cli.tables import say, write_out
@@ -255,7 +256,7 @@ def holds_text(path: Path) -> bool:
 def doctor(
     files: Annotated[
         list[Path] | None,
-        typer.Argument(
+        Argument(
             metavar="[FILE...]",
             help="Placement file, times file or record to describe instead of this machine.",
         ),

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+from typer import Option
 
 from isoload.cli import options
 from isoload.cli.tables import Column, Figure, Row, columns_of, page_table, percent, say, write_out
@@ -134,11 +135,11 @@ def inspect(
     ranks: Annotated[
         int,
         options.Range(1),
-        typer.Option(help="R, number of ranks, which hold the experts in order, without replicas."),
+        Option(help="R, number of ranks, which hold the experts in order, without replicas."),
     ] = 8,
     placement: Annotated[
         str | None,
-        typer.Option(
+        Option(
             metavar="FILE", help="Placement file: show what its replicas improve instead of the trace's skew."
         ),
     ] = None,

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Option
 
 from isoload.cli.options import Experts, ExpertsPerToken, Force, Range, RanksPerNode
 
@@ -21,26 +21,25 @@ GIB = 2.0**30
 
 
 def measure(
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The times file to write.")],
+    output: Annotated[Path, Option("--output", "-o", metavar="FILE", help="The times file to write.")],
     model: Annotated[
-        str,
-        typer.Option(metavar="NAME|FILE", help="A model's name, or its config.json; its experts are timed."),
+        str, Option(metavar="NAME|FILE", help="A model's name, or its config.json; its experts are timed.")
     ],
     dtype: Annotated[
         str | None,
-        typer.Option(help="Dtype of the experts' weights: bfloat16, float16 or float32. Default: bfloat16."),
+        Option(help="Dtype of the experts' weights: bfloat16, float16 or float32. Default: bfloat16."),
     ] = None,
     experts: Experts = None,
     top_k: ExpertsPerToken = None,
     kernel: Annotated[
         str,
-        typer.Option(
+        Option(
             metavar="isoload|MODULE:FUNCTION",
             help="Function that computes the experts, called as isoload.analysis.measuring.isoload_experts is.",
         ),
     ] = "isoload",
     memory: Annotated[
-        float, Range(0.001, 10**6), typer.Option(help="GiB per rank that weights and rows may take.")
+        float, Range(0.001, 10**6), Option(help="GiB per rank that weights and rows may take.")
     ] = 8.0,
     ranks_per_node: RanksPerNode = 0,
     force: Force = False,

@@ -21,6 +21,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
+from typer import Argument, Option
 from typer.core import TyperCommand, TyperGroup
 
 from isoload.files import open_regular, printable
@@ -72,7 +73,7 @@ CALIBRATE_DEFAULT = (
 
 TracePaths = Annotated[
     list[Path],
-    typer.Argument(
+    Argument(
         metavar="TRACE...",
         help="An npz trace, or a record of SGLang, TensorRT-LLM, vLLM or vllm-ascend: a file, a folder, or the files "
         "of all ranks. Files of several recordings are batches.",
@@ -80,32 +81,32 @@ TracePaths = Annotated[
 ]
 Stages = Annotated[
     bool,
-    typer.Option(
+    Option(
         "--stages",
         help="The files are stages of one pipeline, in this order, each with layers numbered from 0.",
     ),
 ]
 SameLayers = Annotated[
     bool,
-    typer.Option(
+    Option(
         "--same-layers",
         help="The files, each with layers numbered from 0, are recordings of the same layers.",
     ),
 ]
 AllowMissingRanks = Annotated[
-    bool, typer.Option("--allow-missing-ranks", help="Read a recording that lacks the files of some ranks.")
+    bool, Option("--allow-missing-ranks", help="Read a recording that lacks the files of some ranks.")
 ]
 FirstMoeLayer = Annotated[
     int | None,
     Range(0),
-    typer.Option(
+    Option(
         metavar="N",
         help="Number of the model's first MoE layer, that is the number of dense layers before it (DeepSeek-V3: 3).",
     ),
 ]
 ModelLayers = Annotated[
     str | None,
-    typer.Option(
+    Option(
         "--model",
         metavar="NAME|FILE",
         help="The model's name or its config.json, which states the MoE layers.",
@@ -113,37 +114,35 @@ ModelLayers = Annotated[
 ]
 ExtraLayers = Annotated[
     str | None,
-    typer.Option(
+    Option(
         metavar="LIST",
         help="Layers to add that were not recorded, by the model's numbers (61,62), such as draft (MTP) layers: "
         "experts in order, with the same number of slots.",
     ),
 ]
 Experts = Annotated[
-    int | None, Range(1, 2**20), typer.Option(help="Routed experts per layer, if the config.json lacks them.")
+    int | None, Range(1, 2**20), Option(help="Routed experts per layer, if the config.json lacks them.")
 ]
 ExpertsPerToken = Annotated[
-    int | None,
-    Range(1, 2**10),
-    typer.Option("--top-k", help="Experts per token, if the config.json lacks them."),
+    int | None, Range(1, 2**10), Option("--top-k", help="Experts per token, if the config.json lacks them.")
 ]
 MoeLayers = Annotated[
-    int | None, Range(1, 2**12), typer.Option(help="Number of MoE layers, if the config.json lacks it.")
+    int | None, Range(1, 2**12), Option(help="Number of MoE layers, if the config.json lacks it.")
 ]
-Ranks = Annotated[int, Range(1), typer.Option(help="Number of ranks of the expert-parallel group.")]
-RanksPerNode = Annotated[int, Range(0), typer.Option(help="Ranks per node. 0: all ranks are on one node.")]
+Ranks = Annotated[int, Range(1), Option(help="Number of ranks of the expert-parallel group.")]
+RanksPerNode = Annotated[int, Range(0), Option(help="Ranks per node. 0: all ranks are on one node.")]
 SlotsPerRank = Annotated[
     int,
     Range(0),
-    typer.Option(
+    Option(
         help="S, slots per rank with shared and spare slots. 0: E/R plus an eighth of it (at least 1), plus these."
     ),
 ]
-PlacerName = Annotated[str, typer.Option(help=f"One of {PLACERS}, with options as name:option=value.")]
-FormatName = Annotated[str, typer.Option("--format", help=f"One of {FORMATS}.")]
+PlacerName = Annotated[str, Option(help=f"One of {PLACERS}, with options as name:option=value.")]
+FormatName = Annotated[str, Option("--format", help=f"One of {FORMATS}.")]
 Plugins = Annotated[
     list[Path] | None,
-    typer.Option(
+    Option(
         "--plugin",
         metavar="FILE.py",
         help="A Python file that registers policies or placers of your own; may be given several times.",
@@ -151,29 +150,26 @@ Plugins = Annotated[
 ]
 TopK = Annotated[
     str | None,
-    typer.Option(
+    Option(
         metavar="K|MODEL",
         help="K, experts per token, or the model's name; needed if the record does not state K.",
     ),
 ]
-LayersText = Annotated[
-    str | None, typer.Option(metavar="LIST", help="Only these layers, by position: 0-3,7.")
-]
-Wide = Annotated[bool, typer.Option("--wide", help="Show all figures; without it the table fits 80 columns.")]
+LayersText = Annotated[str | None, Option(metavar="LIST", help="Only these layers, by position: 0-3,7.")]
+Wide = Annotated[bool, Option("--wide", help="Show all figures; without it the table fits 80 columns.")]
 JsonTarget = Annotated[
     str | None,
-    typer.Option(
+    Option(
         metavar="FILE|-",
         help="Write the figures as JSON to this file, or to stdout (-); with - no table is printed.",
     ),
 ]
 HtmlTarget = Annotated[
-    str | None,
-    typer.Option(metavar="FILE", help="Write a page with charts to this file; needs isoload[report]."),
+    str | None, Option(metavar="FILE", help="Write a page with charts to this file; needs isoload[report].")
 ]
 Force = Annotated[
     bool,
-    typer.Option(
+    Option(
         "--force",
         help="Replace an existing placement (-o), or an existing file of any kind (--json, --html).",
     ),

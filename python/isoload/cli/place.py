@@ -8,9 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
 from rich.console import Console
 from rich.text import Text
+from typer import Argument, Option
 
 from isoload.cli import options
 from isoload.cli.options import ExtraLayers, FirstMoeLayer, Force, FormatName, ModelLayers, Range
@@ -306,20 +306,20 @@ def speeds_of(device: str | Times | None, ranks: int, times: str | None) -> Any:
 
 def place(
     traces: options.TracePaths,
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The placement file.")],
+    output: Annotated[Path, Option("--output", "-o", metavar="FILE", help="The placement file.")],
     ranks: options.Ranks,
     ranks_per_node: options.RanksPerNode = 0,
     slots_per_rank: options.SlotsPerRank = 0,
     placer: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help=f"One of {options.PLACERS}, with options as name:option=value. Default: {' or '.join(BOTH)}, "
             "the one with the lower imbalance on unseen batches, split exactly."
         ),
     ] = None,
     placers: Annotated[
         str | None,
-        typer.Option(
+        Option(
             metavar="LIST|all",
             help="More placers to compare with, named as for --placer; all: every placer, with the reason if one "
             "cannot place this trace.",
@@ -329,53 +329,49 @@ def place(
     file_format: options.FormatName = "isoload",
     before: Annotated[
         str | None,
-        typer.Option(
-            metavar="FILE", help="A placement to start from, on the same or another number of ranks."
-        ),
+        Option(metavar="FILE", help="A placement to start from, on the same or another number of ranks."),
     ] = None,
     before_ranks: Annotated[
         int | None,
         options.Range(1),
-        typer.Option(help="R of the --before file, if the file does not state it. Default: --ranks."),
+        Option(help="R of the --before file, if the file does not state it. Default: --ranks."),
     ] = None,
     lost_rank: Annotated[
         list[int] | None,
-        typer.Option(metavar="RANK", help="A lost rank, which gets no expert; may be given several times."),
+        Option(metavar="RANK", help="A lost rank, which gets no expert; may be given several times."),
     ] = None,
-    against: Annotated[str | None, typer.Option(metavar="FILE", help="A placement to compare with.")] = None,
+    against: Annotated[str | None, Option(metavar="FILE", help="A placement to compare with.")] = None,
     calibrate: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help=f"Batches of the first trace held out for judging: {options.CALIBRATIONS}. {options.CALIBRATE_DEFAULT}"
         ),
     ] = None,
     expert_bytes: Annotated[
-        int, options.Range(0, 2**50), typer.Option(help="Bytes of one expert's weights; 0: unknown.")
+        int, options.Range(0, 2**50), Option(help="Bytes of one expert's weights; 0: unknown.")
     ] = 0,
     replica_memory: Annotated[
         int,
         options.Range(0, 2**50),
-        typer.Option(
+        Option(
             help="Bytes per rank for replicas of all layers: fewer slots, where they help most. Ragged placement."
         ),
     ] = 0,
     replicas: Annotated[
         int | None,
         options.Range(0, 2**20),
-        typer.Option(
-            metavar="N", help="As --replica-memory, as a number of replicas per rank over all layers."
-        ),
+        Option(metavar="N", help="As --replica-memory, as a number of replicas per rank over all layers."),
     ] = None,
     holes: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--holes",
             help="Write a ragged placement for SGLang, which then needs ISOLOAD_RAGGED=pages to start.",
         ),
     ] = False,
     rectangle: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--rectangle",
             help="Fill the absent slots of a ragged placement with the replicas that help most.",
         ),
@@ -387,19 +383,17 @@ def place(
     model: options.ModelLayers = None,
     extra_layers: options.ExtraLayers = None,
     gpu: Annotated[
-        str | None, typer.Option(help="With --model: print the milliseconds that near saves on this GPU.")
+        str | None, Option(help="With --model: print the milliseconds that near saves on this GPU.")
     ] = None,
     times: Annotated[
         str | None,
-        typer.Option(
+        Option(
             metavar="FILE",
             help="File of isoload measure with times of your GPUs; replaces --gpu. Faster ranks get more load.",
         ),
     ] = None,
     tokens_per_rank: Annotated[
-        int,
-        options.Range(1),
-        typer.Option(help="With --gpu or --times: tokens per rank in a step of prefill."),
+        int, options.Range(1), Option(help="With --gpu or --times: tokens per rank in a step of prefill.")
     ] = 4096,
     json: options.JsonTarget = None,
     html: options.HtmlTarget = None,
@@ -513,10 +507,10 @@ def place(
 
 
 def convert(
-    source: Annotated[Path, typer.Argument(metavar="FILE", help="A placement file, of any format.")],
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The new file.")],
+    source: Annotated[Path, Argument(metavar="FILE", help="A placement file, of any format.")],
+    output: Annotated[Path, Option("--output", "-o", metavar="FILE", help="The new file.")],
     file_format: FormatName,
-    ranks: Annotated[int | None, Range(1), typer.Option(help="R, if the file does not state it.")] = None,
+    ranks: Annotated[int | None, Range(1), Option(help="R, if the file does not state it.")] = None,
     first_moe_layer: FirstMoeLayer = None,
     model: ModelLayers = None,
     extra_layers: ExtraLayers = None,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+from typer import Option
 
 from isoload.cli import options
 from isoload.cli.tables import NO_FREEDOM, Column, Figure, Row, columns_of, page_table, say, write_out
@@ -178,23 +179,21 @@ def replay(
     ranks_per_node: options.RanksPerNode = 0,
     slots_per_rank: options.SlotsPerRank = 0,
     spare_slots: Annotated[
-        int, options.Range(0), typer.Option(help="Slots of every rank that stay empty, for borrowed experts.")
+        int, options.Range(0), Option(help="Slots of every rank that stay empty, for borrowed experts.")
     ] = 0,
     shared_experts: Annotated[
         int,
         options.Range(0),
-        typer.Option(help="Shared experts that every token needs in addition; every rank holds each."),
+        Option(help="Shared experts that every token needs in addition; every rank holds each."),
     ] = 0,
     placer: options.PlacerName = "eplb",
     placement: Annotated[
         str | None,
-        typer.Option(
-            metavar="FILE", help="Replay this placement on all batches; without it a placement is made."
-        ),
+        Option(metavar="FILE", help="Replay this placement on all batches; without it a placement is made."),
     ] = None,
     calibrate: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help=f"Batches from which the placement is made: {options.CALIBRATIONS}. The remaining batches "
             f"are replayed. "
             f"{options.CALIBRATE_DEFAULT} With --placement: all; another rule makes placements by the file's placer "
@@ -205,22 +204,22 @@ def replay(
     batch_tokens: Annotated[
         int | None,
         options.Range(1),
-        typer.Option(help="Tokens per batch. Default: the trace's own, else 1024 (drawn: at most 4096)."),
+        Option(help="Tokens per batch. Default: the trace's own, else 1024 (drawn: at most 4096)."),
     ] = None,
     max_batches: Annotated[
         int,
         options.Range(0),
-        typer.Option(help="Number of batches replayed per calibration, from the first on. 0: all."),
+        Option(help="Number of batches replayed per calibration, from the first on. 0: all."),
     ] = 0,
     assign: Annotated[
-        str, typer.Option(help=f"How whole sequences are assigned to source ranks: {options.ASSIGNMENTS}.")
+        str, Option(help=f"How whole sequences are assigned to source ranks: {options.ASSIGNMENTS}.")
     ] = "contiguous",
     seed: Annotated[
-        int, options.Range(0), typer.Option(help="Seed of drawn tokens and of policies that sample.")
+        int, options.Range(0), Option(help="Seed of drawn tokens and of policies that sample.")
     ] = 0,
     predict: Annotated[
         str,
-        typer.Option(
+        Option(
             help=f"Forecast of policies that fill spare slots ahead: {options.PREDICTIONS}, or a number: "
             f"the fraction of "
             "the choices that is predicted right."
@@ -228,7 +227,7 @@ def replay(
     ] = "last",
     policies: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help=f"Some of {options.POLICIES}, each with options as name:option=value; in-order: experts in order, no "
             "replicas, E/R slots per rank; all: every policy, with the reason if one does not accept this placement. "
             "none does not use the placement's replicas. "
@@ -237,22 +236,20 @@ def replay(
     ] = None,
     loads: Annotated[
         str,
-        typer.Option(
+        Option(
             help=f"Loads from which exact plans: {options.LOADS}. Other policies plan from all ranks' loads."
         ),
     ] = "gathered",
     exchange_every: Annotated[
         int,
         options.Range(1),
-        typer.Option(help="Number of batches between two exchanges, if loads are not gathered."),
+        Option(help="Number of batches between two exchanges, if loads are not gathered."),
     ] = 16,
     plugin: options.Plugins = None,
     layers: options.LayersText = None,
     times: Annotated[
         str | None,
-        typer.Option(
-            metavar="FILE", help="File of isoload measure: adds a table of a layer's time by policy."
-        ),
+        Option(metavar="FILE", help="File of isoload measure: adds a table of a layer's time by policy."),
     ] = None,
     wide: options.Wide = False,
     stages: options.Stages = False,

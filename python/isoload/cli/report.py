@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
 from rich.console import Console
+from typer import Argument, Option
 
 from isoload.cli import options
 from isoload.cli.advise import Answered, PhaseQuestion, answer, one_placement
@@ -78,34 +78,31 @@ def section_of(rows: list[Row], notes: list[str]) -> str:
 
 def report(
     recorded: Annotated[
-        Path, typer.Argument(metavar="FOLDER|FILE", help="Folder of ISOLOAD_RECORD, or one of its files.")
+        Path, Argument(metavar="FOLDER|FILE", help="Folder of ISOLOAD_RECORD, or one of its files.")
     ],
     gpu: Annotated[
-        str | None, typer.Option(help="Kind of GPU, as for advise; with --model step times are modelled.")
+        str | None, Option(help="Kind of GPU, as for advise; with --model step times are modelled.")
     ] = None,
     times: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="File of isoload measure with times of your GPUs; replaces --gpu."),
+        Option(metavar="FILE", help="File of isoload measure with times of your GPUs; replaces --gpu."),
     ] = None,
     model: Annotated[
-        str | None, typer.Option(metavar="NAME|FILE", help="A model's name, or its config.json.")
+        str | None, Option(metavar="NAME|FILE", help="A model's name, or its config.json.")
     ] = None,
-    engine: Annotated[str, typer.Option(help="sglang or vllm.")] = "sglang",
+    engine: Annotated[str, Option(help="sglang or vllm.")] = "sglang",
     phase: Annotated[
-        str | None,
-        typer.Option(help="prefill or decode, for advice on one phase. Default: all recorded phases."),
+        str | None, Option(help="prefill or decode, for advice on one phase. Default: all recorded phases.")
     ] = None,
-    dtype: Annotated[str | None, typer.Option(help="Dtype of the experts' weights, as for advise.")] = None,
+    dtype: Annotated[str | None, Option(help="Dtype of the experts' weights, as for advise.")] = None,
     step_ms: Annotated[
         float | None,
         options.Range(0.001, 10**7),
-        typer.Option(help="Time of a whole step that you measured, in milliseconds."),
+        Option(help="Time of a whole step that you measured, in milliseconds."),
     ] = None,
     trace: Annotated[
         str | None,
-        typer.Option(
-            metavar="FILE", help="Write all ranks' counts to this new .npz, which replay and place read."
-        ),
+        Option(metavar="FILE", help="Write all ranks' counts to this new .npz, which replay and place read."),
     ] = None,
     wide: options.Wide = False,
     json: options.JsonTarget = None,
