@@ -203,11 +203,9 @@ def judge_by(trace: Trace, model: Model, ranks: int, tokens: int, seed: int = 0)
         first = len(whole) // 2
         if first:
             parts = [cut.source_batch(i, ranks, "contiguous") for i in whole[first : first + JUDGED]]
-            stacked, earlier = (
-                torch.stack([part.loads(trace.num_experts) for part in parts]),
-                cut.counts[whole[:first]],
-            )
-            return Judged(earlier.sum(0), stacked, False, spread(earlier, HISTORY))
+            sent = torch.stack([part.loads(trace.num_experts) for part in parts])
+            earlier = cut.counts[whole[:first]]
+            return Judged(earlier.sum(0), sent, False, spread(earlier, HISTORY))
     counts = trace.batch_counts()
     if len(counts) < 2:
         raise ValueError(

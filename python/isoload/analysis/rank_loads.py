@@ -57,10 +57,8 @@ class RankLoads:
         about |= {"tokens": self.tokens, "started": self.started, "passes": list(self.passes)}
         name = f"rank{self.rank:05d}-{self.started}-{os.getpid()}-{self.passes[0]:09d}"
         fields: dict[str, Any] = {"cluster": self.phases, "provenance": about, "identity": self.identity}
-        path, trace = (
-            Path(folder, f"{name}.npz"),
-            Trace(name, self.num_experts, self.top_k, self.counts, **fields),
-        )
+        path = Path(folder, f"{name}.npz")
+        trace = Trace(name, self.num_experts, self.top_k, self.counts, **fields)
         write_trace(trace, path, **{table: getattr(self, table) for table in TABLES})
         return path
 

@@ -362,24 +362,12 @@ def advise(
     layers = phase_times(device, engine, tokens, chosen, topology, kernel)
     loaded = load_trace(traces, reading=reading) if traces else guessed_trace(str(skew), drift, chosen)
     memory = None if memory_per_rank is None else memory_per_rank * GIB
-    gathers, plan_us = (
-        engine == "vllm" or chosen.is_deepseek,
-        None if isinstance(device, str) else device.plan_us,
-    )
+    gathers = engine == "vllm" or chosen.is_deepseek
+    plan_us = None if isinstance(device, str) else device.plan_us
     asked = {}
     for name, (layer, notes) in layers.items():
-        setting = (
-            step_ms,
-            memory,
-            rebalance_seconds,
-            every,
-            context,
-            gathers,
-            dense_ms,
-            plan_us,
-            like_for_like,
-        )
-        question = Question(chosen, layer, topology, tokens[name], *setting)
+        setting = step_ms, memory, rebalance_seconds, every, context, gathers, dense_ms
+        question = Question(chosen, layer, topology, tokens[name], *setting, plan_us, like_for_like)
         asked[name] = PhaseQuestion(question, loaded, judge_by(loaded, chosen, ranks, tokens[name]), notes)
     source = reading.shell_words(traces, loaded, model) if traces else None
     weights = None if prefill_share is None else step_weights(prefill_share)

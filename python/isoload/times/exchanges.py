@@ -254,11 +254,8 @@ class LayerTime:
             raise ValueError(f"rows must be [..., ranks] and copies [..., ranks, slots], got {shapes}")
         experts = self.experts.seconds(slot_copies, received)
         busiest = np.maximum(received.max(-1) / np.maximum(received.mean(-1), 1e-300), 1)
-        none = np.zeros((*busiest.shape, 2))
-        dispatch, combine = (
-            step.seconds(tokens, busiest, crossing) if step else none
-            for step in (self.dispatch, self.combine)
-        )
+        none, steps = np.zeros((*busiest.shape, 2)), (self.dispatch, self.combine)
+        dispatch, combine = (step.seconds(tokens, busiest, crossing) if step else none for step in steps)
         return experts, dispatch, combine
 
     def without_exchange(self, copies: Any, tokens: Any, transfer_s: float = 0.0) -> Floats:

@@ -195,9 +195,8 @@ def matching_rows(
 ) -> list[int]:
     """Return for each layer [L] of a record the row of another one (source, others) for the same layer of the model."""
     agreed = joined(wanted, source, what, other_what)
-    mine, theirs = (
-        "model" if identity.numbering == "hidden" else identity.numbering for identity in (wanted, source)
-    )
+    kinds = wanted.numbering, source.numbering
+    mine, theirs = ("model" if kind == "hidden" else kind for kind in kinds)
     if mine == theirs:
         rows = {layer: row for row, layer in enumerate(others)}
     elif "order" in (mine, theirs):
