@@ -460,7 +460,7 @@ def fit_kernel(
     soft: float = SOFT,
     slower: float = 1.0,
 ) -> tuple[list[float], Floats]:
-    """Return a, b, c, rho, p of kernel_us and the relative error of every point; slower: than the bounds' GPUs."""
+    """Return a, b, c, rho, p of kernel_us and each point's relative error; slower: factor over the bounds' GPUs."""
     active, padded = map(np.array, zip(*(features(row, tile) for row in loads), strict=True))
 
     def constants(x: Floats) -> tuple[float, float, float, float, float]:

@@ -138,7 +138,7 @@ class IdleBorrowing:
                 self.excess, self.worst = excess, (loads[layer].clone(), placement, layer, policy)
 
     def note(self) -> str | None:
-        """Return a sentence with the values at which the policy would borrow; None: it has, or no value does it."""
+        """Return the values at which the policy would borrow, in a sentence; None: it has borrowed, or none helps."""
         if self.worst is None:
             return None
         policy = self.worst[3]
