@@ -5,6 +5,10 @@ Runs with torchtitan where it is installed (`make test-torchtitan`), else with a
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -221,3 +225,11 @@ def test_the_base_class_is_torchtitans() -> None:
     copies = torch.randn(6, 16, dtype=torch.bfloat16)
     own = experts(copies, torch.tensor([2, 0, 3, 1]))
     assert torch.equal(stacks.run(copies, [2, 2, 5, 6], list(experts.parameters())), own)
+
+
+@pytest.mark.skipif(not torchtitan_double.INSTALLED, reason="needs torchtitan")
+def test_the_example_levels_the_ranks() -> None:
+    example = Path(__file__).parents[2] / "examples" / "torchtitan_layer.py"
+    shown = subprocess.run([sys.executable, str(example)], capture_output=True, text=True, check=True).stdout
+    shares = {name: float(share) for name, share in re.findall(r"(\w+): loss .* ([\d.]+) of the mean", shown)}
+    assert shares["none"] > 2 and shares["llep"] == 1
