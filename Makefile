@@ -22,7 +22,6 @@
 #             the test suite under the newest torch
 # make test-megatron  isoload's dispatcher inside of Megatron-Core's MoE layer over CPU processes; downloads megatron-core
 # make test-torchtitan  isoload's dispatcher inside of torchtitan's RoutedExperts over CPU processes; downloads torchtitan
-# make critical-path  which lines of the CUDA kernels cost most, in a model; no GPU, no figure (KERNELS=, RANKS=)
 # make gpu    on a machine with a GPU: builds for it, checks, times, tests, compute-sanitizer; PART=1, 2 or 3: nine minutes each
 # make papers  the five papers' figures beside isoload's, on two cores; writes the tables of bench/paper_tables.md (under 30 minutes);
 #             TIMES=1 adds those of wall time, on an idle machine
@@ -68,7 +67,7 @@ endef
 SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 TRACE := examples/traces/gptoss20b_decode.npz
 
-.PHONY: run test test-sglang test-serving test-sglang-wheels test-vllm test-vllm-wheels test-wheels test-megatron test-torchtitan test-newest newest-megatron newest-torch test-deepep test-gate test-all first-hour fuzz build wheels lint cuda-check kernels-check critical-path gpu bench papers docs docs-serve clean
+.PHONY: run test test-sglang test-serving test-sglang-wheels test-vllm test-vllm-wheels test-wheels test-megatron test-torchtitan test-newest newest-megatron newest-torch test-deepep test-gate test-all first-hour fuzz build wheels lint cuda-check kernels-check gpu bench papers docs docs-serve clean
 run: $(READY)
 	$(PY) -m isoload replay $(TRACE) --ranks 8 --ranks-per-node 4
 	@echo "isoload: one layer over four processes, five policies, a few seconds"
@@ -254,11 +253,6 @@ newest-torch: .venv-torch-newest/.installed
 newest-megatron: build/megatron-core/newest/megatron
 	$(MAKE) test-megatron MEGATRON="triton==3.6.0" MEGATRON_VENV=.venv-megatron-newest \
 		PYTHONPATH=$(CURDIR)/build/megatron-core/newest
-
-KERNELS ?= plan_exact share replica_tables plan_fill plan_lp
-RANKS ?= 16
-critical-path: $(TESTED)
-	PYTHONPATH=tests $(PY) -m support.critical_path --ranks $(RANKS) $(KERNELS)
 
 gpu: $(GPU_READY)
 	PYTHON=$(PY) bench/cuda.sh $(if $(PART),--part $(PART)) $(RESULTS)

@@ -36,7 +36,7 @@ UNNOTICED = {
     ("algorithms/plan_active.h", "// unlimited: the solve was not cut short\n    team_.sync();"): LAST,
     ("algorithms/plan_exact.h", "out.telemetry[i] = telemetry[i];\n    }\n    team_.sync();"): LAST,
     ("algorithms/plan_lp.h", "static_cast<int32_t>(status);\n    }\n    team_.sync();"): LAST,
-    ("algorithms/plan_waterfill.h", "*out_.bound = level;\n    team_.sync();"): LAST,
+    ("algorithms/plan_waterfill.h", "a lower level would have done\n    team_.sync();"): LAST,
     ("cuda/route.cu", "__syncthreads();  // this block's visits are written"): "other blocks miss it",
     ("algorithms/replica_tables.h", "ws.index[e] : -1;\n  });\n  team.sync();"): LAST,
     ("algorithms/share.h", "send(s, t_.order[i], row); });\n    team_.sync();"): LAST,

@@ -156,15 +156,3 @@ def test_a_skipped_barrier_is_a_race(probes: Probes) -> None:
     os.waitpid(child, 0)
     with os.fdopen(read) as told:
         assert "race" in {finding.kind for finding in probes.findings_in(told.read())}
-
-
-def test_the_critical_path_is_the_slowest_lane_s(probes: Probes) -> None:
-    """Of a store, a barrier, a load and a store: latency.h's cycles."""
-    probes.watch(latency=True)
-    probes.run("block_barrier")
-    probes.watch()
-    (path,) = probes.take_paths()
-    assert (path.kernel, path.blocks, path.lanes, path.block_barriers) == ("block_barrier", 1, LANES, 1)
-    assert path.cycles == path.high == 4 + 32 + (33 + 12) + 4
-    assert sum(cycles for _, cycles in path.places) == path.cycles
-    probes.take_findings()

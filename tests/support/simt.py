@@ -9,7 +9,7 @@ import ctypes
 import re
 import subprocess
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 TEAM = "cuda/block_team.cuh"
@@ -59,26 +59,13 @@ def is_callers(frame: Frame) -> bool:
     return frame.file == TEAM and re.search(r"::(sync|alone)\b", frame.function) is not None
 
 
-@dataclass(frozen=True)
-class CriticalPath:
-    """Of a launch, in cycles of tests/native/simt/latency.h: a model, never a figure to quote."""
-
-    kernel: str
-    blocks: int
-    lanes: int
-    cycles: int
-    high: int  # if no loads overlapped
-    block_barriers: int
-    places: tuple[tuple[tuple[Frame, ...], int], ...]
-
-
 class Runtime:
     """The run-time inside a library that tests/support/simt_build.py made."""
 
     def __init__(self, library: Path) -> None:
         self.library = library.resolve()
         self._calls = ctypes.CDLL(str(self.library))
-        for name in ("findings", "barriers", "paths"):
+        for name in ("findings", "barriers"):
             getattr(self._calls, f"simt_{name}").restype = ctypes.c_char_p
         for name in ("launches", "early_launches", "memsets", "most_shared_bytes"):
             getattr(self._calls, f"simt_{name}").restype = ctypes.c_uint64
@@ -111,8 +98,8 @@ class Runtime:
         """Lanes run in an order drawn with this seed; 0: by their number."""
         self._calls.simt_seed(ctypes.c_uint64(seed))
 
-    def watch(self, races: bool = True, latency: bool = False, barriers: bool = False) -> None:
-        self._calls.simt_watch(races, latency, barriers)
+    def watch(self, races: bool = True, barriers: bool = False) -> None:
+        self._calls.simt_watch(races, barriers)
 
     def tell(self, descriptor: int) -> None:
         """Writes the line of every new finding to this file at once: for a process that may not live on."""
@@ -144,20 +131,6 @@ class Runtime:
             Barrier(int(number), self._kernel(kernel), sum((self._frames[place] for place in places), ()))
             for number, kernel, *places in rows
         ]
-
-    def take_paths(self) -> list[CriticalPath]:
-        """Of the launches since the last call."""
-        rows = [line.split("|") for line in self._calls.simt_paths().decode().splitlines()]
-        self._find(place for kind, place, *_ in rows if kind == "place")
-        paths: list[CriticalPath] = []
-        for kind, place, *numbers in rows:
-            if kind == "launch":
-                blocks, lanes, cycles, high, barriers = map(int, numbers)
-                paths.append(CriticalPath(self._kernel(place), blocks, lanes, cycles, high, barriers, ()))
-            else:
-                here = (self._frames[place], int(numbers[0]))
-                paths[-1] = replace(paths[-1], places=(*paths[-1].places, here))
-        return paths
 
     def _kernel(self, offset: str) -> str:
         """The name of the kernel that begins there, without namespaces and arguments."""

@@ -1,4 +1,4 @@
-"""Every kernel of csrc/cuda in a few calls: what barriers are removed under, and critical paths are read of."""
+"""Every kernel of csrc/cuda in a few calls: what barriers are removed under."""
 
 from __future__ import annotations
 

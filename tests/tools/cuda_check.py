@@ -1,7 +1,8 @@
 """make cuda-check: everything for CUDA compiles, spills nothing, grows nowhere, is linked with libtorch, and loads.
 
-sass.py reads the machine code, where there is a cuobjdump. registers.txt holds the registers of every kernel;
---update writes it anew.
+sass.py reads the machine code, where there is a cuobjdump. registers.txt has every kernel's registers, and its
+instructions and divisions on sm_90, by which two versions are compared where no GPU can time them; --update writes it
+anew.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ import sass
 ROOT = nvcc.CSRC.parent
 BUILD = ROOT / "build" / "cuda"
 TABLE = nvcc.CUDA / "registers.txt"
+COUNTED = "sm_90"  # the architecture whose instructions are counted: the gate compiles for it
+GROWTH = 1.05  # of instructions, at most
 
 # In a fresh process: its isoload must be this library alone. On a torch without CUDA the function that gives the
 # current stream is null. Fake tensors bring an op up to its call without a GPU; borrow allocates nothing before.
@@ -57,28 +60,54 @@ def registers(kernels: list[ptxas.Kernel]) -> dict[str, dict[str, int]]:
     return dict(sorted(table.items()))
 
 
-def write(table: dict[str, dict[str, int]], version: str) -> None:
-    lines = [f"# registers per lane, nvcc {version}; written by tests/tools/cuda_check.py --update"]
-    lines.append(f"{'kernel':<44}" + "".join(f"{arch:>9}" for arch in nvcc.ARCHITECTURES))
+def sizes_of(codes: list[sass.Code]) -> dict[str, tuple[int, int]]:
+    """Instructions and divisions of every kernel on one architecture."""
+    return {
+        code.kernel: (len(code.instructions), sass.divisions(code.instructions))
+        for code in codes
+        if code.architecture == COUNTED
+    }
+
+
+def write(table: dict[str, dict[str, int]], sizes: dict[str, tuple[int, int]], version: str) -> None:
+    heads = (*nvcc.ARCHITECTURES, "instructions", "divisions")
+    lines = [
+        f"# registers per lane by architecture; instructions and divisions on {COUNTED}; nvcc {version}; written by "
+        "tests/tools/cuda_check.py --update",
+        f"{'kernel':<44}" + "".join(f"{head:>14}" for head in heads),
+    ]
     for name, row in table.items():
-        lines.append(f"{name:<44}" + "".join(f"{row[arch]:>9}" for arch in nvcc.ARCHITECTURES))
+        counts = (*(row[arch] for arch in nvcc.ARCHITECTURES), *sizes[name])
+        lines.append(f"{name:<44}" + "".join(f"{count:>14}" for count in counts))
     TABLE.write_text("\n".join(lines) + "\n")
 
 
-def read() -> tuple[dict[str, dict[str, int]], str]:
-    """The committed table, and the nvcc that it is of."""
+def read() -> tuple[dict[str, dict[str, int]], dict[str, tuple[int, int]], str]:
+    """The committed registers, sizes_of, and the nvcc that they are of."""
     head, _, *rows = TABLE.read_text().splitlines()
-    cells = (row.rsplit(maxsplit=len(nvcc.ARCHITECTURES)) for row in rows)
-    table = {name: dict(zip(nvcc.ARCHITECTURES, map(int, counts), strict=True)) for name, *counts in cells}
-    return table, head.split("nvcc ")[1].split(";")[0]
+    cells = [row.rsplit(maxsplit=len(nvcc.ARCHITECTURES) + 2) for row in rows]
+    table = {
+        name: dict(zip(nvcc.ARCHITECTURES, map(int, counts[:-2]), strict=True)) for name, *counts in cells
+    }
+    sizes = {name: (int(counts[-2]), int(counts[-1])) for name, *counts in cells}
+    return table, sizes, head.split("nvcc ")[1].split(";")[0]
 
 
-def faults(kernels: list[ptxas.Kernel], version: str) -> list[str]:
+def faults(kernels: list[ptxas.Kernel], sizes: dict[str, tuple[int, int]], version: str) -> list[str]:
     found = [f"{k.name} spills {k.spilled} bytes on {k.architecture}" for k in kernels if k.spilled]
-    before, of = read()
+    before, sizes_before, of = read()
     if of != version:
         print(f"registers are not compared: registers.txt is of nvcc {of}, this is {version}")
         return found
+    for name in sizes.keys() & sizes_before.keys():
+        if sizes[name][0] > GROWTH * sizes_before[name][0]:
+            found.append(
+                f"{name} grew from {sizes_before[name][0]} to {sizes[name][0]} instructions on {COUNTED}"
+            )
+        if sizes[name][1] > sizes_before[name][1]:
+            found.append(
+                f"{name} has {sizes[name][1]} divisions on {COUNTED}, {sizes_before[name][1]} before"
+            )
     now = registers(kernels)
     if now.keys() != before.keys():
         found.append(f"registers.txt has other kernels: {sorted(now.keys() ^ before.keys())} (--update)")
@@ -126,15 +155,16 @@ def main() -> None:
     nvcc.compile_all(compiler, BUILD)
     kernels = ptxas.kernels(BUILD)
     show(kernels)
-    if "--update" in sys.argv[1:]:
-        if nvcc.ONLY:
-            raise SystemExit("--update writes a row of all architectures: unset ISOLOAD_CUDA_ARCH")
-        write(registers(kernels), version)
-    found = faults(kernels, version)
+    codes: list[sass.Code] = []
     if cuobjdump := sass.find(compiler):
-        found += sass.faults(sass.disassemble(cuobjdump, sorted((BUILD / nvcc.ONLY).glob("*.o"))))
+        codes = sass.disassemble(cuobjdump, sorted((BUILD / nvcc.ONLY).glob("*.o")))
     else:
         print("machine code is not read: no cuobjdump (neither beside nvcc nor on PATH)")
+    if "--update" in sys.argv[1:]:
+        if nvcc.ONLY or not codes:
+            raise SystemExit("--update needs cuobjdump and all architectures: unset ISOLOAD_CUDA_ARCH")
+        write(registers(kernels), sizes_of(codes), version)
+    found = faults(kernels, sizes_of(codes), version) + sass.faults(codes)
     if found:
         raise SystemExit("\n".join(found))
     link_and_load()

@@ -13,8 +13,6 @@ import ptxas  # first: it finds nvcc in csrc/cuda
 
 import nvcc  # isort: skip
 
-INSTRUCTION_BYTES = 16
-CODE_LIMIT = 64 * 1024  # what an instruction cache holds of a kernel
 # Loads on their way, at least: all that a lane asks for.
 AHEAD = dict.fromkeys(("count_numbered", "route_numbered", "route_columns"), 8)
 # No pointer that may lead anywhere.
@@ -42,9 +40,11 @@ class Code(NamedTuple):
 
 
 def find(compiler: str) -> str | None:
-    """cuobjdump beside nvcc, else of PATH."""
+    """cuobjdump beside nvcc, else of PATH, else the one that Triton brings into an environment of this checkout."""
     beside = Path(nvcc.library_folder(compiler)).resolve().parents[2] / "bin" / "cuobjdump"
-    return str(beside) if beside.exists() else shutil.which("cuobjdump")
+    tritons = sorted(nvcc.CSRC.parent.glob(".venv*/lib/*/site-packages/triton/backends/nvidia/bin/cuobjdump"))
+    found = [str(path) for path in (beside, *tritons) if path.exists()]
+    return found[0] if beside.exists() else shutil.which("cuobjdump") or next(iter(found), None)
 
 
 def disassemble(cuobjdump: str, objects: list[Path]) -> list[Code]:
@@ -114,6 +114,11 @@ def loads_in_flight(instructions: list[str]) -> int:
     return most
 
 
+def divisions(instructions: list[str]) -> int:
+    """How many reciprocals: one begins every division of integers or floats."""
+    return sum(line.startswith("MUFU.RCP") for line in instructions)
+
+
 def before_wait(instructions: list[str]) -> str:
     """What a kernel does too early for one that starts before the kernel ahead has ended: see early_start.cuh."""
     for line in instructions:
@@ -128,15 +133,12 @@ def faults(codes: list[Code]) -> list[str]:
     found = []
     for code in codes:
         of = f"{code.kernel} on {code.architecture}"
-        size = len(code.instructions) * INSTRUCTION_BYTES
-        if size > CODE_LIMIT:
-            found.append(f"{of} has {size} bytes of code, {CODE_LIMIT} at most")
         wanted = AHEAD.get(code.kernel.split("<")[0], 0)
         if (ahead := loads_in_flight(code.instructions)) < wanted:
             found.append(f"{of} has {ahead} loads on their way at once, not {wanted}")
         fences = sum(line.startswith("MEMBAR.SC.GPU") for line in code.instructions)
-        if BETWEEN.match(code.kernel) and fences < 3:
-            found.append(f"{of} has {fences} fences between its blocks, not 3")
+        if BETWEEN.match(code.kernel) and fences < 2:
+            found.append(f"{of} has {fences} fences between its blocks, not 2")
         if NO_DIVISION.match(code.kernel):
             found += [f"{of} calls {n}" for n in code.subroutines if re.search(r"_(div|rem)_[su]64$", n)]
         starts_early = int(re.findall(r"\d+", code.architecture)[0]) >= WAITS_FROM

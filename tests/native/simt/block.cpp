@@ -15,7 +15,6 @@
 
 #include "barrier_sites.h"
 #include "findings.h"
-#include "latency.h"
 #include "machine.h"
 #include "races.h"
 
@@ -88,7 +87,6 @@ class Block {
     if (meeting != Meeting::block && !(mask >> (machine.lane % 32) & 1))
       give_up("a lane at a warp barrier whose mask lacks it", pc);
     me.waits = meeting, me.mask = mask, me.pc = pc;
-    if (machine.model_latency) latency().arrive(machine.lane, meeting, pc);
     if (complete(meeting, mask)) open(meeting, mask);
     yield(me);
   }
@@ -161,7 +159,6 @@ class Block {
       for_members(meeting, mask, [&](const Lane& other, int j) { lane.taken[j % 32] = other.given; });
     });
     if (machine.find_races) races().open(meeting, members);
-    if (machine.model_latency) latency().open(meeting, members);
   }
 
   [[noreturn]] void stuck(const Lane& lane, int i) {
@@ -279,7 +276,6 @@ Space space_of(uintptr_t a) {
   void* const pc = __builtin_return_address(0);
   const Access read{reinterpret_cast<uintptr_t>(from), bytes, false, false, pc};
   if (machine.find_races) races().access(read, space_of(read.address));
-  if (machine.model_latency) latency().start_copy(machine.lane, pc);  // no load: the lane goes on
   Block::here().running().copies.push_back(
       {static_cast<char*>(to), static_cast<const char*>(from), bytes, pc});
 }
@@ -292,7 +288,6 @@ void wait_for_copies() {
     on_access({reinterpret_cast<uintptr_t>(copy.to), copy.bytes, true, false, copy.pc});
   }
   me.copies.clear();
-  if (machine.model_latency) latency().wait_for_copies(machine.lane);
 }
 
 void wait_for_kernel_ahead() {
@@ -315,16 +310,12 @@ void run_grid(void* kernel, int64_t blocks, int lanes, int64_t shared_bytes, voi
   ++machine.launches;
   machine.early_launches += machine.early;
   if (machine.find_races) races().begin_launch();
-  if (machine.model_latency) latency().begin_launch();
   for (int64_t b = 0; b < blocks; ++b) {
     machine.block = static_cast<int>(b);
     spoil_shared_memory();
     if (machine.find_races) races().begin_block();
-    if (machine.model_latency) latency().begin_block();
     block.run(body, closure);
-    if (machine.model_latency) latency().end_block();
   }
-  if (machine.model_latency) latency().end_launch();
 }
 
 void set_seed(uint64_t seed) { Block::here().seed(seed); }

@@ -12,7 +12,6 @@
 
 #include "barrier_sites.h"
 #include "block.h"
-#include "latency.h"
 #include "machine.h"
 
 namespace simt {
@@ -83,11 +82,9 @@ SIMT_API void simt_limit_shared(int64_t bytes) {
 }
 SIMT_API int64_t simt_most_shared_bytes() { return simt::machine.most_shared_bytes; }
 SIMT_API void simt_seed(uint64_t seed) { simt::set_seed(seed); }
-SIMT_API void simt_watch(bool races, bool latency, bool barriers) {
-  simt::machine.find_races = races, simt::machine.model_latency = latency,
-  simt::machine.note_barriers = barriers;
+SIMT_API void simt_watch(bool races, bool barriers) {
+  simt::machine.find_races = races, simt::machine.note_barriers = barriers;
 }
 SIMT_API const char* simt_barriers() { return simt::as_text(simt::barrier_sites().take()); }
 SIMT_API void simt_skip_barrier(uint64_t site) { simt::barrier_sites().skip(site); }
-SIMT_API const char* simt_paths() { return simt::as_text(simt::latency().take_paths()); }
 }

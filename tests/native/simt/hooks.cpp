@@ -3,7 +3,6 @@
 #include <utility>
 
 #include "block.h"
-#include "latency.h"
 #include "machine.h"
 #include "races.h"
 
@@ -14,7 +13,6 @@ void on_access(const Access& access) {
   const Space space = space_of(access.address);
   if (space == Space::own) return;
   if (machine.find_races) races().access(access, space);
-  if (machine.model_latency) latency().access(access, space);
 }
 
 namespace {

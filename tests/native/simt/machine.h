@@ -3,8 +3,7 @@
 // The kernels of csrc/cuda are compiled for the CPU with -fsanitize=thread, and linked with this run-time in
 // the place of ThreadSanitizer's. Blocks run one after the other; a block's lanes are fibers of one thread
 // (block.h). Every load and store arrives here with its address (hooks.cpp), every barrier with the lanes
-// that it joins, and two parts look on: races.h orders the accesses of different lanes, latency.h adds up
-// what they would cost.
+// that it joins, and races.h orders the accesses of different lanes.
 //
 // It models: __syncthreads and __syncwarp with its mask as all that orders lanes; shuffles and their like,
 // which hand over values and order nothing; atomics of the block's and the grid's memory; asynchronous copies
@@ -48,7 +47,7 @@ struct Machine {
   int64_t most_shared_bytes = 0;       // that a launch has asked for
   uint64_t launches = 0, early_launches = 0, memsets = 0;
   bool early = false;  // the kernel ahead may still run
-  bool find_races = true, model_latency = false, note_barriers = false;
+  bool find_races = true, note_barriers = false;
   uintptr_t lanes_begin = 0, lanes_end = 0;    // their stacks
   uintptr_t host_begin = 0, host_end = 0;      // the host's stack: kernel arguments
   uintptr_t static_begin = 0, static_end = 0;  // static __shared__ variables
