@@ -50,6 +50,7 @@ from lib.harness import RESULTS, ResultFile, command, machine
 
 SIZES = [(16, 32, 4096), (16, 32, 128), (64, 128, 4096), (16, 32, 16384)]  # ranks, replicas, tokens
 OF_RANKS = (SIZES[0], SIZES[2])  # where jobs run to which tokens do not matter
+DECODE = (64, 128, 128)  # many ranks and few tokens: for what routes shared copies, which takes long there
 AIMED = {"ranks": 16, "experts": EXPERTS, "replicas": 32, "tokens": 4096}  # what the targets are for
 FLOOR, ALONE, AT_ONCE = "floor: one word", "chain, one after another", f"{LAYERS} at once"
 HEADLINE = (
@@ -66,6 +67,8 @@ def order(sizes: Sequence[Size], headline_only: bool = False) -> list[tuple[Size
     others = [] if headline_only else [*(name for name in light_first if name not in HEADLINE), AT_ONCE]
 
     def belongs(size: Size, name: str) -> bool:
+        if size == DECODE:
+            return name.startswith(("route_shared", "route, shared columns"))
         tokens_matter = name in (FLOOR, ALONE) or (name in BENCHED and BENCHED[name].tokens_matter)
         return tokens_matter or size in OF_RANKS
 
@@ -168,7 +171,7 @@ def measure(attempt: Attempt, results: ResultFile, headline_only: bool) -> bool:
     rows: list[dict[str, Any]] = []
     wrong: list[tuple[str, dict[str, Any]]] = []
     try:
-        for size, name in order(SIZES[: 1 if headline_only else None], headline_only):
+        for size, name in order(SIZES[:1] if headline_only else [*SIZES, DECODE], headline_only):
             found = tried(attempt, size, name)
             where = dict(zip(AIMED, (size[0], EXPERTS, *size[1:]), strict=True))
             if found["wrong"]:
@@ -182,7 +185,7 @@ def measure(attempt: Attempt, results: ResultFile, headline_only: bool) -> bool:
                 results.add(rows[-1])
                 print(f"R={size[0]} E={EXPERTS}+{size[1]} T={size[2]} {line(row)}", flush=True)
     finally:  # also when the time is up
-        for size in SIZES:
+        for size in (*SIZES, DECODE):
             show(size, [row for row in rows if (row["ranks"], row["replicas"], row["tokens"]) == size])
         show_wrong(wrong)
     return not wrong

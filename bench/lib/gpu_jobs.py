@@ -27,11 +27,11 @@ def joint(x: Layer) -> ops.JointSplit:
     return ops.plan_joint(x.gathered, x.shared_tables, RANK, 1, size(x), ranks_per_node=per_node(x))
 
 
-def route_joint(x: Layer) -> Tensor:
-    """Of the routed copies at home, and of the shared ones where they fill the ranks."""
+def route_joint(x: Layer, shared_row: Tensor) -> Tensor:
+    """Of the routed copies at home, and of the shared ones by a row."""
     of_ids = ops.Counted(x.shared_ids, x.gathered[RANK], x.shared_numbers, x.shared_parts)
     row = torch.nn.functional.pad(x.row.view(len(x.loads), -1), (0, 1)).flatten()
-    columns = ops.SharedColumns(1, size(x), RANK, x.shared_row)
+    columns = ops.SharedColumns(1, size(x), RANK, shared_row)
     return ops.route(of_ids, row, x.shared_tables, columns)
 
 
@@ -145,7 +145,8 @@ JOBS = (
     Job("balance_own", lambda x: ops.balance_own(x.ids, x.tables, x.fixed, RANK), ("ids", "tables")),
     Job("balance_same", balanced_same, ("ids", "tables")),
     Job("route", lambda x: ops.route(counted(x), x.row, x.tables), ROUTED, quoted="UltraEP reroute 37"),
-    Job("route, shared columns", route_joint, WITH_SHARED),
+    Job("route, shared columns", lambda x: route_joint(x, x.shared_row), WITH_SHARED),
+    Job("route, shared columns, even", lambda x: route_joint(x, x.even_row), WITH_SHARED),
     Job(
         "route_sampled",
         lambda x: ops.route_sampled(x.ids, x.weights, x.tables, 5),
@@ -156,6 +157,11 @@ JOBS = (
         "route_shared",
         lambda x: ops.route_shared(x.slots, x.shared_row, size(x), RANK),
         ("slots", "shared_row"),
+    ),
+    Job(
+        "route_shared, even",
+        lambda x: ops.route_shared(x.slots, x.even_row, size(x), RANK),
+        ("slots", "even_row"),
     ),
     Job(
         "route_shared_sampled",

@@ -36,6 +36,7 @@ class Layer:
     fixed: Tensor  # [R]
     pour: Tensor  # []
     shared_row: Tensor  # [R]
+    even_row: Tensor  # [R] shared copies that every rank takes alike
     shared_ranks: Tensor  # [T, 1]
     split: Tensor  # [P]
     gathered: Tensor  # [R, E + 1] loads with those of a shared expert
@@ -106,6 +107,7 @@ def make_layer(
         fixed=torch.zeros(ranks, dtype=torch.int32),
         pour=per_rank.sum(dtype=torch.int32),
         shared_row=shared_row,
+        even_row=(tokens + torch.arange(ranks - 1, -1, -1, dtype=torch.int32)) // ranks,
         shared_ranks=ops.route_shared(routed, shared_row, len(slots) // ranks, RANK),
         split=ops.plan_lp(loads, tables).split,
         gathered=torch.cat([loads, per_rank.unsqueeze(1)], 1),

@@ -18,7 +18,7 @@ def gpu_ops() -> Table:
     """Microseconds in a captured graph, by tokens of a rank; what is planned from loads does not depend on them."""
     rows: dict[str, Row] = {name: {"op": name} for name in OPS}
     for row in read("bench_cuda"):
-        if row["op"] in rows:
+        if row["op"] in rows and (row["ranks"], row["tokens"]) in SIZES:
             rows[row["op"]][SIZES[row["ranks"], row["tokens"]]] = f"{row['in_graph_us']:.1f}"
             rows[row["op"]].setdefault("target", row.get("target_us"))
             rows[row["op"]].setdefault("quoted", row.get("quoted_us"))
