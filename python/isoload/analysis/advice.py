@@ -134,17 +134,15 @@ def _dynamic(loads: Tensor, placement: Placement, seed: int) -> Tensor:
         order = order[row[order] >= 0]
         copies = np.bincount(row[order], minlength=loads.shape[2])
         first = np.cumsum(copies) - copies
-        left, taken = (
-            loads[layer].T.double(),
-            np.zeros(drawn[layer].T.shape, dtype=np.int32),
-        )  # [E, R], [P, R]
+        left = loads[layer].T.double()  # [E, R]
+        taken = np.zeros((slots.shape[1], loads.shape[1]), dtype=np.int32)  # [P, R]
         for turn in range(int(copies.max())):  # a binomial part of the rest goes to the next replica
             more, last = np.flatnonzero(copies > turn + 1), np.flatnonzero(copies == turn + 1)
-            rest, chance = left[more], torch.from_numpy(1 / (copies[more] - turn)).unsqueeze(1)
-            took = torch.binomial(rest, chance.expand_as(rest), generator=draw)
+            undealt, chance = left[more], torch.from_numpy(1 / (copies[more] - turn)).unsqueeze(1)
+            took = torch.binomial(undealt, chance.expand_as(undealt), generator=draw)
             taken[order[first[more] + turn]] = took
             taken[order[first[last] + turn]] = left[last]
-            left[more] = rest - took
+            left[more] = undealt - took
         drawn[layer] = taken.T
     return torch.from_numpy(drawn)
 
