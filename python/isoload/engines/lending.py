@@ -34,22 +34,19 @@ from isoload.weights.layout import Address, Move, add_back, move_rows
 
 @dataclass(frozen=True)
 class Loans:
-    """The loans of one batch.
+    """The loans of one batch."""
 
-    moves   of all ranks: a rank's rows are the experts that it lends, ascending, then those that it borrows, by slot
-    lent    the experts that this rank lends
-    places  this rank's row of every local slot that is borrowed
-    """
-
-    moves: list[Move]
-    lent: list[int]
-    places: dict[int, int]
+    moves: list[
+        Move
+    ]  # of all ranks; a rank's rows: the experts that it lends, ascending, then those it borrows
+    lent: list[int]  # the experts that this rank lends
+    places: dict[int, int]  # this rank's row of every local slot that is borrowed
 
 
 def loans(placement: Placement, slots: Sequence[int], rank: int) -> Loans:
-    """Return the loans for all slots that are not home slots.
+    """Return the loans for all slots that are not home slots of the placement's first layer.
 
-    placement: its first layer has the home slots. slots: [P] expert of every slot that has copies; -1 = none.
+    slots: [P] expert of every slot that has copies; -1 = none.
     """
     size, ranks = placement.slots_per_rank, placement.topology.num_ranks
     homes = placement.arrays[1][0].tolist()
@@ -109,28 +106,22 @@ class Experts(Protocol):
         """Return an expert's weights in a fixed order."""
 
     def run(self, copies: Tensor, ends: Sequence[int], stacks: Sequence[Tensor]) -> Tensor:
-        """Return the results [C, H] of copies that are ordered by expert, for experts [n, ...] of other ranks."""
+        """Return the results [C, H] of copies ordered by expert, with ends [n], for stacks [n, ...] of weights."""
 
 
 class Sent(NamedTuple):
-    """What combine needs of a dispatch.
-
-    borrowed     stacks [n, ...] in the order of an expert's Parameters
-    homes, away  places of the copies of own and of borrowed experts
-    """
+    """What combine needs of a dispatch."""
 
     received: Received
-    borrowed: list[Tensor]
-    homes: Grouping
-    away: Grouping
+    borrowed: list[Tensor]  # stacks [n, ...] in the order of an expert's Parameters
+    homes: Grouping  # places of the copies of own experts
+    away: Grouping  # places of the copies of borrowed experts
 
 
 class LendingDispatcher:
     """Dispatch and combine of one layer by the plan of a Balancer.
 
-    Args:
-        local_experts: this rank's, in the order of `experts`.
-        options: of the Balancer.
+    local_experts are this rank's, in the order of `experts`; options are the Balancer's.
     """
 
     def __init__(
@@ -155,8 +146,7 @@ class LendingDispatcher:
     def send(self, tokens: Tensor, ids: Tensor, weights: Tensor, call: Call) -> Sent:
         """Balance the batch, transfer the weights it borrows, and send the rows.
 
-        Args:
-            tokens: [T, H]. ids: [T, K] int64 logical experts; -1 = none. weights: [T, K] float32.
+        tokens [T, H]; ids [T, K] int64 logical experts, -1 = none; weights [T, K] float32.
         """
         balancer = self.balancer
         slots = balancer.route(self._balance(ids, call))
@@ -211,7 +201,6 @@ class LendingDispatcher:
         return combined
 
     def _balance(self, ids: Tensor, call: Call) -> Gathered:
-        """Plan the batch, or take the plan that was made ahead."""
         if self.plan is None:
             return self.balancer.balance([ids], None, call)
         with call:

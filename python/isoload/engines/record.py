@@ -1,5 +1,6 @@
-"""EngineRecord: shadow mode. The engine chooses replicas. Its choice is counted on the device; a background thread
-writes the counts to files and logs them with the loads that isoload's plan of the same copies would have had.
+"""EngineRecord: shadow mode, in which the engine chooses replicas and isoload counts its choice on the device.
+
+A background thread writes the counts to files and logs them with the loads of isoload's plan for the same copies.
 """
 
 from __future__ import annotations
@@ -39,20 +40,10 @@ OWN = "this rank's copies alone: isoload report joins all ranks"
 class EngineRecord:
     """Record of one model's layers on one rank.
 
-    Nothing is exchanged between ranks. One of record_every passes is kept, selected by its number, so that the files
-    of all ranks have the same ones. All ranks must run the same number of passes, as where every pass contains an
-    all-to-all.
-
-    Args:
-        settings: mode shadow.
-        engine, model: their names.
-        rank: this process's of the topology's.
-        tables: [L, P] on the host, the routed expert in each slot.
-        num_experts: E, routed.
-        tokens: "own", or "same" if all ranks hold the same: then only the first rank writes.
-        device: where the engine routes.
-        decode_tokens: largest number of tokens that this process routes in a pass of decode, if the engine does not
-            set :attr:`phase` before a pass ends: a pass with more tokens counts as prefill.
+    Nothing is exchanged between ranks: one of record_every passes is kept, selected by its number. All ranks must run
+    the same number of passes, as where every pass contains an all-to-all. tables is [L, P] on the host. With tokens
+    "same" only the first rank writes. decode_tokens: a pass with more tokens on this process counts as prefill, where
+    the engine does not set :attr:`phase`.
     """
 
     def __init__(
@@ -90,7 +81,6 @@ class EngineRecord:
         self.recorder.add(layer, [copies], self, slots.shape[1])
 
     def summary(self, layers: int | None = None) -> str:
-        """Return how many passes and layers are recorded; layers: how many of the model's are counted."""
         number = self.recorder.num_layers if layers is None else layers
         return f"1 of {self.settings.record_every} passes is recorded, in {number} layers"
 
@@ -226,7 +216,6 @@ class EngineRecord:
             self.metrics.set_imbalance(phase, plan, means)
 
     def _log(self, phase: str, before: Floats, after: Floats, passes: int, alone: str) -> None:
-        """Log the means [L] of a phase."""
         text = ", ".join(
             f"{name} {np.quantile(before, part):.3f} -> {np.quantile(after, part):.3f}"
             for name, part in (("half of the layers up to", 0.5), ("nine in ten", 0.9), ("worst", 1.0))
@@ -238,32 +227,21 @@ class EngineRecord:
 
 
 class Travelled(NamedTuple):
-    """What would have travelled in one layer.
+    """What would have travelled in one layer; last and filled are mean imbalances."""
 
-    layer         its row in the engine's tables
-    batches       prefills with copies
-    fills, moves  batches that would have filled spare slots, and experts that would have travelled
-    arrivals      of these experts those to the first rank
-    last, filled  mean imbalance over the last fill, and over the slots that the batches would have used
-    """
-
-    layer: int
-    batches: int
-    fills: int
-    moves: int
-    arrivals: int
-    last: float
-    filled: float
+    layer: int  # its row in the engine's tables
+    batches: int  # prefills with copies
+    fills: int  # batches that would have filled spare slots
+    moves: int  # experts that would have travelled
+    arrivals: int  # of these those to the first rank
+    last: float  # over the last fill
+    filled: float  # over the slots that the batches would have used
 
 
 class Travel:
     """The spare slots that a policy would have had in recorded prefills, kept from one to the next.
 
-    Args:
-        rank_loads: has the engine's table. If an expert is in its spare slots alone, the experts are in order, as
-            isoload starts.
-        policy: that borrows.
-        spare: spare slots of a rank.
+    If an expert of the engine's table is in spare slots alone, the experts are in order, as isoload starts.
     """
 
     def __init__(self, rank_loads: RankLoads, policy: Policy, spare: int) -> None:
@@ -280,7 +258,6 @@ class Travel:
         self._last: list[PlacedLayers] = [self._layers[i].fill(tables[i].int()) for i in range(layers)]
 
     def add(self, rank_loads: RankLoads) -> list[Travelled]:
-        """Return by layer what would have travelled in these passes."""
         counts, phases = rank_loads.counts, np.array(rank_loads.phases)
         ranks, size = rank_loads.topology.num_ranks, self.table.shape[1] // rank_loads.topology.num_ranks
         travelled = []

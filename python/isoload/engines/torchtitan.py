@@ -1,7 +1,7 @@
 """torchtitan: a token dispatcher that follows a plan, with experts borrowed for one batch.
 
-The experts stay torchtitan's own module and Parameters, so that its optimizers, checkpoints and data parallelism need
-no change. Borrowed experts are computed by the same module with other weights.
+The experts stay torchtitan's own module and Parameters; borrowed experts are computed by the same module.
+See :mod:`isoload.engines.lending`.
 """
 
 from __future__ import annotations
@@ -36,11 +36,9 @@ class StackedExperts:
                 )
 
     def weights(self, row: int) -> list[Tensor]:
-        """Return an expert's weights in the order of the module's Parameters."""
         return [stack[row] for stack in self._stacks()]
 
     def run(self, copies: Tensor, ends: Sequence[int], stacks: Sequence[Tensor]) -> Tensor:
-        """Return the results [C, H] of copies that are ordered by expert, for experts [n, ...] of other ranks."""
         if not ends:  # this rank lends experts and borrows none
             return copies
         counts = torch.tensor(ends, device=copies.device).diff(prepend=copies.new_zeros(1, dtype=torch.int64))
@@ -84,13 +82,9 @@ class BalancedTokenDispatcher(LendingDispatcher, BaseEPTokenDispatcher):  # type
         topk_expert_ids_TK: Tensor,
         num_local_tokens_per_expert_E: Tensor,
     ) -> tuple[Tensor, Tensor, Sent]:
-        """Return [C, D] copies of the own experts, ordered by expert, [experts] their counts, and the state of
-        :meth:`combine`.
+        """Return [C, D] copies of the own experts, ordered by expert, [experts] their counts, and a state for combine.
 
-        Args:
-            x_TD: [T, D] tokens of this rank.
-            topk_scores_TK, topk_expert_ids_TK: [T, K] gate weights and logical experts.
-            num_local_tokens_per_expert_E: not used; the Balancer counts the ids.
+        num_local_tokens_per_expert_E is not used; the Balancer counts the ids.
         """
         call = self.begin(x_TD.device)
         sent = self.send(x_TD, topk_expert_ids_TK, topk_scores_TK.float(), call)
@@ -127,8 +121,7 @@ def balance(
     All ranks call it. The arguments are those of :func:`isoload.engines.megatron.balance`.
 
     Raises:
-        ValueError: no RoutedExperts, no expert parallelism, a dispatcher or experts that are not supported, or a
-            placement that does not fit; names the argument, the rule and the value.
+        ValueError: no expert parallelism, or the dispatcher, the experts or the placement are not supported.
     """
     transports: dict[Any, CollectiveTransport] = {}
     dispatchers = []

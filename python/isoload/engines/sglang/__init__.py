@@ -1,10 +1,4 @@
-"""Plug-in for SGLang: it implements SGLang's own options and is attached by SGLang's plug-in loader. See
-docs/sglang.md.
-
-layers     the Balancers of all layers, made once and refreshed in place
-borrowing  experts that travel within a prefill (ISOLOAD_SPARE_SLOTS)
-dispatch   hooks of --ep-dispatch-algorithm dynamic and lp, and of --enable-waterfill
-placement  rebalances, --eplb-algorithm isoload, --init-expert-location
+"""Plug-in for SGLang: it implements SGLang's own options; SGLang's plug-in loader attaches it. See docs/sglang.md.
 
 This module maps hooks to functions, and tests every hook that can run without a model on a known batch of SGLang's own
 records before any hook is installed.
@@ -84,7 +78,6 @@ def dispatch_info(algorithm: str) -> Any:
 
 
 def check_dynamic() -> bool:
-    """Check map_dynamic with SGLang's own function, with and without rows of padding."""
     from sglang.srt.eplb.expert_location_dispatch import _topk_ids_logical_to_physical_dynamic as stock
 
     info, right = dispatch_info("dynamic"), True
@@ -211,11 +204,7 @@ attach = PLUG_IN.attach
 
 
 def attach_or_leave() -> None:
-    """Attach to SGLang; its entry point calls this.
-
-    Raises:
-        SystemExit: as PlugIn.attach_or_leave; or ISOLOAD_PLACEMENT is set, for which SGLang has an option.
-    """
+    """Attach to SGLang; its entry point calls this. Every refusal is a SystemExit."""
     if path := os.environ.get(PLACEMENT.name, "").strip():
         raise SystemExit(
             f"isoload: {PLACEMENT.name}={path:.200} starts vLLM; SGLang starts from --init-expert-location: pass "

@@ -36,11 +36,9 @@ Original = Callable[..., Any]
 
 
 class Spare:
-    """The spare slots of one MoE layer: their experts, and the weights on their way.
+    """The spare slots of one MoE layer, whose Balancer has them empty: their experts, and the weights on their way.
 
-    Args:
-        layer: the layer, whose Balancer has the placement with empty spare slots.
-        table: [P] on the host, the expert in each slot.
+    table: [P] on the host, the expert in each slot.
     """
 
     def __init__(self, layer: EngineLayer, table: Tensor) -> None:
@@ -89,18 +87,14 @@ class Spare:
 
     @property
     def size(self) -> int:
-        """Slots of a rank."""
         return self.layer.balancer.placement.slots_per_rank
 
     @property
     def num_slots(self) -> int:
-        """Spare slots of a rank."""
         return self.layer.balancer.placement.spare_slots
 
     def __call__(self, topk_ids: Tensor, num_valid: Tensor | None) -> Tensor:
-        """Return the [T, K] slots of a batch, as :class:`isoload.balancing.balancer.Balancer`; all ranks call it
-        together.
-        """
+        """Return the [T, K] slots of a batch, as :class:`isoload.Balancer`; all ranks call it together."""
         balancer = self.layer.balancer
         if self._finish is not None:
             raise RuntimeError(
@@ -132,11 +126,9 @@ class Spare:
         return self.stacks is not None and (LAYERS.switch is None or LAYERS.switch.on)
 
     def fill(self, loads: Tensor) -> None:
-        """Fill the spare slots for a batch if that lowers its peak enough, and start the moves. The host waits for no
-        device.
+        """Fill the spare slots by a batch's loads [R, E] if that lowers its peak enough, and start the moves.
 
-        Args:
-            loads: [R, E] of the batch.
+        The host waits for no device.
         """
         placed, last = self._placed, self.filled
         new = refill(self.layer.balancer.policy, loads, placed, last)
@@ -189,7 +181,6 @@ def begin() -> None:
 
 
 def spares() -> dict[int, Spare]:
-    """Return the spare slots of all layers by number."""
     return {i: layer.spare for i, layer in LAYERS.by_id.items() if isinstance(layer.spare, Spare)}
 
 
@@ -222,13 +213,7 @@ UNFIT = (
 
 
 def check_options(algorithm: str | None, num_ranks: int, options: Any, *others: Any) -> None:
-    """Raise ValueError for options with which experts cannot travel.
-
-    Args:
-        algorithm: --ep-dispatch-algorithm.
-        num_ranks: R.
-        options: SGLang's of MoE layers; others: its other options.
-    """
+    """Raise ValueError for options of SGLang's MoE layers, or other ones, with which experts cannot travel."""
     check_redundant(options.ep_num_redundant_experts, num_ranks)
     check_foreign(SPARE.name, UNFIT, options, *others)
     backend, recorder = options.moe_a2a_backend, options.expert_distribution_recorder_mode
@@ -257,11 +242,7 @@ def check_options(algorithm: str | None, num_ranks: int, options: Any, *others: 
 
 
 def check_layout(metadata: Any) -> None:
-    """Give every expert a slot that is not spare, before SGLang loads weights.
-
-    Raises:
-        ValueError: the file of --init-expert-location has experts in spare slots alone.
-    """
+    """Give every expert a slot that is not spare, before SGLang loads weights, or raise ValueError for a file."""
     spare, topology = LAYERS.settings.spare_slots, topology_of(metadata)
     tables, experts = metadata.physical_to_logical_map_cpu, metadata.num_logical_experts
     missing = only_spare(tables, experts, topology.num_ranks, spare)
@@ -279,11 +260,9 @@ def check_layout(metadata: Any) -> None:
 
 
 def write_maps(metadata: Any, layers: Sequence[int], tables: Tensor, listed: Tensor | None = None) -> None:
-    """Write the experts of some layers' slots into SGLang's maps, in place.
+    """Write [L, P] the experts of some layers' slots into SGLang's maps, in place.
 
-    Args:
-        tables: [L, P] expert in each slot.
-        listed: [L, P] the same without the slots that the lists of replicas leave out, -1; None: they list all.
+    listed: [L, P] with -1 in the slots that the lists of replicas leave out; None: they list all.
     """
     experts, slots = metadata.num_logical_experts, metadata.num_physical_experts
     index = torch.tensor(list(layers))
@@ -302,8 +281,10 @@ def write_maps(metadata: Any, layers: Sequence[int], tables: Tensor, listed: Ten
 
 
 def hide(metadata: Any, layers: Sequence[int]) -> None:
-    """Leave spare slots out of SGLang's lists of replicas. Where SGLang chooses by itself (detached, switched off,
-    rows of padding, weight updates), it then chooses slots that no batch fills.
+    """Leave spare slots out of SGLang's lists of replicas.
+
+    Where SGLang chooses by itself (detached, switched off, rows of padding, weight updates), it then chooses slots that
+    no batch fills.
     """
     tables = metadata.physical_to_logical_map_cpu
     size, spare = tables.shape[1] // metadata.ep_size, LAYERS.settings.spare_slots
@@ -314,14 +295,7 @@ def hide(metadata: Any, layers: Sequence[int]) -> None:
 def bind(metadata: Any, weights: Mapping[int, Any], modules: Mapping[int, torch.nn.Module]) -> None:
     """Let experts travel from now on; all ranks call it when the model is loaded.
 
-    Args:
-        metadata: SGLang's ExpertLocationMetadata.
-        weights: by layer the stacks [S, ...] that SGLang moves when experts move.
-        modules: :func:`expert_modules`.
-
-    Raises:
-        ValueError: the stacks are not contiguous, of other slots, or lack weights of an expert; or GPUs of a node
-            cannot read each other's memory.
+    weights: by layer the stacks [S, ...] that SGLang moves when experts move; modules: :func:`expert_modules`.
     """
     layers = spares()
     for i, stacks in weights.items():
@@ -352,13 +326,7 @@ def node_backend(topology: Topology) -> Backend:
 def rehome(backend: Backend, stacks: list[Tensor], parameters: Mapping[str, Tensor]) -> None:
     """Move one layer's stacks, in place, to memory that the ranks of the node read.
 
-    Args:
-        backend: with memory of its own.
-        stacks: SGLang's list, which names the new memory afterwards.
-        parameters: of the layer's experts, by name.
-
-    Raises:
-        ValueError: a stack belongs to no parameter, so that the experts would be computed from the old memory.
+    Raises ValueError if a stack belongs to no parameter: the experts would be computed from the old memory.
     """
     for j, stack in enumerate(stacks):
         users = [parameter for parameter in parameters.values() if parameter.data_ptr() == stack.data_ptr()]
@@ -375,7 +343,6 @@ def rehome(backend: Backend, stacks: list[Tensor], parameters: Mapping[str, Tens
 
 
 def expert_modules(model: Any) -> dict[int, torch.nn.Module]:
-    """Return by layer the module of its experts."""
     from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 
     experts = [module for module in model.modules() if isinstance(module, FusedMoE)]
@@ -395,9 +362,7 @@ def check_model(model: Any) -> None:
 
 
 def check_whole(layer: int, stacks: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> None:
-    """Raise ValueError if SGLang's list of a layer lacks weights of its experts, so that it would move the rest of an
-    expert without them.
-    """
+    """Raise ValueError if SGLang's list of a layer lacks weights of its experts, which would not move with the rest."""
     listed = {stack.data_ptr() for stack in stacks}
     names = [name for name, tensor in parameters.items() if tensor.data_ptr() in listed]
     for part in ("w13", "w2"):
@@ -481,9 +446,7 @@ def report() -> None:
 
 
 def update_expert_weights(original: Original, **kwargs: Any) -> Any:
-    """Wrap _update_expert_weights: SGLang copies replicas from where its old map lists them, so no spare slot is
-    listed.
-    """
+    """Wrap _update_expert_weights: SGLang copies replicas from where its old map lists them, so list no spare slot."""
     old, layers = kwargs["old_expert_location_metadata"], spares()
     meet()
     for i in set(kwargs["update_layer_ids"]) & set(layers):
@@ -493,9 +456,7 @@ def update_expert_weights(original: Original, **kwargs: Any) -> Any:
 
 
 def update_weights(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Wrap the weight updates of SGLang, which write each expert to its listed slots: empty all spare slots. If an
-    update replaces the weights' memory, no expert travels from then on.
-    """
+    """Wrap the weight updates of SGLang, which write each expert to its listed slots: empty all spare slots."""
     meet()
     for spare in spares().values():
         spare.drop()

@@ -1,16 +1,12 @@
-"""Hooks of SGLang's dispatch: logical to physical ids, for --ep-dispatch-algorithm dynamic and lp; and the shared
-experts of --enable-waterfill.
+"""Hooks of SGLang's dispatch: logical to physical ids, and the shared experts of --enable-waterfill.
 
-dynamic  Without an all-to-all backend all ranks hold the same tokens and compute the same plan. With one each rank
-         plans its own, and SGLang calls nothing on a rank without tokens: no forward pass may contain an exchange.
-lp       With an all-to-all backend. SGLang calls the layer's solver before it maps ids, in the DeepSeek family also on
-         ranks without tokens. The solver is a Layer, and its result is the physical ids already.
+--ep-dispatch-algorithm dynamic: without an all-to-all backend all ranks hold the same tokens and compute the same
+plan. With one each rank plans its own, and SGLang calls nothing on a rank without tokens: no pass may contain an
+exchange. lp, with an all-to-all backend: SGLang calls the layer's solver before it maps ids, in the DeepSeek family
+also on ranks without tokens. The solver is a Layer, and its result is the physical ids already.
 
 BaseDispatcher.register_pre_dispatch_hook cannot replace these hooks: SGLang has mapped, masked and recorded the ids by
 then, and passes neither the number of padding rows nor a call where a kernel routes.
-
-In shadow mode SGLang's choice is used unchanged, with any algorithm, and counted. SGLang also records for its own
-rebalances: `_post_process_topk_ids` returns the slots of the routed copies, padding masked, as a third result.
 """
 
 from __future__ import annotations
@@ -37,8 +33,7 @@ MOVED = "routed_experts_weights_of_layer"  # a model's weights that SGLang moves
 
 
 def set_metadata(original: Original, value: Any, *args: Any, **kwargs: Any) -> None:
-    """Wrap set_global_expert_location_metadata: make the Balancers of `dynamic`, or in shadow mode the record, before
-    any batch and any graph."""
+    """Wrap set_global_expert_location_metadata: make the Balancers, or in shadow mode the record, before any batch."""
     original(value, *args, **kwargs)
     if value is None:
         return
@@ -60,9 +55,7 @@ def set_metadata(original: Original, value: Any, *args: Any, **kwargs: Any) -> N
 
 
 def init_lplb_solvers(*, model_config: Any) -> None:
-    """Replace SGLang's function: pass Layers for solvers. After a rebalance the Layers exist already and are
-    refreshed.
-    """
+    """Replace SGLang's function: pass Layers for solvers; after a rebalance they exist already and are refreshed."""
     from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
     from sglang.srt.eplb.lplb_solver import assert_lplb_supported_model, set_global_lplb_solver
 
@@ -119,8 +112,9 @@ def map_solved(topk_ids: Tensor, info: Any, log2phy_prob: Tensor) -> Tensor:
 
 
 def post_process(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Wrap _post_process_topk_ids in shadow mode: count the slots that SGLang chose. With spare slots: pass home slots
-    to SGLang's recorder.
+    """Wrap _post_process_topk_ids: count the slots of shadow mode, and pass home slots to SGLang's recorder.
+
+    The third result has the slots of the routed copies, padding masked.
     """
     result = original(*args, **kwargs)
     arguments = dict(zip(NAMES, args, strict=False)) | kwargs
@@ -141,10 +135,7 @@ NAMES = (  # of _post_process_topk_ids
 
 
 def initialize(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Wrap ModelRunner.initialize, which reads --init-expert-location and runs and captures batches of no user.
-
-    When it returns, the algorithm of every layer is fixed.
-    """
+    """Wrap ModelRunner.initialize, after which the algorithm of every layer is fixed."""
     if not self.is_draft_worker:
         check_start(self)
         check_file(getattr(self, "model_config", None))
@@ -207,13 +198,12 @@ def forward(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 class WaterfillBalancer:
-    """Replacement of SGLang's WaterfillBalancer, one for each TopK and HashTopK. All ranks make and call them
-    together.
+    """Replacement of SGLang's WaterfillBalancer, one for each TopK. All ranks make and call them together.
 
-    With lp the layer's plan has already decided about the shared copies (policy joint, unless ISOLOAD_POLICY names
-    another). Otherwise, and in draft models, the shared copies fill the ranks above the routed copies (policy
-    waterfill). num_routed_experts is P, the slots of all ranks; shared_weight is the weight of the shared expert's
-    output, in older versions the inverse of routed_scaling_factor, or 1 if that is 0.
+    With lp the layer's plan has already placed the shared copies (policy joint, unless ISOLOAD_POLICY names another).
+    Otherwise, and in draft models, they fill the ranks above the routed copies (policy waterfill). num_routed_experts
+    is P, the slots of all ranks; shared_weight is the weight of the shared expert's output, in older versions the
+    inverse of routed_scaling_factor, or 1 if that is 0.
     """
 
     flag = "--enable-waterfill"
@@ -283,9 +273,7 @@ class DeepEPWaterfillBalancer(WaterfillBalancer):
 
 
 def fixed_routed(num_slots: int, num_ranks: int) -> Balancer:
-    """Return a Balancer in which every slot is an expert of its own that cannot move, and every rank has a shared
-    expert.
-    """
+    """Return a Balancer in which every slot is an expert that cannot move, and every rank has a shared expert."""
     per_rank = torch.arange(num_slots, dtype=torch.int32).view(num_ranks, -1)
     shared = torch.full((num_ranks, 1), num_slots, dtype=torch.int32)
     slots, topology = torch.cat([per_rank, shared], dim=1).view(1, -1), Topology(num_ranks)

@@ -1,8 +1,6 @@
-"""The Balancers of one process, by layer: made when SGLang has its expert locations, refreshed in place when it moves
-experts. LAYERS is the only state of the plug-in.
+"""The Balancers of one process, by layer, and what they need of SGLang's options. LAYERS is the plug-in's only state.
 
-The module also reads SGLang's options and ranks, the phase of a pass, and which ranks are gone. SGLang's modules are
-imported inside of functions, which only its processes call.
+SGLang's modules are imported inside of functions, which only its processes call.
 """
 
 from __future__ import annotations
@@ -77,14 +75,11 @@ class Layer(EngineLayer):
 
     @property
     def policy_name(self) -> str:
-        """The policy's name; of each phase if they differ."""
         phases = ", ".join(f"{policy.name} in {phase}" for phase, policy in self.policies.items())
         return phases or super().policy_name
 
     def solve(self, topk_ids: Tensor) -> Tensor:
-        """Return [T, K] physical ids of the routed copies, from [T, K] logical ones; all ranks call it together, also
-        with T = 0.
-        """
+        """Return [T, K] physical ids from logical ones; all ranks call it together, also with T = 0."""
         num_valid, self.num_valid = self.num_valid, None
         self.turn(LAYERS.phase_now)
         slots = self.slots(topk_ids, num_valid)
@@ -148,8 +143,7 @@ class Layers(EngineLayers[Layer]):
     def follow(self, metadata: Any, algorithm: str) -> None:
         """Set SGLang's ExpertLocationMetadata: make the Balancers, or refresh existing ones in place.
 
-        Args:
-            algorithm: "dynamic" or "lp"; the same on all ranks.
+        The algorithm, "dynamic" or "lp", is the same on all ranks.
         """
         tables = live_tables(metadata)
         if self.refresh(tables):
@@ -236,7 +230,6 @@ class Layers(EngineLayers[Layer]):
         return "prefill" if self.in_prefill_graph is not None and self.in_prefill_graph() else self.phase
 
     def layer(self, layer_id: int) -> Layer | None:
-        """Return the layer with this number if isoload chooses its replicas."""
         return None if self.detached else self.by_id.get(layer_id)
 
     def detach(self) -> str:
@@ -249,7 +242,6 @@ class Layers(EngineLayers[Layer]):
         return bool(self.by_id or self.num_waterfill)
 
     def exchanged(self) -> str:
-        """Return a description of what the ranks exchange to level copies."""
         ways = set()
         for balancer in (layer.balancer for layer in self.by_id.values()):
             alone = isinstance(balancer.group, LoneRank)
@@ -288,7 +280,6 @@ class Layers(EngineLayers[Layer]):
             self.warn_unused(self.unused())
 
     def unused(self) -> dict[Variable, str]:
-        """Return why variables have no effect behind SGLang's options, as :meth:`Settings.unused` takes it."""
         reasons = {}
         if not self.by_id:
             choice = f"SGLang's own --ep-dispatch-algorithm {moe().ep_dispatch_algorithm} chooses replicas"
@@ -335,22 +326,21 @@ def topology_of(metadata: Any) -> Topology:
 
 
 def moe() -> Any:
-    """Return SGLang's options of MoE layers."""
     from sglang.srt.runtime_context import get_exec
 
     return get_exec().moe
 
 
 def parallel() -> Any:
-    """Return SGLang's ranks and groups."""
     from sglang.srt.runtime_context import get_parallel
 
     return get_parallel()
 
 
 def phase_of(batch: Any) -> str:
-    """Return a ForwardBatch's phase, the same on all ranks: prefill if any rank has some, as in SGLang's all-to-all. A
-    mixed batch is prefill, a draft's verification decode.
+    """Return a ForwardBatch's phase, the same on all ranks: prefill if any rank has some, as in SGLang's all-to-all.
+
+    A mixed batch is prefill, a draft's verification decode.
     """
     mode = batch.forward_mode
     prefill = batch.is_extend_in_batch or (mode.is_extend() and not mode.is_target_verify())
@@ -358,11 +348,7 @@ def phase_of(batch: Any) -> str:
 
 
 def prefill_graphs() -> Callable[[], bool]:
-    """Return SGLang's function that tests whether a graph of prefill is being captured, if each phase has a policy.
-
-    Raises:
-        ValueError: ranks would not agree, or this SGLang has no such function.
-    """
+    """Return SGLang's function that tests whether a graph of prefill is being captured, if each phase has a policy."""
     from sglang.srt.utils import get_bool_env_var
 
     rule = f"{POLICY.name} must be one for prefill and decode"
@@ -379,10 +365,9 @@ def prefill_graphs() -> Callable[[], bool]:
 
 
 def check_foreign(feature: str, names: Iterable[str], *sources: Any) -> None:
-    """Raise ValueError if one of these options of FOREIGN is on; feature: isoload's, which cannot be combined with
-    them.
+    """Raise ValueError if one of these options of FOREIGN is on; feature: isoload's, which it cannot be combined with.
 
-    sources: records of SGLang's options, the first that has an option counts.
+    Of sources, records of SGLang's options, the first that has an option counts.
     """
     for name in names:
         value = next((getattr(source, name) for source in sources if hasattr(source, name)), None)
@@ -414,13 +399,12 @@ FOREIGN: dict[str, tuple[tuple[Any, ...], tuple[str, ...]]] = {
 
 
 def elastic_backend() -> str | None:
-    """Return SGLang's --elastic-ep-backend."""
     backend: str | None = moe().elastic_ep_backend
     return backend
 
 
 def joined_behind() -> int:
-    """Return by how much this process's rank exceeds SGLang's number, if the process has joined a running engine."""
+    """Return by how much this process's rank exceeds SGLang's number, if it has joined a running engine."""
     return int(parallel().ep_join_rank_offset) if moe().is_ep_scale_joiner else 0
 
 

@@ -1,9 +1,5 @@
 """Plug-in for vLLM's expert-parallel load balancer (EPLB), attached as a general plug-in. See docs/vllm.md.
 
-layers     the Balancers of all models, made once and refreshed in place
-dispatch   hooks of rebalances, of the choice of replicas and of EPLB's state
-placement  the class of rebalances, and the placement file from which vLLM starts
-
 This module maps hooks to functions, and tests every hook that can run without a model on a known batch before any hook
 is installed.
 """
@@ -89,10 +85,9 @@ def attach_or_leave() -> None:
 
 
 def start_from_file(settings: Settings) -> None:
-    """Hook the start from ISOLOAD_PLACEMENT, if it is set, whether isoload chooses replicas or not.
+    """Hook the start from ISOLOAD_PLACEMENT, whether isoload chooses replicas or not.
 
-    Raises:
-        ValueError: the engine is not as isoload expects, and would ignore the file without a message.
+    Raises ValueError if the engine is not as isoload expects, and would ignore the file without a message.
     """
     if settings.placement is None or settings.mode == "off":
         return
@@ -151,6 +146,5 @@ PLUG_IN = PlugIn("vLLM", VLLM, MODELS.start, CHECKS, hook)
 
 
 def attach(settings: Settings) -> list[str]:
-    """Hook what these settings ask for, and return what is not as expected, a line each."""
     wrong = [] if settings.placement is None else FROM_FILE.attach(settings)
     return wrong + PLUG_IN.attach(settings)

@@ -1,5 +1,4 @@
-"""Hooks of vLLM's EPLB: the map of a rebalance, its commit, the choice of a replica for every copy, and the state from
-which Balancers are made.
+"""Hooks of vLLM's EPLB: rebalances, their commit, the choice of replicas, and the state for the Balancers.
 
 plan_rebalance, on_layer_committed and map_and_record are what vLLM's pull request 49700 proposes as hooks for
 out-of-tree EPLB. In shadow mode vLLM's choice and its rebalances are unchanged, and the choice is counted.
@@ -48,8 +47,7 @@ def on_layer_committed(
     layer: int | None = None,
     **kwargs: Any,
 ) -> None:
-    """Wrap _commit_eplb_maps, after a rebalance has moved the experts of all layers, and _commit_eplb_maps_for_layer,
-    after an asynchronous one has moved those of one layer."""
+    """Wrap _commit_eplb_maps and _commit_eplb_maps_for_layer: a rebalance has moved all layers, or one."""
     original(model_state, new_physical_to_logical_map, *([] if layer is None else [layer]), **kwargs)
     MODELS.watch.progressed()
     layers = MODELS.layers(model_state)
@@ -95,9 +93,9 @@ def map_and_record(
 def step(
     original: Original, self: Any, is_dummy: bool = False, is_profile: bool = False, **kwargs: Any
 ) -> None:
-    """Wrap EplbState.step, which every rank calls after every forward pass, also after a dummy pass without
-    requests: vLLM counts these calls towards its own rebalances. Reports wait for the device, once per interval. The
-    counts of a profiling pass are dropped.
+    """Wrap EplbState.step, which every rank calls after every forward pass, also after a dummy pass without requests.
+
+    Reports wait for the device, once per interval. The counts of a profiling pass are dropped.
     """
     if is_profile:
         original(self, is_dummy, is_profile, **kwargs)
