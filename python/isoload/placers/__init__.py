@@ -1,7 +1,6 @@
 """Offline placers and their registry, with one file for each placer.
 
-A placer assigns routed experts to the live ranks. For every placer, ``place`` adds spare slots, shared experts and
-dead ranks.
+A placer assigns routed experts to the live ranks; ``place`` adds spare slots, shared experts and dead ranks.
 """
 
 from __future__ import annotations
@@ -42,11 +41,7 @@ PLACERS: dict[str, type[Placer]] = {
 
 
 def register_placer(placer: type[Placer]) -> type[Placer]:
-    """Register a placer under its name; usable as a decorator.
-
-    Raises:
-        ValueError: the name is already registered.
-    """
+    """Register a placer under its name, which must be new; usable as a decorator."""
     if placer.name in PLACERS:
         raise ValueError(f"name must be a new one, placer {placer.name} exists")
     PLACERS[placer.name] = placer
@@ -76,16 +71,13 @@ def place(
         spare_slots: number of slots of every rank that stay empty, at most E.
         num_shared: number of shared experts, at most 64; every live rank has a slot for each, after its routed slots.
         before: a placement of the same experts, from which placer ``scenario`` can start. A trace's layer_ids select
-            its layers; an array of counts has all of its layers, in order. Ranks may have died or recovered since. If
-            the number of ranks or slots differs, rank r stays rank r, and ranks leave or join at the end. The placer
-            then starts from slots in which the remaining ranks keep as many copies as possible.
-        capacity: [L, R] slots for routed experts that have memory on each rank in each layer, at most slots_per_rank;
-            the other slots stay absent. Placers eplb, craft and scenario keep to these, and with a budget of replicas
-            move slots between layers. None: no such bound.
+            its layers; an array of counts has all of its layers, in order. If the number of ranks or slots differs,
+            rank r stays rank r, ranks leave or join at the end, and the remaining ranks keep as many copies as
+            possible.
+        capacity: [L, R] slots for routed experts that have memory on each rank in each layer; the other slots stay
+            absent. Placers eplb, craft and scenario keep to these, and with a budget of replicas move slots between
+            layers. None: no such bound.
         **options: the placer's own, e.g. ``dedup=False``.
-
-    Raises:
-        ValueError: an argument is invalid; the message contains the argument, the rule and the value.
     """
     planner, topology = make_placer(placer, options), as_topology(topology)
     scenarios, traces = make_scenarios(counts)
@@ -169,9 +161,7 @@ def place(
 def rectangle(placement: Placement, counts: Any) -> Placement:
     """Return a placement with replicas in its absent slots, each where it helps most; all other slots stay.
 
-    Args:
-        placement: of live ranks, without spare slots and shared experts.
-        counts: as for :func:`place`, those that the placement was made from.
+    The placement has live ranks, no spare slots and no shared experts. counts as for :func:`place`.
     """
     scenarios, _ = make_scenarios(counts)
     layers, ranks = placement.num_layers, placement.topology.num_ranks
@@ -188,7 +178,6 @@ def rectangle(placement: Placement, counts: Any) -> Placement:
 
 
 def make_placer(name: str, options: dict[str, Any]) -> Placer:
-    """Return the placer with a name and options."""
     return make("placer", PLACERS, name, options)
 
 
@@ -220,7 +209,6 @@ def keep_places(slots: Slots, before: Slots | None, ragged: bool) -> Slots:
 def _check_capacity(
     capacity: Any, planner: Placer, scenarios: Scenarios, topology: Topology, dense: int
 ) -> Ints | None:
-    """Return [L, live ranks] the slots of every live rank; None without a bound."""
     if capacity is None:
         return None
     if not planner.takes_capacity:

@@ -1,8 +1,7 @@
 """The placers' inner loops: three C functions of the compiled library (csrc/placers), on NumPy arrays.
 
-The slots are the same for any number of threads. The calls release the interpreter's lock.
-
-Every function raises ValueError with the argument and the rule; the library itself checks nothing.
+The slots are the same for any number of threads, and the calls release the interpreter's lock. Every function raises
+ValueError for wrong arguments; the library itself checks nothing.
 """
 
 from __future__ import annotations
@@ -21,13 +20,9 @@ MAX_NODES, MAX_TOP_K = 64, 64  # csrc/placers/rows.h
 
 
 def pack_slots(weight: Any, capacity: Any, dedup: bool, threads: int) -> Ints:
-    """Return slots [L, R, S], with the largest capacity as S.
+    """Return slots [L, R, S], with the largest capacity as S, from loads [L, E] and slots of every rank [L, R].
 
-    Args:
-        weight: [L, E] loads.
-        capacity: [L, R] slots of every rank.
-        dedup: never two replicas of an expert on one rank.
-        threads: number of threads over which layers are spread.
+    With dedup no two replicas of an expert are on one rank.
     """
     weight, capacity = np.require(weight, np.float32, "C"), np.require(capacity, np.int32, "C")
     _need(weight.ndim == capacity.ndim == 2, "weight must be [L, E] and capacity [L, R]")
@@ -115,17 +110,13 @@ def near_slots(
 ) -> tuple[Ints, Any]:
     """Return slots [L, R, width] with fewer rows to other nodes, and the rows before and after [L, 2].
 
-    Args:
+    Args (others as in :func:`search_slots`):
         slots: [L, R, width] to start from.
-        loads, stress: [L, E, n] integers, n a multiple of LANES.
-        weight, tick, node, home: as in :func:`search_slots`.
-        before: [L, R, width] slots that `moves` compares with, or None.
         topk_ids: [L, tokens, K] experts, -1 = none.
         token_weight: [tokens] number of times that each token counts.
         rows_node: [R] node of each rank, 0..63.
         steps: changes tried from each start.
         walk: number of the first changes that may add rows.
-        moves: slots that may differ from `before`; -1 = any number.
         starts: number of searches, of which the best is returned. The first has no walk.
     """
     loads, stress, weight, tick = (np.require(x, np.float64, "C") for x in (loads, stress, weight, tick))
@@ -204,5 +195,4 @@ def _need_valid(name: str, slots: Ints | None, capacity: Ints, experts: int, wid
 
 
 def num_threads() -> int:
-    """Return the number of CPUs that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

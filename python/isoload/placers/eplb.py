@@ -17,28 +17,17 @@ Floats = np.ndarray[Any, np.dtype[np.float32]]
 class EplbPlacer(Placer):
     """DeepSeek's EPLB: each further slot goes to the expert with the most load per replica; largest are packed first.
 
-    The loads are summed over batches. Slots of a rank are in the order in which they were filled.
-
-    Options:
-        dedup: never two replicas of an expert on one rank, so at most R replicas of each. False reproduces the
-            published maps exactly (for equal loads: those of the published code with a stable sort).
-        replicas: number per rank over all layers, given one after the other to the expert with the most load per
-            replica of all layers, at most R in a layer. None: the same number of slots in every layer.
-        groups: number of groups of consecutive experts, from which a token's router selects some. If the number of
-            nodes divides it, this is the hierarchical policy: groups are packed onto nodes, and each node's experts
-            are replicated and packed on that node. 0 or any other number means the global policy, as published.
-
-    Raises:
-        ValueError: replicas is out of range, or comes with groups or without dedup; with ``dedup``, a rank has more
-            slots than there are experts (hierarchical: on its node); groups do not divide the experts; or nodes have
-            unequal numbers of live ranks.
+    The loads are summed over batches. Slots of a rank are in the order in which they were filled. dedup=False
+    reproduces the published maps exactly (for equal loads: those of the published code with a stable sort). If the
+    number of nodes divides groups, groups are packed onto nodes, and each node's experts are replicated and packed on
+    that node (the hierarchical policy).
     """
 
     name = "eplb"
     takes_capacity = True
-    dedup: bool = True
-    groups: int = 0
-    replicas: int | None = None
+    dedup: bool = True  # never two replicas of an expert on one rank
+    groups: int = 0  # of consecutive experts, from which a token's router selects some
+    replicas: int | None = None  # per rank over all layers; None: the same number in every layer
 
     @property
     def has_budget(self) -> bool:  # type: ignore[override]
@@ -113,7 +102,6 @@ def hottest_layers(weight: Floats, replicas: int, ranks: int) -> Slots:
 
 
 def pack_replicas(weight: Floats, ranks: int, slots: int, dedup: bool) -> Slots:
-    """Return [L, R, S] experts, from loads [L, E] float32."""
     layers, experts = weight.shape
     if dedup and slots > experts:
         raise ValueError(
@@ -124,10 +112,7 @@ def pack_replicas(weight: Floats, ranks: int, slots: int, dedup: bool) -> Slots:
 
 
 def pack_into(weight: Floats, capacity: Slots, dedup: bool = True) -> Slots:
-    """Return [L, R, S] experts, from loads [L, E] float32 and slots of every rank [L, R].
-
-    S is the largest number of slots of a rank, and -1 is an absent slot.
-    """
+    """Return [L, R, S] experts, -1 = absent, from loads [L, E] float32 and slots of every rank [L, R]."""
     return pack_slots(weight, capacity, dedup, num_threads())
 
 

@@ -18,45 +18,28 @@ CHUNK = 8192  # number of tokens that are counted at a time
 class GracePlacer(Placer):
     """Spectral clusters of the experts' affinity over nodes and over each node's ranks, then replicas.
 
-    The affinity of two experts is the number of tokens that choose both, which requires per-token traces. Groups of
-    nodes have the size of the clusters. Groups of a node's ranks differ by at most `ratio` of their mean (Algorithm
-    3). The hottest experts of the most loaded rank are replicated on the least loaded ranks (Equation 2). The placement
-    is ragged. Its weights, by which policies split replicas, are the inverse of the predicted rank load (Equation 3).
-
-    Options:
-        ratio: bound of the group sizes; None: the knee of intra-group affinity over their deviation, by layer
-            (Equation 1).
-        replicate: False: groups without replicas.
-        replicas: number of replicas of each hot expert, instead of Equation 2's; 1 is the paper's fixed-count
-            replication (section 5.3): one replica each, on the least loaded rank.
-        everywhere: number of experts with a replica on every rank, instead of Equation 2 (Figure 1b, fixed counts).
-        collaborative: with everywhere, take the experts with the most partners instead of those with the most copies.
-        equal: groups of the same size on every rank, each filled up to slots_per_rank with replicas, so that no slot
-            stays absent. Of the heaviest rank the hottest expert that is missing goes to the lightest rank with a free
-            slot. Only with the defaults of the other options.
-        printed: Algorithm 3 and the predicted loads as printed: an expert goes to the group with the largest score of
-            all pairs, and W_max/(n+1) counts on every replica's rank. Otherwise an expert goes where it adds most
-            affinity, and replicas take their own load, W_r/(n+1).
-
-    Raises:
-        ValueError: no trace has per-token choices; there are fewer experts than ranks; or an option is out of range.
-        ImportError: scikit-learn is missing (pip install "isoload[plan]").
+    The affinity of two experts is the number of tokens that choose both, which requires per-token traces and
+    scikit-learn. Groups of nodes have the size of the clusters. Groups of a node's ranks differ by at most `ratio` of
+    their mean (Algorithm 3). The hottest experts of the most loaded rank are replicated on the least loaded ranks
+    (Equation 2). The placement is ragged. Its weights, by which policies split replicas, are the inverse of the
+    predicted rank load (Equation 3). With printed an expert goes to the group with the largest score of all pairs, and
+    W_max/(n+1) counts on every replica's rank; otherwise it goes where it adds most affinity, and replicas take their
+    own load, W_r/(n+1).
     """
 
     name = "grace"
     needs_tokens = True
     uses_tokens = True
-    ratio: float | None = None
+    ratio: float | None = None  # None: the knee of intra-group affinity over their deviation (Equation 1)
     replicate: bool = True
-    replicas: int | None = None
-    everywhere: int | None = None
-    collaborative: bool = False
-    printed: bool = False
-    equal: bool = False
+    replicas: int | None = None  # of each hot expert; 1 is fixed-count replication (section 5.3)
+    everywhere: int | None = None  # number of experts with a replica on every rank (Figure 1b)
+    collaborative: bool = False  # of these: the experts with the most partners instead of the most copies
+    printed: bool = False  # Algorithm 3 and the predicted loads as printed
+    equal: bool = False  # groups of one size, filled up to slots_per_rank with replicas
 
     @property
     def has_budget(self) -> bool:  # type: ignore[override]
-        """Whether slots may stay absent."""
         return not self.equal
 
     def place(self, scenarios: Scenarios, live_ranks: LiveRanks) -> Placed:
@@ -122,12 +105,9 @@ class GracePlacer(Placer):
 
 
 def fill_up(groups: Groups, load: Floats, slots_per_rank: int | None) -> Groups:
-    """Return [R] the experts that each rank gets a replica of, as many as fill all slots.
+    """Return [R] the experts that each rank gets a replica of, as many as fill all slots; None: no replicas.
 
-    Args:
-        groups: [R] experts of every rank, equally many.
-        load: [E] copies.
-        slots_per_rank: None: no replicas.
+    Of the heaviest rank the hottest expert that is missing goes to the lightest rank with a free slot.
     """
     on_rank, parts = [list(group) for group in groups], np.ones(len(load))
     size = len(groups[0]) if slots_per_rank is None else slots_per_rank
@@ -174,10 +154,7 @@ def partners(affinity: Floats) -> Floats:
 def group_ranks(
     affinity: Floats, live_ranks: LiveRanks, ratio: float | None, printed: bool = False, equal: bool = False
 ) -> Groups:
-    """Return [R] the experts of every rank: clusters over nodes, then over the ranks of each node.
-
-    equal: as many on every rank.
-    """
+    """Return [R] the experts of every rank: clusters over nodes, then over the ranks of each node."""
     nodes = [np.flatnonzero(live_ranks.node == node).tolist() for node in np.unique(live_ranks.node)]
     nodes.sort(key=len, reverse=True)  # stable; the largest cluster goes to the node with the most ranks
     experts = list(range(len(affinity)))
@@ -303,12 +280,7 @@ def replicate(
 ) -> tuple[Groups, list[float]]:
     """Return [R] the experts that each rank gets a replica of, and each rank's weight: mean over predicted load.
 
-    Args:
-        groups: [R] experts of every rank.
-        load: [E] copies.
-        wanted: False: no replicas.
-        printed: see :class:`GracePlacer`.
-        replicas: of each hot expert; None: Equation 2's number.
+    replicas: of each hot expert; None: Equation 2's number.
     """
     work = np.array([load[group].sum() for group in groups])
     copies: Groups = [[] for _ in groups]

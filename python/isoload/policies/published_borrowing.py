@@ -1,10 +1,9 @@
 """Policies ``llep_published`` and ``libra_published``: published listings that borrow weights, for comparison.
 
 ``llep_published`` is LLEP's planner (papers/003): rule "paper" is Algorithms 2 and 3 as printed, rule "code" the
-authors' code. It was written from the paper and from a description of the code, neither of which is in this
-repository. ``libra_published`` is Algorithms 1 and 2 of Libra (papers/004). Where the listings leave a choice open,
-the lowest rank and then the lowest home slot wins, and the balanced load B is the mean rounded up, because copies are
-whole. Both plan on the host, one layer at a time.
+authors' code. It was written from the paper and from a description of the code. ``libra_published`` is Algorithms 1 and
+2 of Libra (papers/004). Where the listings leave a choice open, the lowest rank and then the lowest home slot wins, and
+the balanced load B is the mean rounded up, because copies are whole. Both plan on the host, layer by layer.
 """
 
 from dataclasses import dataclass
@@ -26,8 +25,7 @@ Ints: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
 def read_batch(policy: str, *tensors: Tensor) -> list[Ints]:
     """Return int64 arrays of the tensors. For CUDA tensors the host waits once, for all of them.
 
-    Raises:
-        ValueError: a CUDA graph is captured, in which the host can read nothing.
+    Raises ValueError if a CUDA graph is captured, in which the host can read nothing.
     """
     device = tensors[0].device
     if capturing(device):
@@ -58,9 +56,6 @@ class LibraPublishedPolicy(BorrowPolicy):
 
     Copies whose expert has a slot on their own rank stay there. Two faults of the listings are kept: replication ends
     at its first refusal, and sharding may move more copies than a rank's excess.
-
-    Options: alpha (fraction of the slots for the experts that the rank's own tokens choose most), tolerance (of the
-    balanced load, relative), slots (largest number filled per rank; None = all spare slots).
     """
 
     name = "libra_published"
@@ -108,24 +103,16 @@ class LibraPublishedPolicy(BorrowPolicy):
 
 
 class Layer(NamedTuple):
-    """One layer's batch.
+    """One layer's batch."""
 
-    loads  [R, E]  copies by source rank and routed expert
-    slots  [P]     the expert of each slot
-    home   [E]     home slots
-    base   [R]     copies that every rank carries in addition
-    alive  [R]     bool
-    """
-
-    loads: Ints
-    slots: Ints
-    home: Ints
-    base: Ints
-    alive: Ints
+    loads: Ints  # [R, E] copies by source rank and routed expert
+    slots: Ints  # [P] the expert of each slot
+    home: Ints  # [E] home slots
+    base: Ints  # [R] copies that every rank carries in addition
+    alive: Ints  # [R] bool
 
     @property
     def size(self) -> int:
-        """Slots of a rank."""
         return len(self.slots) // len(self.loads)
 
     @property
@@ -146,7 +133,6 @@ class Layer(NamedTuple):
 
 
 def layers_of(demand: Demand, placed: PlacedLayers, slots: Tensor) -> list[Layer]:
-    """Return the batch on the host, layer by layer."""
     tensors = (
         [demand.loads, slots] if demand.local_shared is None else [demand.loads, slots, demand.local_shared]
     )
@@ -168,9 +154,8 @@ def layers_of(demand: Demand, placed: PlacedLayers, slots: Tensor) -> list[Layer
 def replicate(layer: Layer, slots: int, local: int) -> list[tuple[int, int]]:
     """Run Algorithm 1: return the (rank, expert) pairs that are borrowed, in order.
 
-    Args:
-        slots: N, the largest number of experts that a rank borrows, into its last slots if these are empty.
-        local: L, how many of them are the rank's own choice.
+    slots is N, the largest number of experts that a rank borrows, into its last slots if these are empty; local is L,
+    how many of them are the rank's own choice.
     """
     loads, target, ranks = layer.loads, layer.target, len(layer.loads)
     resident, owner = layer.first_slots() >= 0, layer.home // layer.size
@@ -246,7 +231,6 @@ def shard(layer: Layer, tolerance: float = 0.0) -> Ints:
 
 
 def counted(layer: Layer, filled: Ints, placed: PlacedLayers) -> Ints:
-    """Return the [5] telemetry of filled slots, see :class:`isoload.ops.SlotFill`."""
     per_node = placed.topology.ranks_per_node or len(layer.loads)
     borrowed = np.flatnonzero((filled >= 0) & (layer.slots < 0))
     takers, givers = borrowed // layer.size, layer.home[filled[borrowed]] // layer.size
@@ -264,10 +248,7 @@ class LlepPublishedPolicy(BorrowPolicy):
 
     The planner bounds neither imports nor loads. Two segments of one expert on one rank become one. It needs E / R
     experts per rank in order, without replicas, shared experts or dead ranks. It plans on the CPU; for CUDA loads the
-    host waits once.
-
-    Options: as of ``llep``; capacity and threshold have the published defaults. rule: "code", the authors' code, or
-    "paper", the listings, which sort helpers again for every chunk and round the capacity down once.
+    host waits once. Rule "paper" sorts helpers again for every chunk and rounds the capacity down once.
     """
 
     name = "llep_published"
@@ -357,18 +338,12 @@ def llep_published(
     min_chunk: int = 1024,
     rule: Rule = "code",
 ) -> list[Segment]:
-    """Return every expert's copies in segments, in the order in which the planner decides them.
+    """Return every expert's copies [E] in segments, in the order in which the planner decides them.
 
-    Faults that are kept: copies that no rank can take below its capacity are forced onto one helper, even if that
-    helper has just got a segment of the same expert, and no copy returns to the home rank. Only the code rounds the
-    capacity down twice.
-
-    Args:
-        counts: [E] copies; expert e lives on rank e // (E / R).
-        num_ranks: R, divides E.
-        capacity_factor: a rank's capacity, times the mean load.
-        min_chunk: a helper is skipped if its free capacity is below this and below the rest.
-        rule: "code" or "paper".
+    Expert e is on rank e // (E / R). Faults that are kept: copies that no rank can take below its capacity are forced
+    onto one helper, even if that helper has just got a segment of the same expert, and no copy returns to the home
+    rank. Only the code rounds the capacity down twice. A helper is skipped if its free capacity is below min_chunk and
+    below the rest.
     """
     per_rank, total_load = len(counts) // num_ranks, sum(counts)
     capacity = max(1, int(capacity_factor * (total_load // num_ranks)))

@@ -25,10 +25,7 @@ from isoload.policies.plan import Plan, SharedPlan, rank_cost, shared_copies, wi
 
 @dataclass(frozen=True)
 class SharedPolicy(Policy, ABC):
-    """Base: policy `routed` splits the routed experts as if alone; :meth:`add_shared` places the shared ones.
-
-    Options: routed, any policy with a quota, by name or as a Policy.
-    """
+    """Base: policy `routed`, any with a quota, splits the routed experts; :meth:`add_shared` places the shared ones."""
 
     needs = "per_source"
     routed: str | Policy = "even"
@@ -149,10 +146,7 @@ def add_exactly(plan: Plan, demand: Demand) -> tuple[ops.WaterfillSplit, SharedP
 
 @dataclass(frozen=True)
 class SharedLocalPolicy(SharedPolicy):
-    """Computes shared experts on the rank that has the token (SGLang #20089): the baseline of waterfill.
-
-    Options: routed, the policy that splits the routed experts, any that has a quota.
-    """
+    """Computes shared experts on the rank that has the token (SGLang #20089): the baseline of waterfill."""
 
     name = "shared_local"
 
@@ -169,8 +163,6 @@ class WaterfillPolicy(SharedPolicy):
 
     The integer form of the blog's Waterfill (papers/001). The peak is the least possible for this routed split, and as
     few copies as possible leave their token's rank.
-
-    Options: routed as in ``shared_local``.
     """
 
     name = "waterfill"
@@ -202,12 +194,9 @@ class WaterfillPolicy(SharedPolicy):
 class JointPolicy(SharedPolicy):
     """The least peak over all splits of replicated experts and all places of shared copies, with its certificate.
 
-    Shared copies can go anywhere, so they matter for the optimum only if all ranks are at the peak. An exact split
-    that stops at the common level, followed by an exact fill, is therefore optimal. Stopping there keeps more routed
-    copies near their source.
-
-    Options: tolerance, budget and objective as in ``exact``; a budget that ends the split early leaves
-    ``peak > bound``.
+    Shared copies can go anywhere, so they matter for the optimum only if all ranks are at the peak. An exact split that
+    stops at the common level, followed by an exact fill, is therefore optimal, and keeps more routed copies near their
+    source. A budget that ends the split early leaves ``peak > bound``.
     """
 
     name = "joint"
