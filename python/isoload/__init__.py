@@ -161,11 +161,9 @@ sys.modules.update({f"isoload.{former}": _Moved(f"isoload.{former}") for former 
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name or a module when it is first used, so that ``isoload --help`` needs no torch.
-
-    The first public name imports all of them, because a program that has used one may name a module without importing
-    it, as ``isoload.policies.plan.Plan``.
-    """
+    """Import a public name or a module when it is first used, so that ``isoload --help`` needs no torch. The first
+    public name imports all of them, because a program that has used one may name a module without importing it, as
+    ``isoload.policies.plan.Plan``."""
     if name in __all__:
         for module, names in _HOMES.items():
             imported = import_module(f"isoload.{module}")

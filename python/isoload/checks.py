@@ -32,12 +32,10 @@ _TYPES: dict[type, dict[str, tuple[Any, ...]]] = {}  # by class, read once
 
 
 def make(kind: str, classes: Mapping[str, type[Made]], name: str, options: Mapping[str, Any]) -> Made:
-    """Return the policy or placer (kind) of a name, with options."""
     return _find(kind, classes, name, options)(**options)
 
 
 def parse(kind: str, classes: Mapping[str, type[Made]], text: str) -> tuple[str, dict[str, Any]]:
-    """Return name and options of a text ``name:option=value:option=value``."""
     name, *pairs = text.split(":")
     texts: dict[str, str] = {}
     for pair in pairs:
@@ -106,7 +104,6 @@ def _find(kind: str, classes: Mapping[str, type[Made]], name: str, options: Mapp
 
 
 def _read(name: str, text: str, types: tuple[Any, ...]) -> Any:
-    """Return the value in the first of these types that accepts it."""
     words = {"True": True, "False": False, "None": None}
     if text in types or (text in words and type(words[text]) in types):
         return words.get(text, text)
@@ -158,7 +155,6 @@ def values_readable(tensor: Tensor) -> bool:
 
 
 def parse_amount(name: str, text: str) -> float:
-    """Return the finite number of at least 0 that a text states."""
     try:
         amount = float(text)
     except ValueError:

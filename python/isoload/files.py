@@ -126,11 +126,8 @@ def check_target(target: str | None, name: str = "json") -> None:
 
 
 def printable(text: str) -> str:
-    """Return text with control characters and lone surrogates as backslash escapes.
-
-    A name in a file may contain ESC sequences, which a terminal executes, or an undecodable byte, which no stream can
-    encode.
-    """
+    """Return text with control characters and lone surrogates as backslash escapes. A name in a file may contain ESC
+    sequences, which a terminal executes, or an undecodable byte, which no stream can encode."""
     if text.isprintable():
         return text
     unsafe = ("Cc", "Cf", "Cs", "Zl", "Zp")
@@ -139,7 +136,6 @@ def printable(text: str) -> str:
 
 
 def to_json_text(value: Any, indent: int | None = None) -> str:
-    """Return a value as JSON, on one line or indented. Raises ValueError for a value that JSON does not have."""
     try:
         return json.dumps(value, indent=indent, allow_nan=False) + "\n"
     except RecursionError:
@@ -151,11 +147,9 @@ def write_json(value: Any, target: str) -> None:
 
 
 def write_text(text: str, target: str) -> None:
-    """Write text to stdout ("-") or to a file.
-
-    A regular file appears whole or not at all, with its earlier mode; links are followed, and stay. Any other target (a
-    device, a pipe, /dev/stdout, /dev/fd/3) is opened and written, never replaced.
-    """
+    """Write text to stdout ("-") or to a file. A regular file appears whole or not at all, with its earlier mode; links
+    are followed, and stay. Any other target (a device, a pipe, /dev/stdout, /dev/fd/3) is opened and written, never
+    replaced."""
     if target == "-":
         print(text, end="")
         return
@@ -181,7 +175,6 @@ def write_text(text: str, target: str) -> None:
 
 
 def _found(target: str) -> os.stat_result | None:
-    """Return the status of the target at the end of its links; None if it does not exist."""
     try:
         return os.stat(target)
     except FileNotFoundError:

@@ -1,8 +1,7 @@
 """CapturedBalancer: a Balancer that runs on a GPU by replaying one CUDA graph, from topk_ids to slots.
 
 Use it in code that runs eagerly. Engines that capture whole forward passes (SGLang, vLLM) call the Balancer inside
-their own capture: it allocates only from the capture's pool, the host reads nothing, and all state that persists
-between batches keeps its address.
+their own capture.
 """
 
 from __future__ import annotations
@@ -34,10 +33,8 @@ NO_LIMIT = 2**31 - 1
 
 def cuda_graph(call: Callable[[], list[Tensor]], pool: Any = None) -> tuple[Replay, list[Tensor]]:
     """Capture ``call()`` in a CUDA graph; return a function that replays it, and the result, which replays overwrite.
-
     ``call`` must have run once before, because the first use of a kernel loads it, which a capture cannot do. pool,
-    from ``torch.cuda.graph_pool_handle()``, is only for graphs that are captured and replayed on one stream.
-    """
+    from ``torch.cuda.graph_pool_handle()``, is only for graphs that are captured and replayed on one stream."""
     graph = torch.cuda.CUDAGraph()
     # Other threads may use CUDA during the capture, as NCCL's watchdog does.
     with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
@@ -56,10 +53,8 @@ class _Counts:
 
 @dataclass(frozen=True)
 class _Graph:
-    """A captured call: slots [tokens, top_k] of every owned rank, plan, loads, policy and exchanged bytes.
-
-    Counts are added to the recorder after a replay.
-    """
+    """A captured call: slots [tokens, top_k] of every owned rank, plan, loads, policy and exchanged bytes. Counts are
+    added to the recorder after a replay."""
 
     replay: Replay
     slots: list[Tensor]
@@ -171,7 +166,6 @@ class CapturedBalancer:
                 )
 
     def _take(self, n: int, rows: Tensor) -> None:
-        """Copy an owned rank's rows into the graph's input, and set the rows of a longer previous batch to -1."""
         buffer, before = self._ids[n], self._filled[n]
         buffer.narrow(0, 0, len(rows)).copy_(rows)
         if len(rows) < before:

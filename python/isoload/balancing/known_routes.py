@@ -86,7 +86,6 @@ class KnownPlans:
 
     @property
     def peak(self) -> Tensor | None:
-        """[micro-batches, L] int64, see :class:`isoload.policies.plan.Plan`."""
         return None if self.whole.peak is None else self.whole.peak.view(self.routes.loads.shape[:2])
 
     @property
@@ -113,7 +112,6 @@ class KnownPlans:
         return self._plans[which]
 
     def layers(self, micro_batch: int) -> list[KnownPlan]:
-        """Return a micro-batch's plans of all layers of the placement, in order."""
         return [self[micro_batch, layer] for layer in range(self.routes.loads.shape[1])]
 
 
@@ -195,7 +193,6 @@ class KnownRoutes:
         group: Group | None,
         device: torch.device | str,
     ) -> Tensor:
-        """Return the loads [micro-batches, L, ranks of routes, E]."""
         num_ranks = self.placement.topology.num_ranks
         if isinstance(routes, Trace):
             ids = placement_ids(routes, self.placement)

@@ -27,10 +27,8 @@ WORK = 5 * 10**9  # numbers that a search reads at most, about 20 s: the end of 
 
 @dataclass(frozen=True, eq=False)
 class MicroBatches:
-    """Assignment of sequences to micro-batches, with sums over micro-batches and layers of the largest rank load.
-
-    Peaks are in copies, or in ticks if ranks have speeds. Each rank has equal tokens in every micro-batch.
-    """
+    """Assignment of sequences to micro-batches, with sums over micro-batches and layers of the largest rank load. Peaks
+    are in copies, or in ticks if ranks have speeds. Each rank has equal tokens in every micro-batch."""
 
     micro_batches: Longs  # [sequences] micro-batch of every sequence, by ascending seq_id
     ranks: Longs  # [sequences] source rank
@@ -181,10 +179,8 @@ def _first_order(before: Sequence[int] | None, rule: _Rule) -> Longs | None:
 
 
 class _Search:
-    """Exchanges of sequences between micro-batches that lower the sum of peaks.
-
-    loads [sequences, R, L] of the ranks; sums [M, R, L]; peaks [M], the sum over layers of a micro-batch's peaks.
-    """
+    """Exchanges of sequences between micro-batches that lower the sum of peaks. loads [sequences, R, L] of the ranks;
+    sums [M, R, L]; peaks [M], the sum over layers of a micro-batch's peaks."""
 
     def __init__(self, loads: Floats, rule: _Rule, batch: Longs) -> None:
         self.loads, self.rule, self.work = loads, rule, 0
@@ -324,7 +320,6 @@ def _sequences(trace: Trace, placement: Placement) -> tuple[npt.NDArray[Any], Lo
 
 
 def _shares(placement: Placement, layer: int) -> Floats:
-    """Return the cost [E, R] that a copy of every expert brings to every rank if its replicas share copies equally."""
     slots = placement.arrays[0][layer].reshape(placement.topology.num_ranks, -1)
     shares = np.zeros((placement.num_routed, len(slots)))
     for rank, row in enumerate(slots):
@@ -336,10 +331,8 @@ def _shares(placement: Placement, layer: int) -> Floats:
 
 
 def source_ranks(loads: Floats, sizes: Longs, batch: Longs, num_batches: int, live: list[int]) -> Longs:
-    """Return the source rank of every sequence: the longest first, on the micro-batch's rank with the fewest tokens.
-
-    Of several such ranks the one that computes most of the sequence's copies.
-    """
+    """Return the source rank of every sequence: the longest first, on the micro-batch's rank with the fewest tokens. Of
+    several such ranks the one that computes most of the sequence's copies."""
     ranks, local = np.empty(len(sizes), dtype=np.int64), loads.sum(2)[:, live]
     used = np.zeros((num_batches, len(live)), dtype=np.int64)
     for sequence in np.argsort(-sizes, kind="stable"):

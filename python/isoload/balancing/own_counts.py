@@ -1,12 +1,10 @@
 """Own counts: plans of a Balancer with loads="own" or "node", where not all ranks exchange counts in the forward.
 
-A source is a rank or, by node, a node. Every source splits its own copies by :func:`isoload.ops.plan_own` towards
-targets, and keeps decayed counts. From time to time, outside of graphs, all ranks exchange these counts and split the
-sums exactly, which gives the part of each rank's load that each source should cause. A source that levelled only its
-own copies would undo what sources with other traffic compensate. Between exchanges no source waits for another. With
-loads="node" the ranks of a node gather their counts in each batch and divide the node's split exactly.
-
-Shared experts stay on their token's rank: their copies are counted before a source splits the routed ones.
+A source, a rank or by node a node, splits its own copies by :func:`isoload.ops.plan_own` towards targets and keeps
+decayed counts. From time to time, outside of graphs, all ranks exchange these counts and split the sums exactly, which
+gives the part of each rank's load that each source should cause. A source that levelled only its own copies would undo
+what other sources compensate. With loads="node" the ranks of a node gather their counts in each batch and divide the
+node's split exactly. Shared experts stay on their token's rank and are counted before a source splits the routed ones.
 """
 
 from __future__ import annotations
@@ -87,7 +85,6 @@ class OwnCounts:
         return {**self.__dict__, "_first": None}
 
     def check(self, policy: Policy) -> None:
-        """Raise ValueError unless the policy is ``exact`` with objective spread, which own counts require."""
         if type(policy) is not ExactPolicy or policy.objective != "spread":
             raise ValueError(
                 f"policy must be exact with objective spread for loads={self.loads!r}, got {policy}: pass "
@@ -101,7 +98,6 @@ class OwnCounts:
             self.group.note_agreed(("length of counts",), [(self.num_experts,)] * len(self.group.ranks))
 
     def reset(self) -> None:
-        """Reset the state that belongs to the placement: targets and sent copies."""
         self.last = None
         for state in (self.offset, self.sent[:, 0], self.sent[:, 2]):
             state.zero_()
@@ -156,10 +152,8 @@ class OwnCounts:
 
     def note_unplanned(self, counts: Sequence[Tensor], placed: PlacedLayers) -> None:
         """Record in ``sent`` where an unplanned batch goes, by counts [E], so that an exchange returns its imbalance.
-
         Nothing is gathered. Where each rank of a node has a process of its own, a rank writes its own copies times
-        ``size``: a planned batch writes the copies of the whole node on each of the ``size`` ranks.
-        """
+        ``size``: a planned batch writes the copies of the whole node on each of the ``size`` ranks."""
         if in_backward():  # a checkpoint's recompute is not the last batch
             return
         self.last = None
@@ -213,7 +207,6 @@ class OwnCounts:
 
 
 def local_shared(counts: Tensor, source: int, placed: PlacedLayers) -> Tensor:
-    """Return the [R] int32 shared copies that stay on each of a source's ranks, from counts [n, E]."""
     assert placed.shared_home is not None
     copies = shared_copies(widened(counts.select(1, placed.host.num_routed)), placed.num_shared)
     home = placed.shared_home.narrow(0, source * len(counts), len(counts))
@@ -224,9 +217,8 @@ def share_in_node(
     counts: Tensor, send_counts: Tensor, tables: ReplicaTables, node: int, ranks: Sequence[int]
 ) -> list[Tensor]:
     """Return the [P] int32 copies of each given rank to every slot, whose sums over the node's ranks are send_counts.
-
-    Copies, counts [n, E], stay on their own rank as far as the node sends any to it. Ranks of other nodes are skipped.
-    """
+    Copies, counts [n, E], stay on their own rank as far as the node sends any to it. Ranks of other nodes are
+    skipped."""
     size, num_ranks = len(counts), tables.num_ranks
     if len(ranks) > 1:
         ranks = [rank for rank in ranks if rank // size == node]

@@ -103,11 +103,9 @@ class Refill(NamedTuple):
 
 
 def refill(policy: Policy, loads: Tensor, placed: PlacedLayers, last: PlacedLayers) -> Refill:
-    """Fill a batch's spare slots if that lowers the peak and the last fill's imbalance is above refill_above.
-
-    loads are [R, E], or [L, R, E] for all layers; placed has empty spare slots. Experts that are in a spare slot of
-    their rank already stay there. No host wait.
-    """
+    """Fill a batch's spare slots if that lowers the peak and the last fill's imbalance is above refill_above. loads are
+    [R, E], or [L, R, E] for all layers; placed has empty spare slots. Experts that are in a spare slot of their rank
+    already stay there. No host wait."""
     demand, live = Demand.of(loads, placed), len(placed.topology.live_ranks)
     wanted = policy.fill(demand, placed).slot_to_expert
     slots = in_place(wanted, last.slot_to_expert, placed.topology.num_ranks, placed.spare_slots)
@@ -123,11 +121,9 @@ def refill(policy: Policy, loads: Tensor, placed: PlacedLayers, last: PlacedLaye
 
 
 def in_place(wanted: Tensor, present: Tensor, num_ranks: int, spare: int) -> Tensor:
-    """Return [..., P] present slots with the experts of wanted [..., P] (-1: none) in their spare slots.
-
-    An expert that is in a spare slot of its rank already stays there. Other wanted experts take empty slots first;
-    slots that are not needed keep their expert.
-    """
+    """Return [..., P] present slots with the experts of wanted [..., P] (-1: none) in their spare slots. An expert that
+    is in a spare slot of its rank already stays there. Other wanted experts take empty slots first; slots that are not
+    needed keep their expert."""
     slots = present.view(*present.shape[:-1], num_ranks, -1)
     want, now = wanted.view_as(slots)[..., -spare:], slots[..., -spare:]
     same = (now.unsqueeze(-1) == want.unsqueeze(-2)) & (now >= 0).unsqueeze(-1)  # [..., R, present, wanted]
@@ -201,11 +197,9 @@ def share_routed(loads: Tensor, plan: Plan, rank: int | None, order: Order = "lo
 
 
 def share_of_node(loads: Tensor, quota: Tensor, slot_to_expert: Tensor, node: slice) -> Tensor:
-    """Return [L, n, P] copies that the n ranks of a node send to each slot, as in :func:`isoload.ops.share`.
-
-    The op returns the rows of all ranks, for 40 nodes 40 times the work. loads are [L, n, E] of the node's ranks, quota
-    [L, P] the copies that each slot takes of them, node the slots of the node's ranks.
-    """
+    """Return [L, n, P] copies that the n ranks of a node send to each slot, as in :func:`isoload.ops.share`. The op
+    returns the rows of all ranks, for 40 nodes 40 times the work. loads are [L, n, E] of the node's ranks, quota [L, P]
+    the copies that each slot takes of them, node the slots of the node's ranks."""
     left, capacity, experts = loads.clone(), quota.clone(), slot_to_expert.long().clamp(min=0)
     inside = experts[:, node]
     own_experts = inside.view(*loads.shape[:2], -1)  # [L, n, S]
@@ -224,10 +218,8 @@ def share_of_node(loads: Tensor, quota: Tensor, slot_to_expert: Tensor, node: sl
 
 
 def _dealt(left: Tensor, capacity: Tensor, experts: Tensor) -> Tensor:
-    """Return [L, n, P] copies: sources fill an expert's slots, both in ascending order, until either is used up.
-
-    left: [L, n, E] copies that each source has; capacity: [L, P] that each slot takes; experts: [L, P].
-    """
+    """Return [L, n, P] copies: sources fill an expert's slots, both in ascending order, until either is used up. left:
+    [L, n, E] copies that each source has; capacity: [L, P] that each slot takes; experts: [L, P]."""
     by_expert, order = experts.sort(dim=1, stable=True)
     ends = capacity.gather(1, order).cumsum(1)  # on one line for all experts
     starts = ends - capacity.gather(1, order)

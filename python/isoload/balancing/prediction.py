@@ -42,10 +42,8 @@ class LoadsPredictor(Predictor):
 
     @abstractmethod
     def predict(self, layer: int, earlier: Sequence[Tensor]) -> Tensor | None:
-        """Return the [R, E] (or [E]) int32 loads predicted for a layer, or None if there is no basis yet.
-
-        earlier: loads of layers layer - 1, layer - 2, .. of this batch, the nearest first.
-        """
+        """Return the [R, E] (or [E]) int32 loads predicted for a layer, or None if there is no basis yet. earlier:
+        loads of layers layer - 1, layer - 2, .. of this batch, the nearest first."""
 
     def note(self, layer: int, loads: Tensor) -> None:
         """Record a batch's true loads of a layer, [R, E] (or [E]) int32, for predictors that learn."""
@@ -65,7 +63,6 @@ class TokensPredictor(Predictor):
         """Return the [T, K] experts that tokens will choose in a layer. ``reads`` defines the form of tokens."""
 
     def predict(self, layer: int, tokens: Tensor, num_experts: int) -> Tensor:
-        """Return this rank's row [E] int32 of the predicted loads."""
         return ops.count(self.choose(layer, tokens), num_experts).counts
 
 
@@ -107,11 +104,10 @@ MOST = 2**5 * UNIT  # copies x weights sum to less than 2^53: exact in float64, 
 class Linear(LoadsPredictor):
     """Predicts the loads of a layer as a linear function of those of the MoE layers before it; see :func:`fit`.
 
-    The function is linear, so it applies to sums and to single sources. Its products are exact integers in float64, so
-    every rank and device predicts the same bits.
-
-    weights: for every layer [n, E, E] integers (float64) in 1/65536, at most 32 in size: row d holds what a copy of
-    expert i in layer ``layer - 1 - d`` adds to expert j; n = 0 for layers that cannot be predicted.
+    The function applies to sums and to single sources. Its products are exact integers in float64, so every rank
+    predicts the same bits. weights are, for every layer, [n, E, E] integers (float64) in 1/65536, at most 32 in size:
+    row d holds what a copy of expert i in layer ``layer - 1 - d`` adds to expert j; n = 0 for layers that cannot be
+    predicted.
     """
 
     num_experts: int
@@ -221,12 +217,9 @@ Gate = Callable[[Tensor], tuple[Tensor, Tensor]]
 class Lookahead(TokensPredictor):
     """Runs a layer's gate ahead of time, because hidden states change little from one layer to the next (Libra).
 
-    A token's input is its row [H] as it enters the layer before or, with `norms`, the residual before that layer's
-    norm.
-
-    Args:
-        gates: of every layer, rows [T, H] -> expert ids [T, K] and their weights.
-        norms: of every layer, rows [T, H] -> [T, H]; None = rows are normalised already.
+    gates have, for every layer, rows [T, H] -> expert ids [T, K] and their weights. norms: of every layer, rows [T, H]
+    -> [T, H], for the residual before that layer's norm; None = a token's input is its row as it enters the layer
+    before.
     """
 
     def __init__(

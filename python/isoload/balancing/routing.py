@@ -99,11 +99,9 @@ def route_sent(counted: Counted, send_counts: Tensor, placed: PlacedLayers, rank
 
 
 def route_fixed(topk_ids: Tensor, placed: PlacedLayers, rank: int) -> Tensor:
-    """Return the [T, K] slot of every copy on this rank without a plan and without loads.
-
-    A routed expert uses the replica that policy ``static`` would use; shared experts stay on the token's rank. For
-    layers without freedom, and for batches too small to plan.
-    """
+    """Return the [T, K] slot of every copy on this rank without a plan and without loads. A routed expert uses the
+    replica that policy ``static`` would use; shared experts stay on the token's rank. For layers without freedom, and
+    for batches too small to plan."""
     num_experts = placed.host.num_experts
     if values_readable(topk_ids) and topk_ids.numel():
         low, high = (int(v) for v in torch.aminmax(topk_ids))

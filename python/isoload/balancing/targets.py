@@ -94,12 +94,9 @@ def strength(recent: Tensor, last: Tensor, source: int) -> Tensor:
     """Return how far a source follows its targets, [L] int64 in 2^-20; 2^20 where the load matches the targets' counts.
 
     a_t is source t's share of the recent load, recent [L, N] in 2^-16, and b_t its share of the last batch, last [L,
-    N], or of a mean batch where that is larger. The strength is the product of two factors, both continuous in the
-    counts:
-
-    - ``(1 - sum_t |a_t - b_t|) ** 2``, at least 0. Targets are valid where the sources send at the same time. Where
-      ranks are busy by turns, the copies that a target counts on do not come.
-    - ``N * min(a_s, b_s)``, at most 1: the part of this source's load that the other sources compensate.
+    N], or of a mean batch where that is larger. The strength is ``max(0, 1 - sum_t |a_t - b_t|) ** 2``, because the
+    copies that a target counts on do not come where ranks are busy by turns, times ``min(1, N * min(a_s, b_s))``, the
+    part of this source's load that the other sources compensate.
     """
     last = last * (2**32 // RECENT_LOSS)  # the decayed sum if every batch had as many copies
     larger = torch.maximum(recent.sum(1), last.sum(1)).unsqueeze(1)
@@ -179,10 +176,8 @@ def _checked(balancers: Sequence[Balancer]) -> list[OwnCounts]:
 
 
 def _gather(own_counts: OwnCounts, recent: Tensor, sent: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Gather the counts of all N sources from those of the owned ones.
-
-    Returns decayed counts [L, N, E] and copies [L, N, 2, R], and [L, N, R] copies of every source's last batch.
-    """
+    """Gather the counts of all N sources from those of the owned ones. Returns decayed counts [L, N, E] and copies [L,
+    N, 2, R], and [L, N, R] copies of every source's last batch."""
     rows = torch.cat([recent.flatten(1), sent[:, :, :2].flatten(1), sent[:, :, 2].flatten(1)], 1)
     group, size = own_counts.group, own_counts.size
     gathered = group.gather(

@@ -38,7 +38,6 @@ class Settings:
     transports: dict[Any, CollectiveTransport] = field(default_factory=dict)
 
     def transport(self, group: Any, num_ranks: int) -> CollectiveTransport:
-        """Return the one transport of a process group, so that all layers share a pool for borrowed experts."""
         if group not in self.transports:
             self.transports[group] = CollectiveTransport(Topology(num_ranks, self.ranks_per_node), group)
         return self.transports[group]
@@ -85,10 +84,8 @@ def layers(model: nn.Module) -> list[MoE]:
 
 
 class BalancedExperts:
-    """Replacement of transformers' own exchange for one experts module, sharded by expert over ep_mesh.
-
-    Ranks of a tensor-parallel group (tp_mesh) hold the same rows; each takes a part of them.
-    """
+    """Replacement of transformers' own exchange for one experts module, sharded by expert over ep_mesh. Ranks of a
+    tensor-parallel group (tp_mesh) hold the same rows; each takes a part of them."""
 
     def __init__(self, settings: Settings, experts: nn.Module, ep_mesh: Any, tp_mesh: Any) -> None:
         check_fused(experts)
@@ -124,7 +121,6 @@ class BalancedExperts:
         return MoE(no_gate, shard, transport, placement, policy=policy, activation=activation)
 
     def _own_rows(self, rows: Tensor) -> Tensor:
-        """Return this rank's part of rows that a tensor-parallel group holds; backward gathers the parts."""
         if self.tp_mesh.size() == 1:
             return rows
         from torch.distributed.tensor import DTensor, Replicate
@@ -177,10 +173,9 @@ class BalancedTraining:
 
         class BalancedTrainer(BalancedTraining, Trainer): ...
 
-    A checkpoint holds the weights as save_pretrained writes them, and a folder ``isoload`` of :func:`isoload.save`,
-    from which training resumes on any number of processes. DistributedDataParallel does not touch the experts, replicas
-    are refreshed after every step, gradients are clipped by their norm over all ranks, and an overflow in fp16 skips
-    the step on all ranks.
+    A checkpoint holds the weights as save_pretrained writes them, and a folder ``isoload`` of :func:`isoload.save`, for
+    any number of processes. DistributedDataParallel does not touch the experts, replicas are refreshed after every
+    step, gradients are clipped by their norm over all ranks, and an overflow in fp16 skips the step on all ranks.
     """
 
     model: Any

@@ -121,7 +121,6 @@ class EngineLayers(ABC, Generic[AnyLayer]):
         return self.engine_rank()
 
     def start(self, settings: Settings) -> None:
-        """Begin in a process whose hooks are attached and which has no model yet."""
         self.settings = settings
         self.by_id: dict[int, AnyLayer] = {}
         self.detached = False  # whether the engine chooses replicas despite the hooks
@@ -142,10 +141,8 @@ class EngineLayers(ABC, Generic[AnyLayer]):
         self._placements: dict[int, Placement] = {}  # by shared experts
 
     def place(self, tables: Tensor, num_experts: int, topology: Topology, device: torch.device) -> None:
-        """Set the locations of the routed experts, [L, P] on the host, before Balancers are made.
-
-        Raises ValueError if ISOLOAD_TIMES was measured on another kind of GPU, or on another GPU than this rank's.
-        """
+        """Set the locations of the routed experts, [L, P] on the host, before Balancers are made. Raises ValueError if
+        ISOLOAD_TIMES was measured on another kind of GPU, or on another GPU than this rank's."""
         if self.settings.times is not None and device.type == "cuda":
             times, source = measured(self.settings.times), f"{TIMES.name}={self.settings.times}"
             advice = f"run isoload measure on these GPUs, or unset {TIMES.name}"
@@ -171,11 +168,9 @@ class EngineLayers(ABC, Generic[AnyLayer]):
     def balancer(
         self, index: int, policy: Policy, group: Group | None, loads: str, num_shared: int = 0
     ) -> Balancer:
-        """Return one layer's Balancer. Without a group and loads, all ranks hold the same tokens.
-
-        Its memory is on the engine's device before a graph is captured, and also in layers that the model does not run,
-        because one exchange includes all layers.
-        """
+        """Return one layer's Balancer. Without a group and loads, all ranks hold the same tokens. Its memory is on the
+        engine's device before a graph is captured, and also in layers that the model does not run, because one exchange
+        includes all layers."""
         if num_shared not in self._placements:
             self._placements[num_shared] = self._placement_of(self.tables, num_shared)
         placement = self._placements[num_shared]
@@ -252,10 +247,8 @@ class EngineLayers(ABC, Generic[AnyLayer]):
         return placement_of(tables, self._num_experts, self._topology, num_shared)
 
     def refresh(self, tables: Tensor) -> bool:
-        """Load new locations [L, P] into the Balancers, which keep their memory: captured graphs stay valid.
-
-        Returns False if there are no Balancers of this shape: they must be made.
-        """
+        """Load new locations [L, P] into the Balancers, which keep their memory: captured graphs stay valid. Returns
+        False if there are no Balancers of this shape: they must be made."""
         if self.tables.shape != tables.shape:
             return False
         if torch.equal(self.tables, tables):
@@ -283,10 +276,8 @@ class EngineLayers(ABC, Generic[AnyLayer]):
         return True
 
     def check_loaded(self, weights: Mapping[int, Sequence[Tensor]]) -> None:
-        """Record checksums of a loaded model's weights, for :meth:`check_moved`; all ranks call both together.
-
-        weights: by layer the weights and scales of this rank's slots, [P/R, ...] each.
-        """
+        """Record checksums of a loaded model's weights, for :meth:`check_moved`; all ranks call both together. weights:
+        by layer the weights and scales of this rank's slots, [P/R, ...] each."""
         if not self.by_id:
             log.warning(
                 f"isoload {self.engine}: no weights are compared, because isoload chooses no replicas"
@@ -306,9 +297,7 @@ class EngineLayers(ABC, Generic[AnyLayer]):
 
     def detach(self) -> str:
         """Leave the choice of replicas to the engine from the next batch on, on all ranks; return a sentence about it.
-
-        Layers stay and follow rebalances, because captured graphs read and write their memory.
-        """
+        Layers stay and follow rebalances, because captured graphs read and write their memory."""
         self.detached, self.weights = True, None
         self.set_attached()
         text = f"{self.engine} chooses replicas from now on"
@@ -318,11 +307,9 @@ class EngineLayers(ABC, Generic[AnyLayer]):
         return text
 
     def step_ended(self) -> None:
-        """Count a forward pass, outside of any graph; every EXCHANGE_EVERY passes one exchange renews all targets.
-
-        All ranks must have run the same number of passes, those without tokens too. This holds where every pass
-        contains an all-to-all over the same ranks, which no rank can pass early.
-        """
+        """Count a forward pass, outside of any graph; every EXCHANGE_EVERY passes one exchange renews all targets. All
+        ranks must have run the same number of passes, those without tokens too. This holds where every pass contains an
+        all-to-all over the same ranks, which no rank can pass early."""
         self.passes += 1
         if self.record is not None:
             self.record.step_ended()
@@ -355,11 +342,9 @@ class EngineLayers(ABC, Generic[AnyLayer]):
         return self._groups[topology.num_ranks]
 
     def own_meter(self) -> Meter | None:
-        """Return the meter on the first rank only: all ranks make the same plans."""
         return self.meter if self.meter is not None and self.engine_rank() == 0 else None
 
     def warn_unused(self, reasons: Mapping[Variable, str]) -> None:
-        """Log the variables that are set without effect; reasons as :meth:`Settings.unused`."""
         reasons = dict(reasons)
         if self.settings.mode == "shadow":
             shadow = f"{self.engine} chooses and rebalances in shadow mode. Set {MODE.name}=on"

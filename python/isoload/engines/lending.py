@@ -44,10 +44,8 @@ class Loans:
 
 
 def loans(placement: Placement, slots: Sequence[int], rank: int) -> Loans:
-    """Return the loans for all slots that are not home slots of the placement's first layer.
-
-    slots: [P] expert of every slot that has copies; -1 = none.
-    """
+    """Return the loans for all slots that are not home slots of the placement's first layer. slots: [P] expert of every
+    slot that has copies; -1 = none."""
     size, ranks = placement.slots_per_rank, placement.topology.num_ranks
     homes = placement.arrays[1][0].tolist()
     copies = [(p, e) for p, e in enumerate(slots) if e >= 0 and p != homes[e]]
@@ -65,10 +63,8 @@ def loans(placement: Placement, slots: Sequence[int], rank: int) -> Loans:
 
 
 class Lend(torch.autograd.Function):
-    """Rows [N, H] and the lent experts' Parameters in; the rows and the borrowed stacks [n, ...] out.
-
-    Rows pass through so that every rank enters the exchange of the gradients, also one that neither lends nor borrows.
-    """
+    """Rows [N, H] and the lent experts' Parameters in; the rows and the borrowed stacks [n, ...] out. Rows pass through
+    so that every rank enters the exchange of the gradients, also one that neither lends nor borrows."""
 
     @staticmethod
     def forward(
@@ -119,10 +115,8 @@ class Sent(NamedTuple):
 
 
 class LendingDispatcher:
-    """Dispatch and combine of one layer by the plan of a Balancer.
-
-    local_experts are this rank's, in the order of `experts`; options are the Balancer's.
-    """
+    """Dispatch and combine of one layer by the plan of a Balancer. local_experts are this rank's, in the order of
+    `experts`; options are the Balancer's."""
 
     def __init__(
         self,
@@ -140,14 +134,11 @@ class LendingDispatcher:
         self.plan: KnownPlan | None = None
 
     def begin(self, device: torch.device) -> Call:
-        """Return the call of a batch, which carries an error of one rank to all."""
         return Call(self.group, device=device, later=self.dispatcher.carry_failure)
 
     def send(self, tokens: Tensor, ids: Tensor, weights: Tensor, call: Call) -> Sent:
-        """Balance the batch, transfer the weights it borrows, and send the rows.
-
-        tokens [T, H]; ids [T, K] int64 logical experts, -1 = none; weights [T, K] float32.
-        """
+        """Balance the batch, transfer the weights it borrows, and send the rows. tokens [T, H]; ids [T, K] int64
+        logical experts, -1 = none; weights [T, K] float32."""
         balancer = self.balancer
         slots = balancer.route(self._balance(ids, call))
         per_rank = balancer.placement.slots_per_rank
@@ -209,7 +200,6 @@ class LendingDispatcher:
         return self.balancer.follow([ids], self.plan, call)
 
     def _slots(self) -> list[int]:
-        """Return [P] the expert in every slot that may have copies; -1 = none."""
         plan = self.balancer.last_plan
         if plan is None:
             return self.balancer.placement.arrays[0][0].tolist()  # type: ignore[no-any-return]
@@ -237,7 +227,6 @@ def padded(copies: Tensor, grouping: Grouping) -> Tensor:
 
 
 def check_homes(placement: Placement, num_experts: int, local_experts: Sequence[int], rank: int) -> None:
-    """Raise ValueError for a placement that does not have a layer's experts, or has this rank's on another one."""
     if placement.num_experts != num_experts or placement.num_shared:
         raise ValueError(
             f"placement must be of the layer's {num_experts} experts and no shared experts, got "
@@ -253,7 +242,6 @@ def check_homes(placement: Placement, num_experts: int, local_experts: Sequence[
 def transport_of(
     group: dist.ProcessGroup, transports: dict[Any, CollectiveTransport], ranks_per_node: int
 ) -> CollectiveTransport:
-    """Return the transport of an expert-parallel group, one for all layers of the group."""
     if group not in transports:
         transports[group] = CollectiveTransport(Topology(group.size(), ranks_per_node), group)
     return transports[group]

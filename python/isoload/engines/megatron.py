@@ -106,7 +106,6 @@ class StackedExperts(NumberedExperts):
 
 
 def experts_of(layer: MoELayer) -> SequentialExperts:
-    """Return the access to a layer's experts, selected by the names of their Parameters."""
     experts = layer.experts
     if hasattr(experts, "local_experts"):
         return SequentialExperts(experts)
@@ -135,10 +134,8 @@ OLDER_OPTIONS = {"moe_router_padding_for_quantization": "moe_router_padding_for_
 
 
 class BalancedTokenDispatcher(LendingDispatcher, MoETokenDispatcher):  # type: ignore[misc]  # Megatron has no types
-    """The token dispatcher that :func:`balance` installs in a layer; ``balancer.last_plan`` is the last batch's.
-
-    The host reads the plan once per forward, because borrowed weights travel by its list; rows add a second wait.
-    """
+    """The token dispatcher that :func:`balance` installs in a layer; ``balancer.last_plan`` is the last batch's. The
+    host reads the plan once per forward, because borrowed weights travel by its list; rows add a second wait."""
 
     def __init__(
         self, layer: MoELayer, placement: Placement, transport: CollectiveTransport, **options: Any

@@ -90,12 +90,10 @@ class EngineRecord:
             self.recorder.skip()
 
     def clear(self) -> None:
-        """Drop the counts of warm-ups and graph captures."""
         self.recorder.clear()
         self._recorded = []
 
     def step_ended(self) -> None:
-        """Count a forward pass, outside of any graph."""
         self._end()
         self._ended = False
         due = self.settings.report_seconds and time.monotonic() - self._since > self.settings.report_seconds
@@ -176,7 +174,6 @@ class EngineRecord:
             self._report_travel(rank_loads)
 
     def _report_travel(self, rank_loads: RankLoads) -> None:
-        """Log what would have travelled in the recorded prefills, with the spare slots' fill kept between them."""
         spare = self.settings.spare_slots
         name = f"isoload {self.engine} in shadow, prefill, {spare} spare slot{'s' * (spare > 1)} on each rank"
         if self.tokens == "own":
@@ -209,7 +206,6 @@ class EngineRecord:
         )
 
     def _measure(self, phase: str, before: Floats, after: Floats, routed: Bools) -> None:
-        """Set a phase's metrics from [B, L]; a layer's figures skip passes in which it had no copy."""
         some = routed.any(0)
         for plan, imbalance in (("engine", before), ("isoload", after)):
             means = np.nanmean(np.where(routed, imbalance, np.nan)[:, some], axis=0)
@@ -239,10 +235,8 @@ class Travelled(NamedTuple):
 
 
 class Travel:
-    """The spare slots that a policy would have had in recorded prefills, kept from one to the next.
-
-    If an expert of the engine's table is in spare slots alone, the experts are in order, as isoload starts.
-    """
+    """The spare slots that a policy would have had in recorded prefills, kept from one to the next. If an expert of the
+    engine's table is in spare slots alone, the experts are in order, as isoload starts."""
 
     def __init__(self, rank_loads: RankLoads, policy: Policy, spare: int) -> None:
         self.table, self.policy, self.spare = rank_loads.slot_to_expert, policy, spare

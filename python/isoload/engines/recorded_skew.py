@@ -31,11 +31,9 @@ Original = Callable[..., Any]
 
 
 def rows_from_counts(counts: npt.NDArray[np.int64], top_k: int, num_rows: int, seed: int) -> Ids:
-    """Return [N, K] experts, none twice in a row, each as often as its part of the counts [E], within one copy.
-
-    Copies sorted by expert are dealt into K columns, one after another: an expert with at most N copies is in no row
-    twice. Experts and rows are then in random order, by the seed.
-    """
+    """Return [N, K] experts, none twice in a row, each as often as its part of the counts [E], within one copy. Copies
+    sorted by expert are dealt into K columns, one after another: an expert with at most N copies is in no row twice.
+    Experts and rows are then in random order, by the seed."""
     if (counts > 0).sum() < top_k:
         raise ValueError(f"counts must have at least {top_k} experts with copies, got {(counts > 0).sum()}")
     draw = np.random.default_rng(seed)
@@ -90,10 +88,8 @@ class RecordedRouting:
         self, layer: int, experts: int, top_k: int, device: torch.device, part: float = 0.0,
         model: Identity | None = None,
     ) -> None:  # fmt: skip
-        """Make a layer's table; raise ValueError if the trace is of another model or lacks the layer.
-
-        layer is the model's own number. The table starts at `part`, so that ranks with tokens of their own differ.
-        """
+        """Make a layer's table; raise ValueError if the trace is of another model or lacks the layer. layer is the
+        model's own number. The table starts at `part`, so that ranks with tokens of their own differ."""
         trace = self.trace
         if (trace.num_experts, trace.top_k or top_k) != (experts, top_k):
             raise ValueError(
@@ -118,7 +114,6 @@ class RecordedRouting:
         return rows_from_counts(counts, top_k, ROWS, int(draw.integers(2**31)))
 
     def __call__(self, layer: int, num_tokens: int) -> Tensor:
-        """Return [T, K] int32 experts of a layer's next batch."""
         table, position = self.tables[layer], self.positions[layer]
         rows = (torch.arange(num_tokens, device=table.device) + position) % len(table)
         position.add_(num_tokens)
@@ -156,7 +151,6 @@ class Strategy:
         top_k: int,
         indices_type: torch.dtype | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return weights [T, K] float32, all equal, and experts [T, K] of the trace."""
         assert SKEW.routing is not None
         ids = SKEW.routing(self.layer, len(hidden_states))
         weights = torch.full(ids.shape, 1 / top_k, dtype=torch.float32, device=ids.device)
@@ -252,7 +246,6 @@ def hook_sglang(seams: list[Seam], _: Settings) -> None:
 
 
 def attach_to(engine: str, text: str) -> None:
-    """Attach to an engine, from its entry point; every refusal is a SystemExit."""
     name, hook = {"vLLM": (VLLM_STRATEGY, hook_vllm), "SGLang": (ROUTING.name, hook_sglang)}[engine]
     try:
         SKEW.routing = RecordedRouting(text)

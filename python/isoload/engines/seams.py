@@ -100,9 +100,7 @@ def hooks_of(engine: str) -> dict[str, list[Seam]]:
 
 def read_attached() -> dict[str, dict[str, dict[str, str]]]:
     """Return, by engine, version and hook, why the hook does not attach; empty: it attaches.
-
-    ``tests/tools/attached.py`` writes the file from the engines' wheels.
-    """
+    ``tests/tools/attached.py`` writes the file from the engines' wheels."""
     text = resources.files(__package__).joinpath("attached.json").read_text()
     return json.loads(text)  # type: ignore[no-any-return]
 
@@ -134,10 +132,8 @@ def versions_with(engine: str, hooks: Sequence[str]) -> str:
 
 
 def missing_package(seams: Sequence[Seam]) -> str | None:
-    """Return why an engine cannot be imported if a package it needs is not installed; else None.
-
-    Without this check each seam would be reported as a missing function, because its module cannot be imported.
-    """
+    """Return why an engine cannot be imported if a package it needs is not installed; else None. Without this check
+    each seam would be reported as a missing function, because its module cannot be imported."""
     for target in (seam.target for seam in seams):
         parts = target.split(".")
         for end in range(1, len(parts)):
@@ -164,7 +160,6 @@ def is_there(target: str) -> bool:
 
 
 def bare_signature(function: Any) -> inspect.Signature:
-    """Return names, kinds and defaults of the parameters, without annotations."""
     signature = inspect.signature(function)
     bare = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
     return signature.replace(parameters=bare, return_annotation=inspect.Signature.empty)
@@ -172,9 +167,7 @@ def bare_signature(function: Any) -> inspect.Signature:
 
 def shortened(signature: inspect.Signature, kind: Kind) -> Iterator[inspect.Signature]:
     """Yield the signature without its last parameters, which a newer version may have added, if they have defaults.
-
-    Wrappers pass such parameters on and calls omit them; a replacement would drop them.
-    """
+    Wrappers pass such parameters on and calls omit them; a replacement would drop them."""
     parameters = list(signature.parameters.values())
     while kind != "replace" and parameters and parameters[-1].default is not inspect.Parameter.empty:
         parameters.pop()
@@ -230,14 +223,11 @@ class PlugIn:
             log.error(f"{reason}. {result}")
 
     def attach(self, settings: Settings) -> list[str]:
-        """Install the hooks that can be, and return the differences from the expected engine, a line each."""
         return self.attach_options(settings)[0]
 
     def attach_options(self, settings: Settings) -> tuple[list[str], list[str]]:
-        """Hook every option whose seams and known batch are as expected; without options all hooks or none.
-
-        Returns the differences, which name the options that are not attached, and the attached options.
-        """
+        """Hook every option whose seams and known batch are as expected; without options all hooks or none. Returns the
+        differences, which name the options that are not attached, and the attached options."""
         all_seams = [seam.located() for seam in self.seams or read_seams(self.engine.lower())]
         if settings.spare_slots and SPARE.name not in options_of(all_seams):
             raise ValueError(
@@ -299,7 +289,6 @@ def options_of(seams: Sequence[Seam]) -> list[str]:
 
 
 def wrong_check(name: str, check: Callable[[], bool]) -> str | None:
-    """Return the error that a check of a known batch finds, in one line; None if there is none."""
     try:
         return None if check() else f"a known batch gives wrong slots with {name}"
     except Exception as error:

@@ -185,10 +185,8 @@ class Settings:
         return _policies(self.policy) or default_policies(shared)
 
     def unused(self, reasons: Mapping[Variable, str]) -> list[str]:
-        """Return a line for each variable that is set to another value than its default and has no effect.
-
-        reasons: by variable without effect the reason, and what would give it one: "REASON. Pass THIS".
-        """
+        """Return a line for each variable that is set to another value than its default and has no effect. reasons: by
+        variable without effect the reason, and what would give it one: "REASON. Pass THIS"."""
         lines = []
         for variable, reason in reasons.items():
             value = getattr(self, variable.name.removeprefix("ISOLOAD_").lower())
@@ -198,7 +196,6 @@ class Settings:
         return lines
 
     def loads_for(self, default: str) -> str:
-        """Return whose counts plan the batches of ranks that hold tokens of their own."""
         loads = self.loads or default
         _check_loads(loads, self.policy)
         return loads
@@ -251,7 +248,6 @@ def _policies(text: str | None) -> dict[str, Policy]:
 
 
 def _usable(text: str) -> Policy:
-    """Return the policy of that name; raise ValueError if no engine can run it."""
     try:
         name, options = parse_policy(text)
     except ValueError as error:
@@ -265,7 +261,6 @@ def _usable(text: str) -> Policy:
 
 
 def _spare(text: str, policy: str | None, environ: Mapping[str, str]) -> int:
-    """Return the number of spare slots; raise ValueError if the policies cannot use them, or need some."""
     if not (text.isdecimal() and len(text) < 5):
         raise ValueError(f"{SPARE.name} must be a whole number of at least 0, got {text!r}")
     policies = _policies(policy)
@@ -308,7 +303,6 @@ def _check_ragged(ragged: str, environ: Mapping[str, str]) -> None:
 
 
 def _check_placer(text: str, ragged: str) -> None:
-    """Reject a placer that cannot fill an engine's slots, before the engine loads a model."""
     try:
         placer = make_placer(*parse_placer(text))
     except ValueError as error:

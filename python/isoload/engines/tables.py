@@ -35,10 +35,8 @@ class ReplicaLists(NamedTuple):
 
 
 def engine_topology(num_ranks: int, num_nodes: int, times: str | None = None) -> Topology:
-    """Return R ranks on num_nodes nodes, or on one node if these do not divide the ranks.
-
-    times: file of isoload measure, whose speeds the ranks have if they differ by 1 % or more.
-    """
+    """Return R ranks on num_nodes nodes, or on one node if these do not divide the ranks. times: file of isoload
+    measure, whose speeds the ranks have if they differ by 1 % or more."""
     per_node = num_ranks // num_nodes if num_ranks % num_nodes == 0 else num_ranks
     speeds = measured(times).speeds if times is not None else ()
     if times is not None and len(speeds) != num_ranks:
@@ -62,9 +60,7 @@ def placement_of(
     spare_slots: int = 0,
 ) -> Placement:
     """Return the Placement of an engine's map [L, P] of routed experts; the last spare slots of each rank become empty.
-
-    With num_shared = 1 every rank has one more slot, its last, that holds the shared expert.
-    """
+    With num_shared = 1 every rank has one more slot, its last, that holds the shared expert."""
     slots = physical_to_logical.cpu().to(torch.int32)
     if spare_slots:
         slots = slots.clone()
@@ -80,7 +76,6 @@ def placement_of(
 
 
 def only_spare(tables: Tensor, num_experts: int, num_ranks: int, spare: int) -> Tensor:
-    """Return [N, 2] layer and number of the experts that tables [L, P] have in spare slots alone."""
     resident = tables.view(len(tables), num_ranks, -1)[:, :, :-spare].flatten(1)
     experts = torch.arange(num_experts).view(1, num_experts, 1)
     return (resident.unsqueeze(1) == experts).any(2).logical_not().nonzero()
@@ -102,10 +97,8 @@ def with_empty(resident: Tensor, num_ranks: int, spare: int) -> Tensor:
 
 def fill_spare_slots(placement: Placement, counts: Tensor) -> Tensor:
     """Return [L, P] the placement's experts, with replicas of hot experts, by counts [L, E], in its empty spare slots.
-
     The replicas may be of another node: an engine loads or rebalances them, and prefill later keeps those that it does
-    not need to replace. Without them no split levels the nodes.
-    """
+    not need to replace. Without them no split levels the nodes."""
     scale = min(1.0, 2**30 / max(float(counts.sum(1).max()), 1.0))
     loads = (counts.cpu().double() * scale).round().clamp(min=1).to(torch.int32)
     tables = fill(loads, placement, policy="hedge").slot_to_expert.clone()
@@ -120,7 +113,6 @@ def fill_spare_slots(placement: Placement, counts: Tensor) -> Tensor:
 
 
 def replica_lists(placement: Placement, holes: bool = False) -> ReplicaLists:
-    """Return a placement's tables; raise ValueError for empty slots unless holes are allowed."""
     table, experts = placement.slot_to_expert.long(), placement.num_experts
     absent = table < 0
     if absent.any() and not holes:
@@ -160,10 +152,8 @@ def arrivals(before: Tensor, after: Tensor, rank: int, num_ranks: int) -> dict[i
 
 
 def running(before: Tensor | None, num_slots: int, holes: bool = False) -> Tensor | None:
-    """Return an engine's present map [L, P]; None if a placer cannot start from it.
-
-    That is the case if P differs, as when ranks join or leave, or slots are empty and holes are not allowed.
-    """
+    """Return an engine's present map [L, P]; None if a placer cannot start from it. That is the case if P differs, as
+    when ranks join or leave, or slots are empty and holes are not allowed."""
     if before is None or before.shape[1] != num_slots or (not holes and (before < 0).any()):
         return None
     return before
@@ -242,7 +232,6 @@ class EngineSizes(NamedTuple):
     from_file: bool  # whether the user passes the map as a file
 
     def check(self, source: str, num_layers: int, num_slots: int) -> None:
-        """Raise ValueError, with both numbers and the option to type, unless a map has the engine's sizes."""
         slots = self.num_experts + self.num_redundant
         made_of = f"{self.num_experts} experts and {self.num_redundant} redundant ones"
         if slots % self.num_ranks:

@@ -53,10 +53,8 @@ class StackedExperts:
 
 
 class BalancedTokenDispatcher(LendingDispatcher, BaseEPTokenDispatcher):  # type: ignore[misc]  # torchtitan is untyped
-    """The token dispatcher that :func:`balance` installs in a RoutedExperts, in place of `stock`.
-
-    The host reads the plan, the row counts and the number of copies once per forward.
-    """
+    """The token dispatcher that :func:`balance` installs in a RoutedExperts, in place of `stock`. The host reads the
+    plan, the row counts and the number of copies once per forward."""
 
     def __init__(
         self,
@@ -83,20 +81,16 @@ class BalancedTokenDispatcher(LendingDispatcher, BaseEPTokenDispatcher):  # type
         num_local_tokens_per_expert_E: Tensor,
     ) -> tuple[Tensor, Tensor, Sent]:
         """Return [C, D] copies of the own experts, ordered by expert, [experts] their counts, and a state for combine.
-
-        num_local_tokens_per_expert_E is not used; the Balancer counts the ids.
-        """
+        num_local_tokens_per_expert_E is not used; the Balancer counts the ids."""
         call = self.begin(x_TD.device)
         sent = self.send(x_TD, topk_expert_ids_TK, topk_scores_TK.float(), call)
         return *self.own_copies(sent), sent
 
     def combine(self, routed_output_RD: Tensor, metadata: Sent, x_TD: Tensor) -> Tensor:
-        """Return [T, D] weighted sums of the results [C, D] of own experts and of the borrowed ones."""
         return self.give_back(self.sums(routed_output_RD, metadata), metadata)
 
 
 def check_dispatcher(stock: BaseEPTokenDispatcher) -> None:
-    """Raise ValueError for a dispatcher whose experts need other rows than whole ones in any number."""
     if multiple := getattr(stock, "pad_multiple", None):
         raise ValueError(f"pad_multiple must be None, as for experts that are not quantised, got {multiple}")
     if getattr(stock, "non_blocking_capacity_factor", None) is not None or getattr(

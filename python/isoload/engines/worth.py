@@ -33,7 +33,6 @@ class RebalanceRule:
 
     @classmethod
     def parse(cls, text: str) -> RebalanceRule:
-        """Read ``gain_ms=0.3,move_ms=auto``; either part may be missing."""
         values: dict[str, float | None] = {}
         for part in text.split(","):
             key, equals, value = (piece.strip() for piece in part.partition("="))
@@ -60,10 +59,8 @@ class NewMaps:
         self._logged = False
 
     def choose(self, before: Placement, after: Placement, counts: Tensor, passes: int) -> Placement:
-        """Return the placement to apply: after, or before if the saving does not pay.
-
-        counts: [L, E] copies of `passes` forward passes, over all ranks.
-        """
+        """Return the placement to apply: after, or before if the saving does not pay. counts: [L, E] copies of `passes`
+        forward passes, over all ranks."""
         if not counts.any():
             return before
         worth = self.worth(before, after, counts, passes)

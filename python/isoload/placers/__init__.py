@@ -159,10 +159,8 @@ def place(
 
 
 def rectangle(placement: Placement, counts: Any) -> Placement:
-    """Return a placement with replicas in its absent slots, each where it helps most; all other slots stay.
-
-    The placement has live ranks, no spare slots and no shared experts. counts as for :func:`place`.
-    """
+    """Return a placement with replicas in its absent slots, each where it helps most; all other slots stay. The
+    placement has live ranks, no spare slots and no shared experts. counts as for :func:`place`."""
     scenarios, _ = make_scenarios(counts)
     layers, ranks = placement.num_layers, placement.topology.num_ranks
     ticks = placement.topology.ticks
@@ -187,10 +185,8 @@ def parse_placer(text: str) -> tuple[str, dict[str, Any]]:
 
 
 def keep_places(slots: Slots, before: Slots | None, ragged: bool) -> Slots:
-    """Return slots [L, R, S] reordered so that every expert that stays on its rank keeps its slot in ``before``.
-
-    If the placement is ragged, absent slots come last, so an expert leaves a slot that is absent now.
-    """
+    """Return slots [L, R, S] reordered so that every expert that stays on its rank keeps its slot in ``before``. If the
+    placement is ragged, absent slots come last, so an expert leaves a slot that is absent now."""
     assert before is not None
     width = slots.shape[2]
     ordered, start = np.full_like(slots, -1), np.full_like(slots, -1)
@@ -233,7 +229,6 @@ def _check_capacity(
 def _dense_slots(
     scenarios: Scenarios, topology: Topology, slots_per_rank: int | None, spare_slots: int, num_shared: int
 ) -> int:
-    """Return the number of slots of a rank for routed experts."""
     experts, live = scenarios.num_experts, topology.live_ranks
     for name, number, limit in (
         ("spare_slots", spare_slots, experts),
@@ -282,10 +277,8 @@ def _home_ranks(before: Placement, live: list[int], num_ranks: int) -> Ints:
 def _home_slots(
     slots: Slots, home_rank: Ints | None, live: list[int], before: Placement | None, num_experts: int
 ) -> torch.Tensor | None:
-    """Return [L, E] home slots from the home ranks [L, routed] that a placer fixed; None if it fixed none.
-
-    The home of a shared expert is its home in ``before``, or else the first live rank.
-    """
+    """Return [L, E] home slots from the home ranks [L, routed] that a placer fixed; None if it fixed none. The home of
+    a shared expert is its home in ``before``, or else the first live rank."""
     if home_rank is None:
         return None
     size = slots.shape[2]

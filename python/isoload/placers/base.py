@@ -46,10 +46,8 @@ class Scenarios:
 
     def shares(self, shrink: float | None = 0.0) -> Loads:
         """Return [n, L, E] each expert's share of its scenario's copies in a layer; 0 in a scenario without copies.
-
         shrink is the fraction of every scenario that is replaced by the mean of all. None: ten times the counting
-        noise, at most 0.2, and 0 below 0.05; ten, because tokens of one text choose similar experts.
-        """
+        noise, at most 0.2, and 0 below 0.05; ten, because tokens of one text choose similar experts."""
         shares: Loads = self.loads / np.maximum(self.loads.sum(-1, keepdims=True), np.finfo(float).tiny)
         if shrink is None:
             noise = 10 * self.counting_noise(shares)
@@ -106,7 +104,6 @@ def _traces(counts: Any) -> list[Trace]:
 
 
 def _batches(counts: Any) -> Loads:
-    """Return [batches, L, E] float64 copies."""
     if isinstance(counts, torch.Tensor):
         counts = counts.detach().cpu().double().numpy()
     try:
@@ -181,7 +178,6 @@ class Placer(ABC):
 
 
 def slots_of(live_ranks: LiveRanks) -> int:
-    """Return the slots of each live rank, for placers without a budget."""
     assert live_ranks.slots_per_rank is not None
     return live_ranks.slots_per_rank
 
@@ -191,10 +187,8 @@ LEAST = 1e-6  # smallest load of a rank in these weights, relative to the mean
 
 def weights_by_load(slots: Slots, load: Floats, tick: Floats) -> np.ndarray[Any, np.dtype[np.float32]]:
     """Return [L, R, S] the mean load over the load of the slot's rank, with loads [L, E] split evenly over replicas.
-
     This is GRACE-MoE's Equation 3 for any replicas. Sums have a fixed order, so that all machines compute the same
-    bits. Weights are equal in layers without loads, and 0 in slots [L, R, S] without an expert.
-    """
+    bits. Weights are equal in layers without loads, and 0 in slots [L, R, S] without an expert."""
     experts = merged(slots)
     layer, there = np.arange(len(slots))[:, None, None], experts >= 0
     replicas = np.zeros(load.shape)

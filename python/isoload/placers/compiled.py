@@ -20,10 +20,8 @@ MAX_NODES, MAX_TOP_K = 64, 64  # csrc/placers/rows.h
 
 
 def pack_slots(weight: Any, capacity: Any, dedup: bool, threads: int) -> Ints:
-    """Return slots [L, R, S], with the largest capacity as S, from loads [L, E] and slots of every rank [L, R].
-
-    With dedup no two replicas of an expert are on one rank.
-    """
+    """Return slots [L, R, S], with the largest capacity as S, from loads [L, E] and slots of every rank [L, R]. With
+    dedup no two replicas of an expert are on one rank."""
     weight, capacity = np.require(weight, np.float32, "C"), np.require(capacity, np.int32, "C")
     _need(weight.ndim == capacity.ndim == 2, "weight must be [L, E] and capacity [L, R]")
     (layers, experts), ranks, width = weight.shape, capacity.shape[1], int(capacity.max(initial=0))
@@ -54,18 +52,11 @@ def search_slots(
 ) -> tuple[Ints, Floats]:
     """Return slots [L, R, width] and the objective of every layer [L].
 
-    Args:
-        loads: [L, E, n] integers, n a multiple of LANES.
-        weight: [n] of the scenarios.
-        tick: [R] cost of a copy.
-        node: [R] node of each rank.
-        home: [L, E] node on which a replica of an expert stays; -1 = none.
-        capacity: [L, R] slots of every rank, at most width.
-        risks: [z, L, E] loads by which replicas are counted, one for each start.
-        rival: [L, R, width] slots that the result is never worse than, or None.
-        before: [L, R, width] slots to start from, or None.
-        steps: most changes of the search.
-        moves: most slots that differ from before; -1 = any number.
+    loads [L, E, n] are integers, n a multiple of LANES, with weight [n] of the scenarios and tick [R] the cost of a
+    copy. home [L, E] is the node (of node [R]) on which a replica of an expert stays, -1 = none; capacity [L, R] the
+    slots of every rank. Replicas are counted by each of risks [z, L, E]. The search starts from before [L, R, width],
+    if any, of which at most `moves` slots change (-1 = any number), and is never worse than rival [L, R, width], if
+    any.
     """
     loads, weight, tick, risks = (np.require(x, np.float64, "C") for x in (loads, weight, tick, risks))
     node, home, capacity = (np.require(x, np.int32, "C") for x in (node, home, capacity))
@@ -110,14 +101,9 @@ def near_slots(
 ) -> tuple[Ints, Any]:
     """Return slots [L, R, width] with fewer rows to other nodes, and the rows before and after [L, 2].
 
-    Args (others as in :func:`search_slots`):
-        slots: [L, R, width] to start from.
-        topk_ids: [L, tokens, K] experts, -1 = none.
-        token_weight: [tokens] number of times that each token counts.
-        rows_node: [R] node of each rank, 0..63.
-        steps: changes tried from each start.
-        walk: number of the first changes that may add rows.
-        starts: number of searches, of which the best is returned. The first has no walk.
+    Arguments as of :func:`search_slots`; topk_ids [L, tokens, K] are experts, -1 = none, which count token_weight
+    [tokens] times, and rows_node [R] is the node of each rank, 0..63. The best of `starts` searches is returned, each
+    of `steps` changes, of which the first `walk` may add rows; the first search has no walk.
     """
     loads, stress, weight, tick = (np.require(x, np.float64, "C") for x in (loads, stress, weight, tick))
     node, home, rows_node = (np.require(x, np.int32, "C") for x in (node, home, rows_node))
@@ -184,7 +170,6 @@ def _need_capacity(capacity: Ints, shape: tuple[int, int], experts: int, limit: 
 
 
 def _need_valid(name: str, slots: Ints | None, capacity: Ints, experts: int, width: int) -> None:
-    """Check slots that the search starts from: it requires them within capacity, with no expert twice on a rank."""
     if slots is None:
         return
     _need_shape(name, slots, *capacity.shape, width)

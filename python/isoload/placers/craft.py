@@ -82,11 +82,9 @@ def pick_budget(curve: Floats, rule: str) -> int:
 
 
 def assign(slots: Ints, num_ranks: int) -> Ints:
-    """Return [L, R] slots of every rank, from the slots of every layer [L], by CRAFT's Algorithm 3.
-
-    Ranks of a layer differ by at most one slot. Additional slots go to the ranks with the fewest slots so far; among
-    equal ranks, to evenly spaced ones, and so to different nodes.
-    """
+    """Return [L, R] slots of every rank, from the slots of every layer [L], by CRAFT's Algorithm 3. Ranks of a layer
+    differ by at most one slot. Additional slots go to the ranks with the fewest slots so far; among equal ranks, to
+    evenly spaced ones, and so to different nodes."""
     sizes = np.repeat(slots[:, None] // num_ranks, num_ranks, axis=1)
     totals = sizes.sum(0)
     for layer, more in enumerate(slots % num_ranks):
@@ -136,10 +134,8 @@ def moved_slots(capacity: Ints, replicas: Ints, experts: int) -> Ints:
 
 
 def budget_capacity(counts: Ints, live_ranks: LiveRanks, experts: int) -> Ints:
-    """Return [L, R] slots of every rank for the replicas of each layer [L] that a budget has chosen.
-
-    Where ranks have a capacity, all slots with memory stay in use, for any budget.
-    """
+    """Return [L, R] slots of every rank for the replicas of each layer [L] that a budget has chosen. Where ranks have a
+    capacity, all slots with memory stay in use, for any budget."""
     if live_ranks.capacity is not None:
         return moved_slots(live_ranks.capacity, counts, experts)
     return assign(experts + counts, live_ranks.num_ranks)
@@ -179,7 +175,6 @@ class CraftPlacer(Placer):
         return Placed(slots, notes=notes)
 
     def _worth(self, scenarios: Scenarios, weight: Any, grid: list[int], ranks: int) -> Floats:
-        """Return [L, K] the worth of each number of replicas in each layer, by Algorithm 1."""
         gains = []
         for number in grid:
             alone = assign(np.array([scenarios.num_experts + number]), ranks)  # slots of one layer alone
@@ -191,7 +186,6 @@ class CraftPlacer(Placer):
         return worth
 
     def _replay(self, scenarios: Scenarios, slots: Slots) -> Floats:
-        """Return [L] the mean over scenarios of the balance, or of the negative load of the busiest rank."""
         peak = rank_loads(scenarios.loads, slots).max(-1)  # [n, L]
         if self.objective == "time":
             worth: Floats = -scenarios.weight @ peak

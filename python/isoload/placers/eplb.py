@@ -17,10 +17,9 @@ Floats = np.ndarray[Any, np.dtype[np.float32]]
 class EplbPlacer(Placer):
     """DeepSeek's EPLB: each further slot goes to the expert with the most load per replica; largest are packed first.
 
-    The loads are summed over batches. Slots of a rank are in the order in which they were filled. dedup=False
-    reproduces the published maps exactly (for equal loads: those of the published code with a stable sort). If the
-    number of nodes divides groups, groups are packed onto nodes, and each node's experts are replicated and packed on
-    that node (the hierarchical policy).
+    The loads are summed over batches. dedup=False reproduces the published maps exactly (for equal loads: those of the
+    published code with a stable sort). If the number of nodes divides groups, groups are packed onto nodes, and each
+    node's experts are replicated and packed on that node (the hierarchical policy).
     """
 
     name = "eplb"
@@ -52,7 +51,6 @@ class EplbPlacer(Placer):
         return Placed(self._place_by_node(weight, nodes, live_ranks))
 
     def _place_ragged(self, weight: Floats, live_ranks: LiveRanks) -> Slots:
-        """Return [L, R, S] slots, of which layers and ranks have different numbers."""
         from isoload.placers.craft import (
             budget_capacity,
             check_budget,
@@ -73,7 +71,6 @@ class EplbPlacer(Placer):
         return pack_into(weight, capacity)
 
     def _place_by_node(self, weight: Floats, nodes: int, live_ranks: LiveRanks) -> Slots:
-        """Return [L, R, S] slots of the hierarchical policy."""
         layers, size = len(weight), weight.shape[1] // self.groups
         by_group = weight.reshape(layers, self.groups, size).sum(-1, dtype=np.float32)
         groups_of_node = pack_once(by_group, nodes)  # [L, nodes, groups of a node]
@@ -87,10 +84,8 @@ class EplbPlacer(Placer):
 
 
 def hottest_layers(weight: Floats, replicas: int, ranks: int) -> Slots:
-    """Return [L] replicas: R * replicas of them, each for the expert of the most load per replica of all layers.
-
-    A layer gets at most R, and an expert at most one on each rank.
-    """
+    """Return [L] replicas: R * replicas of them, each for the expert of the most load per replica of all layers. A
+    layer gets at most R, and an expert at most one on each rank."""
     share = weight / np.maximum(weight.sum(1, keepdims=True), np.finfo(np.float32).tiny)
     copies, counts = np.ones(weight.shape), np.zeros(len(weight), dtype=np.int32)
     for _ in range(ranks * replicas):
@@ -117,10 +112,8 @@ def pack_into(weight: Floats, capacity: Slots, dedup: bool = True) -> Slots:
 
 
 def pack_once(weight: Floats, packs: int) -> Slots:
-    """Return [L, packs, n] items, each once and n in a pack, from weights [L, items] float32.
-
-    One item per pack is kept in order instead of sorted by weight, as published.
-    """
+    """Return [L, packs, n] items, each once and n in a pack, from weights [L, items] float32. One item per pack is kept
+    in order instead of sorted by weight, as published."""
     layers, items = weight.shape
     if items == packs:
         return np.tile(np.arange(items, dtype=np.int32)[:, None], (layers, 1, 1))

@@ -105,10 +105,8 @@ class GracePlacer(Placer):
 
 
 def fill_up(groups: Groups, load: Floats, slots_per_rank: int | None) -> Groups:
-    """Return [R] the experts that each rank gets a replica of, as many as fill all slots; None: no replicas.
-
-    Of the heaviest rank the hottest expert that is missing goes to the lightest rank with a free slot.
-    """
+    """Return [R] the experts that each rank gets a replica of, as many as fill all slots; None: no replicas. Of the
+    heaviest rank the hottest expert that is missing goes to the lightest rank with a free slot."""
     on_rank, parts = [list(group) for group in groups], np.ones(len(load))
     size = len(groups[0]) if slots_per_rank is None else slots_per_rank
 
@@ -142,10 +140,8 @@ def co_activation(scenarios: Scenarios, layer: int) -> Floats:
 
 
 def partners(affinity: Floats) -> Floats:
-    """Return [E] the number of partners of each expert: e to the entropy of its affinities.
-
-    The sum of the affinities would only measure how often an expert is chosen.
-    """
+    """Return [E] the number of partners of each expert: e to the entropy of its affinities. The sum of the affinities
+    would only measure how often an expert is chosen."""
     part = affinity / np.maximum(affinity.sum(1, keepdims=True), 1e-300)
     entropy: Floats = -(part * np.log(np.maximum(part, 1e-300))).sum(1)
     return np.exp(entropy)
@@ -192,7 +188,6 @@ def sized(affinity: Floats, clustered: Groups, sizes: list[int]) -> Groups:
 
 
 def clusters(affinity: Floats, experts: list[int], number: int) -> Groups:
-    """Return a number of clusters of any size, by spectral clustering with a fixed seed."""
     if number == 1 or number == len(experts):
         return [[e] for e in experts] if number > 1 else [experts]
     try:
@@ -220,11 +215,9 @@ def controlled(
 
 
 def bounded(affinity: Floats, clustered: Groups, least: int, largest: int, printed: bool = False) -> Groups:
-    """Move experts until every group has least..largest of them.
-
-    The experts with the least affinity leave, for the group to which they add most affinity. With ``printed`` they go
-    to the group with the largest score of all its pairs including them, as in lines 13 and 19 of Algorithm 3.
-    """
+    """Move experts until every group has least..largest of them. The experts with the least affinity leave, for the
+    group to which they add most affinity. With ``printed`` they go to the group with the largest score of all its pairs
+    including them, as in lines 13 and 19 of Algorithm 3."""
 
     def score(expert: int, group: list[int]) -> float:
         added = float(affinity[expert, group].sum())
@@ -255,12 +248,10 @@ def weakest(affinity: Floats, groups: Groups, least: int) -> int:
 
 
 def deviation(groups: Groups) -> float:
-    """Return S of Equation 1, the standard deviation of the group sizes."""
     return float(np.std([len(group) for group in groups]))
 
 
 def utilised(affinity: Floats, groups: Groups) -> float:
-    """Return U of Equation 1, over pairs: the fraction of the affinity inside of groups."""
     inside = sum(affinity[np.ix_(group, group)].sum() for group in groups)
     return float(inside / (affinity.sum() or 1.0))
 
@@ -279,9 +270,7 @@ def replicate(
     groups: Groups, load: Floats, wanted: bool, printed: bool, replicas: int | None = None
 ) -> tuple[Groups, list[float]]:
     """Return [R] the experts that each rank gets a replica of, and each rank's weight: mean over predicted load.
-
-    replicas: of each hot expert; None: Equation 2's number.
-    """
+    replicas: of each hot expert; None: Equation 2's number."""
     work = np.array([load[group].sum() for group in groups])
     copies: Groups = [[] for _ in groups]
     mean = float(work.mean())
@@ -315,7 +304,6 @@ def copy_everywhere(groups: Groups, load: Floats, wanted: Floats, number: int) -
 
 
 def ragged(groups: list[Groups]) -> Slots:
-    """Return [L, R, S] slots of lists of experts, with -1 after the shorter lists."""
     widest = max(len(experts) for layer in groups for experts in layer)
     slots = np.full((len(groups), len(groups[0]), widest), -1, dtype=np.int32)
     for row, experts in zip(slots.reshape(-1, widest), (e for layer in groups for e in layer), strict=True):

@@ -1,8 +1,4 @@
-"""Placer ``scenario``: a search for a placement that suits every recorded batch instead of their sum.
-
-With per-token choices and ranks on several nodes, the search also reduces the rows between nodes at the same load
-(option ``near``).
-"""
+"""Placer ``scenario``: a search for a placement that suits every recorded batch instead of their sum."""
 
 from __future__ import annotations
 
@@ -31,11 +27,9 @@ def applies(scenarios: Scenarios, live_ranks: LiveRanks) -> bool:
 def fewer_rows(
     scenarios: Scenarios, live_ranks: LiveRanks, slots: Slots, node: Ints, home: Ints, moves: int | None
 ) -> tuple[Slots, dict[str, Any]]:
-    """Return slots [L, R, S] with fewer rows to other nodes, and notes with a token's rows before and after.
-
-    home [L, E] is the node on which a replica of an expert stays; moves limits the slots of a layer that differ from
-    the placement before.
-    """
+    """Return slots [L, R, S] with fewer rows to other nodes, and notes with a token's rows before and after. home [L,
+    E] is the node on which a replica of an expert stays; moves limits the slots of a layer that differ from the
+    placement before."""
     loads = scaled(scenarios.shares())
     ids, weight = choose_tokens(scenarios)
     steps = min(LONGEST, 12 * (slots.shape[1] * slots.shape[2]) ** 2)
@@ -162,12 +156,10 @@ class ScenarioPlacer(Placer):
     def _judged(
         self, scenarios: Scenarios, live_ranks: LiveRanks, slots: Slots, capacity: Ints
     ) -> tuple[Slots, Floats]:
-        """Return the slots, completed if an expert is missing, and their objective [L]."""
         judge = replace(self, groups=0, pinned=False, moves=None)
         return judge.search_layers(scenarios, replace(live_ranks, before=slots), capacity, 0)
 
     def _capacity(self, scenarios: Scenarios, live_ranks: LiveRanks) -> tuple[Ints, dict[str, Any]]:
-        """Return [L, R] slots of every rank, and notes on how they were chosen."""
         layers, experts, ranks = scenarios.num_layers, scenarios.num_experts, live_ranks.num_ranks
         if self.replicas is None:
             if live_ranks.capacity is not None:
@@ -220,11 +212,9 @@ class ScenarioPlacer(Placer):
     def search_layers(
         self, scenarios: Scenarios, live_ranks: LiveRanks, capacity: Ints, steps: int
     ) -> tuple[Slots, Floats]:
-        """Return slots [L, R, S] for ranks with capacity [L, R], and their objective on the scenarios, [L].
-
-        The objective is the mean, over scenarios, of the busiest rank's load (a time if speeds differ) over the mean
-        rank load.
-        """
+        """Return slots [L, R, S] for ranks with capacity [L, R], and their objective on the scenarios, [L]. The
+        objective is the mean, over scenarios, of the busiest rank's load (a time if speeds differ) over the mean rank
+        load."""
         shares = scenarios.shares(self.shrink)
         loads = np.rint(shares * WHOLE)
         whole = loads.sum(-1)  # [n, L]
@@ -259,20 +249,16 @@ class ScenarioPlacer(Placer):
         return slots, objective / np.maximum(ideal, 1)
 
     def _kept(self, scenarios: Scenarios, live_ranks: LiveRanks) -> tuple[Ints, Ints]:
-        """Return [R] nodes, and [L, E] the node on which a replica of each expert stays, -1 = none.
-
-        With pinned homes every rank is a node of its own, so that the replica that stays is the home.
-        """
+        """Return [R] nodes, and [L, E] the node on which a replica of each expert stays, -1 = none. With pinned homes
+        every rank is a node of its own, so that the replica that stays is the home."""
         if not self.pinned:
             return live_ranks.node, self._home(scenarios, live_ranks)
         return np.arange(live_ranks.num_ranks, dtype=np.int32), pinned_homes(live_ranks, scenarios)
 
     def _home(self, scenarios: Scenarios, live_ranks: LiveRanks) -> Ints:
-        """Return [L, E] the node on which a replica of each expert stays; -1 without groups.
-
-        Groups are packed onto nodes by load, the largest first, the same number on each node. With ``before`` a group
-        belongs to the node that has most of its experts.
-        """
+        """Return [L, E] the node on which a replica of each expert stays; -1 without groups. Groups are packed onto
+        nodes by load, the largest first, the same number on each node. With ``before`` a group belongs to the node that
+        has most of its experts."""
         layers, experts = scenarios.num_layers, scenarios.num_experts
         nodes = np.unique(live_ranks.node)
         if not self.groups or len(nodes) == 1:

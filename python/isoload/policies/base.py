@@ -151,8 +151,8 @@ class Policy:
     def split(self, demand: Demand, placed: PlacedLayers) -> Plan:
         """Decide how many copies every slot takes, and where shared copies go (``plan.shared`` None: the token's rank).
 
-        The quota is of the routed slots. :func:`isoload.plan` adds the shared copies unless ``plan.shared.in_quota`` is
-        set. If the op also computes the share of ``demand.rank``, the plan has it as send_counts.
+        The quota is of the routed slots, unless ``plan.shared.in_quota``. The plan has the share of ``demand.rank`` as
+        send_counts if the op also computes it.
         """
         return exact_plan(self, demand, placed)
 
@@ -174,7 +174,6 @@ class Policy:
 
 
 def with_shared(plan: Plan, demand: Demand, placed: PlacedLayers) -> Plan:
-    """Add the shared copies to a plan and its quota; on their token's rank unless the policy places them."""
     assert demand.tokens is not None and demand.local_shared is not None
     shared = plan.shared or SharedPlan("home", demand.tokens)
     if shared.in_quota:
@@ -225,10 +224,8 @@ def sum_sources(loads: Tensor, placed: PlacedLayers) -> Tensor:
 def exact_plan(
     policy: Policy, demand: Demand, placed: PlacedLayers, rank: int | None = None, **options: Any
 ) -> Plan:
-    """Return the Plan with the optimal quota of these slots, and a source rank's send_counts.
-
-    options: of :func:`isoload.ops.plan_exact`. By default the ranks also carry the shared copies of their own tokens.
-    """
+    """Return the Plan with the optimal quota of these slots, and a source rank's send_counts. options: of
+    :func:`isoload.ops.plan_exact`. By default the ranks also carry the shared copies of their own tokens."""
     solution = solve(demand, placed, rank=rank, **options)
     send_counts = None if rank is None else solution.send_counts
     return Plan(
@@ -257,7 +254,6 @@ def even_split(demand: Demand, placed: PlacedLayers) -> ops.ExactSplit:
 def chosen_plan(
     policy: Policy, quota: Tensor, demand: Demand, placed: PlacedLayers, telemetry: Tensor | None = None
 ) -> Plan:
-    """Return the Plan of a quota that the solver did not make, with its peak and a lower bound."""
     peak = rank_cost(quota, placed.topology, demand.local_shared).amax(-1)
     bound = torch.minimum(even_split(demand, placed).bound, peak)
     return Plan(placed, policy, quota, peak, bound, telemetry)
@@ -266,17 +262,14 @@ def chosen_plan(
 def sampled_plan(
     policy: Policy, weights: Tensor, demand: Demand, placed: PlacedLayers, telemetry: Tensor | None = None
 ) -> Plan:
-    """Return the Plan of a policy whose copies draw their slots with these weights [..., P]."""
     bound = even_split(demand, placed).bound
     return Plan(placed, policy, None, None, bound, telemetry, weights)
 
 
 def sample_seed(plan: Plan, rank: int) -> tuple[int, Tensor | None]:
-    """Return the random stream of one rank, layer and batch of a sampled policy: seed and step of the ops that draw.
-
-    If the plan's step is a tensor, the op mixes the step and the rank in. The policy's own step is added to the seed,
-    which gives the same result as adding it to the batch's step.
-    """
+    """Return the random stream of one rank, layer and batch of a sampled policy: seed and step of the ops that draw. If
+    the plan's step is a tensor, the op mixes the step and the rank in. The policy's own step is added to the seed,
+    which gives the same result as adding it to the batch's step."""
     policy = plan.policy
     seed, step = (policy.seed, policy.step) if isinstance(policy, Seeded) else (0, 0)
     mixed = mix(seed, 0)  # otherwise layer 1 of a seed would draw as layer 0 of the next seed

@@ -101,9 +101,7 @@ def fill_spare(
     **rules: Any,
 ) -> Made:
     """Run an op that fills the last `slots` spare slots of every rank (None = all), on a placement and its topology.
-
-    begun: [..., P] slots of which some are filled already.
-    """
+    begun: [..., P] slots of which some are filled already."""
     return op(
         demand.loads,
         placed.slot_to_expert if begun is None else begun,
@@ -184,11 +182,9 @@ def _experts_of_slots(placed: PlacedLayers) -> Tensor:
 
 
 def split_above_local(policy: Policy, demand: Demand, placed: PlacedLayers) -> Plan:
-    """Split by a policy after all copies whose expert has a slot on their own rank stay there; loads [..., R, E].
-
-    The default share then sends these copies nowhere else. The plan's bound is over all quotas, including those that
-    keep fewer copies local, and needs no search.
-    """
+    """Split by a policy after all copies whose expert has a slot on their own rank stay there; loads [..., R, E]. The
+    default share then sends these copies nowhere else. The plan's bound is over all quotas, including those that keep
+    fewer copies local, and needs no search."""
     local_loads = held_experts(placed) * demand.loads  # [..., R, E]
     stay = local_loads.sum(-1, dtype=torch.int32)
     besides = stay if demand.local_shared is None else demand.local_shared + stay
@@ -260,10 +256,9 @@ class SpillCostPolicy(FillPolicy):
     """The cheapest of several levels of the largest load, where imports and exports have a price.
 
     The cost of a level is its largest load plus the imports of the busiest importer and the exports of the busiest
-    exporter. An import or export costs as many copies as could be computed in its time
-    (:func:`isoload.times.exchanges.break_even`), by the topology's bandwidths or DEFAULT_BANDWIDTHS. No expert moves
-    for fewer copies. The fill starts from the exact split over resident replicas; no rank's load exceeds the peak of
-    that split.
+    exporter, each worth the copies that could be computed in its time (:func:`isoload.times.exchanges.break_even`), by
+    the topology's bandwidths or DEFAULT_BANDWIDTHS. No expert moves for fewer copies. The fill starts from the exact
+    split over resident replicas; no rank's load exceeds the peak of that split.
     """
 
     name = "spill_cost"
@@ -320,10 +315,8 @@ class HedgePolicy(FillPolicy):
 
 @dataclass(frozen=True)
 class LibraPolicy(BorrowPolicy):
-    """Every rank borrows the experts that its tokens choose most, then those that level the other copies.
-
-    Copies whose expert has a slot on their own rank stay there. The remaining copies are split exactly above them.
-    """
+    """Every rank borrows the experts that its tokens choose most, then those that level the other copies. Copies whose
+    expert has a slot on their own rank stay there. The remaining copies are split exactly above them."""
 
     name = "libra"
     ahead = True
@@ -366,10 +359,8 @@ class LibraPolicy(BorrowPolicy):
 
 
 def borrow_local(demand: Demand, placed: PlacedLayers, slots: int, local: int) -> Tensor:
-    """Return [..., P] slots where every rank borrows the experts that its own tokens choose most.
-
-    Of the last `slots` spare slots of every rank the first `local` are filled, among equal loads by the lowest expert.
-    """
+    """Return [..., P] slots where every rank borrows the experts that its own tokens choose most. Of the last `slots`
+    spare slots of every rank the first `local` are filled, among equal loads by the lowest expert."""
     wanted = torch.where(held_experts(placed) > 0, 0, demand.loads)  # [..., R, E]
     if placed.alive is not None:
         wanted = wanted * placed.alive.unsqueeze(-1)

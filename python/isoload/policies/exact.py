@@ -118,7 +118,6 @@ class StaticPolicy(Policy):
         return self._send_counts(loads, plan.placed, rank)
 
     def _send_counts(self, loads: Tensor, placed: PlacedLayers, rank: int | None = None) -> Tensor:
-        """Return [..., R, P] copies per slot if source r sends expert e to slots[..., r, e]; [..., P] of one rank."""
         slots = self.slots(placed)
         if rank is not None:
             loads, slots = loads.select(-2, rank), slots.select(-2, rank)
@@ -229,12 +228,10 @@ class LpPolicy(Policy):
 
 
 def rounded_plan(policy: Policy, relaxed: ops.LpSplit, demand: Demand, placed: PlacedLayers) -> Plan:
-    """Return the plan of a real-valued split, rounded to whole copies."""
     quota = ops.round_split(relaxed.split, demand.loads, placed.tables)
     return chosen_plan(policy, quota, demand, placed, telemetry(relaxed))
 
 
 def telemetry(relaxed: ops.LpSplit) -> torch.Tensor:
-    """Return [..., 4] int32: iterations, status, 0, 0."""
     zero = torch.zeros_like(relaxed.status)
     return torch.stack([relaxed.iterations, relaxed.status, zero, zero], dim=-1)

@@ -80,9 +80,7 @@ def weighted_cuts(
 
 def wished_parts(host: Placement, layer: int, locality: bool) -> Iterator[tuple[IntArray, Floats]]:
     """Yield for every routed expert its slots [n] and the fractions [R, n] of each source's copies for these slots.
-
-    Slots outside the nearest tier get 0; if no slot of the tier has a weight, all have the same.
-    """
+    Slots outside the nearest tier get 0; if no slot of the tier has a weight, all have the same."""
     ranks = np.arange(host.topology.num_ranks)[:, None]
     for slots in replicas_of(host, layer):
         used: Bools = np.ones((len(ranks), len(slots)), dtype=bool)

@@ -121,11 +121,8 @@ def shared_copies(tokens: Tensor, num_shared: int) -> Tensor:
 
 
 def check_shared_columns(topk_ids: Tensor, num_routed: int, num_shared: int) -> None:
-    """Raise ValueError unless the last columns of topk_ids [T, K + n] are the shared experts' ids.
-
-    Every token with a routed choice needs all shared experts and no other token does, so their copies follow from
-    counts.
-    """
+    """Raise ValueError unless the last columns of topk_ids [T, K + n] are the shared experts' ids. Every token with a
+    routed choice needs all shared experts and no other token does, so their copies follow from counts."""
     if topk_ids.dim() != 2 or topk_ids.shape[1] <= num_shared:
         raise ValueError(
             f"topk_ids must be [T, K + {num_shared}] with the shared experts in the last columns, "
@@ -237,9 +234,8 @@ class Plan:
     def describe(self) -> str:
         """Return the line of :func:`repr` and a table of the plan's tensors; on a GPU the host waits.
 
-        A plan of one layer has a row for each rank: its load (copies, or their cost in ticks if ranks differ in speed),
-        the slots that take copies, and the experts in its spare slots. A plan of all layers has a row for each layer:
-        peak, bound, and imbalance (peak over mean load). A sampled plan has no loads.
+        A plan of one layer has a row for each rank (load, slots that take copies, experts in spare slots), a plan of
+        all layers a row for each layer (peak, bound, imbalance as peak over mean load). A sampled plan has no loads.
         """
         if self.quota is None or self.peak is None:
             return repr(self)
@@ -283,9 +279,7 @@ class Plan:
 
 def rank_cost(quota: Tensor, topology: Topology, besides: Tensor | None = None) -> Tensor:
     """Return the [..., R] int64 cost of every rank under a quota [..., P]: copies, or ticks if ranks differ in speed.
-
-    besides: [..., R] copies that the ranks carry in addition to the quota.
-    """
+    besides: [..., R] copies that the ranks carry in addition to the quota."""
     copies = quota.view(*quota.shape[:-1], topology.num_ranks, -1).sum(-1)
     copies = copies if besides is None else copies + besides
     ticks = topology.ticks_on(quota.device)

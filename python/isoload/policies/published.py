@@ -1,9 +1,4 @@
-"""Sampled policies as others published them, for comparison.
-
-``dynamic`` is SGLang's random replica. ``lp_sampled`` draws replicas with the probabilities of LPLB's linear program,
-solved by an interior point method or by the published affine scaling. ``waterfill_sampled`` draws the rank of a token's
-shared expert.
-"""
+"""Sampled policies as others published them: ``dynamic``, ``lp_sampled`` and ``waterfill_sampled``, for comparison."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -102,7 +97,6 @@ def recorded_counts(path: str) -> np.ndarray[Any, Any]:
 
 
 def rank_parts(host: Placement, layer: int, path: str) -> np.ndarray[Any, Any]:
-    """Return each rank's fraction [R] float64 of a layer's recorded copies, spread evenly over an expert's slots."""
     slots, counts = host.arrays[0][layer], recorded_counts(path)[layer]
     resident = (slots >= 0) & (slots < host.num_routed)
     per_replica = counts / np.maximum(1, np.bincount(slots[resident], minlength=len(counts)))
@@ -160,7 +154,6 @@ def plan_affine(
 
 
 def solve_layer(loads: Array, slots: Array, base: Array, steps: int) -> tuple[Array, float, int]:
-    """Return the [P] split, its largest rank load and the status of one layer."""
     split = np.zeros(len(slots))
     parts = movable_parts(loads, slots, base, split)
     accepted = True

@@ -1,9 +1,9 @@
 """Policies ``llep_published`` and ``libra_published``: published listings that borrow weights, for comparison.
 
-``llep_published`` is LLEP's planner (papers/003): rule "paper" is Algorithms 2 and 3 as printed, rule "code" the
-authors' code. It was written from the paper and from a description of the code. ``libra_published`` is Algorithms 1 and
-2 of Libra (papers/004). Where the listings leave a choice open, the lowest rank and then the lowest home slot wins, and
-the balanced load B is the mean rounded up, because copies are whole. Both plan on the host, layer by layer.
+``llep_published`` is LLEP's planner (papers/003), by rule as printed or as the authors' code, written from the paper
+and a description of the code; ``libra_published`` is Algorithms 1 and 2 of Libra (papers/004). Where the listings leave
+a choice open, the lowest rank and then the lowest home slot wins, and the balanced load B is the mean rounded up. Both
+plan on the host, layer by layer.
 """
 
 from dataclasses import dataclass
@@ -23,10 +23,8 @@ Ints: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
 
 
 def read_batch(policy: str, *tensors: Tensor) -> list[Ints]:
-    """Return int64 arrays of the tensors. For CUDA tensors the host waits once, for all of them.
-
-    Raises ValueError if a CUDA graph is captured, in which the host can read nothing.
-    """
+    """Return int64 arrays of the tensors. For CUDA tensors the host waits once, for all of them. Raises ValueError if a
+    CUDA graph is captured, in which the host can read nothing."""
     device = tensors[0].device
     if capturing(device):
         raise ValueError(
@@ -40,7 +38,6 @@ def read_batch(policy: str, *tensors: Tensor) -> list[Ints]:
 
 
 def write_batch(device: torch.device, *arrays: Ints) -> list[Tensor]:
-    """Return int32 tensors of the arrays on a device, without waiting for it."""
     flat = put_on(device, np.concatenate([array.ravel() for array in arrays]).tolist()).to(torch.int32)
     parts = flat.split([array.size for array in arrays])
     return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
@@ -121,7 +118,6 @@ class Layer(NamedTuple):
         return -(-int(self.loads.sum() + self.base.sum()) // int(self.alive.sum()))
 
     def first_slots(self) -> Ints:
-        """Return the [R, E] lowest slot of every expert on every rank, -1 = none."""
         ranks, experts = self.loads.shape
         slots = np.full((ranks, experts + 1), -1)
         rows = self.slots.reshape(ranks, -1)
@@ -152,11 +148,9 @@ def layers_of(demand: Demand, placed: PlacedLayers, slots: Tensor) -> list[Layer
 
 
 def replicate(layer: Layer, slots: int, local: int) -> list[tuple[int, int]]:
-    """Run Algorithm 1: return the (rank, expert) pairs that are borrowed, in order.
-
-    slots is N, the largest number of experts that a rank borrows, into its last slots if these are empty; local is L,
-    how many of them are the rank's own choice.
-    """
+    """Run Algorithm 1: return the (rank, expert) pairs that are borrowed, in order. slots is N, the largest number of
+    experts that a rank borrows, into its last slots if these are empty; local is L, how many of them are the rank's own
+    choice."""
     loads, target, ranks = layer.loads, layer.target, len(layer.loads)
     resident, owner = layer.first_slots() >= 0, layer.home // layer.size
     free = (layer.slots.reshape(ranks, -1)[:, layer.size - slots :] < 0).sum(1) * layer.alive
@@ -288,7 +282,6 @@ class LlepPublishedPolicy(BorrowPolicy):
         return placed.fill(filled, quota, telemetry)
 
     def _fit(self, counts: list[int], slots: list[int], ranks: int, spare: int) -> list[list[int]]:
-        """Return one layer's segments as slots, quota and telemetry."""
         size = len(slots) // ranks
         ratio = imbalance(counts, ranks, self.measure == "expert")
         plain = ratio < self.threshold if self.rule == "paper" else ratio <= self.threshold

@@ -61,7 +61,6 @@ class SharedPolicy(Policy, ABC):
         return self.add_shared(self.split_routed(demand, placed), demand)
 
     def split_routed(self, demand: Demand, placed: PlacedLayers) -> Plan:
-        """Return the split of the routed experts, as if there were no others."""
         return self.routed_policy.split(demand.routed, placed)
 
     def joined(self) -> dict[str, Any] | None:
@@ -106,7 +105,6 @@ def live_bound(bound: Tensor, demand: Demand, placed: PlacedLayers) -> Tensor:
 
 
 def total_shared(demand: Demand, placed: PlacedLayers) -> Tensor:
-    """Return the [...] int32 shared copies of all ranks."""
     assert demand.tokens is not None
     return shared_copies(widened(demand.tokens).sum(-1), placed.num_shared)
 

@@ -96,7 +96,6 @@ def check_lp() -> bool:
 
 
 def check_waterfill() -> bool:
-    """Check WaterfillBalancer on one rank, in both spellings of the last argument."""
     from sglang.srt.layers.moe.topk import StandardTopKOutput
 
     ids = torch.tensor([[0, 3], [-1, -1], [2, -1]], dtype=torch.int32)
@@ -138,7 +137,6 @@ def check_resolve() -> bool:
 
 
 def check_shadow() -> bool:
-    """Check that the results of SGLang's function come back unchanged, and that a draft's copies are not counted."""
     before, slots, known = LAYERS.record, torch.tensor([[4, 1], [0, 2], [-1, -1]]), known_placement()
     device = torch.device("cpu")
     record = EngineRecord(
@@ -167,7 +165,6 @@ def check_spare() -> bool:
 
 
 def check_pages() -> bool:
-    """Check that absent slots are replicas of no expert, and that copies are counted by SGLang's function."""
     from sglang.srt.eplb import expert_distribution, expert_location
 
     table = torch.tensor([[0, 1, -1, 1, 2, -1]])

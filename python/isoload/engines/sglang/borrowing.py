@@ -1,12 +1,9 @@
 """Experts that travel inside a prefill batch (ISOLOAD_SPARE_SLOTS).
 
 The last spare slots of every rank are rows of SGLang's own expert stacks. A prefill whose exact split over the present
-fill is above the policy's refill_above fills them from home slots of the same node. The weights travel while
-tokens are dispatched, and SGLang's grouped GEMM computes all slots. Decode splits over the last fill.
-
-Between two batches only isoload has a map of the spare slots' experts. SGLang's own maps therefore list no spare
-slot as a replica, its rebalances copy no expert from one, its recorder gets home slots, and a weight update empties
-the fill.
+fill is above the policy's refill_above fills them from home slots of the same node, while tokens are dispatched.
+Between two batches only isoload has a map of these experts. SGLang's own maps therefore list no spare slot as a
+replica, its rebalances copy no expert from one, its recorder gets home slots, and a weight update empties the fill.
 """
 
 from __future__ import annotations
@@ -37,9 +34,7 @@ Original = Callable[..., Any]
 
 class Spare:
     """The spare slots of one MoE layer, whose Balancer has them empty: their experts, and the weights on their way.
-
-    table: [P] on the host, the expert in each slot.
-    """
+    table: [P] on the host, the expert in each slot."""
 
     def __init__(self, layer: EngineLayer, table: Tensor) -> None:
         self.layer = layer
@@ -65,10 +60,8 @@ class Spare:
         return table.to(LAYERS.device, torch.int32)
 
     def hold(self, table: Tensor) -> None:
-        """Set the expert in each slot, [P] on the host, after the engine has placed them; -1: the slot is empty.
-
-        The memory stays, because captured graphs of decode read it.
-        """
+        """Set the expert in each slot, [P] on the host, after the engine has placed them; -1: the slot is empty. The
+        memory stays, because captured graphs of decode read it."""
         placed, size = self._placed, self.size
         self.filled = placed.fill(self._buffer.slot_to_expert, tables=self._buffer.tables)
         self._write(placed.fill(self._on_device(table)))
@@ -126,10 +119,8 @@ class Spare:
         return self.stacks is not None and (LAYERS.switch is None or LAYERS.switch.on)
 
     def fill(self, loads: Tensor) -> None:
-        """Fill the spare slots by a batch's loads [R, E] if that lowers its peak enough, and start the moves.
-
-        The host waits for no device.
-        """
+        """Fill the spare slots by a batch's loads [R, E] if that lowers its peak enough, and start the moves. The host
+        waits for no device."""
         placed, last = self._placed, self.filled
         new = refill(self.layer.balancer.policy, loads, placed, last)
         live = len(placed.topology.live_ranks)
@@ -161,7 +152,6 @@ class Spare:
 
     @torch.no_grad()
     def wait(self) -> None:
-        """Let later computations of this device wait for the weights that travel."""
         if self._finish is not None:
             finish, self._finish = self._finish, None
             finish()
@@ -185,7 +175,6 @@ def spares() -> dict[int, Spare]:
 
 
 def check_start(metadata: Any, algorithm: str | None) -> None:
-    """Raise ValueError if experts cannot travel with SGLang's options; the same on all ranks."""
     if LAYERS.settings.spare_slots:
         from sglang.srt.runtime_context import get_exec
 
@@ -194,7 +183,6 @@ def check_start(metadata: Any, algorithm: str | None) -> None:
 
 
 def check_redundant(redundant: int, num_ranks: int) -> None:
-    """Raise ValueError if the redundant experts are not equally many on all ranks, with the spare ones among them."""
     spare = LAYERS.settings.spare_slots
     if redundant % num_ranks or redundant < spare * num_ranks:
         raise ValueError(
@@ -213,7 +201,6 @@ UNFIT = (
 
 
 def check_options(algorithm: str | None, num_ranks: int, options: Any, *others: Any) -> None:
-    """Raise ValueError for options of SGLang's MoE layers, or other ones, with which experts cannot travel."""
     check_redundant(options.ep_num_redundant_experts, num_ranks)
     check_foreign(SPARE.name, UNFIT, options, *others)
     backend, recorder = options.moe_a2a_backend, options.expert_distribution_recorder_mode
@@ -260,10 +247,8 @@ def check_layout(metadata: Any) -> None:
 
 
 def write_maps(metadata: Any, layers: Sequence[int], tables: Tensor, listed: Tensor | None = None) -> None:
-    """Write [L, P] the experts of some layers' slots into SGLang's maps, in place.
-
-    listed: [L, P] with -1 in the slots that the lists of replicas leave out; None: they list all.
-    """
+    """Write [L, P] the experts of some layers' slots into SGLang's maps, in place. listed: [L, P] with -1 in the slots
+    that the lists of replicas leave out; None: they list all."""
     experts, slots = metadata.num_logical_experts, metadata.num_physical_experts
     index = torch.tensor(list(layers))
     shown = (tables if listed is None else listed)[index].unsqueeze(1)
@@ -281,11 +266,8 @@ def write_maps(metadata: Any, layers: Sequence[int], tables: Tensor, listed: Ten
 
 
 def hide(metadata: Any, layers: Sequence[int]) -> None:
-    """Leave spare slots out of SGLang's lists of replicas.
-
-    Where SGLang chooses by itself (detached, switched off, rows of padding, weight updates), it then chooses slots that
-    no batch fills.
-    """
+    """Leave spare slots out of SGLang's lists of replicas. Where SGLang chooses by itself (detached, switched off, rows
+    of padding, weight updates), it then chooses slots that no batch fills."""
     tables = metadata.physical_to_logical_map_cpu
     size, spare = tables.shape[1] // metadata.ep_size, LAYERS.settings.spare_slots
     resident = tables.view(len(tables), -1, size)[:, :, : size - spare]
@@ -293,10 +275,8 @@ def hide(metadata: Any, layers: Sequence[int]) -> None:
 
 
 def bind(metadata: Any, weights: Mapping[int, Any], modules: Mapping[int, torch.nn.Module]) -> None:
-    """Let experts travel from now on; all ranks call it when the model is loaded.
-
-    weights: by layer the stacks [S, ...] that SGLang moves when experts move; modules: :func:`expert_modules`.
-    """
+    """Let experts travel from now on; all ranks call it when the model is loaded. weights: by layer the stacks [S, ...]
+    that SGLang moves when experts move; modules: :func:`expert_modules`."""
     layers = spares()
     for i, stacks in weights.items():
         check_stacks(i, stacks, parameters_of(modules.get(i)), layers[i].size)
@@ -324,10 +304,8 @@ def node_backend(topology: Topology) -> Backend:
 
 
 def rehome(backend: Backend, stacks: list[Tensor], parameters: Mapping[str, Tensor]) -> None:
-    """Move one layer's stacks, in place, to memory that the ranks of the node read.
-
-    Raises ValueError if a stack belongs to no parameter: the experts would be computed from the old memory.
-    """
+    """Move one layer's stacks, in place, to memory that the ranks of the node read. Raises ValueError if a stack
+    belongs to no parameter: the experts would be computed from the old memory."""
     for j, stack in enumerate(stacks):
         users = [parameter for parameter in parameters.values() if parameter.data_ptr() == stack.data_ptr()]
         if not users:
@@ -390,7 +368,6 @@ NO_WEIGHTS = (
 
 
 def check_stacks(layer: int, stacks: Sequence[Tensor], parameters: Mapping[str, Tensor], size: int) -> None:
-    """Raise ValueError if a layer's stacks are not contiguous rows [size, ...] of whole experts."""
     for stack in stacks:
         if not stack.is_contiguous() or len(stack) != size:
             how = "contiguous" if stack.is_contiguous() else "not contiguous"
@@ -420,7 +397,6 @@ def meet() -> None:
 
 
 def report() -> None:
-    """Log and export what has travelled since the last report; the host waits for the device."""
     rows = {i: spare.counts.tolist() for i, spare in spares().items() if spare.stacks is not None}
     rows = {i: row for i, row in rows.items() if row[COUNTS.index("copies")]}
     if not rows:

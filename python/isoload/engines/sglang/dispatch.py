@@ -1,10 +1,8 @@
 """Hooks of SGLang's dispatch: logical to physical ids, and the shared experts of --enable-waterfill.
 
---ep-dispatch-algorithm dynamic: without an all-to-all backend all ranks hold the same tokens and compute the same
-plan. With one each rank plans its own, and SGLang calls nothing on a rank without tokens: no pass may contain an
-exchange. lp, with an all-to-all backend: SGLang calls the layer's solver before it maps ids, in the DeepSeek family
-also on ranks without tokens. The solver is a Layer, and its result is the physical ids already.
-
+With --ep-dispatch-algorithm dynamic and an all-to-all backend each rank plans alone: SGLang calls nothing on a rank
+without tokens, so no pass may contain an exchange. With lp SGLang calls the layer's solver, a Layer, before it maps
+ids, in the DeepSeek family also on ranks without tokens; its result is the physical ids already.
 BaseDispatcher.register_pre_dispatch_hook cannot replace these hooks: SGLang has mapped, masked and recorded the ids by
 then, and passes neither the number of padding rows nor a call where a kernel routes.
 """
@@ -87,7 +85,6 @@ def resolve_routing_inputs(original: Original, *, layer_id: int, **kwargs: Any) 
 
 
 def map_dynamic(original: Original, topk_ids: Tensor, info: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """Wrap _topk_ids_logical_to_physical_dynamic: return the slots of isoload's plan."""
     layer: Layer | None = getattr(info, "isoload_layer", None)
     if layer is None or info.ep_dispatch_algorithm != "dynamic":
         return cast(Tensor, original(topk_ids, info, *args, **kwargs))
@@ -112,10 +109,8 @@ def map_solved(topk_ids: Tensor, info: Any, log2phy_prob: Tensor) -> Tensor:
 
 
 def post_process(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Wrap _post_process_topk_ids: count the slots of shadow mode, and pass home slots to SGLang's recorder.
-
-    The third result has the slots of the routed copies, padding masked.
-    """
+    """Wrap _post_process_topk_ids: count the slots of shadow mode, and pass home slots to SGLang's recorder. The third
+    result has the slots of the routed copies, padding masked."""
     result = original(*args, **kwargs)
     arguments = dict(zip(NAMES, args, strict=False)) | kwargs
     info, slots = arguments.get("expert_location_dispatch_info"), result[2]
@@ -164,7 +159,6 @@ def initialize(original: Original, self: Any, *args: Any, **kwargs: Any) -> None
 
 
 def weights_of(model: Any, variable: Variable) -> Mapping[int, Sequence[Tensor]]:
-    """Return by layer the weights that SGLang moves when experts move; the variable needs them."""
     weights = getattr(model, MOVED, None)
     if weights is None:
         raise ValueError(
@@ -174,11 +168,9 @@ def weights_of(model: Any, variable: Variable) -> Mapping[int, Sequence[Tensor]]
 
 
 def forward(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Wrap ModelRunner.forward, in which graphs are replayed and experts move; exchanges run after the pass.
-
-    SGLang counts the same passes towards its own rebalances: with attention data parallelism, ranks without requests
-    run idle passes. Reports wait for the device, once per interval.
-    """
+    """Wrap ModelRunner.forward, in which graphs are replayed and experts move; exchanges run after the pass. SGLang
+    counts the same passes towards its own rebalances: with attention data parallelism, ranks without requests run idle
+    passes. Reports wait for the device, once per interval."""
     if self.is_draft_worker:
         return original(self, *args, **kwargs)
     if LAYERS.record is not None or LAYERS.in_prefill_graph is not None:
@@ -202,8 +194,8 @@ class WaterfillBalancer:
 
     With lp the layer's plan has already placed the shared copies (policy joint, unless ISOLOAD_POLICY names another).
     Otherwise, and in draft models, they fill the ranks above the routed copies (policy waterfill). num_routed_experts
-    is P, the slots of all ranks; shared_weight is the weight of the shared expert's output, in older versions the
-    inverse of routed_scaling_factor, or 1 if that is 0.
+    is P; shared_weight, of the shared expert's output, is in older versions the inverse of routed_scaling_factor (1 if
+    0).
     """
 
     flag = "--enable-waterfill"
@@ -241,11 +233,9 @@ class WaterfillBalancer:
             self.balancer = fixed_routed(num_routed_experts, world_size)
 
     def expand_topk(self, topk_output: Any, num_tokens: int) -> Any:
-        """Return topk_ids [T, K + 1] with the shared slots, from [T, K] routed slots, and their weights.
-
-        Every rank's shared slot is its last, so routed slot p becomes ``p + p // S``. A row without a routed copy gets
-        shared slot -1 and weight 0, as every id of -1 does.
-        """
+        """Return topk_ids [T, K + 1] with the shared slots, from [T, K] routed slots, and their weights. Every rank's
+        shared slot is its last, so routed slot p becomes ``p + p // S``. A row without a routed copy gets shared slot
+        -1 and weight 0, as every id of -1 does."""
         ids, weights = topk_output.topk_ids, topk_output.topk_weights
         shared_rank = None if self.layer is None else self.layer.take_shared(num_tokens)
         if shared_rank is not None:

@@ -58,11 +58,9 @@ class Layer(EngineLayer):
             self.balancer.policy = policy
 
     def turn(self, phase: Callable[[], str]) -> None:
-        """Let the phase's policy plan the next batch, also in a graph that is captured now.
-
-        The phase must be the same on all ranks. Ranks that gather loads compare their policies in the gather; other
-        ranks could not detect a difference.
-        """
+        """Let the phase's policy plan the next batch, also in a graph that is captured now. The phase must be the same
+        on all ranks. Ranks that gather loads compare their policies in the gather; other ranks could not detect a
+        difference."""
         if not self.policies:
             return
         if torch.compiler.is_compiling():
@@ -141,10 +139,8 @@ class Layers(EngineLayers[Layer]):
         return super().group(topology) if elastic_backend() is None else LoneRank(topology, self.own_rank())
 
     def follow(self, metadata: Any, algorithm: str) -> None:
-        """Set SGLang's ExpertLocationMetadata: make the Balancers, or refresh existing ones in place.
-
-        The algorithm, "dynamic" or "lp", is the same on all ranks.
-        """
+        """Set SGLang's ExpertLocationMetadata: make the Balancers, or refresh existing ones in place. The algorithm,
+        "dynamic" or "lp", is the same on all ranks."""
         tables = live_tables(metadata)
         if self.refresh(tables):
             return
@@ -189,7 +185,6 @@ class Layers(EngineLayers[Layer]):
         return tables
 
     def count(self, metadata: Any) -> None:
-        """In shadow mode: make the record of an ExpertLocationMetadata, or update the experts' locations."""
         options, tables = moe(), metadata.physical_to_logical_map_cpu
         if options.eplb_algorithm == "isoload":
             raise ValueError(
@@ -205,7 +200,6 @@ class Layers(EngineLayers[Layer]):
         )  # fmt: skip
 
     def loads_of(self, algorithm: str) -> str:
-        """Return whose counts plan the batches of an all-to-all backend's ranks, which hold tokens of their own."""
         loads = self.settings.loads_for("own" if algorithm == "dynamic" else "gathered")
         if (backend := elastic_backend()) is not None and (algorithm, loads) != ("dynamic", "own"):
             raise ValueError(
@@ -249,13 +243,11 @@ class Layers(EngineLayers[Layer]):
         return " and ".join(sorted(EXCHANGED[way] for way in ways))
 
     def places(self) -> bool:
-        """Return whether SGLang's rebalances place experts by isoload's placer."""
         if EPLB in self.lost:  # an older SGLang may have no get_exec
             return False
         return bool(moe().eplb_algorithm == "isoload")
 
     def announce(self) -> None:
-        """Log on one rank what is attached, when the model is loaded."""
         if self.by_id and not any(layer.balancer.placement.num_shared for layer in self.by_id.values()):
             self.settings.policies_for(shared=False)
         if self.engine_rank():
@@ -296,7 +288,6 @@ class Layers(EngineLayers[Layer]):
         return reasons
 
     def announce_shadow(self, model: str, weights: Mapping[int, Sequence[Tensor]]) -> None:
-        """Begin a model's record in shadow mode, and log it on one rank; weights: as :meth:`check_loaded`."""
         if self.record is None:
             return
         self.record.clear()
@@ -317,7 +308,6 @@ class Layers(EngineLayers[Layer]):
 
 
 def model_name(runner: Any) -> str:
-    """Return a ModelRunner's model name as in SGLang's own metrics."""
     return str(runner.server_args.served_model_name or runner.model_config.model_path)
 
 
@@ -338,10 +328,8 @@ def parallel() -> Any:
 
 
 def phase_of(batch: Any) -> str:
-    """Return a ForwardBatch's phase, the same on all ranks: prefill if any rank has some, as in SGLang's all-to-all.
-
-    A mixed batch is prefill, a draft's verification decode.
-    """
+    """Return a ForwardBatch's phase, the same on all ranks: prefill if any rank has some, as in SGLang's all-to-all. A
+    mixed batch is prefill, a draft's verification decode."""
     mode = batch.forward_mode
     prefill = batch.is_extend_in_batch or (mode.is_extend() and not mode.is_target_verify())
     return "prefill" if prefill else "decode"
@@ -366,9 +354,7 @@ def prefill_graphs() -> Callable[[], bool]:
 
 def check_foreign(feature: str, names: Iterable[str], *sources: Any) -> None:
     """Raise ValueError if one of these options of FOREIGN is on; feature: isoload's, which it cannot be combined with.
-
-    Of sources, records of SGLang's options, the first that has an option counts.
-    """
+    Of sources, records of SGLang's options, the first that has an option counts."""
     for name in names:
         value = next((getattr(source, name) for source in sources if hasattr(source, name)), None)
         off, parts = FOREIGN[name]
@@ -409,10 +395,8 @@ def joined_behind() -> int:
 
 
 def live_tables(metadata: Any) -> Tensor:
-    """Return [L, P] the expert in each slot of an ExpertLocationMetadata, on the host; -1 on ranks that are gone.
-
-    An expert without a remaining copy keeps its slots there, and the log names it.
-    """
+    """Return [L, P] the expert in each slot of an ExpertLocationMetadata, on the host; -1 on ranks that are gone. An
+    expert without a remaining copy keeps its slots there, and the log names it."""
     tables: Tensor = metadata.physical_to_logical_map_cpu
     if elastic_backend() is None:
         return tables

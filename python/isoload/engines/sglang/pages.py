@@ -1,9 +1,8 @@
 """Absent slots inside of SGLang (ISOLOAD_RAGGED=pages): replicas only where they pay.
 
-SGLang's tensors and ids stay rectangular. Slots with -1 in its map are absent: they come last on their rank, no copy is
-sent there, and the memory of their weights is given back before the KV cache is sized. At a rebalance layers that
-shrink give pages back before layers that grow take them. SGLang's functions that read the map are wrapped here, because
-they do not support -1.
+SGLang's tensors stay rectangular. Slots with -1 in its map come last on their rank, no copy is sent there, and their
+memory is given back before the KV cache is sized. At a rebalance layers that shrink give pages back before layers that
+grow take them. SGLang's functions that read the map are wrapped here, because they do not support -1.
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ FREE = ("enable_two_batch_overlap", "enable_waterfill", "enable_deepep_waterfill
 
 
 def check_start(runner: Any) -> None:
-    """Check SGLang's options, which are in its ModelRunner, before the model is loaded."""
     if not LAYERS.settings.ragged:
         return
     options, placer = moe(), LAYERS.settings.placer
@@ -89,10 +87,8 @@ def by_mapping(
 def lists_without_holes(
     original: Original, physical_to_logical_map: Tensor, num_logical_experts: int, *args: Any, **kwargs: Any
 ) -> Tensor:
-    """Wrap _compute_logical_to_all_physical_map, which takes -1 for the last expert.
-
-    Absent slots become replicas of one expert more, whose list is left out.
-    """
+    """Wrap _compute_logical_to_all_physical_map, which takes -1 for the last expert. Absent slots become replicas of
+    one expert more, whose list is left out."""
     absent = physical_to_logical_map < 0
     if not bool(absent.any()):
         return torch.as_tensor(original(physical_to_logical_map, num_logical_experts, *args, **kwargs))
@@ -110,10 +106,8 @@ def counts_without_holes(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Wrap _convert_global_physical_count_to_logical_count, whose scatter fails on -1.
-
-    Nothing is counted in an absent slot, so any expert will do for it.
-    """
+    """Wrap _convert_global_physical_count_to_logical_count, whose scatter fails on -1. Nothing is counted in an absent
+    slot, so any expert will do for it."""
     table = physical_to_logical_map.clamp(min=0)
     return original(global_physical_count, num_layers, num_logical_experts, table, *args, **kwargs)
 
@@ -133,10 +127,8 @@ def update_layer(
 
 
 def update_weights(original: Original, **kwargs: Any) -> dict[int, list[int]]:
-    """Wrap _update_expert_weights: first the layers in which no rank gains a slot, then the remaining layers.
-
-    Every rank checks the slots of all ranks before a weight moves, so all of them raise or none does.
-    """
+    """Wrap _update_expert_weights: first the layers in which no rank gains a slot, then the remaining layers. Every
+    rank checks the slots of all ranks before a weight moves, so all of them raise or none does."""
     old, new = (kwargs[f"{name}_expert_location_metadata"] for name in ("old", "new"))
     layers: list[int] = list(kwargs["update_layer_ids"])
     before, after = (resident_slots(m.physical_to_logical_map_cpu, m.ep_size) for m in (old, new))
@@ -154,10 +146,8 @@ def update_weights(original: Original, **kwargs: Any) -> dict[int, list[int]]:
 
 
 def check_in_place() -> None:
-    """Raise RuntimeError if a weight update has replaced the memory of experts, which rebalances would not move.
-
-    The result is the same on all ranks, since all load the same weights.
-    """
+    """Raise RuntimeError if a weight update has replaced the memory of experts, which rebalances would not move. The
+    result is the same on all ranks, since all load the same weights."""
     for layer, parameter, address in LAYERS.paged:
         if parameter.data_ptr() != address:
             raise RuntimeError(
@@ -167,10 +157,8 @@ def check_in_place() -> None:
 
 
 def check_moves(before: Tensor, after: Tensor, layers: Sequence[int], pool: PagePool) -> None:
-    """Raise ValueError on all ranks if one of them would need more memory than at the start while experts move.
-
-    before, after: [L, R] slots with memory; layers: those that change now.
-    """
+    """Raise ValueError on all ranks if one of them would need more memory than at the start while experts move. before,
+    after: [L, R] slots with memory; layers: those that change now."""
     peak = before.clone()
     grows = (after > before).any(1)
     for i in layers:
@@ -194,7 +182,6 @@ def load_model(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def into_pages(runner: Any) -> None:
-    """Put the weights of a ModelRunner's loaded model into pages."""
     from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
 
     from isoload.engines.sglang.dispatch import weights_of
@@ -238,10 +225,8 @@ def into_pages(runner: Any) -> None:
 def replace(
     tensors: Any, paged: Sequence[Tensor], parameters: dict[int, torch.nn.Parameter], layer: int
 ) -> None:
-    """Put the paged copies of one layer's weights into the model and free the old weights.
-
-    Raises RuntimeError if something else still refers to the old weights, whose memory would stay and may be read.
-    """
+    """Put the paged copies of one layer's weights into the model and free the old weights. Raises RuntimeError if
+    something else still refers to the old weights, whose memory would stay and may be read."""
     old = [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors]
     for i, new in enumerate(paged):
         (parameter := parameters.pop(tensors[i].data_ptr())).data = new

@@ -44,7 +44,6 @@ def first_replica(topk_ids: Tensor, *_: Any) -> Tensor:
 
 
 def check_dispatch() -> bool:
-    """Check map_and_record with and without rows of padding, recorded and not."""
     lists, right = replica_lists(known_placement()), True
     maps = lists.logical_to_physical[0], lists.num_replicas[0]
     runner = SimpleNamespace(do_naive_dispatch_combine=False)
@@ -60,7 +59,6 @@ def check_dispatch() -> bool:
 
 
 def check_policy() -> bool:
-    """Check that a map has the shape, type and device of vLLM's own."""
     from vllm.distributed.eplb.policy import DefaultEplbPolicy
 
     loads, known = torch.tensor([[90, 30, 5, 5, 5, 5]], dtype=torch.int32), known_placement()
@@ -85,10 +83,8 @@ def attach_or_leave() -> None:
 
 
 def start_from_file(settings: Settings) -> None:
-    """Hook the start from ISOLOAD_PLACEMENT, whether isoload chooses replicas or not.
-
-    Raises ValueError if the engine is not as isoload expects, and would ignore the file without a message.
-    """
+    """Hook the start from ISOLOAD_PLACEMENT, whether isoload chooses replicas or not. Raises ValueError if the engine
+    is not as isoload expects, and would ignore the file without a message."""
     if settings.placement is None or settings.mode == "off":
         return
     if wrong := FROM_FILE.attach(settings):

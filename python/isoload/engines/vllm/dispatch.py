@@ -20,7 +20,6 @@ Original = Callable[..., Any]
 
 
 def add_model(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Wrap EplbState.add_model, at whose end a loaded model's experts have their first locations."""
     before = set(self.model_states)
     original(self, *args, **kwargs)
     for key, state in self.model_states.items():
@@ -68,7 +67,6 @@ def map_and_record(
     num_unpadded_tokens: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    """Wrap eplb_map_to_physical_and_record: return the slots of isoload's plan."""
     layer = MODELS.by_map.get(logical_to_physical_map.data_ptr())
     maps = logical_to_physical_map, logical_replica_count
     if layer is None or isinstance(layer, Counted):
@@ -94,9 +92,7 @@ def step(
     original: Original, self: Any, is_dummy: bool = False, is_profile: bool = False, **kwargs: Any
 ) -> None:
     """Wrap EplbState.step, which every rank calls after every forward pass, also after a dummy pass without requests.
-
-    Reports wait for the device, once per interval. The counts of a profiling pass are dropped.
-    """
+    Reports wait for the device, once per interval. The counts of a profiling pass are dropped."""
     if is_profile:
         original(self, is_dummy, is_profile, **kwargs)
         for record in filter(None, (layers.record for layers in MODELS.by_state.values())):

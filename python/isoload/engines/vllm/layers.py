@@ -45,11 +45,9 @@ class Layer(EngineLayer):
         num_unpadded_tokens: Tensor | None,
         theirs: Tensor | None = None,
     ) -> Tensor:
-        """Return slots [T, K] of logical ids [T, K]; rows of padding that were not planned are -1.
-
-        Adds the copies of each slot, padding aside, to expert_load_view [P] int32 if record_enabled [] is True. Rows
-        from num_unpadded_tokens [] on are padding. theirs: [T, K] vLLM's choice, where there is a switch.
-        """
+        """Return slots [T, K] of logical ids [T, K]; rows of padding that were not planned are -1. Adds the copies of
+        each slot, padding aside, to expert_load_view [P] int32 if record_enabled [] is True. Rows from
+        num_unpadded_tokens [] on are padding. theirs: [T, K] vLLM's choice, where there is a switch."""
         if self.runner.do_naive_dispatch_combine != (self.tokens == "gathered"):
             raise RuntimeError(
                 f"layer {self.balancer.layer}: vLLM must exchange tokens as when its model was loaded, "
@@ -69,7 +67,6 @@ class Layer(EngineLayer):
 
 
 def padding(rows: Tensor, num_unpadded_tokens: Tensor) -> Tensor:
-    """Return [T, 1] whether a row is padding."""
     return (torch.arange(len(rows), device=rows.device) >= num_unpadded_tokens).unsqueeze(1)
 
 
@@ -144,7 +141,6 @@ class ModelLayers(EngineLayers[Layer]):
         return {i: Counted(record, i, tokens == "gathered") for i, tokens in layer_tokens.items()}
 
     def follow(self, rows: Tensor, layer: int | None = None) -> None:
-        """Load new locations: [L, P] of all layers, or [P] of one."""
         if not self.refresh(replaced(self.tables, rows, layer)):
             raise RuntimeError(f"vLLM must keep its {list(self.tables.shape)} slots, got {list(rows.shape)}")
 
@@ -179,7 +175,6 @@ class ModelLayers(EngineLayers[Layer]):
 
 
 def check_sizes(state: Any, parallel: Any, num_ranks: int) -> None:
-    """Compare an EplbModelState's map of experts with its model and with a ParallelConfig."""
     model, redundant = state.model, parallel.eplb_config.num_redundant_experts
     sizes = EngineSizes(
         len(model.moe_layers), model.num_logical_experts, redundant, num_ranks, REDUNDANT, False
@@ -204,11 +199,9 @@ def most_decoded(parallel: Any, gathered: bool) -> int:
 
 
 def tokens_of(runner: Any, parallel: Any, loads: str) -> tuple[RankTokens | None, str]:
-    """Return which tokens a rank holds when it routes, or None with the reason; the same on all ranks.
-
-    "own": rows of its own, which an all-to-all exchanges afterwards and `loads` plan; "same": the rows that all ranks
-    hold; "gathered": the rows of all ranks, gathered before in one order.
-    """
+    """Return which tokens a rank holds when it routes, or None with the reason; the same on all ranks. "own": rows of
+    its own, which an all-to-all exchanges afterwards and `loads` plan; "same": the rows that all ranks hold;
+    "gathered": the rows of all ranks, gathered before in one order."""
     name = type(runner).__name__
     if not hasattr(runner, "do_naive_dispatch_combine"):
         return None, f"{name} routes by itself"
@@ -233,7 +226,6 @@ def tokens_of(runner: Any, parallel: Any, loads: str) -> tuple[RankTokens | None
 
 
 def tokens_by_layer(state: Any, parallel: Any, loads: str) -> tuple[dict[int, RankTokens], Counter[str]]:
-    """Return :func:`tokens_of` an EplbModelState's layers, and by reason how many layers vLLM keeps."""
     layer_tokens, skipped = dict[int, RankTokens](), Counter[str]()
     for i, runner in enumerate(state.model.moe_layers):
         tokens, reason = tokens_of(runner, parallel, loads)
@@ -245,10 +237,8 @@ def tokens_by_layer(state: Any, parallel: Any, loads: str) -> tuple[dict[int, Ra
 
 
 def is_draft(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether EplbState.add_model is called for a draft.
-
-    Since 0.32 vLLM names only drafts; before, their configuration states it.
-    """
+    """Return whether EplbState.add_model is called for a draft. Since 0.32 vLLM names only drafts; before, their
+    configuration states it."""
     config = kwargs.get("model_config", args[1] if len(args) > 1 else None)
     named_draft = kwargs.get("model_name", args[2] if len(args) > 2 else None) is not None
     return named_draft or getattr(config, "runner_type", None) == "draft"
@@ -274,7 +264,6 @@ class Models:
         self.start(Settings.read({}))
 
     def start(self, settings: Settings) -> None:
-        """Begin in a process whose hooks are attached and which has no model yet."""
         if settings.phased:
             raise ValueError(
                 f"{POLICY.name} with a policy for each phase was removed in vLLM, whose batches mix "
@@ -289,10 +278,8 @@ class Models:
         self.by_map: dict[int, Layer | Counted] = {}
 
     def add(self, state: Any, parallel: Any, draft: bool = False, name: str = "") -> None:
-        """Add a model whose experts vLLM has placed; all ranks call it together.
-
-        Drafts, which come first, have no measured plans. name: as served; empty: the state's.
-        """
+        """Add a model whose experts vLLM has placed; all ranks call it together. Drafts, which come first, have no
+        measured plans. name: as served; empty: the state's."""
         layers, name = ModelLayers(), name or state.model_name
         layers.settings, layers.draft = self.settings, draft
         if self.in_shadow:
