@@ -73,43 +73,18 @@ _HOMES = {  # modules that define the names of __all__; the block above states t
     "balancing.counting": ("count",),
     "balancing.known_routes": ("KnownRoutes",),
     "balancing.micro_batches": ("choose_micro_batches",),
-    "balancing.planning": (
-        "plan",
-        "share",
-    ),
+    "balancing.planning": ("plan", "share"),
     "balancing.routing": ("route",),
     "weights.experts": ("ExpertWeights",),
-    "placement.files": (
-        "read_placement",
-        "write_placement",
-    ),
-    "layer": (
-        "LibraStack",
-        "MoE",
-        "balance",
-        "clip_grad_norm_",
-        "load",
-        "parallelize",
-        "save",
-    ),
-    "online": (
-        "Rebalancer",
-        "Recorder",
-    ),
-    "placers": (
-        "PLACERS",
-        "place",
-    ),
+    "placement.files": ("read_placement", "write_placement"),
+    "layer": ("LibraStack", "MoE", "balance", "clip_grad_norm_", "load", "parallelize", "save"),
+    "online": ("Rebalancer", "Recorder"),
+    "placers": ("PLACERS", "place"),
     "policies": ("POLICIES",),
     "placement.placement": ("Placement",),
     "topology": ("Topology",),
     "traces": ("read_trace",),
-    "transport": (
-        "CollectiveGroup",
-        "CollectiveTransport",
-        "LocalGroup",
-        "LocalTransport",
-    ),
+    "transport": ("CollectiveGroup", "CollectiveTransport", "LocalGroup", "LocalTransport"),
 }
 
 

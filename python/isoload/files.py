@@ -49,7 +49,7 @@ def read_text(path: Path, max_bytes: int = MAX_TEXT) -> str:
 
 
 def parse_json(text: str, infinities: bool = False) -> Any:
-    """Return the value of a JSON text; infinities: NaN and Infinity, which JSON lacks, are read too."""
+    """Return the value of a JSON text; `infinities`: NaN and Infinity, which JSON lacks, are read too."""
     try:
         return json.loads(
             text, object_pairs_hook=_unique, parse_constant=float if infinities else _no_constant

@@ -36,7 +36,7 @@ def between(low: float, high: float, decimals: int = 2) -> str:
 
 
 def saving(low: float, high: float, unit: str, more: str = "") -> str:
-    """Return a range of savings: "saves 16 to 17 ms", "takes 1.8 ms longer"; more: follows "saves", as "another"."""
+    """Return a range of savings: "saves 16 to 17 ms", "takes 1.8 ms longer"; `more`: follows "saves", as "another"."""
     saves = f"saves {more} ".replace("  ", " ")
     least, largest = two_digits(low), two_digits(high)
     if least == largest == "0":

@@ -157,10 +157,8 @@ class Balancer:
             self.own_counts.join()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {
-            **self.__dict__,
-            "recorder": None,
-        }  # A recorder identifies layers by object, so a copy must not record.
+        # A recorder identifies layers by object, so a copy must not record.
+        return {**self.__dict__, "recorder": None}
 
     def __repr__(self) -> str:
         host = self.placement
@@ -210,9 +208,7 @@ class Balancer:
             ranks = [topk_ids] if isinstance(topk_ids, Tensor) else list(topk_ids)
             ids = [without_padding(rows, num_valid) for rows in ranks]
         except BaseException as error:
-            self.gather(
-                [], num_tokens, Call(self.group, failure=error)
-            )  # the other ranks raise in this gather
+            self.gather([], num_tokens, Call(self.group, failure=error))  # in which the other ranks raise
             raise
         slots = self.route(self.balance(ids, num_tokens))
         return slots[0] if isinstance(topk_ids, Tensor) else slots
@@ -307,7 +303,7 @@ class Balancer:
     def follow(self, topk_ids: list[Tensor], plan: KnownPlan | None, call: Call) -> Gathered:
         """Count the batch and take a plan of :class:`isoload.KnownRoutes`, without a gather. All ranks call it.
 
-        The plan is of the same micro-batch on all ranks. call transmits failures and the plan's checksum with the row
+        The plan is of the same micro-batch on all ranks. `call` transmits failures and the plan's checksum with the row
         counts.
         """
         self.batch += 1
@@ -433,9 +429,7 @@ class AllCounts(Balancer):
                 self._record([counted.counts], ids)
         except BaseException as error:
             self.batch = batch
-            self.gather(
-                [], num_tokens, Call(self.group, failure=error)
-            )  # the other ranks raise in this gather
+            self.gather([], num_tokens, Call(self.group, failure=error))  # in which the other ranks raise
             raise
         loads = self.group.gather_loads([counted.counts], facts=facts)  # [R, E]; raises if any rank failed
         self.last_loads = loads

@@ -33,7 +33,7 @@ NO_LIMIT = 2**31 - 1
 
 def cuda_graph(call: Callable[[], list[Tensor]], pool: Any = None) -> tuple[Replay, list[Tensor]]:
     """Capture ``call()`` in a CUDA graph; return a function that replays it, and the result, which replays overwrite.
-    ``call`` must have run once before, because the first use of a kernel loads it, which a capture cannot do. pool,
+    ``call`` must have run once before, because the first use of a kernel loads it, which a capture cannot do. `pool`,
     from ``torch.cuda.graph_pool_handle()``, is only for graphs that are captured and replayed on one stream."""
     graph = torch.cuda.CUDAGraph()
     # Other threads may use CUDA during the capture, as NCCL's watchdog does.
@@ -147,10 +147,8 @@ class CapturedBalancer:
                 self._take(n, rows)
         if call.failure is not None and not (planned and self.balancer.exchanges):
             self.balancer.gather([], num_tokens, call)  # raises
-        slots = [
-            s.narrow(0, 0, len(rows))
-            for s, rows in zip(self._run(num_tokens, planned, call), ids, strict=True)
-        ]
+        pairs = zip(self._run(num_tokens, planned, call), ids, strict=True)
+        slots = [s.narrow(0, 0, len(rows)) for s, rows in pairs]
         return slots[0] if isinstance(topk_ids, Tensor) else slots
 
     def _check(self, ids: list[Tensor]) -> None:

@@ -179,7 +179,7 @@ def _first_order(before: Sequence[int] | None, rule: _Rule) -> Longs | None:
 
 
 class _Search:
-    """Exchanges of sequences between micro-batches that lower the sum of peaks. loads [sequences, R, L] of the ranks;
+    """Exchanges of sequences between micro-batches that lower the sum of peaks. `loads` [sequences, R, L] of the ranks;
     sums [M, R, L]; peaks [M], the sum over layers of a micro-batch's peaks."""
 
     def __init__(self, loads: Floats, rule: _Rule, batch: Longs) -> None:

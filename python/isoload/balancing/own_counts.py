@@ -105,7 +105,7 @@ class OwnCounts:
     def gather(self, rows: list[Tensor], call: Call) -> Tensor:
         """Return counts for :meth:`split`: [n, E] of the owned ranks or, by node, [R, E] of the owned nodes' ranks.
 
-        rows are [E] of every owned rank with shared experts, not read if the call has failed. This gather transmits a
+        `rows` are [E] of every owned rank with shared experts, not read if the call has failed. This gather transmits a
         failure to the ranks of the node; if no later exchange of the batch transmits it further, the next
         :func:`exchange` raises it.
         """
@@ -241,11 +241,8 @@ def make_own_counts(loads: Loads, tokens: str, placement: Placement, group: Grou
             f"loads must be gathered or, where tokens are own, node or own, got {loads!r} for {tokens!r} tokens"
         )
     if loads == "node" and per_node in (1, ranks):
-        use = (
-            "own, because each node has one rank"
-            if per_node == 1
-            else "gathered, because one node has all ranks"
-        )
+        use = "own, because each node has one rank"
+        use = use if per_node == 1 else "gathered, because one node has all ranks"
         raise ValueError(f"loads must be {use}, got 'node' with ranks_per_node={per_node}")
     if loads == "gathered":
         return None

@@ -103,9 +103,9 @@ class Refill(NamedTuple):
 
 
 def refill(policy: Policy, loads: Tensor, placed: PlacedLayers, last: PlacedLayers) -> Refill:
-    """Fill a batch's spare slots if that lowers the peak and the last fill's imbalance is above refill_above. loads are
-    [R, E], or [L, R, E] for all layers; placed has empty spare slots. Experts that are in a spare slot of their rank
-    already stay there. No host wait."""
+    """Fill a batch's spare slots if that lowers the peak and the last fill's imbalance is above refill_above. `loads`
+    are [R, E], or [L, R, E] for all layers; `placed` has empty spare slots. Experts that are in a spare slot of their
+    rank already stay there. No host wait."""
     demand, live = Demand.of(loads, placed), len(placed.topology.live_ranks)
     wanted = policy.fill(demand, placed).slot_to_expert
     slots = in_place(wanted, last.slot_to_expert, placed.topology.num_ranks, placed.spare_slots)
@@ -198,8 +198,8 @@ def share_routed(loads: Tensor, plan: Plan, rank: int | None, order: Order = "lo
 
 def share_of_node(loads: Tensor, quota: Tensor, slot_to_expert: Tensor, node: slice) -> Tensor:
     """Return [L, n, P] copies that the n ranks of a node send to each slot, as in :func:`isoload.ops.share`. The op
-    returns the rows of all ranks, for 40 nodes 40 times the work. loads are [L, n, E] of the node's ranks, quota [L, P]
-    the copies that each slot takes of them, node the slots of the node's ranks."""
+    returns the rows of all ranks, for 40 nodes 40 times the work. `loads` are [L, n, E] of the node's ranks, quota [L,
+    P] the copies that each slot takes of them, node the slots of the node's ranks."""
     left, capacity, experts = loads.clone(), quota.clone(), slot_to_expert.long().clamp(min=0)
     inside = experts[:, node]
     own_experts = inside.view(*loads.shape[:2], -1)  # [L, n, S]

@@ -52,8 +52,8 @@ class LoadsPredictor(Predictor):
 class TokensPredictor(Predictor):
     """Predictor that reads a rank's own tokens one by one; its counts must be gathered.
 
-    reads  input per token, in the layer before: its row [H], the residual [H] before that layer's norm, or its choices
-           [n, K] in the layers before, the nearest first
+    `reads` is the input per token, in the layer before: its row [H], the residual [H] before that layer's norm, or its
+    choices [n, K] in the layers before, the nearest first.
     """
 
     reads: Reads
@@ -217,8 +217,8 @@ Gate = Callable[[Tensor], tuple[Tensor, Tensor]]
 class Lookahead(TokensPredictor):
     """Runs a layer's gate ahead of time, because hidden states change little from one layer to the next (Libra).
 
-    gates have, for every layer, rows [T, H] -> expert ids [T, K] and their weights. norms: of every layer, rows [T, H]
-    -> [T, H], for the residual before that layer's norm; None = a token's input is its row as it enters the layer
+    gates have, for every layer, rows [T, H] -> expert ids [T, K] and their weights. `norms`: of every layer, rows [T,
+    H] -> [T, H], for the residual before that layer's norm; None = a token's input is its row as it enters the layer
     before.
     """
 

@@ -126,9 +126,8 @@ def fixed_slots(placed: PlacedLayers, rank: int) -> Tensor:
 def fixed_copies(counts: Tensor, placed: PlacedLayers, rank: int) -> Tensor:
     """Return the [R] int64 copies that :func:`route_fixed` sends to every rank, from a rank's counts [E]."""
     ranks = fixed_slots(placed, rank) // placed.host.slots_per_rank
-    return counts.new_zeros(placed.topology.num_ranks, dtype=torch.int64).scatter_add_(
-        0, ranks, counts.long()
-    )
+    copies = counts.new_zeros(placed.topology.num_ranks, dtype=torch.int64)
+    return copies.scatter_add_(0, ranks, counts.long())
 
 
 def shared_slots(ranks: Tensor, placed: PlacedLayers) -> Tensor:

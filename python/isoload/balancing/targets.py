@@ -26,9 +26,7 @@ if TYPE_CHECKING:
     from isoload.balancing.balancer import Balancer
 
 
-MOST = (
-    2**29
-)  # largest number of copies of a layer that the split of targets accepts; larger counts are scaled down
+MOST = 2**29  # copies of a layer that the split of targets accepts; larger counts are scaled down
 FRACTION = 2**30
 
 
@@ -65,8 +63,8 @@ def offsets(
     minimum over the ranks, as a fraction of the source's own copies, times :func:`strength`. Each source compensates
     only its own share of the load: if each compensated all of the imbalance, the loads would swing.
 
-    recent [L, N, E] int64 are decayed counts of every source, last [L, N] int64 the copies of its last batch, and fixed
-    [L, N, R] int64 decayed copies that do not depend on the split (shared experts).
+    `recent` [L, N, E] int64 are decayed counts of every source, last [L, N] int64 the copies of its last batch, and
+    fixed [L, N, R] int64 decayed copies that do not depend on the split (shared experts).
     """
     if fixed is None:
         fixed = recent.new_zeros(*recent.shape[:2], tables.num_ranks)
@@ -130,10 +128,8 @@ def exchange(balancers: Sequence[Balancer]) -> Exchanged:
     for a batch that has failed since the last exchange.
     """
     group = balancers[0].group
-    if any(
-        balancer.own_counts is not None and capturing(balancer.own_counts.recent.device)
-        for balancer in balancers
-    ):
+    own_counts = filter(None, (balancer.own_counts for balancer in balancers))
+    if any(capturing(counts.recent.device) for counts in own_counts):
         raise ValueError("exchange must be outside of a CUDA graph: it waits for the other ranks")
     with group.agreeing("exchange") as facts:
         owned = _checked(balancers)

@@ -135,16 +135,9 @@ class BalancedExperts:
         from torch.distributed.tensor import DTensor
         from torch.distributed.tensor import Shard as Split
 
-        shape = torch.Size([num_tokens, rows.shape[1]])
-        parts = DTensor.from_local(
-            rows.contiguous(),
-            self.tp_mesh,
-            [Split(0)],
-            run_check=False,
-            shape=shape,
-            stride=(rows.shape[1], 1),
-        )
-        return parts.full_tensor()
+        width, rows = rows.shape[1], rows.contiguous()
+        how: dict[str, Any] = {"shape": torch.Size([num_tokens, width]), "stride": (width, 1)}
+        return DTensor.from_local(rows, self.tp_mesh, [Split(0)], run_check=False, **how).full_tensor()
 
 
 def shared_scaler(scaler: Any) -> Any:
@@ -155,14 +148,8 @@ def shared_scaler(scaler: Any) -> Any:
 
     if isinstance(scaler, ShardedGradScaler):
         return scaler
-    return ShardedGradScaler(
-        scaler._device,
-        scaler._init_scale,
-        scaler.get_backoff_factor(),
-        scaler.get_growth_factor(),
-        scaler.get_growth_interval(),
-        scaler.is_enabled(),
-    )
+    factors = scaler.get_backoff_factor(), scaler.get_growth_factor(), scaler.get_growth_interval()
+    return ShardedGradScaler(scaler._device, scaler._init_scale, *factors, scaler.is_enabled())
 
 
 PROGRAM = "isoload"  # folder of the saved program inside of a Trainer's checkpoint

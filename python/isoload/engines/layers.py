@@ -190,7 +190,7 @@ class EngineLayers(ABC, Generic[AnyLayer]):
     def measure(
         self, model: str, placer: str, weights: Mapping[int, Sequence[Tensor]], num_left: int = 0
     ) -> None:
-        """Begin the metrics of a loaded model, if reports are on; num_left: layers that the engine balances."""
+        """Begin the metrics of a loaded model, if reports are on; `num_left`: layers that the engine balances."""
         if not self.settings.report_seconds:
             return
         self.metrics, self.num_left = Metrics(self.engine, model, str(self.own_rank()), on=True), num_left
@@ -220,7 +220,7 @@ class EngineLayers(ABC, Generic[AnyLayer]):
         self.metrics.set("replica_bytes", sum(number * self.slot_bytes[i] for i, number in replicas.items()))
 
     def decide(self, weights: Mapping[int, Sequence[Tensor]], interval: int) -> None:
-        """Apply new maps from now on only if they pay, by ISOLOAD_REBALANCE; interval: passes between rebalances."""
+        """Apply new maps from now on only if they pay, by ISOLOAD_REBALANCE; `interval`: passes between rebalances."""
         assert self.settings.rebalance is not None
         size, experts = ExpertSize.of(next(iter(weights.values()))), None
         if self.settings.times is not None:

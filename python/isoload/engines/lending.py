@@ -44,8 +44,8 @@ class Loans:
 
 
 def loans(placement: Placement, slots: Sequence[int], rank: int) -> Loans:
-    """Return the loans for all slots that are not home slots of the placement's first layer. slots: [P] expert of every
-    slot that has copies; -1 = none."""
+    """Return the loans for all slots that are not home slots of the placement's first layer. `slots`: [P] expert of
+    every slot that has copies; -1 = none."""
     size, ranks = placement.slots_per_rank, placement.topology.num_ranks
     homes = placement.arrays[1][0].tolist()
     copies = [(p, e) for p, e in enumerate(slots) if e >= 0 and p != homes[e]]
@@ -77,10 +77,8 @@ class Lend(torch.autograd.Function):
         *lent: Tensor,
     ) -> tuple[Tensor, ...]:
         width = len(like)
-        stacks = [
-            torch.stack(lent[w::width]) if lent else weight.new_empty(0, *weight.shape)
-            for w, weight in enumerate(like)
-        ]
+        stacks = [torch.stack(lent[w::width]) for w in range(width)] if lent else []
+        stacks = stacks or [weight.new_empty(0, *weight.shape) for weight in like]
         pools = [weight.new_empty(num_borrowed, *weight.shape) for weight in like]
         move_rows(group, "borrow", moves, [stacks], [pools])
         ctx.group, ctx.moves, ctx.shapes = group, moves, [stack.shape for stack in stacks]
@@ -115,8 +113,8 @@ class Sent(NamedTuple):
 
 
 class LendingDispatcher:
-    """Dispatch and combine of one layer by the plan of a Balancer. local_experts are this rank's, in the order of
-    `experts`; options are the Balancer's."""
+    """Dispatch and combine of one layer by the plan of a Balancer. `local_experts` are this rank's, in the order of
+    `experts`; `options` are the Balancer's."""
 
     def __init__(
         self,
@@ -137,8 +135,8 @@ class LendingDispatcher:
         return Call(self.group, device=device, later=self.dispatcher.carry_failure)
 
     def send(self, tokens: Tensor, ids: Tensor, weights: Tensor, call: Call) -> Sent:
-        """Balance the batch, transfer the weights it borrows, and send the rows. tokens [T, H]; ids [T, K] int64
-        logical experts, -1 = none; weights [T, K] float32."""
+        """Balance the batch, transfer the weights it borrows, and send the rows. `tokens` [T, H]; `ids` [T, K] int64
+        logical experts, -1 = none; `weights` [T, K] float32."""
         balancer = self.balancer
         slots = balancer.route(self._balance(ids, call))
         per_rank = balancer.placement.slots_per_rank
@@ -153,22 +151,16 @@ class LendingDispatcher:
             rows, *borrowed = Lend.apply(self.group, loan.moves, len(loan.places), like, rows, *lent)
         received = Received(rows, received.slots, received.weights, received.handle)
         local, num_own, lent_to = self._local(received.slots, loan), len(self.row_of_expert), len(loan.places)
-        home_copies, borrowed_copies = (
-            int(((local >= 0) & (local < num_own)).sum()),
-            int((local >= num_own).sum()),
-        )
+        home_copies = int(((local >= 0) & (local < num_own)).sum())
+        borrowed_copies = int((local >= num_own).sum())
         if home_copies + borrowed_copies != (num_copies := int((received.slots >= 0).sum())):
             raise RuntimeError(
                 f"all {num_copies} copies must be for experts of this rank, {home_copies + borrowed_copies} are"
             )
-        groups = [(0, num_own, home_copies), (num_own, lent_to, borrowed_copies)]
         # At least one place, as in run_experts: no product of zero rows.
-        places = [min(max(number, 1), local.numel()) for *_, number in groups]
-        homes, away = (
-            group_copies(local, first, size, number)
-            for (first, size, _), number in zip(groups, places, strict=True)
-        )
-        return Sent(received, borrowed, homes, away)
+        places = [min(max(number, 1), local.numel()) for number in (home_copies, borrowed_copies)]
+        homes = group_copies(local, 0, num_own, places[0])
+        return Sent(received, borrowed, homes, group_copies(local, num_own, lent_to, places[1]))
 
     def own_copies(self, sent: Sent) -> tuple[Tensor, Tensor]:
         """Return [C, H] copies of the own experts, ordered by expert, and [experts] int64 their counts."""

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import atexit
 import logging
+import operator
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -41,8 +41,8 @@ class EngineRecord:
     """Record of one model's layers on one rank.
 
     Nothing is exchanged between ranks: one of record_every passes is kept, selected by its number. All ranks must run
-    the same number of passes, as where every pass contains an all-to-all. tables is [L, P] on the host. With tokens
-    "same" only the first rank writes. decode_tokens: a pass with more tokens on this process counts as prefill, where
+    the same number of passes, as where every pass contains an all-to-all. `tables` is [L, P] on the host. With tokens
+    "same" only the first rank writes. `decode_tokens`: a pass with more tokens on this process counts as prefill, where
     the engine does not set :attr:`phase`.
     """
 
@@ -185,23 +185,21 @@ class EngineRecord:
             return
         if self._travel is None or not np.array_equal(self._travel.table, rank_loads.slot_to_expert):
             self._travel = Travel(rank_loads, self.settings.policies_for(shared=False)["prefill"], spare)
-        travelled = self._travel.add(rank_loads)
-        if not travelled:
+        rows = self._travel.add(rank_loads)
+        if not rows:
             return
-        moves = sum(layer.moves for layer in travelled)
-        arrived = {layer.layer: layer.arrivals for layer in travelled}
-        fills, batches = (sum(getattr(layer, field) for layer in travelled) for field in ("fills", "batches"))
-        last, filled = ([getattr(layer, field) for layer in travelled] for field in ("last", "filled"))
-        size = sum(layer.moves * self.slot_bytes.get(layer.layer, 0) for layer in travelled)
-        self.metrics.add("fills_total", fills)
-        self.metrics.add("experts_travelled_total", sum(arrived.values()))
-        received = sum(number * self.slot_bytes.get(layer, 0) for layer, number in arrived.items())
+        layers, batches, fills, moves, arrivals, last, filled = zip(*rows, strict=True)
+        sizes = [self.slot_bytes.get(layer, 0) for layer in layers]
+        size, received = (sum(map(operator.mul, numbers, sizes)) for numbers in (moves, arrivals))
+        self.metrics.add("fills_total", sum(fills))
+        self.metrics.add("experts_travelled_total", sum(arrivals))
         self.metrics.add("bytes_travelled_total", received)
         self.metrics.set_imbalance("prefill", "last_fill", last)
         self.metrics.set_imbalance("prefill", "filled", filled)
         weights = f" ({size / 2**30:.2f} GiB)" if size else ""
         log.info(
-            f"{name}: {moves} experts{weights} would have travelled in {fills} of {batches} batches of a layer; "
+            f"{name}: {sum(moves)} experts{weights} would have travelled in {sum(fills)} of {sum(batches)} batches of "
+            f"a layer; "
             f"imbalance {np.mean(last):.3f} over the last fill, {np.mean(filled):.3f} filled"
         )
 
@@ -222,18 +220,6 @@ class EngineRecord:
         )
 
 
-class Travelled(NamedTuple):
-    """What would have travelled in one layer; last and filled are mean imbalances."""
-
-    layer: int  # its row in the engine's tables
-    batches: int  # prefills with copies
-    fills: int  # batches that would have filled spare slots
-    moves: int  # experts that would have travelled
-    arrivals: int  # of these those to the first rank
-    last: float  # over the last fill
-    filled: float  # over the slots that the batches would have used
-
-
 class Travel:
     """The spare slots that a policy would have had in recorded prefills, kept from one to the next. If an expert of the
     engine's table is in spare slots alone, the experts are in order, as isoload starts."""
@@ -251,7 +237,10 @@ class Travel:
         self._layers = [placed[i] for i in range(layers)]
         self._last: list[PlacedLayers] = [self._layers[i].fill(tables[i].int()) for i in range(layers)]
 
-    def add(self, rank_loads: RankLoads) -> list[Travelled]:
+    def add(self, rank_loads: RankLoads) -> list[tuple[int, int, int, int, int, float, float]]:
+        """Return what would have travelled in these passes, for each layer with copies in a prefill: its row in the
+        table, batches with copies, those that would have filled spare slots, experts that would have travelled, those
+        to the first rank, and the mean imbalance over the last fill and over the slots that the batches would use."""
         counts, phases = rank_loads.counts, np.array(rank_loads.phases)
         ranks, size = rank_loads.topology.num_ranks, self.table.shape[1] // rank_loads.topology.num_ranks
         travelled = []
@@ -262,16 +251,16 @@ class Travel:
                     continue
                 loads = torch.zeros(ranks, len(batch), dtype=torch.int32)
                 loads[0] = torch.from_numpy(batch)
-                last, new = self._last[i], refill(self.policy, loads, placed, self._last[i])
-                changed = new.filled.slot_to_expert != last.slot_to_expert
-                mean = max(int(batch.sum()), 1) / ranks
+                new = refill(self.policy, loads, placed, self._last[i])
+                changed = new.filled.slot_to_expert != self._last[i].slot_to_expert
+                mean = int(batch.sum()) / ranks
                 peaks = int(new.before) / mean, int(new.after) / mean
                 rows.append((int(new.refilled), int(changed.sum()), int(changed[:size].sum()), *peaks))
                 self._last[i] = new.filled
             if rows:
-                fills, moves, arrivals, *peaks_ = np.array(rows).T
-                sums = int(fills.sum()), int(moves.sum()), int(arrivals.sum())
-                travelled.append(Travelled(i, len(rows), *sums, *map(float, map(np.mean, peaks_))))
+                fills, moves, arrivals, last, filled = zip(*rows, strict=True)
+                means = float(np.mean(last)), float(np.mean(filled))
+                travelled.append((i, len(rows), sum(fills), sum(moves), sum(arrivals), *means))
         return travelled
 
 
@@ -280,8 +269,5 @@ def before_and_after(rank_loads: RankLoads) -> tuple[Floats, Floats, Bools]:
     layers = np.flatnonzero(rank_loads.slot_copies.any((0, 2)))
     copies, table = rank_loads.slot_copies[:, layers], torch.from_numpy(rank_loads.slot_to_expert[layers])
     placement = Placement(table, rank_loads.topology, rank_loads.num_experts)
-    before, after = (
-        routed_imbalance(placement, copies),
-        exact_imbalance(placement, rank_loads.counts[:, layers]),
-    )
-    return before, after, np.asarray(copies.any(-1))
+    after = exact_imbalance(placement, rank_loads.counts[:, layers])
+    return routed_imbalance(placement, copies), after, np.asarray(copies.any(-1))

@@ -88,7 +88,7 @@ class RecordedRouting:
         self, layer: int, experts: int, top_k: int, device: torch.device, part: float = 0.0,
         model: Identity | None = None,
     ) -> None:  # fmt: skip
-        """Make a layer's table; raise ValueError if the trace is of another model or lacks the layer. layer is the
+        """Make a layer's table; raise ValueError if the trace is of another model or lacks the layer. `layer` is the
         model's own number. The table starts at `part`, so that ranks with tokens of their own differ."""
         trace = self.trace
         if (trace.num_experts, trace.top_k or top_k) != (experts, top_k):

@@ -12,8 +12,9 @@ import logging
 import os
 import pkgutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, replace
 from importlib import import_module, resources
+from itertools import groupby
 from typing import Any, Literal
 
 from isoload.engines.settings import RAGGED, SPARE, Settings, Variable, is_on
@@ -73,10 +74,8 @@ class Seam:
 def read_seams(engine: str) -> list[Seam]:
     text = resources.files(__package__).joinpath(f"{engine}_seams.json").read_text()
     file, lists = json.loads(text), ("signatures", "serves")
-    return [
-        Seam(read_from=file["read_from"], **(row | {key: tuple(row[key]) for key in lists if key in row}))
-        for row in file["seams"]
-    ]
+    rows = [row | {key: tuple(row[key]) for key in lists if key in row} for row in file["seams"]]
+    return [Seam(read_from=file["read_from"], **row) for row in rows]
 
 
 # By engine its lists of seams, each with the hook that is all of it; empty: options attach one by one.
@@ -110,18 +109,12 @@ def version_ranges(engine: str) -> dict[str, dict[str, str]]:
     versions = read_attached()[engine]
     ranges: dict[str, dict[str, str]] = {}
     for hook in hooks_of(engine):
-        runs: dict[str, list[list[str]]] = {"": []}
-        previous = None
-        for version, reasons in versions.items():
-            reason = reasons[hook]
-            if reason != previous:
-                runs.setdefault(reason, []).append([])
-            runs[reason][-1].append(version)
-            previous = reason
-        ranges[hook] = {
-            reason: ", ".join(run[0] if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in parts)
-            for reason, parts in runs.items()
-        }
+        reasons = {version: row[hook] for version, row in versions.items()}
+        runs: dict[str, list[str]] = {"": []}
+        for reason, run in groupby(reasons, reasons.__getitem__):
+            first, *more = run
+            runs.setdefault(reason, []).append(f"{first} to {more[-1]}" if more else first)
+        ranges[hook] = {reason: ", ".join(parts) for reason, parts in runs.items()}
     return ranges
 
 
@@ -175,9 +168,7 @@ def shortened(signature: inspect.Signature, kind: Kind) -> Iterator[inspect.Sign
 
 
 def field_names(record: type) -> set[str]:
-    names = (
-        [field.name for field in fields(record)] if is_dataclass(record) else getattr(record, "_fields", ())
-    )
+    names: Any = getattr(record, "__dataclass_fields__", None) or getattr(record, "_fields", ())
     return {*names, *(name for name, value in vars(record).items() if isinstance(value, property))}
 
 
@@ -241,10 +232,8 @@ class PlugIn:
         lost: set[str] = set()
 
         def lose(fault: str, serves: Sequence[str]) -> None:
-            needed = (
-                f" (needed by {' and '.join(serves)}{versions_with(self.engine, serves)})" if serves else ""
-            )
-            wrong.append(f"{fault}{needed}")
+            needed = f" (needed by {' and '.join(serves)}{versions_with(self.engine, serves)})"
+            wrong.append(f"{fault}{needed if serves else ''}")
             lost.update(serves or options)
 
         if (fault := missing_package(seams)) is not None:

@@ -185,8 +185,8 @@ class Settings:
         return _policies(self.policy) or default_policies(shared)
 
     def unused(self, reasons: Mapping[Variable, str]) -> list[str]:
-        """Return a line for each variable that is set to another value than its default and has no effect. reasons: by
-        variable without effect the reason, and what would give it one: "REASON. Pass THIS"."""
+        """Return a line for each variable that is set to another value than its default and has no effect. `reasons`:
+        by variable without effect the reason, and what would give it one: "REASON. Pass THIS"."""
         lines = []
         for variable, reason in reasons.items():
             value = getattr(self, variable.name.removeprefix("ISOLOAD_").lower())

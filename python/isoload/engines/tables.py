@@ -35,7 +35,7 @@ class ReplicaLists(NamedTuple):
 
 
 def engine_topology(num_ranks: int, num_nodes: int, times: str | None = None) -> Topology:
-    """Return R ranks on num_nodes nodes, or on one node if these do not divide the ranks. times: file of isoload
+    """Return R ranks on num_nodes nodes, or on one node if these do not divide the ranks. `times`: file of isoload
     measure, whose speeds the ranks have if they differ by 1 % or more."""
     per_node = num_ranks // num_nodes if num_ranks % num_nodes == 0 else num_ranks
     speeds = measured(times).speeds if times is not None else ()
@@ -172,9 +172,9 @@ def lay_out(
 ) -> ReplicaLists:
     """Place experts by a placer of the registry, from the present placement if the placer supports it.
 
-    counts are [L, E] or [batches, L, E] of so many passes; before is :func:`running`'s. new_maps keeps the present
-    placement if a new one does not pay. No expert is alone in the last spare_slots of a rank. With holes every rank
-    keeps the number of slots that have memory in `before`.
+    `counts` are [L, E] or [batches, L, E] of so many passes; `before` is :func:`running`'s. `new_maps` keeps the
+    present placement if a new one does not pay. No expert is alone in the last spare_slots of a rank. With holes every
+    rank keeps the number of slots that have memory in `before`.
     """
     name, options = parse_placer(placer)
     if name == "scenario":
@@ -207,16 +207,9 @@ def check_placer(
     """Make a placement as an engine's rebalance will, so that no rebalance fails while tokens are served."""
     layers, num_slots = tables.shape
     before, size = running(tables, num_slots, holes), num_slots // topology.num_ranks
+    counts = torch.ones(layers, num_experts)
     try:
-        lay_out(
-            torch.ones(layers, num_experts),
-            topology,
-            size,
-            placer,
-            before,
-            spare_slots=spare_slots,
-            holes=holes,
-        )
+        lay_out(counts, topology, size, placer, before, spare_slots=spare_slots, holes=holes)
     except ValueError as error:
         raise ValueError(f"{option} with {PLACER.name}={placer}: {error}") from None
 

@@ -1,7 +1,6 @@
 """torchtitan: a token dispatcher that follows a plan, with experts borrowed for one batch.
 
-The experts stay torchtitan's own module and Parameters; borrowed experts are computed by the same module.
-See :mod:`isoload.engines.lending`.
+The experts stay torchtitan's own module and Parameters. See :mod:`isoload.engines.lending`.
 """
 
 from __future__ import annotations

@@ -27,9 +27,7 @@ class RebalanceRule:
     """When a new map is applied, all in milliseconds."""
 
     gain_ms: float = 0.0  # least modelled saving per forward pass
-    move_ms: float | None = (
-        None  # that a rebalance takes from serving; None = modelled from the bytes that move
-    )
+    move_ms: float | None = None  # that a rebalance takes; None = modelled from the bytes that move
 
     @classmethod
     def parse(cls, text: str) -> RebalanceRule:
@@ -45,8 +43,8 @@ class RebalanceRule:
 class NewMaps:
     """Decides about one model's new maps of experts; the same on all ranks, because all have the same counts.
 
-    interval: forward passes between two rebalances. is_exact: isoload splits an expert's copies over its replicas; the
-    engine's split is even. experts: measured times; None = arithmetic from the expert's size for an H100.
+    `interval`: forward passes between two rebalances. `is_exact`: isoload splits an expert's copies over its replicas;
+    the engine's split is even. `experts`: measured times; None = arithmetic from the expert's size for an H100.
     """
 
     def __init__(
@@ -59,8 +57,8 @@ class NewMaps:
         self._logged = False
 
     def choose(self, before: Placement, after: Placement, counts: Tensor, passes: int) -> Placement:
-        """Return the placement to apply: after, or before if the saving does not pay. counts: [L, E] copies of `passes`
-        forward passes, over all ranks."""
+        """Return the placement to apply: after, or before if the saving does not pay. `counts`: [L, E] copies of
+        `passes` forward passes, over all ranks."""
         if not counts.any():
             return before
         worth = self.worth(before, after, counts, passes)

@@ -95,21 +95,18 @@ def place(
             before = before.for_trace(traces[0], "before")
         _check_before(before, scenarios, spare_slots, num_shared)
         routed_slots = before.slots_per_rank - spare_slots - num_shared  # for routed experts
-        rows = merged(
-            before.arrays[0].reshape(before.num_layers, before.topology.num_ranks, -1)[:, :, :routed_slots]
-        )
+        per_rank = before.arrays[0].reshape(before.num_layers, before.topology.num_ranks, -1)
+        rows = merged(per_rank[:, :, :routed_slots])
         same_ranks = before.topology.num_ranks == topology.num_ranks
         if same_ranks and (routed_slots == dense or planner.has_budget or capacities is not None):
             start = rows[:, live]  # only the first of two slots of an expert on a rank
         else:
             start = resized(rows, live, dense, scenarios.mean(scenarios.loads), tick)
         home_rank = _home_ranks(before, live, topology.num_ranks)
-        present = (
-            np.take_along_axis(start, home_rank[:, :, None], 1) == np.arange(scenarios.num_experts)[:, None]
-        ).any(2)
-        home_rank = np.where(present, home_rank, -1).astype(
-            np.int32
-        )  # with fewer slots, a rank may have dropped an expert whose home it was
+        on_home = np.take_along_axis(start, home_rank[:, :, None], 1)  # [L, E, S] experts
+        # With fewer slots, a rank may have dropped an expert whose home it was.
+        present = (on_home == np.arange(scenarios.num_experts)[:, None]).any(2)
+        home_rank = np.where(present, home_rank, -1).astype(np.int32)
     live_ranks = LiveRanks(
         node=np.array(live, dtype=np.int32) // topology.ranks_per_node,
         tick=tick,
@@ -128,9 +125,7 @@ def place(
     if live_ranks.slots_per_rank is None:
         dense = width
     slots = np.full((scenarios.num_layers, topology.num_ranks, dense + others), -1, dtype=np.int32)
-    slots[:, live, :width] = (
-        placed.slots if before is None else keep_places(placed.slots, live_ranks.before, ragged)
-    )
+    slots[:, live, :width] = placed.slots if start is None else keep_places(placed.slots, start, ragged)
     weight = np.zeros(slots.shape, dtype=np.float32)
     if placed.replica_weight is None:
         weight[:, live] = weights_by_load(slots[:, live], scenarios.mean(scenarios.loads), live_ranks.tick)
@@ -160,18 +155,16 @@ def place(
 
 def rectangle(placement: Placement, counts: Any) -> Placement:
     """Return a placement with replicas in its absent slots, each where it helps most; all other slots stay. The
-    placement has live ranks, no spare slots and no shared experts. counts as for :func:`place`."""
+    placement has live ranks, no spare slots and no shared experts. `counts` as for :func:`place`."""
     scenarios, _ = make_scenarios(counts)
     layers, ranks = placement.num_layers, placement.topology.num_ranks
     ticks = placement.topology.ticks
     tick = np.ones(ranks) if ticks is None else ticks.numpy() / NOMINAL_TICKS
     loads = scenarios.mean(scenarios.loads)
     slots = filled_up(placement.arrays[0].reshape(layers, ranks, -1), loads, tick)
-    weight = weights_by_load(slots, loads, tick).reshape(layers, -1)
+    weight = torch.from_numpy(weights_by_load(slots, loads, tick).reshape(layers, -1))
     return replace(
-        placement,
-        slot_to_expert=torch.from_numpy(slots.reshape(layers, -1)),
-        replica_weight=torch.from_numpy(weight),
+        placement, slot_to_expert=torch.from_numpy(slots.reshape(layers, -1)), replica_weight=weight
     )
 
 
@@ -184,10 +177,9 @@ def parse_placer(text: str) -> tuple[str, dict[str, Any]]:
     return parse("placer", PLACERS, text)
 
 
-def keep_places(slots: Slots, before: Slots | None, ragged: bool) -> Slots:
+def keep_places(slots: Slots, before: Slots, ragged: bool) -> Slots:
     """Return slots [L, R, S] reordered so that every expert that stays on its rank keeps its slot in ``before``. If the
     placement is ragged, absent slots come last, so an expert leaves a slot that is absent now."""
-    assert before is not None
     width = slots.shape[2]
     ordered, start = np.full_like(slots, -1), np.full_like(slots, -1)
     start[:, :, : before.shape[2]] = before[:, :, :width]

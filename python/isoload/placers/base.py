@@ -46,7 +46,7 @@ class Scenarios:
 
     def shares(self, shrink: float | None = 0.0) -> Loads:
         """Return [n, L, E] each expert's share of its scenario's copies in a layer; 0 in a scenario without copies.
-        shrink is the fraction of every scenario that is replaced by the mean of all. None: ten times the counting
+        `shrink` is the fraction of every scenario that is replaced by the mean of all. None: ten times the counting
         noise, at most 0.2, and 0 below 0.05; ten, because tokens of one text choose similar experts."""
         shares: Loads = self.loads / np.maximum(self.loads.sum(-1, keepdims=True), np.finfo(float).tiny)
         if shrink is None:

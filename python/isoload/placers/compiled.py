@@ -52,11 +52,11 @@ def search_slots(
 ) -> tuple[Ints, Floats]:
     """Return slots [L, R, width] and the objective of every layer [L].
 
-    loads [L, E, n] are integers, n a multiple of LANES, with weight [n] of the scenarios and tick [R] the cost of a
-    copy. home [L, E] is the node (of node [R]) on which a replica of an expert stays, -1 = none; capacity [L, R] the
-    slots of every rank. Replicas are counted by each of risks [z, L, E]. The search starts from before [L, R, width],
-    if any, of which at most `moves` slots change (-1 = any number), and is never worse than rival [L, R, width], if
-    any.
+    `loads` [L, E, n] are integers, n a multiple of LANES, with weight [n] of the scenarios and tick [R] the cost of a
+    copy. `home` [L, E] is the node (of node [R]) on which a replica of an expert stays, -1 = none; `capacity` [L, R]
+    the slots of every rank. Replicas are counted by each of risks [z, L, E]. The search starts from before [L, R,
+    width], if any, of which at most `moves` slots change (-1 = any number), and is never worse than rival [L, R,
+    width], if any.
     """
     loads, weight, tick, risks = (np.require(x, np.float64, "C") for x in (loads, weight, tick, risks))
     node, home, capacity = (np.require(x, np.int32, "C") for x in (node, home, capacity))
@@ -101,7 +101,7 @@ def near_slots(
 ) -> tuple[Ints, Any]:
     """Return slots [L, R, width] with fewer rows to other nodes, and the rows before and after [L, 2].
 
-    Arguments as of :func:`search_slots`; topk_ids [L, tokens, K] are experts, -1 = none, which count token_weight
+    Arguments as of :func:`search_slots`; `topk_ids` [L, tokens, K] are experts, -1 = none, which count token_weight
     [tokens] times, and rows_node [R] is the node of each rank, 0..63. The best of `starts` searches is returned, each
     of `steps` changes, of which the first `walk` may add rows; the first search has no walk.
     """
@@ -113,10 +113,8 @@ def near_slots(
     fits = loads.ndim == 3 and loads.shape[2] % LANES == 0
     _need(fits, f"loads must be [L, E, n], n a multiple of {LANES}")
     (layers, experts, n), ranks = loads.shape, len(tick)
-    _need(
-        placed.shape[:2] == (layers, ranks) and placed.ndim == 3,
-        "slots must be [L, R, width] for these loads",
-    )
+    fits = placed.ndim == 3 and placed.shape[:2] == (layers, ranks)
+    _need(fits, "slots must be [L, R, width] for these loads")
     width = placed.shape[2]
     _need_shape("stress", stress, *loads.shape)
     _need_shape("weight", weight, n)
@@ -130,13 +128,10 @@ def near_slots(
     copies = np.stack([(placed == e).any((1, 2)) for e in range(experts)])
     _need(copies.all(), f"slots must hold all {experts} experts")
     fits = ids.ndim == 3 and len(ids) == layers and 1 <= ids.shape[2] <= MAX_TOP_K
-    _need(
-        fits, f"topk_ids must be [L, tokens, K] for the {layers} layers of the loads, K at most {MAX_TOP_K}"
-    )
-    within = ((ids >= -1) & (ids < experts)).all()
-    _need(
-        within, f"topk_ids must be in -1..{experts - 1}, the experts of the loads: are they of another model?"
-    )
+    layout = f"[L, tokens, K] for the {layers} layers of the loads, K at most {MAX_TOP_K}"
+    _need(fits, f"topk_ids must be {layout}")
+    limit = f"-1..{experts - 1}, the experts of the loads: are they of another model?"
+    _need(((ids >= -1) & (ids < experts)).all(), f"topk_ids must be in {limit}")
     _need_shape("token_weight", token_weight, ids.shape[1])
     rows = np.zeros((layers, 2), dtype=np.int64)
     arrays = loads, stress, weight, tick, node, home, old, ids, token_weight, rows_node

@@ -1,7 +1,4 @@
-"""Placer ``craft``: few replicas, in the layers in which they help most (CRAFT, arXiv 2603.28768).
-
-Algorithms 2 and 3 of the paper decide how many replicas each layer gets and on which ranks they are placed.
-"""
+"""Placer ``craft``: few replicas, in the layers in which they help most (CRAFT, arXiv 2603.28768)."""
 
 from __future__ import annotations
 
@@ -48,8 +45,8 @@ def check_budget(replicas: int | str, num_layers: int, live_ranks: LiveRanks, ex
 def allocate(worth: Floats, grid: list[int], num_ranks: int, replicas: int | str) -> tuple[Ints, list[float]]:
     """Return [L] the replicas of each layer, by a knapsack of the largest summed worth within a budget, and the curve.
 
-    The curve is the summed worth of 0, 1, ... replicas of a rank. worth [L, K] is that of each number of the grid [K],
-    ascending from 0. replicas: number per rank over all layers; "gain": that with the largest worth per replica;
+    The curve is the summed worth of 0, 1, ... replicas of a rank. `worth` [L, K] is that of each number of the grid
+    [K], ascending from 0. `replicas`: number per rank over all layers; "gain": that with the largest worth per replica;
     "knee": that at which the curve is farthest above the straight line between its ends.
     """
     layers, budget = len(worth), len(worth) * num_ranks
@@ -106,7 +103,7 @@ def assign(slots: Ints, num_ranks: int) -> Ints:
 def moved_slots(capacity: Ints, replicas: Ints, experts: int) -> Ints:
     """Return [L, R] slots of every rank, moved from layers that need fewer replicas now to layers that need more.
 
-    capacity [L, R] are the present slots, replicas [L] the wanted ones. Every rank keeps its number of slots over all
+    `capacity` [L, R] are the present slots, replicas [L] the wanted ones. Every rank keeps its number of slots over all
     layers, and has no more in a layer than the most of any rank in any. In a layer no rank gains a slot while another
     loses one, so a rank that first gives back the slots of layers that shrink never has more than at the start. A layer
     whose replicas find no rank with a free slot gets fewer.

@@ -51,10 +51,7 @@ class EplbPlacer(Placer):
         return Placed(self._place_by_node(weight, nodes, live_ranks))
 
     def _place_ragged(self, weight: Floats, live_ranks: LiveRanks) -> Slots:
-        from isoload.placers.craft import (
-            budget_capacity,
-            check_budget,
-        )  # which packs experts as this module does
+        from isoload.placers.craft import budget_capacity, check_budget  # which imports this module
 
         if self.groups or not self.dedup:
             raise ValueError(
@@ -74,9 +71,8 @@ class EplbPlacer(Placer):
         layers, size = len(weight), weight.shape[1] // self.groups
         by_group = weight.reshape(layers, self.groups, size).sum(-1, dtype=np.float32)
         groups_of_node = pack_once(by_group, nodes)  # [L, nodes, groups of a node]
-        ids = (groups_of_node[..., None] * size + np.arange(size)).reshape(
-            layers * nodes, -1
-        )  # experts of every node
+        experts = groups_of_node[..., None] * size + np.arange(size)
+        ids = experts.reshape(layers * nodes, -1)  # experts of every node
         node_weight = np.take_along_axis(np.repeat(weight, nodes, axis=0), ids, 1)
         packed = pack_replicas(node_weight, live_ranks.num_ranks // nodes, slots_of(live_ranks), self.dedup)
         slots = np.take_along_axis(ids, packed.reshape(layers * nodes, -1), 1)

@@ -232,9 +232,8 @@ def bounded(affinity: Floats, clustered: Groups, least: int, largest: int, print
         open_ones = [g for g in groups if len(g) < largest]
         max(open_ones, key=lambda g: score(expert, g)).append(expert)
     for _ in range(sum(max(0, least - len(g)) for g in groups)):
-        expert = weakest(
-            affinity, groups, least
-        )  # a group with `least` experts gives none, so no expert moves twice
+        # A group with `least` experts gives none, so no expert moves twice.
+        expert = weakest(affinity, groups, least)
         max((g for g in groups if len(g) < least), key=lambda g: score(expert, g)).append(expert)
     return groups
 
@@ -270,7 +269,7 @@ def replicate(
     groups: Groups, load: Floats, wanted: bool, printed: bool, replicas: int | None = None
 ) -> tuple[Groups, list[float]]:
     """Return [R] the experts that each rank gets a replica of, and each rank's weight: mean over predicted load.
-    replicas: of each hot expert; None: Equation 2's number."""
+    `replicas`: of each hot expert; None: Equation 2's number."""
     work = np.array([load[group].sum() for group in groups])
     copies: Groups = [[] for _ in groups]
     mean = float(work.mean())

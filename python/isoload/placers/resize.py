@@ -14,8 +14,8 @@ def resized(rows: Slots, ranks: Sequence[int], size: int | Ints, loads: Floats, 
 
     As many replicas of rows [L, R, S] (no expert twice on a rank) as possible stay if every expert gets a slot. Those
     without a rank go to the ranks with the least load, the largest load first. Remaining slots take replicas of the
-    experts with the most load per replica. ranks [N] are ascending; those from R on are new and empty. size is the
-    slots of every rank, or [L, N] of each, after which a rank's slots are -1. loads are [L, E], tick [N] costs of one
+    experts with the most load per replica. `ranks` [N] are ascending; those from R on are new and empty. `size` is the
+    slots of every rank, or [L, N] of each, after which a rank's slots are -1. `loads` are [L, E], tick [N] costs of one
     copy.
     """
     stays = np.array([rank for rank in ranks if rank < rows.shape[1]], dtype=np.int64)

@@ -27,8 +27,8 @@ def applies(scenarios: Scenarios, live_ranks: LiveRanks) -> bool:
 def fewer_rows(
     scenarios: Scenarios, live_ranks: LiveRanks, slots: Slots, node: Ints, home: Ints, moves: int | None
 ) -> tuple[Slots, dict[str, Any]]:
-    """Return slots [L, R, S] with fewer rows to other nodes, and notes with a token's rows before and after. home [L,
-    E] is the node on which a replica of an expert stays; moves limits the slots of a layer that differ from the
+    """Return slots [L, R, S] with fewer rows to other nodes, and notes with a token's rows before and after. `home` [L,
+    E] is the node on which a replica of an expert stays; `moves` limits the slots of a layer that differ from the
     placement before."""
     loads = scaled(scenarios.shares())
     ids, weight = choose_tokens(scenarios)
@@ -89,11 +89,7 @@ def choose_tokens(scenarios: Scenarios) -> tuple[Any, Any]:
     return np.concatenate(ids), np.concatenate(weight)
 
 
-SPREADS = (
-    0.0,
-    0.674,
-    1.5,
-)  # standard deviations above the mean load that replicas are counted by, one per start
+SPREADS = (0.0, 0.674, 1.5)  # standard deviations above the mean load, by which a start counts replicas
 STEPS = 5000  # most changes that the search of a layer tries; the search ends long before
 TABLE_STEPS = 100  # the same if only the worth of a number of slots is needed
 FEW_SLOTS = 4  # up to this number of slots on a rank, replica counts matter more than the ranks of replicas

@@ -157,7 +157,7 @@ class Policy:
         return exact_plan(self, demand, placed)
 
     def share(self, loads: Tensor, plan: Plan, rank: int | None, order: Order) -> Tensor:
-        """Return source ranks' parts of the routed quota, [..., P] or of all ranks [..., R, P]; loads [..., R, E]."""
+        """Return source ranks' parts of the routed quota, [..., P] or of all ranks [..., R, P]; `loads` [..., R, E]."""
         assert plan.quota is not None
         per_node = plan.topology.ranks_per_node
         return ops.share(loads, plan.quota, plan.tables, per_node, rank, order)
@@ -224,18 +224,12 @@ def sum_sources(loads: Tensor, placed: PlacedLayers) -> Tensor:
 def exact_plan(
     policy: Policy, demand: Demand, placed: PlacedLayers, rank: int | None = None, **options: Any
 ) -> Plan:
-    """Return the Plan with the optimal quota of these slots, and a source rank's send_counts. options: of
+    """Return the Plan with the optimal quota of these slots, and a source rank's send_counts. `options`: of
     :func:`isoload.ops.plan_exact`. By default the ranks also carry the shared copies of their own tokens."""
-    solution = solve(demand, placed, rank=rank, **options)
-    send_counts = None if rank is None else solution.send_counts
+    split = solve(demand, placed, rank=rank, **options)
+    send_counts = None if rank is None else split.send_counts
     return Plan(
-        placed,
-        policy,
-        solution.quota,
-        solution.peak,
-        solution.bound,
-        solution.telemetry,
-        send_counts=send_counts,
+        placed, policy, split.quota, split.peak, split.bound, split.telemetry, send_counts=send_counts
     )
 
 

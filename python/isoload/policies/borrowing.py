@@ -101,7 +101,7 @@ def fill_spare(
     **rules: Any,
 ) -> Made:
     """Run an op that fills the last `slots` spare slots of every rank (None = all), on a placement and its topology.
-    begun: [..., P] slots of which some are filled already."""
+    `begun`: [..., P] slots of which some are filled already."""
     return op(
         demand.loads,
         placed.slot_to_expert if begun is None else begun,
@@ -224,16 +224,9 @@ class LlepPolicy(FillPolicy):
         check_rules(self.capacity, self.min_chunk, self.threshold, self.measure)
 
     def fill(self, demand: Demand, placed: PlacedLayers) -> PlacedLayers:
-        filled = self.fill_levels(
-            demand,
-            placed,
-            capacity_factor=self.capacity,
-            imbalance_threshold=self.threshold,
-            per_expert=self.measure == "expert",
-            min_chunk=self.min_chunk,
-            within=self.within,
-        )
-        return self.filled(demand, placed, filled)
+        how = {"capacity_factor": self.capacity, "imbalance_threshold": self.threshold}
+        how |= {"per_expert": self.measure == "expert", "min_chunk": self.min_chunk}
+        return self.filled(demand, placed, self.fill_levels(demand, placed, within=self.within, **how))
 
 
 # llep's options in engines, whose weights travel during the dispatch. The published defaults move experts for large
@@ -278,19 +271,10 @@ class SpillCostPolicy(FillPolicy):
         check_range("min_chunk", self.min_chunk, 1, 2**31 - 1)
 
     def fill(self, demand: Demand, placed: PlacedLayers) -> PlacedLayers:
-        near, far = (
-            break_even(self.expert_bytes, bandwidth, self.token_us)
-            for bandwidth in placed.topology.bandwidths or DEFAULT_BANDWIDTHS
-        )
-        filled = self.fill_levels(
-            demand,
-            placed,
-            min_chunk=self.min_chunk,
-            import_costs=(near, far),
-            export_costs=(near, far),
-            within=self.within,
-        )
-        return self.filled(demand, placed, filled)
+        near, far = placed.topology.bandwidths or DEFAULT_BANDWIDTHS
+        costs = tuple(break_even(self.expert_bytes, speed, self.token_us) for speed in (near, far))
+        how = {"min_chunk": self.min_chunk, "import_costs": costs, "export_costs": costs}
+        return self.filled(demand, placed, self.fill_levels(demand, placed, within=self.within, **how))
 
 
 @dataclass(frozen=True)
@@ -371,20 +355,14 @@ def borrow_local(demand: Demand, placed: PlacedLayers, slots: int, local: int) -
     chosen = torch.where(wanted.gather(-1, chosen) > 0, chosen, -1).to(torch.int32)
     per_rank = placed.slot_to_expert.view(*placed.slot_to_expert.shape[:-1], ranks, -1)
     size, taken = per_rank.shape[-1], chosen.shape[-1]
-    resident, empty = (
-        per_rank.narrow(-1, 0, size - slots),
-        per_rank.narrow(-1, size - slots + taken, slots - taken),
-    )
+    resident, empty = per_rank[..., : size - slots], per_rank[..., size - slots + taken :]
     return torch.cat([resident, chosen, empty], dim=-1).flatten(-2)
 
 
 def count_borrowed(filled: Tensor, placed: PlacedLayers) -> Tensor:
     """Return the [..., 5] telemetry of filled slots, see :class:`isoload.ops.SlotFill`."""
-    ranks, per_node, size = (
-        placed.topology.num_ranks,
-        placed.topology.ranks_per_node,
-        placed.host.slots_per_rank,
-    )
+    ranks, per_node = placed.topology.num_ranks, placed.topology.ranks_per_node
+    size = placed.host.slots_per_rank
     borrowed = ((filled >= 0) & (placed.slot_to_expert < 0)).long()
     owner = routed_homes(placed).gather(-1, (filled * borrowed).long()).long() // size
     taker = torch.arange(filled.shape[-1], device=filled.device) // size

@@ -192,8 +192,8 @@ class LpPolicy(Policy):
     """The real-valued optimum (papers/001) by an interior point method, rounded to whole copies.
 
     The peak is within one copy per replica of the least peak. ``exact`` finds the least peak itself and is faster;
-    ``lp`` cross-checks it and provides real-valued splits. Telemetry: iterations, status (0 converged, 1 iteration
-    limit reached, 2 numerical breakdown: the split is even), 0, 0.
+    ``lp`` cross-checks it. Telemetry: iterations, status (0 converged, 1 iteration limit reached, 2 numerical
+    breakdown: the split is even), 0, 0.
     """
 
     name = "lp"

@@ -279,7 +279,7 @@ class Plan:
 
 def rank_cost(quota: Tensor, topology: Topology, besides: Tensor | None = None) -> Tensor:
     """Return the [..., R] int64 cost of every rank under a quota [..., P]: copies, or ticks if ranks differ in speed.
-    besides: [..., R] copies that the ranks carry in addition to the quota."""
+    `besides`: [..., R] copies that the ranks carry in addition to the quota."""
     copies = quota.view(*quota.shape[:-1], topology.num_ranks, -1).sum(-1)
     copies = copies if besides is None else copies + besides
     ticks = topology.ticks_on(quota.device)

@@ -16,7 +16,7 @@ from torch import Tensor
 from isoload.checks import capturing, check_range, put_on
 from isoload.placement.placed_layers import PlacedLayers
 from isoload.policies.base import Demand, Policy, chosen_plan, sum_sources
-from isoload.policies.borrowing import BorrowPolicy, check_rules
+from isoload.policies.borrowing import BorrowPolicy, check_rules, count_borrowed
 from isoload.policies.plan import Plan
 
 Ints: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
@@ -82,13 +82,10 @@ class LibraPublishedPolicy(BorrowPolicy):
             for rank, expert in borrowed:
                 start, end = (rank + 1) * layer.size - slots, (rank + 1) * layer.size
                 filled[start + int((filled[start:end] < 0).argmax())] = expert
-            telemetry = counted(layer, filled, placed)
-            plans.append((filled, shard(layer._replace(slots=filled), self.tolerance), telemetry))
-        shape = placed.slot_to_expert.shape
-        filled, quota, telemetry = (np.stack(part) for part in zip(*plans, strict=True))
-        rows = (filled.reshape(shape), quota.reshape(shape), telemetry.reshape(*shape[:-1], -1))
-        slot_to_expert, split, about = write_batch(placed.slot_to_expert.device, *rows)
-        return placed.fill(slot_to_expert, split, about)
+            plans.append((filled, shard(layer._replace(slots=filled), self.tolerance)))
+        rows = (np.stack(part).reshape(placed.slot_to_expert.shape) for part in zip(*plans, strict=True))
+        slot_to_expert, quota = write_batch(placed.slot_to_expert.device, *rows)
+        return placed.fill(slot_to_expert, quota, count_borrowed(slot_to_expert, placed.resident))
 
     def split(self, demand: Demand, placed: PlacedLayers) -> Plan:
         quota = placed.quota
@@ -129,15 +126,11 @@ class Layer(NamedTuple):
 
 
 def layers_of(demand: Demand, placed: PlacedLayers, slots: Tensor) -> list[Layer]:
-    tensors = (
-        [demand.loads, slots] if demand.local_shared is None else [demand.loads, slots, demand.local_shared]
-    )
-    loads, slots_by_layer, *besides = read_batch(LibraPublishedPolicy.name, *tensors)
+    shared = [] if demand.local_shared is None else [demand.local_shared]
+    loads, slots_by_layer, *besides = read_batch(LibraPublishedPolicy.name, demand.loads, slots, *shared)
     ranks, routed = placed.topology.num_ranks, placed.host.num_routed
-    loads, slots_by_layer = (
-        loads.reshape(-1, ranks, routed),
-        slots_by_layer.reshape(-1, placed.host.num_slots),
-    )
+    loads = loads.reshape(-1, ranks, routed)
+    slots_by_layer = slots_by_layer.reshape(-1, placed.host.num_slots)
     base = besides[0].reshape(-1, ranks) if besides else np.zeros((len(loads), ranks), dtype=np.int64)
     homes = placed.host.arrays[1][:, :routed].astype(np.int64)
     homes = homes if placed.layer is None else homes[placed.layer : placed.layer + 1]
@@ -148,9 +141,9 @@ def layers_of(demand: Demand, placed: PlacedLayers, slots: Tensor) -> list[Layer
 
 
 def replicate(layer: Layer, slots: int, local: int) -> list[tuple[int, int]]:
-    """Run Algorithm 1: return the (rank, expert) pairs that are borrowed, in order. slots is N, the largest number of
-    experts that a rank borrows, into its last slots if these are empty; local is L, how many of them are the rank's own
-    choice."""
+    """Run Algorithm 1: return the (rank, expert) pairs that are borrowed, in order. `slots` is N, the largest number of
+    experts that a rank borrows, into its last slots if these are empty; `local` is L, how many of them are the rank's
+    own choice."""
     loads, target, ranks = layer.loads, layer.target, len(layer.loads)
     resident, owner = layer.first_slots() >= 0, layer.home // layer.size
     free = (layer.slots.reshape(ranks, -1)[:, layer.size - slots :] < 0).sum(1) * layer.alive
@@ -167,9 +160,8 @@ def replicate(layer: Layer, slots: int, local: int) -> list[tuple[int, int]]:
             if wanted[expert]:
                 duplicate(rank, expert)
     remote = np.where(resident, 0, loads).sum(0)
-    load = (
-        layer.base + np.where(resident, loads, 0).sum(1) + np.bincount(owner, remote, ranks).astype(np.int64)
-    )
+    load = layer.base + np.where(resident, loads, 0).sum(1)
+    load += np.bincount(owner, remote, ranks).astype(np.int64)
     by_home = np.argsort(layer.home)
     for _ in range((slots - local) * ranks):
         source = int(load.argmax())
@@ -224,15 +216,6 @@ def shard(layer: Layer, tolerance: float = 0.0) -> Ints:
     return quota
 
 
-def counted(layer: Layer, filled: Ints, placed: PlacedLayers) -> Ints:
-    per_node = placed.topology.ranks_per_node or len(layer.loads)
-    borrowed = np.flatnonzero((filled >= 0) & (layer.slots < 0))
-    takers, givers = borrowed // layer.size, layer.home[filled[borrowed]] // layer.size
-    busiest = [int(np.bincount(some, minlength=1).max()) for some in (takers, givers)]
-    far = int((takers // per_node != givers // per_node).sum())
-    return np.array([len(borrowed), *busiest, far, 0])
-
-
 Rule = Literal["code", "paper"]
 
 
@@ -270,12 +253,8 @@ class LlepPublishedPolicy(BorrowPolicy):
                 "(placer trivial), and no shared experts"
             )
         (counts,) = read_batch(self.name, loads)
-        rows = [
-            self._fit(row, slots, ranks, placed.spare_slots)
-            for row, slots in zip(
-                counts.reshape(-1, experts).tolist(), resident[layers].tolist(), strict=True
-            )
-        ]
+        batches = zip(counts.reshape(-1, experts).tolist(), resident[layers].tolist(), strict=True)
+        rows = [self._fit(row, slots, ranks, placed.spare_slots) for row, slots in batches]
         shape = placed.slot_to_expert.shape[:-1]
         parts = (np.array(part).reshape(*shape, -1) for part in zip(*rows, strict=True))
         filled, quota, telemetry = write_batch(placed.slot_to_expert.device, *parts)

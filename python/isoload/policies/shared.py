@@ -110,7 +110,7 @@ def total_shared(demand: Demand, placed: PlacedLayers) -> Tensor:
 
 
 def joint_plan(policy: SharedPolicy, demand: Demand, placed: PlacedLayers, how: dict[str, Any]) -> Plan:
-    """Return the whole plan and the send_counts of the demand's rank, from one kernel. how: the policy's joined()."""
+    """Return the whole plan and the send_counts of the demand's rank, from one kernel. `how`: the policy's joined()."""
     assert demand.gathered is not None and demand.tokens is not None and demand.rank is not None
     split = ops.plan_joint(
         demand.gathered,

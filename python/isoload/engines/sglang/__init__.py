@@ -1,7 +1,6 @@
 """Plug-in for SGLang: it implements SGLang's own options; SGLang's plug-in loader attaches it. See docs/sglang.md.
 
-This module maps hooks to functions, and tests every hook that can run without a model on a known batch of SGLang's own
-records before any hook is installed.
+This module maps hooks to functions, and tests them on a known batch, where they need no model, before it installs any.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ Original = Callable[..., Any]
 
 class Spare:
     """The spare slots of one MoE layer, whose Balancer has them empty: their experts, and the weights on their way.
-    table: [P] on the host, the expert in each slot."""
+    `table`: [P] on the host, the expert in each slot."""
 
     def __init__(self, layer: EngineLayer, table: Tensor) -> None:
         self.layer = layer
@@ -42,9 +42,7 @@ class Spare:
         self.backend: Backend | None = None  # of the ranks of this node
         self.module: torch.nn.Module | None = None  # that computes the experts
         topology = layer.balancer.placement.topology
-        self.first = (
-            LAYERS.own_rank() // topology.ranks_per_node * topology.ranks_per_node
-        )  # rank of this node
+        self.first = topology.node_of(LAYERS.own_rank()).start  # rank of this node
         self._plan: BorrowPlan | None = None  # kept until the next one, because another stream reads it
         self._finish: Callable[[], None] | None = None
         with torch.inference_mode(False):  # otherwise only inference mode could write it
@@ -97,9 +95,7 @@ class Spare:
         try:
             ids = without_padding(topk_ids, num_valid)
         except BaseException as error:
-            balancer.gather(
-                [], call=Call(balancer.group, failure=error)
-            )  # the other ranks raise in this gather
+            balancer.gather([], call=Call(balancer.group, failure=error))  # in which the other ranks raise
             raise
         batch = balancer.gather([ids])
         if self.may_fill:
@@ -126,20 +122,14 @@ class Spare:
         live = len(placed.topology.live_ranks)
         changed = torch.where(new.filled.slot_to_expert == last.slot_to_expert, -1, new.filled.slot_to_expert)
         local = changed.view(placed.topology.num_ranks, -1)[LAYERS.own_rank()]
-        sums = [
-            new.refilled.long(),
-            (changed >= 0).sum(),
-            new.before.long() * live,
-            new.after.long() * live,
-            loads.sum(),
-            (local >= 0).sum(),
-        ]
+        peaks = [peak.long() * live for peak in (new.before, new.after)]
+        sums = [new.refilled.long(), (changed >= 0).sum(), *peaks, loads.sum(), (local >= 0).sum()]
         self.counts += torch.stack(sums)
         self._write(new.filled)
         self.start(changed)
 
     def start(self, changed: Tensor) -> None:
-        """Start to copy experts to spare slots of this node; changed: [P] the expert that a slot receives, -1: none."""
+        """Start to copy experts to this node's spare slots; `changed`: [P] the expert that a slot gets, -1: none."""
         assert self.backend is not None and self.stacks is not None
         group, size, spare = self.backend.group, self.size, self.num_slots
         ranks = group.topology.num_ranks
@@ -247,8 +237,8 @@ def check_layout(metadata: Any) -> None:
 
 
 def write_maps(metadata: Any, layers: Sequence[int], tables: Tensor, listed: Tensor | None = None) -> None:
-    """Write [L, P] the experts of some layers' slots into SGLang's maps, in place. listed: [L, P] with -1 in the slots
-    that the lists of replicas leave out; None: they list all."""
+    """Write [L, P] the experts of some layers' slots into SGLang's maps, in place. `listed`: [L, P] with -1 in the
+    slots that the lists of replicas leave out; None: they list all."""
     experts, slots = metadata.num_logical_experts, metadata.num_physical_experts
     index = torch.tensor(list(layers))
     shown = (tables if listed is None else listed)[index].unsqueeze(1)
@@ -275,8 +265,8 @@ def hide(metadata: Any, layers: Sequence[int]) -> None:
 
 
 def bind(metadata: Any, weights: Mapping[int, Any], modules: Mapping[int, torch.nn.Module]) -> None:
-    """Let experts travel from now on; all ranks call it when the model is loaded. weights: by layer the stacks [S, ...]
-    that SGLang moves when experts move; modules: :func:`expert_modules`."""
+    """Let experts travel from now on; all ranks call it when the model is loaded. `weights`: by layer the stacks [S,
+    ...] that SGLang moves when experts move; `modules`: :func:`expert_modules`."""
     layers = spares()
     for i, stacks in weights.items():
         check_stacks(i, stacks, parameters_of(modules.get(i)), layers[i].size)
@@ -354,17 +344,8 @@ def check_whole(layer: int, stacks: Sequence[Tensor], parameters: Mapping[str, T
 
 # Ends of the names of parameters that belong to an expert's weights.
 NO_WEIGHTS = (
-    "bias",
-    "scale",
-    "scales",
-    "scale_inv",
-    "scale_2",
-    "zeros",
-    "qzeros",
-    "zero_point",
-    "g_idx",
-    "shape",
-)
+    "bias", "scale", "scales", "scale_inv", "scale_2", "zeros", "qzeros", "zero_point", "g_idx", "shape",
+)  # fmt: skip
 
 
 def check_stacks(layer: int, stacks: Sequence[Tensor], parameters: Mapping[str, Tensor], size: int) -> None:

@@ -59,9 +59,8 @@ def init_lplb_solvers(*, model_config: Any) -> None:
 
     architectures = getattr(model_config.hf_config, "architectures", None)
     if architectures and LAYERS.loads_of("lp") in JOINED_BY_ALL:
-        assert_lplb_supported_model(
-            architectures[0]
-        )  # in other models ranks without tokens do not join a gather
+        # In other models ranks without tokens do not join a gather.
+        assert_lplb_supported_model(architectures[0])
     metadata = get_global_expert_location_metadata()
     if metadata is None:
         return
@@ -193,9 +192,9 @@ class WaterfillBalancer:
     """Replacement of SGLang's WaterfillBalancer, one for each TopK. All ranks make and call them together.
 
     With lp the layer's plan has already placed the shared copies (policy joint, unless ISOLOAD_POLICY names another).
-    Otherwise, and in draft models, they fill the ranks above the routed copies (policy waterfill). num_routed_experts
-    is P; shared_weight, of the shared expert's output, is in older versions the inverse of routed_scaling_factor (1 if
-    0).
+    Otherwise, and in draft models, they fill the ranks above the routed copies (policy waterfill). `num_routed_experts`
+    is P; `shared_weight`, of the shared expert's output, is in older versions the inverse of routed_scaling_factor (1
+    if 0).
     """
 
     flag = "--enable-waterfill"
@@ -267,9 +266,6 @@ def fixed_routed(num_slots: int, num_ranks: int) -> Balancer:
     per_rank = torch.arange(num_slots, dtype=torch.int32).view(num_ranks, -1)
     shared = torch.full((num_ranks, 1), num_slots, dtype=torch.int32)
     slots, topology = torch.cat([per_rank, shared], dim=1).view(1, -1), Topology(num_ranks)
-    placement, policy = (
-        Placement(slots, topology, num_slots + 1, num_shared=1),
-        WaterfillPolicy(routed="none"),
-    )
+    placement = Placement(slots, topology, num_slots + 1, num_shared=1)
     group = LAYERS.group(topology) if num_ranks > 1 else None
-    return Balancer(placement, policy=policy, group=group, shared_columns=False)
+    return Balancer(placement, policy=WaterfillPolicy(routed="none"), group=group, shared_columns=False)

@@ -46,9 +46,7 @@ class Layer(EngineLayer):
     def __init__(self, balancer: Balancer, meter: Meter | None) -> None:
         super().__init__(balancer, meter)
         self.num_valid: Tensor | None = None  # of the next batch: rows from this one on are padding
-        self.shared: Tensor | None = (
-            None  # [T, 1] rank of every token's shared copy, until Waterfill takes it
-        )
+        self.shared: Tensor | None = None  # [T, 1] rank of tokens' shared copies, until Waterfill takes it
         self.policies: dict[str, Policy] = {}  # by phase, where they differ
 
     def plan_by(self, policies: dict[str, Policy]) -> None:
@@ -353,8 +351,8 @@ def prefill_graphs() -> Callable[[], bool]:
 
 
 def check_foreign(feature: str, names: Iterable[str], *sources: Any) -> None:
-    """Raise ValueError if one of these options of FOREIGN is on; feature: isoload's, which it cannot be combined with.
-    Of sources, records of SGLang's options, the first that has an option counts."""
+    """Raise ValueError if one of these options of FOREIGN is on; `feature`: isoload's, which it cannot be combined
+    with. Of sources, records of SGLang's options, the first that has an option counts."""
     for name in names:
         value = next((getattr(source, name) for source in sources if hasattr(source, name)), None)
         off, parts = FOREIGN[name]

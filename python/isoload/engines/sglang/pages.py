@@ -35,9 +35,8 @@ def check_start(runner: Any) -> None:
     options, placer = moe(), LAYERS.settings.placer
     feature = f"{RAGGED.name}={LAYERS.settings.ragged}"
     device = str(getattr(runner, "device", "cpu")).partition(":")[0]
-    check_foreign(
-        feature, [name for name in FOREIGN if name not in FREE], getattr(runner, "server_args", None)
-    )
+    foreign = [name for name in FOREIGN if name not in FREE]
+    check_foreign(feature, foreign, getattr(runner, "server_args", None))
     algorithm, chunks = (
         options.ep_dispatch_algorithm,
         getattr(options, "eplb_rebalance_layers_per_chunk", None),
@@ -157,8 +156,8 @@ def check_in_place() -> None:
 
 
 def check_moves(before: Tensor, after: Tensor, layers: Sequence[int], pool: PagePool) -> None:
-    """Raise ValueError on all ranks if one of them would need more memory than at the start while experts move. before,
-    after: [L, R] slots with memory; layers: those that change now."""
+    """Raise ValueError on all ranks if one of them would need more memory than at the start while experts move.
+    `before`, after: [L, R] slots with memory; `layers`: those that change now."""
     peak = before.clone()
     grows = (after > before).any(1)
     for i in layers:

@@ -1,7 +1,6 @@
 """Plug-in for vLLM's expert-parallel load balancer (EPLB), attached as a general plug-in. See docs/vllm.md.
 
-This module maps hooks to functions, and tests every hook that can run without a model on a known batch before any hook
-is installed.
+This module maps hooks to functions, and tests them on a known batch, where they need no model, before it installs any.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class Layer(EngineLayer):
     ) -> Tensor:
         """Return slots [T, K] of logical ids [T, K]; rows of padding that were not planned are -1. Adds the copies of
         each slot, padding aside, to expert_load_view [P] int32 if record_enabled [] is True. Rows from
-        num_unpadded_tokens [] on are padding. theirs: [T, K] vLLM's choice, where there is a switch."""
+        num_unpadded_tokens [] on are padding. `theirs`: [T, K] vLLM's choice, where there is a switch."""
         if self.runner.do_naive_dispatch_combine != (self.tokens == "gathered"):
             raise RuntimeError(
                 f"layer {self.balancer.layer}: vLLM must exchange tokens as when its model was loaded, "
@@ -161,11 +161,9 @@ class ModelLayers(EngineLayers[Layer]):
 
     def unused(self) -> dict[Variable, str]:
         if not self.by_id:
-            choice = (
-                "vLLM's own choice of replicas stays on every layer. Start vLLM without the options that the "
-            )
-            choice += "lines above name"
-            return dict.fromkeys((POLICY, LOADS), choice)
+            choice = "vLLM's own choice of replicas stays on every layer"
+            how = "Start vLLM without the options that the lines above name"
+            return dict.fromkeys((POLICY, LOADS), f"{choice}. {how}")
         if any(layer.tokens == "own" for layer in self.by_id.values()):
             return {}
         same = "all ranks route the same tokens, so each has the counts of all"
@@ -279,7 +277,7 @@ class Models:
 
     def add(self, state: Any, parallel: Any, draft: bool = False, name: str = "") -> None:
         """Add a model whose experts vLLM has placed; all ranks call it together. Drafts, which come first, have no
-        measured plans. name: as served; empty: the state's."""
+        measured plans. `name`: as served; empty: the state's."""
         layers, name = ModelLayers(), name or state.model_name
         layers.settings, layers.draft = self.settings, draft
         if self.in_shadow:

@@ -57,8 +57,8 @@ class Start:
         return f"{PLACEMENT.name}={self.path:.200}"
 
     def check_options(self, parallel: Any, additional: Any = None) -> None:
-        """Raise ValueError for options with which vLLM moves no experts, or which also set the experts' start. parallel
-        is vLLM's ParallelConfig; additional is the content of --additional-config."""
+        """Raise ValueError for options with which vLLM moves no experts, or which also set the experts' start.
+        `parallel` is vLLM's ParallelConfig; `additional` is the content of --additional-config."""
         eplb = additional.get("eplb_config") if isinstance(additional, dict) else None
         for option, keys in (("--eplb-config", vars(parallel.eplb_config)), ("--additional-config", eplb)):
             for name in STARTS:
