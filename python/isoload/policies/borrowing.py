@@ -355,7 +355,8 @@ def borrow_local(demand: Demand, placed: PlacedLayers, slots: int, local: int) -
     chosen = torch.where(wanted.gather(-1, chosen) > 0, chosen, -1).to(torch.int32)
     per_rank = placed.slot_to_expert.view(*placed.slot_to_expert.shape[:-1], ranks, -1)
     size, taken = per_rank.shape[-1], chosen.shape[-1]
-    resident, empty = per_rank[..., : size - slots], per_rank[..., size - slots + taken :]
+    resident = per_rank.narrow(-1, 0, size - slots)
+    empty = per_rank.narrow(-1, size - slots + taken, slots - taken)
     return torch.cat([resident, chosen, empty], dim=-1).flatten(-2)
 
 

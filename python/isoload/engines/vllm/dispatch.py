@@ -103,6 +103,8 @@ def step(
     MODELS.watch.enter()
     original(self, is_dummy, is_profile, **kwargs)
     MODELS.watch.leave(pending=any(state.rebalanced for state in self.model_states.values()))
-    MODELS.step_ended(self.model_states.values())
+    for layers in filter(None, map(MODELS.layers, self.model_states.values())):
+        layers.step_ended()
     if MODELS.meter is not None and MODELS.meter.report_if_due():
-        MODELS.check_device()
+        for layers in MODELS.by_state.values():
+            layers.check_device()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -309,23 +309,14 @@ class Models:
 
     def placed_as(self, tables: Tensor | None) -> ModelLayers | None:
         """Return the layers of the model with experts in these slots [L, P], if ISOLOAD_REBALANCE decides for it."""
-        models = [layers for layers in self.by_state.values() if layers.new_maps is not None]
-        if tables is None:
-            return None
-        return next(
-            (layers for layers in models if torch.equal(layers.tables, tables.cpu().to(layers.tables))), None
-        )
+        if tables is not None:
+            for layers in self.by_state.values():
+                if layers.new_maps is not None and torch.equal(layers.tables, tables.cpu().to(layers.tables)):
+                    return layers
+        return None
 
     def layers(self, state: Any) -> ModelLayers | None:
         return self.by_state.get(id(state))
-
-    def step_ended(self, states: Iterable[Any]) -> None:
-        for layers in filter(None, map(self.layers, states)):
-            layers.step_ended()
-
-    def check_device(self) -> None:
-        for layers in self.by_state.values():
-            layers.check_device()
 
     def _forget(self, state: int, maps: list[int]) -> None:
         if (layers := self.by_state.pop(state, None)) is not None and layers.record is not None:
