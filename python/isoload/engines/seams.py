@@ -12,7 +12,7 @@ import logging
 import os
 import pkgutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from importlib import import_module, resources
 from itertools import groupby
 from typing import Any, Literal
@@ -168,7 +168,9 @@ def shortened(signature: inspect.Signature, kind: Kind) -> Iterator[inspect.Sign
 
 
 def field_names(record: type) -> set[str]:
-    names: Any = getattr(record, "__dataclass_fields__", None) or getattr(record, "_fields", ())
+    names = getattr(record, "_fields", ())
+    if is_dataclass(record):
+        names = [field.name for field in fields(record)]
     return {*names, *(name for name, value in vars(record).items() if isinstance(value, property))}
 
 
@@ -232,8 +234,9 @@ class PlugIn:
         lost: set[str] = set()
 
         def lose(fault: str, serves: Sequence[str]) -> None:
-            needed = f" (needed by {' and '.join(serves)}{versions_with(self.engine, serves)})"
-            wrong.append(f"{fault}{needed if serves else ''}")
+            if serves:
+                fault = f"{fault} (needed by {' and '.join(serves)}{versions_with(self.engine, serves)})"
+            wrong.append(fault)
             lost.update(serves or options)
 
         if (fault := missing_package(seams)) is not None:
