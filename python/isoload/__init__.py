@@ -73,43 +73,18 @@ _HOMES = {  # modules that define the names of __all__; the block above states t
     "balancing.counting": ("count",),
     "balancing.known_routes": ("KnownRoutes",),
     "balancing.micro_batches": ("choose_micro_batches",),
-    "balancing.planning": (
-        "plan",
-        "share",
-    ),
+    "balancing.planning": ("plan", "share"),
     "balancing.routing": ("route",),
     "weights.experts": ("ExpertWeights",),
-    "placement.files": (
-        "read_placement",
-        "write_placement",
-    ),
-    "layer": (
-        "LibraStack",
-        "MoE",
-        "balance",
-        "clip_grad_norm_",
-        "load",
-        "parallelize",
-        "save",
-    ),
-    "online": (
-        "Rebalancer",
-        "Recorder",
-    ),
-    "placers": (
-        "PLACERS",
-        "place",
-    ),
+    "placement.files": ("read_placement", "write_placement"),
+    "layer": ("LibraStack", "MoE", "balance", "clip_grad_norm_", "load", "parallelize", "save"),
+    "online": ("Rebalancer", "Recorder"),
+    "placers": ("PLACERS", "place"),
     "policies": ("POLICIES",),
     "placement.placement": ("Placement",),
     "topology": ("Topology",),
     "traces": ("read_trace",),
-    "transport": (
-        "CollectiveGroup",
-        "CollectiveTransport",
-        "LocalGroup",
-        "LocalTransport",
-    ),
+    "transport": ("CollectiveGroup", "CollectiveTransport", "LocalGroup", "LocalTransport"),
 }
 
 
@@ -161,11 +136,9 @@ sys.modules.update({f"isoload.{former}": _Moved(f"isoload.{former}") for former 
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name or a module when it is first used, so that ``isoload --help`` needs no torch.
-
-    The first public name imports all of them, because a program that has used one may name a module without importing
-    it, as ``isoload.policies.plan.Plan``.
-    """
+    """Import a public name or a module when it is first used, so that ``isoload --help`` needs no torch. The first
+    public name imports all of them, because a program that has used one may name a module without importing it, as
+    ``isoload.policies.plan.Plan``."""
     if name in __all__:
         for module, names in _HOMES.items():
             imported = import_module(f"isoload.{module}")

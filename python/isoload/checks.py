@@ -1,7 +1,7 @@
 """Value checks of tensors, and options of policies and placers (``name:option=value:option=value``).
 
-Values of a tensor are checked if that costs no wait: on CPU always, on CUDA under ISOLOAD_CHECK=1, never while a
-graph is captured or a model is traced.
+Values of a tensor are checked if that costs no wait: on CPU always, on CUDA under ISOLOAD_CHECK=1, never while a graph
+is captured or a model is traced.
 """
 
 from __future__ import annotations
@@ -32,16 +32,10 @@ _TYPES: dict[type, dict[str, tuple[Any, ...]]] = {}  # by class, read once
 
 
 def make(kind: str, classes: Mapping[str, type[Made]], name: str, options: Mapping[str, Any]) -> Made:
-    """Return the policy or placer (kind) of a name, with options.
-
-    Raises:
-        ValueError: an unknown name or option, or an invalid value of an option.
-    """
     return _find(kind, classes, name, options)(**options)
 
 
 def parse(kind: str, classes: Mapping[str, type[Made]], text: str) -> tuple[str, dict[str, Any]]:
-    """Return name and options of a text ``name:option=value:option=value``; raises ValueError as :func:`make`."""
     name, *pairs = text.split(":")
     texts: dict[str, str] = {}
     for pair in pairs:
@@ -110,7 +104,6 @@ def _find(kind: str, classes: Mapping[str, type[Made]], name: str, options: Mapp
 
 
 def _read(name: str, text: str, types: tuple[Any, ...]) -> Any:
-    """Return the value in the first of these types that accepts it."""
     words = {"True": True, "False": False, "None": None}
     if text in types or (text in words and type(words[text]) in types):
         return words.get(text, text)
@@ -156,14 +149,12 @@ def parse_layers(text: str, num_layers: int) -> list[int]:
 
 
 def values_readable(tensor: Tensor) -> bool:
-    """Return whether value checks run: on CPU always, elsewhere under ISOLOAD_CHECK=1, never while tracing."""
     if torch.compiler.is_compiling() or isinstance(tensor, FakeTensor):
         return False
     return tensor.device.type == "cpu" or os.environ.get("ISOLOAD_CHECK") == "1"
 
 
 def parse_amount(name: str, text: str) -> float:
-    """Return the finite number of at least 0 that a text states."""
     try:
         amount = float(text)
     except ValueError:

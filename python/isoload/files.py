@@ -38,7 +38,6 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_text(path: Path, max_bytes: int = MAX_TEXT) -> str:
-    """Return a file's text."""
     with open_regular(path) as file:
         data = file.read(max_bytes + 1) if os.fstat(file.fileno()).st_size <= max_bytes else None
     if data is None or len(data) > max_bytes:  # /proc's files report size 0
@@ -50,7 +49,7 @@ def read_text(path: Path, max_bytes: int = MAX_TEXT) -> str:
 
 
 def parse_json(text: str, infinities: bool = False) -> Any:
-    """Return the value of a JSON text; infinities: NaN and Infinity, which JSON lacks, are read too."""
+    """Return the value of a JSON text; `infinities`: NaN and Infinity, which JSON lacks, are read too."""
     try:
         return json.loads(
             text, object_pairs_hook=_unique, parse_constant=float if infinities else _no_constant
@@ -87,9 +86,7 @@ def _no_constant(name: str) -> Any:
 def integer_rows(
     key: str, rows: Any, layers: list[Any] | None = None, least: int = -1
 ) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Return [L, P] int64 from a list of L lists of P integers, least or more; key, and names of layers, are for
-    messages.
-    """
+    """Return [L, P] int64 from a list of L lists of P integers, least or more; key and layers are for messages."""
     if not isinstance(rows, list) or not rows:
         raise ValueError(f"{key} must be a list of layers, got {shown(rows)}")
     names = layers or list(range(len(rows)))
@@ -107,7 +104,6 @@ def integer_rows(
 
 
 def check_keys(content: dict[str, Any], wanted: set[str], what: str = "keys") -> None:
-    """Reject missing and unknown keys."""
     for key in sorted(wanted - content.keys()):
         raise ValueError(f"{what} must have {key}, got {shown(sorted(content))}")
     for key in sorted(content.keys() - wanted):
@@ -130,11 +126,8 @@ def check_target(target: str | None, name: str = "json") -> None:
 
 
 def printable(text: str) -> str:
-    """Return text with control characters and lone surrogates as backslash escapes.
-
-    A name in a file may contain ESC sequences, which a terminal executes, or an undecodable byte, which no stream
-    can encode.
-    """
+    """Return text with control characters and lone surrogates as backslash escapes. A name in a file may contain ESC
+    sequences, which a terminal executes, or an undecodable byte, which no stream can encode."""
     if text.isprintable():
         return text
     unsafe = ("Cc", "Cf", "Cs", "Zl", "Zp")
@@ -143,7 +136,6 @@ def printable(text: str) -> str:
 
 
 def to_json_text(value: Any, indent: int | None = None) -> str:
-    """Return a value as JSON, on one line or indented. Raises ValueError for a value that JSON does not have."""
     try:
         return json.dumps(value, indent=indent, allow_nan=False) + "\n"
     except RecursionError:
@@ -151,16 +143,13 @@ def to_json_text(value: Any, indent: int | None = None) -> str:
 
 
 def write_json(value: Any, target: str) -> None:
-    """Write indented JSON as :func:`write_text` does."""
     write_text(to_json_text(value, indent=2), target)
 
 
 def write_text(text: str, target: str) -> None:
-    """Write text to stdout ("-") or to a file.
-
-    A regular file appears whole or not at all, with its earlier mode; links are followed, and stay. Any other target
-    (a device, a pipe, /dev/stdout, /dev/fd/3) is opened and written, never replaced.
-    """
+    """Write text to stdout ("-") or to a file. A regular file appears whole or not at all, with its earlier mode; links
+    are followed, and stay. Any other target (a device, a pipe, /dev/stdout, /dev/fd/3) is opened and written, never
+    replaced."""
     if target == "-":
         print(text, end="")
         return
@@ -186,7 +175,6 @@ def write_text(text: str, target: str) -> None:
 
 
 def _found(target: str) -> os.stat_result | None:
-    """Return the status of the target at the end of its links; None if it does not exist."""
     try:
         return os.stat(target)
     except FileNotFoundError:
@@ -194,10 +182,7 @@ def _found(target: str) -> os.stat_result | None:
 
 
 def descriptor_of(target: str) -> int | None:
-    """Return the number of "-", /dev/stdout, /dev/fd/3 etc., which may be a regular file that is open already:
-    replacing it
-    would leave its writer with a file without a name.
-    """
+    """Return the number of "-", /dev/stdout, /dev/fd/3 etc., which must not be replaced under their writers."""
     if target == "-":
         return 1
     path, descriptors = Path(target), os.path.realpath("/proc/self/fd")

@@ -26,13 +26,10 @@ class Topology:
     Args:
         num_ranks: R, 1..1024.
         ranks_per_node: ranks that share a fast link; divides R. Default (0): all of them.
-        speeds: [R] relative speed of each rank (1.0 = nominal), 1/1024..1024; None = all equal. With speeds the load
-            of a rank, and every peak, bound and imbalance, is a cost: copies times the rank's :attr:`ticks`.
+        speeds: [R] relative speed of each rank (1.0 = nominal), 1/1024..1024; None = all equal. With speeds the load of
+            a rank, and every peak, bound and imbalance, is a cost: copies times the rank's :attr:`ticks`.
         alive: [R] False for a rank that holds no experts (elastic EP); None = all alive.
         bandwidths: (inside a node, between nodes) in GB/s per rank, for cost models.
-
-    Raises:
-        ValueError: names the argument, the rule and the value.
     """
 
     num_ranks: int
@@ -61,7 +58,6 @@ class Topology:
 
     @property
     def live_ranks(self) -> list[int]:
-        """Ranks that may hold experts, ascending."""
         return [r for r in range(self.num_ranks) if self.alive is None or self.alive[r]]
 
     @property
@@ -71,16 +67,11 @@ class Topology:
 
     @cached_property
     def copies_per_cost(self) -> float:
-        """Copies that the live ranks compute in one unit of cost, so that all copies over it are the mean load.
-
-        The mean load is that of every rank if all ended together: copies / number of live ranks if all have the same
-        speed.
-        """
+        """Copies that the live ranks compute in one unit of cost, so that all copies over it are the mean load."""
         return float(sum(1 / self._costs[rank] for rank in self.live_ranks))
 
     @cached_property
     def _costs(self) -> list[int]:
-        """[R] cost of one copy."""
         if self.speeds is None:
             return [1] * self.num_ranks
         return [round(NOMINAL_TICKS / speed) for speed in self.speeds]
@@ -102,11 +93,7 @@ class Topology:
 
 
 def as_topology(topology: Topology | int) -> Topology:
-    """Return the topology, or for an integer R the topology of R ranks on one node.
-
-    Raises:
-        ValueError: for anything else.
-    """
+    """Return the topology, or for an integer R the topology of R ranks on one node."""
     if isinstance(topology, Topology):
         return topology
     if isinstance(topology, Integral) and not isinstance(topology, bool):
@@ -115,7 +102,6 @@ def as_topology(topology: Topology | int) -> Topology:
 
 
 def topology_errors(topology: Topology) -> list[str]:
-    """Return the errors of a topology, one sentence each; empty if there are none."""
     errors: list[str] = []
     ranks, per_node = topology.num_ranks, topology.ranks_per_node
     if not isinstance(ranks, Integral) or not 1 <= ranks <= MAX_RANKS:
@@ -138,12 +124,7 @@ def topology_errors(topology: Topology) -> list[str]:
 
 
 def over_mean(loads: Any, mean: Any = None) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """Return rank loads over their mean; 1 where there are no copies.
-
-    Args:
-        loads: [..., R], or with `mean` any shape that fits the means'.
-        mean: of all ranks; None = of the last dimension of `loads`.
-    """
+    """Return rank loads [..., R] over their mean, or over means of all ranks; 1 where there are no copies."""
     if mean is None:
         mean = np.asarray(loads, dtype=np.float64).mean(-1, keepdims=True)
     return np.where(mean > 0, loads / np.maximum(mean, 1e-300), 1.0)

@@ -10,7 +10,6 @@ from typing import Any
 
 
 def amount(number: int, noun: str, plural: str = "") -> str:
-    """Return "1 layer" or "75 layers"."""
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
@@ -37,10 +36,7 @@ def between(low: float, high: float, decimals: int = 2) -> str:
 
 
 def saving(low: float, high: float, unit: str, more: str = "") -> str:
-    """Return a range of savings in words: "saves 16 to 17 ms", "takes 1.8 ms longer", "changes less than 0.01 ms".
-
-    more: follows "saves", for example "another".
-    """
+    """Return a range of savings: "saves 16 to 17 ms", "takes 1.8 ms longer"; `more`: follows "saves", as "another"."""
     saves = f"saves {more} ".replace("  ", " ")
     least, largest = two_digits(low), two_digits(high)
     if least == largest == "0":

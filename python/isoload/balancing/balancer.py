@@ -2,12 +2,9 @@
 
     mask -> count -> exchange -> plan -> route
 
-There is one class per source of loads: :class:`AllCounts`, :class:`SameTokens` and :class:`OwnOrNodeCounts`.
-
-Every call allocates its own results and never writes the results of an earlier call. So two batches may be in flight,
-and capturing a second graph does not change the first. :meth:`Balancer.load` refreshes the tables in place. All ranks
-call the Balancers of a group in the same order, and no other collective may use that group
-(:meth:`isoload.CollectiveGroup.own`).
+Every call allocates its own results, so two batches may be in flight, and capturing a second graph does not change the
+first. :meth:`Balancer.load` refreshes the tables in place. All ranks call the Balancers of a group in the same order,
+and no other collective may use that group (:meth:`isoload.CollectiveGroup.own`).
 """
 
 from __future__ import annotations
@@ -63,26 +60,24 @@ class Balancer:
         layer: position of this layer in the placement.
         layer_id: the model's own number of this layer; replaces layer.
         policy: a name in isoload.POLICIES or a Policy; options go with the name. With a policy that borrows,
-            ``last_plan`` names the experts whose weights must be copied before the experts run. The MoE layer copies
-            them; other callers must.
+            ``last_plan`` names the experts whose weights must be copied before the experts run. Only the MoE layer
+            copies them itself.
         group: communication of the ranks; all layers share one. None: a single rank, or tokens="same".
-        tokens: "own": each rank has its own rows, and loads are gathered over the group. "same": all ranks hold the
-            same rows, as in tensor-parallel serving without an all-to-all. Then nothing is exchanged, and every rank
-            computes the same slots. All rows count as rows of rank 0, so rank 0 would compute all shared copies:
-            choose waterfill or joint where the placement has shared experts.
+        tokens: "own": each rank has its own rows. "same": all ranks hold the same rows, as in tensor-parallel serving
+            without an all-to-all; nothing is exchanged, and every rank computes the same slots. All rows count as rank
+            0's, which would compute all shared copies: choose waterfill or joint where there are shared experts.
         loads: "gathered": plan from the counts of all ranks, gathered in the forward; the plan has a certificate.
-            "node": plan from the counts of each node, gathered within the node. "own": plan from each rank's own
-            counts, without an exchange in the forward. "node" and "own" split towards targets that :meth:`exchange`
-            renews, see :mod:`isoload.balancing.own_counts`. Their policy is exact, shared experts stay on the
-            token's rank, and last_plan is None.
-        min_tokens: batches with fewer tokens over all ranks are neither gathered nor planned. Each routed expert
-            then uses its ``static`` replica, shared experts stay on the token's rank, and last_plan is None. Must be
-            the same on all ranks.
+            "node": from the counts of each node, gathered within it. "own": from each rank's own counts, without an
+            exchange. "node" and "own" split towards targets that :meth:`exchange` renews
+            (:mod:`isoload.balancing.own_counts`). Their policy is exact, shared experts stay on the token's rank, and
+            last_plan is None.
+        min_tokens: batches with fewer tokens over all ranks are neither gathered nor planned: each routed expert uses
+            its ``static`` replica, and last_plan is None. Must be the same on all ranks.
         shared_columns: whether the last columns of topk_ids are the shared experts, as
             :func:`isoload.ops.append_shared_expert` adds them. False: the Balancer adds these columns.
 
     Raises:
-        ValueError: names the argument, the rule and the value; on the other ranks it names the rank.
+        ValueError: on all ranks; the other ranks' message names the rank that failed.
     """
 
     own_counts: OwnCounts | None = None  # counts and targets with loads="own" or "node", else None
@@ -99,7 +94,6 @@ class Balancer:
         loads: str = "gathered",
         **_: Any,
     ) -> Balancer:
-        """Choose the class from tokens and loads; a copy keeps the class of its original."""
         if cls is Balancer:
             by_loads = OwnOrNodeCounts if loads in ("own", "node") else AllCounts
             cls = SameTokens if tokens == "same" else by_loads
@@ -163,13 +157,10 @@ class Balancer:
             self.own_counts.join()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {
-            **self.__dict__,
-            "recorder": None,
-        }  # A recorder identifies layers by object, so a copy must not record.
+        # A recorder identifies layers by object, so a copy must not record.
+        return {**self.__dict__, "recorder": None}
 
     def __repr__(self) -> str:
-        """Return one line with the policy and the sizes."""
         host = self.placement
         layer, ranks = f"layer {self.layer} of {host.num_layers}", amount(host.topology.num_ranks, "rank")
         return f"Balancer({self.policy.name}, {layer}, {ranks}, {self.tokens} tokens, {self.loads} loads)"
@@ -203,31 +194,26 @@ class Balancer:
         Args:
             topk_ids: [T, K] int32 or int64 logical experts of this rank's tokens; -1 = masked. T may differ between
                 ranks and be 0. A list over the owned ranks where this process owns several.
-            num_valid: rows from this one on are padding, which is neither counted nor routed. An integer, or a tensor
-                [] that is not read on the host.
-            num_tokens: number of tokens over all ranks, or an upper bound of it, the same on all ranks; compared with
-                min_tokens. None: T with tokens="same", otherwise unknown, and the batch is planned.
+            num_valid: rows from this one on are padding. An integer, or a tensor [] that is not read on the host.
+            num_tokens: tokens over all ranks, or an upper bound, the same on all ranks; compared with min_tokens. None:
+                T with tokens="same", otherwise unknown, and the batch is planned.
 
         Returns:
             [T, K] slots in the dtype of topk_ids, -1 where masked: DeepEP's ``topk_idx``.
 
         Raises:
-            ValueError: names the argument, the rule and the value; on the other ranks it names the rank and the stage.
-                Any other exception before the gather, including KeyboardInterrupt, also makes the other ranks raise.
+            ValueError: on all ranks, like any other exception before the gather, KeyboardInterrupt included.
         """
         try:
             ranks = [topk_ids] if isinstance(topk_ids, Tensor) else list(topk_ids)
             ids = [without_padding(rows, num_valid) for rows in ranks]
         except BaseException as error:
-            self.gather(
-                [], num_tokens, Call(self.group, failure=error)
-            )  # the other ranks raise in this gather
+            self.gather([], num_tokens, Call(self.group, failure=error))  # in which the other ranks raise
             raise
         slots = self.route(self.balance(ids, num_tokens))
         return slots[0] if isinstance(topk_ids, Tensor) else slots
 
     def _begin(self, device: torch.device) -> PlacedLayers:
-        """Count a new batch and return the layer's tables on its device."""
         if not torch.compiler.is_compiling():  # the compiler would recompile for every number
             self.batch += 1
         self.last_plan = self.last_loads = None
@@ -263,8 +249,7 @@ class Balancer:
         Args:
             topk_ids: as for a call, one tensor per owned rank; not read if call has failed.
             num_tokens: see :meth:`__call__`.
-            call: carries an earlier failure and the facts that must agree between ranks; :attr:`facts` are added to
-                it. The gather transmits that failure, and any failure before the gather, to the other ranks.
+            call: carries an earlier failure, which the gather transmits to the other ranks, and facts that must agree.
             more: [W] int32 of every owned rank, gathered with the loads; W is the same on all ranks.
         """
         if not torch.compiler.is_compiling():  # the compiler would recompile for every number
@@ -316,15 +301,10 @@ class Balancer:
         return batch
 
     def follow(self, topk_ids: list[Tensor], plan: KnownPlan | None, call: Call) -> Gathered:
-        """Count the batch and take a plan that was made ahead, without a gather. All ranks call it together.
+        """Count the batch and take a plan of :class:`isoload.KnownRoutes`, without a gather. All ranks call it.
 
-        Args:
-            topk_ids: as for :meth:`gather`.
-            plan: of :class:`isoload.KnownRoutes`, of the same micro-batch on all ranks.
-            call: as for :meth:`gather`; it transmits failures and the plan's checksum with the row counts.
-
-        Raises:
-            ValueError: the plan is of another placement, layer or device, or was made for other rows.
+        The plan is of the same micro-batch on all ranks. `call` transmits failures and the plan's checksum with the row
+        counts.
         """
         self.batch += 1
         self.last_plan = self.last_loads = None
@@ -375,10 +355,7 @@ class Balancer:
         return exchange([self, *others])
 
     def load(self, placement: Placement) -> None:
-        """Load a new placement in place, between batches. No address changes, so captured graphs stay valid.
-
-        Args:
-            placement: of the same topology, layers, experts, shared experts, slots and spare slots.
+        """Load a new placement of the same shape in place, between batches. Captured graphs stay valid.
 
         Raises:
             ValueError: on all ranks; names the argument, the rule and the value, or the fact in which ranks differ.
@@ -436,7 +413,6 @@ class AllCounts(Balancer):
         num_valid: int | Tensor | None = None,
         num_tokens: int | None = None,
     ) -> Tensor | list[Tensor]:
-        """See :meth:`Balancer.__call__`, which handles several owned ranks and unplanned batches."""
         several = not isinstance(topk_ids, Tensor) or len(self.ranks) > 1 or self.placement.num_shared
         if several or not self.has_freedom:
             return super().__call__(topk_ids, num_valid, num_tokens)
@@ -453,9 +429,7 @@ class AllCounts(Balancer):
                 self._record([counted.counts], ids)
         except BaseException as error:
             self.batch = batch
-            self.gather(
-                [], num_tokens, Call(self.group, failure=error)
-            )  # the other ranks raise in this gather
+            self.gather([], num_tokens, Call(self.group, failure=error))  # in which the other ranks raise
             raise
         loads = self.group.gather_loads([counted.counts], facts=facts)  # [R, E]; raises if any rank failed
         self.last_loads = loads
@@ -480,7 +454,6 @@ class SameTokens(Balancer):
         num_valid: int | Tensor | None = None,
         num_tokens: int | None = None,
     ) -> Tensor | list[Tensor]:
-        """See :meth:`Balancer.__call__`; uses one op if the policy is exact and there are no shared experts."""
         one_op = isinstance(topk_ids, Tensor) and type(self._policy) is ExactPolicy
         if not one_op or self.placement.num_shared:
             return super().__call__(topk_ids, num_valid, num_tokens)
@@ -511,7 +484,6 @@ class OwnOrNodeCounts(Balancer):
 
     @property
     def exchanges(self) -> bool:  # type: ignore[override]
-        """Whether the ranks of a node exchange counts in a batch that is planned."""
         return self.own_counts.by_node
 
     def __call__(
@@ -520,7 +492,6 @@ class OwnOrNodeCounts(Balancer):
         num_valid: int | Tensor | None = None,
         num_tokens: int | None = None,
     ) -> Tensor | list[Tensor]:
-        """See :meth:`Balancer.__call__`; uses one op to split and route a rank's own counts."""
         several = not isinstance(topk_ids, Tensor) or len(self.ranks) > 1 or self.placement.num_shared
         if several or not self.has_freedom:
             return super().__call__(topk_ids, num_valid, num_tokens)
@@ -554,7 +525,6 @@ class OwnOrNodeCounts(Balancer):
         return self.own_counts.gather(rows, call)
 
     def plan(self, batch: Gathered, filled: PlacedLayers | None = None, keep_local: bool = False) -> Gathered:
-        """Split the copies of the owned ranks. There is no plan over all ranks."""
         placed = self.placed_on(batch.loads.device)
         if batch.planned:
             batch.send_counts = self.own_counts.split(batch.loads, placed, self.layer)

@@ -1,9 +1,7 @@
 """CapturedBalancer: a Balancer that runs on a GPU by replaying one CUDA graph, from topk_ids to slots.
 
 Use it in code that runs eagerly. Engines that capture whole forward passes (SGLang, vLLM) call the Balancer inside
-their own capture: the Balancer allocates only from the capture's pool, the host reads nothing, and all state that
-persists between batches (the layer's tables, the batch number, a recorder's sums, the ranks' error codes) keeps its
-address.
+their own capture.
 """
 
 from __future__ import annotations
@@ -34,16 +32,9 @@ NO_LIMIT = 2**31 - 1
 
 
 def cuda_graph(call: Callable[[], list[Tensor]], pool: Any = None) -> tuple[Replay, list[Tensor]]:
-    """Capture ``call()`` in a CUDA graph.
-
-    Args:
-        call: must have run once before, because the first use of a kernel loads it, which a capture cannot do.
-        pool: memory shared by graphs, from ``torch.cuda.graph_pool_handle()``; only for graphs that are captured and
-            replayed on one stream. None: memory of its own.
-
-    Returns:
-        a function that replays the graph on the current stream, and the result, which each replay overwrites.
-    """
+    """Capture ``call()`` in a CUDA graph; return a function that replays it, and the result, which replays overwrite.
+    ``call`` must have run once before, because the first use of a kernel loads it, which a capture cannot do. `pool`,
+    from ``torch.cuda.graph_pool_handle()``, is only for graphs that are captured and replayed on one stream."""
     graph = torch.cuda.CUDAGraph()
     # Other threads may use CUDA during the capture, as NCCL's watchdog does.
     with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
@@ -62,10 +53,8 @@ class _Counts:
 
 @dataclass(frozen=True)
 class _Graph:
-    """A captured call: slots [tokens, top_k] of every owned rank, the plan and loads, and the bytes it exchanges.
-
-    policy is the policy that plans in the graph; counts are added to the recorder after a replay.
-    """
+    """A captured call: slots [tokens, top_k] of every owned rank, plan, loads, policy and exchanged bytes. Counts are
+    added to the recorder after a replay."""
 
     replay: Replay
     slots: list[Tensor]
@@ -79,30 +68,23 @@ class _Graph:
 class CapturedBalancer:
     """Calls a Balancer through a CUDA graph: the same slots, plans, samples, records and errors, with one launch.
 
-    The first batch runs eagerly, the second is captured, and later batches replay the graph. Planned batches and
-    unplanned ones (min_tokens) have a graph each. A :meth:`Balancer.load` needs no new graph. Under ISOLOAD_CHECK=1
-    nothing is captured, because every op then reads its values on the host.
+    The first batch runs eagerly, the second is captured, later ones replay the graph. Planned and unplanned batches
+    (min_tokens) have a graph each. :meth:`Balancer.load` needs no new graph. Under ISOLOAD_CHECK=1 nothing is captured.
 
-    NCCL requires that all ranks capture a collective and replay it in the same batches. So ranks capture in the same
-    batch and agree on the result, for which the host waits once per graph. If the capture fails on one rank, every
-    rank warns and runs eagerly until :meth:`recapture`. A rank whose call fails replays the graph too: its gather
-    carries the error code, and every rank raises. The recorder runs after the graph, and each rank may change it at
-    any time. Another policy needs :meth:`recapture` if other processes take part in the gather.
+    All ranks capture in the same batch and agree on the result, for which the host waits once per graph: NCCL requires
+    that all ranks capture and replay a collective together. If the capture fails on one rank, every rank warns and runs
+    eagerly until :meth:`recapture`. A rank whose call fails replays the graph too, and every rank raises. Each rank may
+    change the recorder at any time. Another policy needs :meth:`recapture` if other processes take part in the gather.
 
-    The next call overwrites the slots, ``last_plan`` and ``last_loads``: clone results that must live longer. Do not
-    call it inside another CUDA graph's capture: call the Balancer there.
+    The next call overwrites the slots, ``last_plan`` and ``last_loads``: clone results that must live longer. Inside
+    another CUDA graph's capture call the Balancer instead.
 
     Args:
         balancer: no other code may call it, except in the same order on all ranks.
         tokens: largest number of rows of a batch; smaller batches cost the same. May differ between ranks.
         top_k: columns of topk_ids.
-        dtype: of topk_ids.
-        device: of topk_ids.
-        capture: function that records a call and returns its replay: :func:`cuda_graph`, with a pool to share memory
-            between layers.
-
-    Raises:
-        ValueError: names the argument, the rule and the value.
+        dtype, device: of topk_ids.
+        capture: records a call and returns its replay: :func:`cuda_graph`, with a pool to share memory between layers.
     """
 
     def __init__(
@@ -135,10 +117,8 @@ class CapturedBalancer:
     def recapture(self) -> None:
         """Drop the graphs: the next batch runs eagerly, the one after it is captured.
 
-        All ranks call it together between batches, after they set another policy. The host waits.
-
-        Raises:
-            ValueError: on all ranks, if the ranks' policies differ.
+        All ranks call it together between batches, after they set another policy; all raise if the policies differ. The
+        host waits.
         """
         with self.balancer.group.agreeing("capture") as facts:
             facts["policy"] = self.balancer.policy
@@ -147,18 +127,12 @@ class CapturedBalancer:
     def __call__(
         self, topk_ids: Tensor | Sequence[Tensor], num_tokens: int | None = None
     ) -> Tensor | list[Tensor]:
-        """Return the slot of every token copy, as :meth:`Balancer.__call__`.
+        """Return the [T, top_k] slots of every token copy, a view of memory that the next call writes.
 
         Args:
-            topk_ids: [T, top_k] of the dtype and on the device captured, T at most ``tokens``; -1 = masked. A list
-                over the owned ranks where this process owns several.
+            topk_ids: [T, top_k] of the dtype and on the device captured, T at most ``tokens``; -1 = masked. A list over
+                the owned ranks where this process owns several; then the result is a list.
             num_tokens: see :meth:`Balancer.__call__`.
-
-        Returns:
-            [T, top_k] slots, a view of memory that the next call writes; a list if topk_ids is a list.
-
-        Raises:
-            ValueError: names the argument, the rule and the value. The other ranks raise it from the gather.
         """
         ids: list[Tensor] = []
         planned = self.balancer.has_freedom  # so the other ranks gather, unless num_tokens excludes it
@@ -173,10 +147,8 @@ class CapturedBalancer:
                 self._take(n, rows)
         if call.failure is not None and not (planned and self.balancer.exchanges):
             self.balancer.gather([], num_tokens, call)  # raises
-        slots = [
-            s.narrow(0, 0, len(rows))
-            for s, rows in zip(self._run(num_tokens, planned, call), ids, strict=True)
-        ]
+        pairs = zip(self._run(num_tokens, planned, call), ids, strict=True)
+        slots = [s.narrow(0, 0, len(rows)) for s, rows in pairs]
         return slots[0] if isinstance(topk_ids, Tensor) else slots
 
     def _check(self, ids: list[Tensor]) -> None:
@@ -192,7 +164,6 @@ class CapturedBalancer:
                 )
 
     def _take(self, n: int, rows: Tensor) -> None:
-        """Copy an owned rank's rows into the graph's input, and set the rows of a longer previous batch to -1."""
         buffer, before = self._ids[n], self._filled[n]
         buffer.narrow(0, 0, len(rows)).copy_(rows)
         if len(rows) < before:
@@ -248,7 +219,6 @@ class CapturedBalancer:
 
     @contextmanager
     def _counting(self, counts: _Counts) -> Iterator[None]:
-        """Pass the Balancer's counts to an object that replaces its recorder."""
         recorder, self.balancer.recorder = self.balancer.recorder, counts
         try:
             yield

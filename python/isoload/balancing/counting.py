@@ -17,10 +17,7 @@ from isoload.policies.plan import check_shared_columns
 def count(topk_ids: Tensor, num_experts: int) -> Tensor:
     """Return the [E] int32 copies per logical expert in topk_ids, [T, K] or any shape (int32 or int64; -1 = masked).
 
-    All-gather the result over the ranks to get loads [R, E].
-
-    Raises:
-        ValueError: an id outside -1..E-1, or another dtype.
+    All-gather the result over the ranks to get loads [R, E]. Raises ValueError for an id outside -1..E-1.
     """
     rows = topk_ids if topk_ids.dim() == 2 else topk_ids.reshape(-1, 1)
     return ops.count(rows, num_experts).counts
@@ -37,7 +34,6 @@ def without_padding(topk_ids: Tensor, num_valid: int | Tensor | None) -> Tensor:
 
 
 def check_ids(topk_ids: object) -> None:
-    """Raise ValueError unless topk_ids is a tensor [T, K]."""
     if not isinstance(topk_ids, Tensor):
         raise ValueError(f"topk_ids must be a tensor [T, K], got {type(topk_ids).__name__}")
     if topk_ids.dim() != 2:
@@ -45,7 +41,6 @@ def check_ids(topk_ids: object) -> None:
 
 
 def check_one_each(topk_ids: Sequence[Tensor], owned: int) -> None:
-    """Raise ValueError unless there is one tensor per owned rank."""
     if len(topk_ids) != owned:
         raise ValueError(f"topk_ids must have one tensor per owned rank ({owned}), got {len(topk_ids)}")
 

@@ -1,7 +1,7 @@
 """KnownRoutes: the routes of a training step that are known before its forward pass, for example by router replay.
 
-Loads and plans of all micro-batches and layers are made ahead of the step. A layer that is called with its plan
-neither gathers loads nor plans: ranks exchange rows and weights only.
+Loads and plans of all micro-batches and layers are made ahead of the step. A layer that is called with its plan neither
+gathers loads nor plans: ranks exchange rows and weights only.
 """
 
 from __future__ import annotations
@@ -32,22 +32,14 @@ Routes = Sequence[Sequence[Tensor]]  # [micro-batches][ranks] ids [T, L, K]
 
 @dataclass(frozen=True, eq=False)
 class KnownPlan:
-    """Plan of one micro-batch and layer, which the layer takes as ``plan=``.
+    """Plan of one micro-batch and layer, which the layer takes as ``plan=``."""
 
-    plan      of the layer, in the placement for which it was made
-    loads     [R, E] int32 copies for which it was made
-    number    checksum of the loads and of all plans of the step, which all ranks compare
-    rank      source rank whose send_counts are in the plan; None: they are computed when copies are routed
-    step      the plans of the step
-    place     micro-batch, and position of the layer in the placement
-    """
-
-    plan: Plan
-    loads: Tensor
-    number: int
-    rank: int | None
-    step: KnownPlans
-    place: tuple[int, int]
+    plan: Plan  # of the layer, in the placement for which it was made
+    loads: Tensor  # [R, E] int32 copies for which it was made
+    number: int  # checksum of the loads and of all plans of the step, which all ranks compare
+    rank: int | None  # source rank whose send_counts are in the plan; None: made when copies are routed
+    step: KnownPlans  # the plans of the step
+    place: tuple[int, int]  # micro-batch, and position of the layer in the placement
 
     def near(self, layer: int, batches: int = 0) -> KnownPlan | None:
         """Return the plan of another layer, some micro-batches later; None if the step has no such micro-batch."""
@@ -68,11 +60,7 @@ class KnownPlan:
                 )
 
     def placed_in(self, placed: PlacedLayers) -> Plan:
-        """Return the plan in a layer's own tables.
-
-        Raises:
-            ValueError: the plan is of another placement or layer.
-        """
+        """Return the plan in a layer's own tables; raise ValueError if it is of another placement or layer."""
         planned = self.plan.placed
         if planned.host is not placed.host or planned.layer != placed.layer:
             raise ValueError(
@@ -93,26 +81,18 @@ class KnownPlans:
         self._plans: dict[tuple[int, int], KnownPlan] = {}
 
     def __repr__(self) -> str:
-        """Return one line of sizes."""
         batches, layers = self.routes.loads.shape[:2]
         return f"KnownPlans({self.whole.policy.name}, {batches} micro-batches x {layers} layers)"
 
     @property
     def peak(self) -> Tensor | None:
-        """[micro-batches, L] int64, see :class:`isoload.policies.plan.Plan`."""
         return None if self.whole.peak is None else self.whole.peak.view(self.routes.loads.shape[:2])
 
     @property
     def bound(self) -> Tensor:
-        """[micro-batches, L] int64, see :class:`isoload.policies.plan.Plan`."""
         return self.whole.bound.view(self.routes.loads.shape[:2])
 
     def __getitem__(self, which: tuple[int, int]) -> KnownPlan:
-        """Return the plan of (micro-batch, position of the layer in the placement).
-
-        Raises:
-            ValueError: there is no such micro-batch or layer.
-        """
         batch, layer = which
         if which in self._plans:
             return self._plans[which]
@@ -132,7 +112,6 @@ class KnownPlans:
         return self._plans[which]
 
     def layers(self, micro_batch: int) -> list[KnownPlan]:
-        """Return a micro-batch's plans of all layers of the placement, in order."""
         return [self[micro_batch, layer] for layer in range(self.routes.loads.shape[1])]
 
 
@@ -142,22 +121,16 @@ class KnownRoutes:
     Args:
         routes: ids of the step's tokens, ``[micro_batches][ranks]`` tensors [T, L, K] of one device; -1 = masked. T
             differs between ranks and may be 0. With a group whose processes own some ranks each, these are the owned
-            ranks' and the loads of the other ranks are gathered, once for the step. Or a Trace with seq_id, for example
-            of :func:`isoload.traces.read_routes`, which every process has.
+            ranks' ids, and the loads are gathered once for the step. Or a Trace with seq_id, which every process has.
         placement: of the model's layers. A Trace's layers are matched by their numbers; tensors have the placement's
             layers in order.
-        micro_batches: with a Trace: [sequences] micro-batch of every sequence, by ascending seq_id. None: one
-            micro-batch.
+        micro_batches: with a Trace: [sequences] micro-batch of every sequence, by ascending seq_id. None: one.
         ranks: with a Trace: [sequences] source rank of every sequence. None: rank 0 of a single rank.
-        group: of the ranks. None: routes are those of all ranks. A process of one rank computes its part of the
-            shares ahead, too.
+        group: of the ranks; errors are raised on all of them. None: routes are those of all ranks.
         device: of loads and plans, for a Trace.
 
     Attributes:
         loads: [micro_batches, L, R, E] int32 copies, shared experts included.
-
-    Raises:
-        ValueError: names the argument, the rule and the value; with a group on all ranks.
     """
 
     def __init__(
@@ -195,31 +168,18 @@ class KnownRoutes:
         self.numbers: list[list[int]] = numbers.tolist()
 
     def __repr__(self) -> str:
-        """Return one line of sizes."""
         batches, layers, ranks, experts = self.loads.shape
         return f"KnownRoutes({batches} micro-batches, {layers} layers, {ranks} ranks, {experts} experts)"
 
     def plans(self, policy: str | Policy = "exact", **options: Any) -> KnownPlans:
-        """Return the plans of all micro-batches and layers, made by one call of the policy.
-
-        Args:
-            policy: name in isoload.POLICIES, or a Policy.
-            **options: options of a policy that is given by name.
-
-        Raises:
-            ValueError: names the argument, the rule and the value.
-        """
+        """Return the plans of all micro-batches and layers, from one call of the policy (a name or a Policy)."""
         chosen = make_policy(policy, options)
         chosen.check(self.placement)
         placed = repeated(self.placement, len(self.loads), self.loads.device)
         return KnownPlans(self, chosen.plan(self.loads.flatten(0, 1), placed, self.rank))
 
     def tokens(self, micro_batch: int, rank: int) -> np.ndarray[Any, Any]:
-        """Return the [T] tokens of the Trace, ascending, that a rank has in a micro-batch.
-
-        Raises:
-            ValueError: the routes were not given as a Trace.
-        """
+        """Return the [T] tokens of the Trace, ascending, that a rank has in a micro-batch."""
         if self._tokens is None:
             raise ValueError("tokens need routes that are a Trace, got tensors")
         of_rank: np.ndarray[Any, Any] = self._tokens[micro_batch][rank]
@@ -233,7 +193,6 @@ class KnownRoutes:
         group: Group | None,
         device: torch.device | str,
     ) -> Tensor:
-        """Return the loads [micro-batches, L, ranks of routes, E]."""
         num_ranks = self.placement.topology.num_ranks
         if isinstance(routes, Trace):
             ids = placement_ids(routes, self.placement)
@@ -268,7 +227,6 @@ class RepeatedLayers(PlacedLayers):
 
 @lru_cache(maxsize=4)  # every step of a training run uses the same ones
 def repeated_placement(placement: Placement, times: int) -> Placement:
-    """Return the placement whose layers are those of a placement, repeated for every micro-batch."""
     rows = list(range(placement.num_layers)) * times
     return placement.with_rows(rows, range(len(rows)), Identity("order"))
 
@@ -281,11 +239,7 @@ def repeated(placement: Placement, times: int, device: torch.device) -> PlacedLa
 
 
 def count_routes(routes: Routes, placement: Placement) -> Tensor:
-    """Return the loads [micro-batches, L, n, E] int32 of ids ``[micro-batches][n]`` of [T, L, K], counted in one op.
-
-    Raises:
-        ValueError: names the argument, the rule and the value.
-    """
+    """Return the loads [micro-batches, L, n, E] int32 of ids ``[micro-batches][n]`` of [T, L, K], counted in one op."""
     layers, routed, shared = placement.num_layers, placement.num_routed, placement.num_shared
     num_batches, num_ranks = len(routes), len(routes[0])
     parts = [rows for of_ranks in routes for rows in of_ranks]
@@ -322,7 +276,6 @@ def count_routes(routes: Routes, placement: Placement) -> Tensor:
 
 
 def placement_ids(trace: Trace, placement: Placement) -> np.ndarray[Any, Any]:
-    """Return the trace's ids [tokens, L, K] with the layers of the placement, in its order."""
     if trace.topk_ids is None:
         raise ValueError(f"routes must have topk_ids, trace {trace.name} has only counts")
     if trace.num_experts != placement.num_routed and trace.provenance.get("num_experts_from") != "largest id":

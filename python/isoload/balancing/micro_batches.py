@@ -27,29 +27,18 @@ WORK = 5 * 10**9  # numbers that a search reads at most, about 20 s: the end of 
 
 @dataclass(frozen=True, eq=False)
 class MicroBatches:
-    """Assignment of sequences to micro-batches.
+    """Assignment of sequences to micro-batches, with sums over micro-batches and layers of the largest rank load. Peaks
+    are in copies, or in ticks if ranks have speeds. Each rank has equal tokens in every micro-batch."""
 
-    Peaks are sums over micro-batches and layers of the largest rank load, in copies, or in ticks if ranks have speeds.
-
-    micro_batches  [sequences] micro-batch of every sequence, by ascending seq_id
-    ranks          [sequences] source rank: equal tokens per rank in every micro-batch, then most local copies
-    peak           of this assignment
-    peak_given     of the order given; None if that order exceeds the token limit
-    peak_shuffled  of the shuffle from which the search started
-    floor          of all sequences in one micro-batch, below which no assignment can go
-    finished       whether the search ended before its time limit, so that it always returns this result
-    """
-
-    micro_batches: Longs
-    ranks: Longs
-    peak: float
-    peak_given: float | None
-    peak_shuffled: float
-    floor: float
-    finished: bool
+    micro_batches: Longs  # [sequences] micro-batch of every sequence, by ascending seq_id
+    ranks: Longs  # [sequences] source rank
+    peak: float  # of this assignment
+    peak_given: float | None  # of the order given; None if it exceeds the token limit
+    peak_shuffled: float  # of the shuffle from which the search started
+    floor: float  # of all sequences in one micro-batch, below which no assignment can go
+    finished: bool  # whether the search ended before its time limit: then always with this result
 
     def __repr__(self) -> str:
-        """Return one line with the peaks."""
         before = "" if self.peak_given is None else f", {self.peak_given:.0f} in the order given"
         peaks = f"peak {self.peak:.0f}{before}, {self.peak_shuffled:.0f} shuffled, floor {self.floor:.0f}"
         return f"MicroBatches({len(self.micro_batches)} sequences, {peaks})"
@@ -82,11 +71,7 @@ def choose_micro_batches(
         before: [sequences] micro-batch of every sequence in the order given. None: consecutive sequences.
         equal_counts: whether micro-batches have equal numbers of sequences, up to one.
         seed: of the shuffle and of the order in which exchanges are tried.
-        seconds: time limit of the search; the best assignment until then is returned. None: no limit; the search ends
-            after a fixed amount of work.
-
-    Raises:
-        ValueError: names the argument, the rule and the value.
+        seconds: time limit of the search, which returns the best assignment so far. None: a fixed amount of work.
     """
     loads, sizes = rank_loads(routes, placement, tokens)
     num = len(loads)
@@ -144,12 +129,10 @@ class _Rule:
 
     @property
     def capacity(self) -> int:
-        """Largest number of sequences of a micro-batch."""
         num = len(self.sizes)
         return -(-num // self.num_batches) if self.equal_counts else num
 
     def error(self, batch: Longs) -> str:
-        """Return why an assignment is not legal, or an empty text."""
         used = np.bincount(batch, self.sizes, self.num_batches)
         counts = np.bincount(batch, minlength=self.num_batches)
         if used.max() > self.limit:
@@ -161,9 +144,7 @@ class _Rule:
         return ""
 
     def spread(self, order: Longs) -> Longs | None:
-        """Return the sequences, the longest ones first and equally long ones in this order, each in the micro-batch
-        with the fewest tokens; None if that is not legal.
-        """
+        """Return every sequence's micro-batch: the longest first, each where tokens are fewest; None: not legal."""
         num, (used, counts) = len(order), np.zeros((2, self.num_batches), dtype=np.int64)
         batch = np.empty(num, dtype=np.int64)
         more = num % self.num_batches or self.num_batches  # micro-batches that have the larger of two counts
@@ -198,10 +179,8 @@ def _first_order(before: Sequence[int] | None, rule: _Rule) -> Longs | None:
 
 
 class _Search:
-    """Exchanges of sequences between micro-batches that lower the sum of peaks.
-
-    loads [sequences, R, L] of the ranks; sums [M, R, L]; peaks [M], the sum over layers of a micro-batch's peaks.
-    """
+    """Exchanges of sequences between micro-batches that lower the sum of peaks. `loads` [sequences, R, L] of the ranks;
+    sums [M, R, L]; peaks [M], the sum over layers of a micro-batch's peaks."""
 
     def __init__(self, loads: Floats, rule: _Rule, batch: Longs) -> None:
         self.loads, self.rule, self.work = loads, rule, 0
@@ -215,9 +194,7 @@ class _Search:
         self.used = np.bincount(batch, rule.sizes, rule.num_batches).astype(np.int64)
 
     def run(self, rng: np.random.Generator, seconds: float | None) -> bool:
-        """Descend, then exchange sequences at random and descend again, KICKS times without a better assignment; False:
-        out of time.
-        """
+        """Descend, and again after random exchanges until KICKS times bring nothing better; False: out of time."""
         end = None if seconds is None else time.monotonic() + seconds
         best, peak, kicks, finished = self.batch, np.inf, 0, True
         while finished and kicks < KICKS and self.work < WORK and self.rule.num_batches > 1:
@@ -232,7 +209,6 @@ class _Search:
         return finished
 
     def _kick(self, rng: np.random.Generator) -> None:
-        """Exchange a few sequences at random, if that is legal."""
         for _ in range(KICKED):
             first, second = rng.permutation(len(self.batch))[:2]
             batch = self.batch.copy()
@@ -296,9 +272,7 @@ class _Search:
 def rank_loads(
     routes: Trace | npt.NDArray[Any], placement: Placement, tokens: Sequence[int] | None
 ) -> tuple[Floats, Longs]:
-    """Return the loads [sequences, R, L] that every sequence brings to the ranks, in units of a copy's cost, and the
-    tokens [sequences].
-    """
+    """Return [sequences, R, L] loads of sequences on ranks, in units of a copy's cost, and [sequences] tokens."""
     layers, experts, topology = placement.num_layers, placement.num_routed, placement.topology
     if isinstance(routes, Trace):
         if tokens is not None:
@@ -335,9 +309,7 @@ def rank_loads(
 
 
 def _sequences(trace: Trace, placement: Placement) -> tuple[npt.NDArray[Any], Longs, int, Longs]:
-    """Return the ids [tokens, L, K] of the placement's layers, the sequence of every token, the number of sequences,
-    and their tokens.
-    """
+    """Return ids [tokens, L, K] of the placement's layers, every token's sequence, their number, and their tokens."""
     ids = placement_ids(trace, placement)
     if trace.seq_id is None:
         raise ValueError("routes must have seq_id, got a trace without (sequence_lengths of read_routes)")
@@ -348,7 +320,6 @@ def _sequences(trace: Trace, placement: Placement) -> tuple[npt.NDArray[Any], Lo
 
 
 def _shares(placement: Placement, layer: int) -> Floats:
-    """Return the cost [E, R] that a copy of every expert brings to every rank if its replicas share copies equally."""
     slots = placement.arrays[0][layer].reshape(placement.topology.num_ranks, -1)
     shares = np.zeros((placement.num_routed, len(slots)))
     for rank, row in enumerate(slots):
@@ -360,9 +331,8 @@ def _shares(placement: Placement, layer: int) -> Floats:
 
 
 def source_ranks(loads: Floats, sizes: Longs, batch: Longs, num_batches: int, live: list[int]) -> Longs:
-    """Return the source rank of every sequence: the longest ones first, each on the rank with the fewest tokens of its
-    micro-batch; of several such ranks the one that computes most of its copies.
-    """
+    """Return the source rank of every sequence: the longest first, on the micro-batch's rank with the fewest tokens. Of
+    several such ranks the one that computes most of the sequence's copies."""
     ranks, local = np.empty(len(sizes), dtype=np.int64), loads.sum(2)[:, live]
     used = np.zeros((num_batches, len(live)), dtype=np.int64)
     for sequence in np.argsort(-sizes, kind="stable"):

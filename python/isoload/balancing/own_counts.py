@@ -1,13 +1,10 @@
 """Own counts: plans of a Balancer with loads="own" or "node", where not all ranks exchange counts in the forward.
 
-A source is a rank or, by node, a node. Every source splits its own copies by :func:`isoload.ops.plan_own` towards
-targets, and keeps decayed counts. From time to time, outside of graphs, all ranks exchange these counts in one gather
-for all layers. They split the sums exactly; the split gives the part of each rank's load that each source should
-cause. A source that levelled only its own copies would undo what sources with other traffic compensate. Between
-exchanges no source waits for another, and no source changes the plan of another. With loads="node" the ranks of a
-node gather their counts in each batch and divide the node's split exactly.
-
-Shared experts stay on their token's rank: their copies are counted before a source splits the routed ones.
+A source, a rank or by node a node, splits its own copies by :func:`isoload.ops.plan_own` towards targets and keeps
+decayed counts. From time to time, outside of graphs, all ranks exchange these counts and split the sums exactly, which
+gives the part of each rank's load that each source should cause. A source that levelled only its own copies would undo
+what other sources compensate. With loads="node" the ranks of a node gather their counts in each batch and divide the
+node's split exactly. Shared experts stay on their token's rank and are counted before a source splits the routed ones.
 """
 
 from __future__ import annotations
@@ -32,22 +29,16 @@ Loads = Literal["gathered", "node", "own"]
 
 
 def described(failure: BaseException) -> str:
-    """Return the failure as text for the other ranks."""
     return f"{type(failure).__name__}: {failure}"
 
 
 class OwnSplit(NamedTuple):
-    """Copies that the owned sources sent in a batch. Peak and bound are of each source alone, not of all ranks.
-
-    counts  [E] int32     of every owned source: copies of the routed experts
-    fixed   [R] int32     shared copies by rank; None without shared experts
-    copies  [n, R] int64  copies of each source to every rank, shared copies included; the next batch overwrites it
-    """
+    """Copies that the owned sources sent in a batch. Peak and bound are of each source alone, not of all ranks."""
 
     placed: PlacedLayers
-    counts: list[Tensor]
-    fixed: list[Tensor | None]
-    copies: Tensor
+    counts: list[Tensor]  # [E] int32 of every owned source, routed experts
+    fixed: list[Tensor | None]  # [R] int32 shared copies; None without shared experts
+    copies: Tensor  # [n, R] int64 to every rank, shared included; the next batch overwrites it
 
     @property
     def own_peak(self) -> Tensor:
@@ -66,14 +57,11 @@ class OwnSplit(NamedTuple):
 class OwnCounts:
     """One layer's counts and targets of the n sources that this process plans for: its ranks, or their nodes.
 
-    recent [n, E] int64      decayed counts of routed experts, as :func:`isoload.ops.plan_own` keeps them
-    sent   [n, 3, R] int64   copies sent to ranks, as plan_own keeps them. The last row is the last batch, planned or
-                             not; over the ranks of a node it adds up to ``size`` times the node's copies
-    offset [n, R] int32      load that each source assumes on ranks; 0 before the first exchange and after a load
-    last                     OwnSplit of the last batch; None if it was not planned
-
-    The tensors keep their addresses after the first batch on a device, so captured graphs read the results of an
-    exchange.
+    recent [n, E] int64 has decayed counts and sent [n, 3, R] int64 copies sent to ranks, as plan_own keeps them. The
+    last row of sent is the last batch, planned or not; over the ranks of a node it adds up to ``size`` times the node's
+    copies. offset [n, R] int32 is the load that each source assumes on ranks, 0 before the first exchange and after a
+    load; last is the OwnSplit of the last batch, None if it was not planned. The tensors keep their addresses after the
+    first batch on a device, so captured graphs read the results of an exchange.
     """
 
     def __init__(self, placement: Placement, group: Group, loads: Loads) -> None:
@@ -97,7 +85,6 @@ class OwnCounts:
         return {**self.__dict__, "_first": None}
 
     def check(self, policy: Policy) -> None:
-        """Raise ValueError unless the policy is ``exact`` with objective spread, which own counts require."""
         if type(policy) is not ExactPolicy or policy.objective != "spread":
             raise ValueError(
                 f"policy must be exact with objective spread for loads={self.loads!r}, got {policy}: pass "
@@ -111,7 +98,6 @@ class OwnCounts:
             self.group.note_agreed(("length of counts",), [(self.num_experts,)] * len(self.group.ranks))
 
     def reset(self) -> None:
-        """Reset the state that belongs to the placement: targets and sent copies."""
         self.last = None
         for state in (self.offset, self.sent[:, 0], self.sent[:, 2]):
             state.zero_()
@@ -119,10 +105,9 @@ class OwnCounts:
     def gather(self, rows: list[Tensor], call: Call) -> Tensor:
         """Return counts for :meth:`split`: [n, E] of the owned ranks or, by node, [R, E] of the owned nodes' ranks.
 
-        Args:
-            rows: [E] of every owned rank, shared experts included; not read if the call has failed.
-            call: carries a failure, which this gather transmits to the ranks of the node. Where no later exchange of
-                the batch transmits it to the other nodes, the next :func:`exchange` raises it.
+        `rows` are [E] of every owned rank with shared experts, not read if the call has failed. This gather transmits a
+        failure to the ranks of the node; if no later exchange of the batch transmits it further, the next
+        :func:`exchange` raises it.
         """
         if call.failure is not None and call.later is None:
             self.failure = described(call.failure)
@@ -166,15 +151,9 @@ class OwnCounts:
         return send_counts
 
     def note_unplanned(self, counts: Sequence[Tensor], placed: PlacedLayers) -> None:
-        """Record in ``sent`` where an unplanned batch goes, so that an exchange returns its imbalance.
-
+        """Record in ``sent`` where an unplanned batch goes, by counts [E], so that an exchange returns its imbalance.
         Nothing is gathered. Where each rank of a node has a process of its own, a rank writes its own copies times
-        ``size``: a planned batch writes the copies of the whole node on each of the ``size`` ranks.
-
-        Args:
-            counts: [E] int32 copies of every owned rank, shared experts included.
-            placed: the layer on the counts' device.
-        """
+        ``size``: a planned batch writes the copies of the whole node on each of the ``size`` ranks."""
         if in_backward():  # a checkpoint's recompute is not the last batch
             return
         self.last = None
@@ -228,9 +207,6 @@ class OwnCounts:
 
 
 def local_shared(counts: Tensor, source: int, placed: PlacedLayers) -> Tensor:
-    """Return the [R] int32 shared copies that stay on each of a source's ranks, from counts [n, E] with shared
-    experts.
-    """
     assert placed.shared_home is not None
     copies = shared_copies(widened(counts.select(1, placed.host.num_routed)), placed.num_shared)
     home = placed.shared_home.narrow(0, source * len(counts), len(counts))
@@ -240,17 +216,9 @@ def local_shared(counts: Tensor, source: int, placed: PlacedLayers) -> Tensor:
 def share_in_node(
     counts: Tensor, send_counts: Tensor, tables: ReplicaTables, node: int, ranks: Sequence[int]
 ) -> list[Tensor]:
-    """Return the [P] int32 copies of each given rank to every slot, so that all ranks of the node send send_counts.
-
-    Copies stay on their own rank as far as the node sends any to it.
-
-    Args:
-        counts: [n, E] int32 copies of the node's ranks.
-        send_counts: [P] int32 of the node; for every expert they sum to the node's copies.
-        tables: of the layer.
-        node: number of the node.
-        ranks: ranks to return; ranks of other nodes are skipped.
-    """
+    """Return the [P] int32 copies of each given rank to every slot, whose sums over the node's ranks are send_counts.
+    Copies, counts [n, E], stay on their own rank as far as the node sends any to it. Ranks of other nodes are
+    skipped."""
     size, num_ranks = len(counts), tables.num_ranks
     if len(ranks) > 1:
         ranks = [rank for rank in ranks if rank // size == node]
@@ -265,7 +233,6 @@ REMOVED_LOADS = {"last": "loads='last' was removed: use loads='own'"}
 
 
 def make_own_counts(loads: Loads, tokens: str, placement: Placement, group: Group) -> OwnCounts | None:
-    """Return the OwnCounts of a Balancer with these loads, or None where the loads of all ranks are gathered."""
     per_node, ranks = placement.topology.ranks_per_node, placement.topology.num_ranks
     if loads in REMOVED_LOADS:
         raise ValueError(REMOVED_LOADS[loads])
@@ -274,11 +241,8 @@ def make_own_counts(loads: Loads, tokens: str, placement: Placement, group: Grou
             f"loads must be gathered or, where tokens are own, node or own, got {loads!r} for {tokens!r} tokens"
         )
     if loads == "node" and per_node in (1, ranks):
-        use = (
-            "own, because each node has one rank"
-            if per_node == 1
-            else "gathered, because one node has all ranks"
-        )
+        use = "own, because each node has one rank"
+        use = use if per_node == 1 else "gathered, because one node has all ranks"
         raise ValueError(f"loads must be {use}, got 'node' with ranks_per_node={per_node}")
     if loads == "gathered":
         return None

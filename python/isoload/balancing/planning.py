@@ -19,21 +19,14 @@ from isoload.policies.plan import Plan, keep_home, per_expert
 
 @dataclass(eq=False)
 class Gathered:
-    """One counted batch of every owned rank, between count and route.
-
-    loads        [R, E]; for a batch that is not planned, the owned ranks' own counts
-    more         [R, W] integers that were gathered with the loads
-    plan         None before planning, and for batches that are not planned
-    send_counts  [P] copies of the routed experts that every owned rank sends to each slot, if the planning op returned
-                 them, or if own counts replace the plan
-    """
+    """One counted batch of every owned rank, between count and route."""
 
     counted: list[Counted]
-    loads: Tensor
+    loads: Tensor  # [R, E]; for a batch that is not planned, the owned ranks' own counts
     planned: bool
-    more: Tensor | None = None
-    plan: Plan | None = None
-    send_counts: list[Tensor] | None = None
+    more: Tensor | None = None  # [R, W] integers that were gathered with the loads
+    plan: Plan | None = None  # None before planning, and for batches that are not planned
+    send_counts: list[Tensor] | None = None  # [P], if the planning op or own counts returned them
 
 
 def plan(
@@ -57,15 +50,12 @@ def plan(
         filled: slots from an earlier :func:`fill` for these layers; None = the policy fills them from the loads.
         keep_local: keep copies whose expert has a slot on their own rank there, and let the policy split the rest.
             Needs loads per source. The bound is still that of all quotas.
-        step: number of the batch, for policies that sample: each batch has its own random stream. A [] int64 tensor on
-            the loads' device is read when the kernel draws, and gives the same samples as the int.
+        step: number of the batch, which selects the random stream of policies that sample. A [] int64 tensor on the
+            loads' device is read when the kernel draws, and gives the same samples as the int.
         **options: options of the policy, e.g. ``tolerance=0.002``.
 
     Returns:
         Plan with fields [P] and []; ``peak == bound`` proves optimality.
-
-    Raises:
-        ValueError: names the argument, the rule and the value.
     """
     chosen, placed = make_policy(policy, options), _placed(loads, placement, layer)
     _check_loads(loads, placed, chosen, keep_local)
@@ -92,9 +82,6 @@ def fill(
 
     :func:`plan` takes the result as ``filled``; weights can travel in between. Args are those of :func:`plan`, and:
         last: the result for the previous batch, which a policy with ``refill_above`` may keep.
-
-    Raises:
-        ValueError: names the argument, the rule and the value.
     """
     chosen, placed = make_policy(policy, options), _placed(loads, placement, layer)
     _check_loads(loads, placed, chosen)
@@ -107,29 +94,18 @@ def fill(
 
 
 class Refill(NamedTuple):
-    """Spare slots of a batch where weights stay until the next fill.
+    """Spare slots of a batch where weights stay until the next fill."""
 
-    filled         the layers with these slots: those of the last fill, or new ones
-    refilled       [] bool  whether the slots are new
-    before, after  [] int32  peak of the exact split over the last fill, and over these slots
-    """
-
-    filled: PlacedLayers
-    refilled: Tensor
-    before: Tensor
-    after: Tensor
+    filled: PlacedLayers  # the layers with these slots: those of the last fill, or new ones
+    refilled: Tensor  # [] bool whether the slots are new
+    before: Tensor  # [] int32 peak of the exact split over the last fill
+    after: Tensor  # [] int32 peak of the exact split over these slots
 
 
 def refill(policy: Policy, loads: Tensor, placed: PlacedLayers, last: PlacedLayers) -> Refill:
-    """Fill the spare slots for a batch if that lowers the peak and the last fill's imbalance is above the policy's
-    refill_above. Experts that are in a spare slot of their rank already stay there. No host wait.
-
-    Args:
-        policy: that borrows.
-        loads: [R, E], or [L, R, E] for all layers.
-        placed: the layers with empty spare slots.
-        last: the last fill.
-    """
+    """Fill a batch's spare slots if that lowers the peak and the last fill's imbalance is above refill_above. `loads`
+    are [R, E], or [L, R, E] for all layers; `placed` has empty spare slots. Experts that are in a spare slot of their
+    rank already stay there. No host wait."""
     demand, live = Demand.of(loads, placed), len(placed.topology.live_ranks)
     wanted = policy.fill(demand, placed).slot_to_expert
     slots = in_place(wanted, last.slot_to_expert, placed.topology.num_ranks, placed.spare_slots)
@@ -145,16 +121,9 @@ def refill(policy: Policy, loads: Tensor, placed: PlacedLayers, last: PlacedLaye
 
 
 def in_place(wanted: Tensor, present: Tensor, num_ranks: int, spare: int) -> Tensor:
-    """Return [..., P] present slots with the wanted experts in their spare slots. An expert that is in a spare slot of
-    its rank already stays there. Other wanted experts take empty slots first; slots that are not needed keep their
-    expert.
-
-    Args:
-        wanted: [..., P] the fill that a policy returns, -1: nothing is wanted.
-        present: [..., P] the last fill.
-        num_ranks: R.
-        spare: spare slots of a rank.
-    """
+    """Return [..., P] present slots with the experts of wanted [..., P] (-1: none) in their spare slots. An expert that
+    is in a spare slot of its rank already stays there. Other wanted experts take empty slots first; slots that are not
+    needed keep their expert."""
     slots = present.view(*present.shape[:-1], num_ranks, -1)
     want, now = wanted.view_as(slots)[..., -spare:], slots[..., -spare:]
     same = (now.unsqueeze(-1) == want.unsqueeze(-2)) & (now >= 0).unsqueeze(-1)  # [..., R, present, wanted]
@@ -168,7 +137,6 @@ def in_place(wanted: Tensor, present: Tensor, num_ranks: int, spare: int) -> Ten
 
 
 def _placed(loads: Tensor, placement: Placement | PlacedLayers, layer: int | None) -> PlacedLayers:
-    """Return the layers to plan, on the loads' device."""
     if isinstance(placement, PlacedLayers):
         if layer is not None:
             raise ValueError(f"layer must be None where the placement's layers are given, got {layer}")
@@ -229,16 +197,9 @@ def share_routed(loads: Tensor, plan: Plan, rank: int | None, order: Order = "lo
 
 
 def share_of_node(loads: Tensor, quota: Tensor, slot_to_expert: Tensor, node: slice) -> Tensor:
-    """Return [L, n, P] copies that the n ranks of a node send to each slot, as in :func:`isoload.ops.share`.
-
-    The op returns the rows of all ranks, and those of other nodes would be 0: for 40 nodes 40 times the work.
-
-    Args:
-        loads: [L, n, E] int32 copies of the node's ranks.
-        quota: [L, P] int32 copies that each slot takes of them; 0 for a slot without an expert.
-        slot_to_expert: [L, P].
-        node: the slots of the node's ranks, in order.
-    """
+    """Return [L, n, P] copies that the n ranks of a node send to each slot, as in :func:`isoload.ops.share`. The op
+    returns the rows of all ranks, for 40 nodes 40 times the work. `loads` are [L, n, E] of the node's ranks, quota [L,
+    P] the copies that each slot takes of them, node the slots of the node's ranks."""
     left, capacity, experts = loads.clone(), quota.clone(), slot_to_expert.long().clamp(min=0)
     inside = experts[:, node]
     own_experts = inside.view(*loads.shape[:2], -1)  # [L, n, S]
@@ -257,12 +218,8 @@ def share_of_node(loads: Tensor, quota: Tensor, slot_to_expert: Tensor, node: sl
 
 
 def _dealt(left: Tensor, capacity: Tensor, experts: Tensor) -> Tensor:
-    """Return [L, n, P] copies: sources fill an expert's slots, both in ascending order, until either is used up.
-
-    Args:
-        left: [L, n, E] copies that each source has.
-        capacity: [L, P] that each slot takes. experts: [L, P] of the slots.
-    """
+    """Return [L, n, P] copies: sources fill an expert's slots, both in ascending order, until either is used up. left:
+    [L, n, E] copies that each source has; capacity: [L, P] that each slot takes; experts: [L, P]."""
     by_expert, order = experts.sort(dim=1, stable=True)
     ends = capacity.gather(1, order).cumsum(1)  # on one line for all experts
     starts = ends - capacity.gather(1, order)

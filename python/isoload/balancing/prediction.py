@@ -1,9 +1,7 @@
 """Predict the loads of the next MoE layer while this one runs, for policies that declare ``ahead``.
 
 A LoadsPredictor reads the gathered loads of earlier layers or batches, which every rank has. A TokensPredictor reads
-each rank's own tokens; the counts of the predicted choices then travel with this layer's loads. ``Last`` repeats the
-previous batch's loads of a layer, ``Linear`` multiplies the loads of the last layers by an integer matrix, and
-``Lookahead`` applies the next layer's gate to this layer's rows (Libra, papers/004).
+each rank's own tokens; the counts of the predicted choices then travel with this layer's loads.
 """
 
 from __future__ import annotations
@@ -25,19 +23,13 @@ Reads = Literal["rows", "residual", "choices"]
 
 
 class Predictor(ABC):
-    """Base of predictors.
-
-    num_layers   MoE layers of the model
-    num_experts  routed experts of each; None = any number
-    """
+    """Base of predictors, for num_layers MoE layers of num_experts routed experts (None = any number)."""
 
     num_layers: int
     num_experts: int | None = None
 
     def describe(self) -> str:
-        """Return a text that is the same on all ranks for predictors that make the same predictions from the same
-        input.
-        """
+        """Return a text that is the same on all ranks for predictors that predict the same from the same input."""
         return type(self).__name__
 
     def depth_of(self, layer: int) -> int:
@@ -50,12 +42,8 @@ class LoadsPredictor(Predictor):
 
     @abstractmethod
     def predict(self, layer: int, earlier: Sequence[Tensor]) -> Tensor | None:
-        """Return the [R, E] (or [E]) int32 loads predicted for a layer, or None if there is no basis yet.
-
-        Args:
-            layer: position of the predicted layer.
-            earlier: loads of layers layer - 1, layer - 2, .. of this batch, the nearest first.
-        """
+        """Return the [R, E] (or [E]) int32 loads predicted for a layer, or None if there is no basis yet. earlier:
+        loads of layers layer - 1, layer - 2, .. of this batch, the nearest first."""
 
     def note(self, layer: int, loads: Tensor) -> None:
         """Record a batch's true loads of a layer, [R, E] (or [E]) int32, for predictors that learn."""
@@ -64,8 +52,8 @@ class LoadsPredictor(Predictor):
 class TokensPredictor(Predictor):
     """Predictor that reads a rank's own tokens one by one; its counts must be gathered.
 
-    reads  input per token, in the layer before: its row [H], the residual [H] before that layer's norm, or its choices
-           [n, K] in the layers before, the nearest first
+    `reads` is the input per token, in the layer before: its row [H], the residual [H] before that layer's norm, or its
+    choices [n, K] in the layers before, the nearest first.
     """
 
     reads: Reads
@@ -75,16 +63,11 @@ class TokensPredictor(Predictor):
         """Return the [T, K] experts that tokens will choose in a layer. ``reads`` defines the form of tokens."""
 
     def predict(self, layer: int, tokens: Tensor, num_experts: int) -> Tensor:
-        """Return this rank's row [E] int32 of the predicted loads."""
         return ops.count(self.choose(layer, tokens), num_experts).counts
 
 
 def tokens_of(trace: Trace) -> Ints:
-    """Return the [tokens, L, K] choices of the tokens whose choices are known in all layers.
-
-    Raises:
-        ValueError: the trace has none.
-    """
+    """Return the [tokens, L, K] choices of the tokens whose choices are known in all layers."""
     if trace.topk_ids is None:
         raise ValueError(
             f"trace must have per-token choices to fit a predictor, {trace.name} has counts only"
@@ -121,12 +104,10 @@ MOST = 2**5 * UNIT  # copies x weights sum to less than 2^53: exact in float64, 
 class Linear(LoadsPredictor):
     """Predicts the loads of a layer as a linear function of those of the MoE layers before it; see :func:`fit`.
 
-    The function is linear, so it applies to sums and to single sources. Its products are exact integers in float64, so
-    every rank and device predicts the same bits.
-
-    Args:
-        weights: for every layer [n, E, E] integers (float64) in 1/65536: row d holds what a copy of expert i in layer
-            ``layer - 1 - d`` adds to expert j; n = 0 for layers that cannot be predicted. At most 32 in size.
+    The function applies to sums and to single sources. Its products are exact integers in float64, so every rank
+    predicts the same bits. weights are, for every layer, [n, E, E] integers (float64) in 1/65536, at most 32 in size:
+    row d holds what a copy of expert i in layer ``layer - 1 - d`` adds to expert j; n = 0 for layers that cannot be
+    predicted.
     """
 
     num_experts: int
@@ -160,7 +141,6 @@ class Linear(LoadsPredictor):
         return len(self.weights[layer])
 
     def to(self, device: torch.device | str) -> Linear:
-        """Return a predictor with its weights on a device; itself if they are there already."""
         moved = [matrix.to(device) for matrix in self.weights]
         return self if all(a is b for a, b in zip(moved, self.weights, strict=True)) else Linear(moved)
 
@@ -183,9 +163,7 @@ class Linear(LoadsPredictor):
         return torch.floor(copies / UNIT + 0.5).clamp_(min=0).to(torch.int32)
 
     def choose(self, layer: int, earlier: Tensor, top_k: int) -> Tensor:
-        """Return the [T, K] experts with the highest scores of each token, from its choices [T, n, K], the nearest
-        first.
-        """
+        """Return the [T, K] experts with the highest scores, from each token's choices [T, n, K], the nearest first."""
         matrices = self.weights[layer]
         hot = [
             torch.from_numpy(multi_hot(earlier[:, d].numpy(), self.num_experts)) for d in range(len(matrices))
@@ -194,15 +172,12 @@ class Linear(LoadsPredictor):
 
 
 def fit(trace: Trace, depth: int = 2, ridge: float = 1.0) -> Linear:
-    """Fit a Linear predictor by ridge regression on per-token choices.
+    """Fit a Linear predictor by ridge regression on a trace's per-token choices.
 
     Args:
         trace: with per-token choices; tokens that lack a choice in some layer are skipped.
         depth: number of layers before the predicted one that are read; the first layers have fewer.
         ridge: added to the diagonal of the normal equations, in tokens.
-
-    Raises:
-        ValueError: names the argument, the rule and the value.
     """
     check_depth(depth)
     if ridge <= 0:
@@ -220,11 +195,7 @@ def fit(trace: Trace, depth: int = 2, ridge: float = 1.0) -> Linear:
 
 
 class Last(LoadsPredictor):
-    """Predicts a layer's loads of the previous batch. The first layer has no other forecast.
-
-    Args:
-        num_layers: MoE layers.
-    """
+    """Predicts a layer's loads of the previous batch. The first layer has no other forecast."""
 
     def __init__(self, num_layers: int) -> None:
         self.num_layers = num_layers
@@ -244,14 +215,11 @@ Gate = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 class Lookahead(TokensPredictor):
-    """Runs a layer's gate ahead of time, because hidden states change little from one layer to the next.
+    """Runs a layer's gate ahead of time, because hidden states change little from one layer to the next (Libra).
 
-    A token's input is its row [H] as it enters the layer before or, with `norms`, the residual before that layer's
-    norm.
-
-    Args:
-        gates: of every layer, rows [T, H] -> expert ids [T, K] and their weights.
-        norms: of every layer, rows [T, H] -> [T, H]; None = rows are normalised already.
+    gates have, for every layer, rows [T, H] -> expert ids [T, K] and their weights. `norms`: of every layer, rows [T,
+    H] -> [T, H], for the residual before that layer's norm; None = a token's input is its row as it enters the layer
+    before.
     """
 
     def __init__(

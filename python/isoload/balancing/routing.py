@@ -27,8 +27,8 @@ def route(
     """Send every copy on this rank to a slot; over all ranks slot p receives exactly ``plan.quota[p]`` copies.
 
     Args:
-        topk_ids: [T, K] int32 or int64 logical experts of this rank's tokens; -1 = masked. With n shared experts
-            the last n columns are theirs (:func:`isoload.ops.append_shared_expert`).
+        topk_ids: [T, K] int32 or int64 logical experts of this rank's tokens; -1 = masked. With n shared experts the
+            last n columns are theirs (:func:`isoload.ops.append_shared_expert`).
         loads: [R, E] int32, those of the plan; row ``rank`` is ``count(topk_ids, E)``.
         plan: of one layer. A sampled plan draws each copy's replica from its weights.
         rank: this rank.
@@ -53,9 +53,7 @@ def route_counted(
     send_counts: Tensor | None = None,
     order: Order = "locality",
 ) -> Tensor:
-    """Run :func:`route` on ids whose shared columns are checked. With the rank's send_counts in this order, skip
-    share.
-    """
+    """Run :func:`route` on ids whose shared columns are checked; the rank's send_counts replace its share."""
     if plan.layer is None:
         raise ValueError("plan must be of one layer (plans[layer]), got a plan of all layers")
     if counted.ids.device != plan.bound.device:
@@ -101,19 +99,9 @@ def route_sent(counted: Counted, send_counts: Tensor, placed: PlacedLayers, rank
 
 
 def route_fixed(topk_ids: Tensor, placed: PlacedLayers, rank: int) -> Tensor:
-    """Return the slot of every copy on this rank without a plan and without loads.
-
-    A routed expert uses the replica that policy ``static`` would use; shared experts stay on the token's rank. For
-    layers without freedom, where no other choice exists, and for batches too small to plan.
-
-    Args:
-        topk_ids: as in :func:`route`.
-        placed: one layer, on the device of topk_ids.
-        rank: this rank.
-
-    Returns:
-        [T, K] as :func:`route`.
-    """
+    """Return the [T, K] slot of every copy on this rank without a plan and without loads. A routed expert uses the
+    replica that policy ``static`` would use; shared experts stay on the token's rank. For layers without freedom, and
+    for batches too small to plan."""
     num_experts = placed.host.num_experts
     if values_readable(topk_ids) and topk_ids.numel():
         low, high = (int(v) for v in torch.aminmax(topk_ids))
@@ -138,9 +126,8 @@ def fixed_slots(placed: PlacedLayers, rank: int) -> Tensor:
 def fixed_copies(counts: Tensor, placed: PlacedLayers, rank: int) -> Tensor:
     """Return the [R] int64 copies that :func:`route_fixed` sends to every rank, from a rank's counts [E]."""
     ranks = fixed_slots(placed, rank) // placed.host.slots_per_rank
-    return counts.new_zeros(placed.topology.num_ranks, dtype=torch.int64).scatter_add_(
-        0, ranks, counts.long()
-    )
+    copies = counts.new_zeros(placed.topology.num_ranks, dtype=torch.int64)
+    return copies.scatter_add_(0, ranks, counts.long())
 
 
 def shared_slots(ranks: Tensor, placed: PlacedLayers) -> Tensor:

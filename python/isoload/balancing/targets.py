@@ -26,9 +26,7 @@ if TYPE_CHECKING:
     from isoload.balancing.balancer import Balancer
 
 
-MOST = (
-    2**29
-)  # largest number of copies of a layer that the split of targets accepts; larger counts are scaled down
+MOST = 2**29  # copies of a layer that the split of targets accepts; larger counts are scaled down
 FRACTION = 2**30
 
 
@@ -46,7 +44,6 @@ def exact_quota(recent: Tensor, fixed: Tensor, tables: ReplicaTables, topology: 
 
 
 def rank_copies(per_slot: Tensor, tables: ReplicaTables) -> Tensor:
-    """Return copies per rank [L, R] from copies per slot [L, P]."""
     return per_slot.view(len(per_slot), tables.num_ranks, -1).sum(-1)
 
 
@@ -62,18 +59,12 @@ def offsets(
     """Return the load that one source assumes on ranks, [L, R] int32, for :func:`isoload.ops.plan_own`.
 
     T_s[r] is the number of copies that source s sends to rank r in the exact split of all N sources' recent counts,
-    T[r] the sum over the sources, and ``|T|`` a sum over ranks. The offset is ``T[r] / |T| - T_s[r] / |T_s|``, less
-    its minimum over the ranks, as a fraction of the source's own copies, times :func:`strength`. Each source
-    compensates only its own share of the load: if each compensated all of the imbalance, the loads would swing.
+    T[r] the sum over the sources, and ``|T|`` a sum over ranks. The offset is ``T[r] / |T| - T_s[r] / |T_s|``, less its
+    minimum over the ranks, as a fraction of the source's own copies, times :func:`strength`. Each source compensates
+    only its own share of the load: if each compensated all of the imbalance, the loads would swing.
 
-    Args:
-        recent: [L, N, E] int64 decayed counts of every source, a rank or a node.
-        last: [L, N] int64 copies that every source sent in its last batch.
-        source: s.
-        tables: of the same L layers.
-        slot_to_expert: [L, P].
-        topology: R ranks, with their speeds.
-        fixed: [L, N, R] int64 decayed copies that do not depend on the split (shared experts); None = none.
+    `recent` [L, N, E] int64 are decayed counts of every source, last [L, N] int64 the copies of its last batch, and
+    fixed [L, N, R] int64 decayed copies that do not depend on the split (shared experts).
     """
     if fixed is None:
         fixed = recent.new_zeros(*recent.shape[:2], tables.num_ranks)
@@ -98,21 +89,12 @@ def fractions(copies: Tensor, total: Tensor) -> Tensor:
 
 
 def strength(recent: Tensor, last: Tensor, source: int) -> Tensor:
-    """Return how far a source follows its targets, [L] int64 in 2^-20; 2^20 where the load matches the targets'
-    counts.
+    """Return how far a source follows its targets, [L] int64 in 2^-20; 2^20 where the load matches the targets' counts.
 
-    a_t is source t's share of the recent load, and b_t its share of the last batch, or of a mean batch where that is
-    larger. The strength is the product of two factors, both continuous in the counts:
-
-    - ``(1 - sum_t |a_t - b_t|) ** 2``, at least 0. Targets are valid where the sources send at the same time. Where
-      ranks are busy by turns, the copies that a target counts on do not come.
-    - ``N * min(a_s, b_s)``, at most 1: the part of this source's load that the other sources compensate. An idle source
-      has no targets.
-
-    Args:
-        recent: [L, N] int64 decayed sums of every source's copies, in 2^-16.
-        last: [L, N] int64 copies that every source sent in its last batch.
-        source: s.
+    a_t is source t's share of the recent load, recent [L, N] in 2^-16, and b_t its share of the last batch, last [L,
+    N], or of a mean batch where that is larger. The strength is ``max(0, 1 - sum_t |a_t - b_t|) ** 2``, because the
+    copies that a target counts on do not come where ranks are busy by turns, times ``min(1, N * min(a_s, b_s))``, the
+    part of this source's load that the other sources compensate.
     """
     last = last * (2**32 // RECENT_LOSS)  # the decayed sum if every batch had as many copies
     larger = torch.maximum(recent.sum(1), last.sum(1)).unsqueeze(1)
@@ -130,9 +112,9 @@ def strength(recent: Tensor, last: Tensor, source: int) -> Tensor:
 class Exchanged(NamedTuple):
     """Result of an exchange, the same on all ranks.
 
-    imbalance [L] float64: max/mean rank load of the copies that all sources sent in their last batches, planned or not
-    (``min_tokens``, a layer without replicas); nan where no source sent a copy, or none since the last load of a
-    placement. With ranks of different speeds a load is a cost, as in :class:`isoload.policies.plan.Plan`.
+    imbalance [L] float64: max/mean rank load of the copies that all sources sent in their last batches, planned or not;
+    nan where no source sent a copy, or none since the last load of a placement. With ranks of different speeds a load
+    is a cost, as in :class:`isoload.policies.plan.Plan`.
     """
 
     imbalance: Tensor
@@ -141,22 +123,13 @@ class Exchanged(NamedTuple):
 def exchange(balancers: Sequence[Balancer]) -> Exchanged:
     """Renew the targets of layers with loads="own" or "node", in one gather. All ranks call it.
 
-    Call it every 16 batches or so, between steps and outside of CUDA graphs, on ranks without tokens too. Until the
-    next exchange no batch waits for another source.
-
-    Args:
-        balancers: of one group and one shape of placement, in the same order on all ranks.
-
-    Raises:
-        ValueError: on all ranks; names the argument, the rule and the value, the layer or placement that differs, or
-            the rank whose batch has failed since the last exchange.
-        RuntimeError: names the stage, if a rank is gone or does not come within the group's timeout.
+    Call it every 16 batches or so, between steps and outside of CUDA graphs, on ranks without tokens too. The balancers
+    are of one group and one shape of placement, in the same order on all ranks. ValueError is raised on all ranks, also
+    for a batch that has failed since the last exchange.
     """
     group = balancers[0].group
-    if any(
-        balancer.own_counts is not None and capturing(balancer.own_counts.recent.device)
-        for balancer in balancers
-    ):
+    own_counts = filter(None, (balancer.own_counts for balancer in balancers))
+    if any(capturing(counts.recent.device) for counts in own_counts):
         raise ValueError("exchange must be outside of a CUDA graph: it waits for the other ranks")
     with group.agreeing("exchange") as facts:
         owned = _checked(balancers)
@@ -179,7 +152,6 @@ def exchange(balancers: Sequence[Balancer]) -> Exchanged:
 
 
 def _checked(balancers: Sequence[Balancer]) -> list[OwnCounts]:
-    """Return the layers' counts after checking that they can be exchanged together."""
     owned = [balancer.own_counts for balancer in balancers if balancer.own_counts is not None]
     if len(owned) < len(balancers):
         raise ValueError("loads must be own or node where counts are exchanged, got gathered")
@@ -200,11 +172,8 @@ def _checked(balancers: Sequence[Balancer]) -> list[OwnCounts]:
 
 
 def _gather(own_counts: OwnCounts, recent: Tensor, sent: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Gather the counts of all N sources from those of the owned ones.
-
-    Returns:
-        [L, N, E] decayed counts, [L, N, 2, R] decayed copies, [L, N, R] copies of every source's last batch.
-    """
+    """Gather the counts of all N sources from those of the owned ones. Returns decayed counts [L, N, E] and copies [L,
+    N, 2, R], and [L, N, R] copies of every source's last batch."""
     rows = torch.cat([recent.flatten(1), sent[:, :, :2].flatten(1), sent[:, :, 2].flatten(1)], 1)
     group, size = own_counts.group, own_counts.size
     gathered = group.gather(
@@ -225,6 +194,5 @@ def _gather(own_counts: OwnCounts, recent: Tensor, sent: Tensor) -> tuple[Tensor
 
 
 def _imbalance(copies: Tensor, topology: Topology) -> Tensor:
-    """Return the [L] float64 max/mean rank load of copies [L, R]."""
     cost = rank_cost(copies, topology)
     return cost.amax(1).double() * topology.copies_per_cost / copies.sum(1)  # 0 / 0 is nan

@@ -1,9 +1,8 @@
 """transformers: its expert parallelism, with isoload as the exchange of tokens.
 
-``register()`` adds an implementation to transformers' ``EPImplementationInterface``; a model loaded with
-``DistributedConfig(..., ep_implementation="isoload")`` then runs its experts through one isoload layer per experts
-module. The weights stay the DTensors that transformers sharded, gradients reach them, and nothing is copied except the
-experts that a batch borrows.
+A model loaded with ``DistributedConfig(..., ep_implementation="isoload")`` after :func:`register` runs its experts
+through one isoload layer per experts module. The weights stay the DTensors that transformers sharded, gradients reach
+them, and nothing is copied except borrowed experts.
 """
 
 from __future__ import annotations
@@ -39,9 +38,6 @@ class Settings:
     transports: dict[Any, CollectiveTransport] = field(default_factory=dict)
 
     def transport(self, group: Any, num_ranks: int) -> CollectiveTransport:
-        """Return the transport of a process group, one per group, so that all layers share a pool for borrowed
-        experts.
-        """
         if group not in self.transports:
             self.transports[group] = CollectiveTransport(Topology(num_ranks, self.ranks_per_node), group)
         return self.transports[group]
@@ -62,14 +58,12 @@ def register(
 
     Args:
         name: for ``DistributedConfig(ep_implementation=name)``.
-        policy: one that borrows ("llep", "spill_cost"), a name or a Policy: transformers gives each rank its own
-            experts and no replicas.
+        policy: one that borrows ("llep", "spill_cost"), a name or a Policy; ranks have their own experts, no replicas.
         spare_slots: experts that a rank can borrow at a time.
         ranks_per_node: of the expert-parallel group; 0 = all ranks on one node.
         **options: the policy's, e.g. min_chunk.
 
     Raises:
-        ValueError: names the argument, the rule and the value.
         ImportError: transformers has no expert parallelism that can be extended (5.23 has).
     """
     from transformers.distributed.expert_parallel import EPImplementationInterface
@@ -90,16 +84,8 @@ def layers(model: nn.Module) -> list[MoE]:
 
 
 class BalancedExperts:
-    """Replacement of transformers' own exchange for one experts module.
-
-    Ranks of a tensor-parallel group hold the same rows; each takes a part of them.
-
-    Args:
-        settings: see :func:`register`.
-        experts: the module, its Parameters sharded by expert over ep_mesh.
-        ep_mesh: ranks that share the experts.
-        tp_mesh: ranks that hold the same rows.
-    """
+    """Replacement of transformers' own exchange for one experts module, sharded by expert over ep_mesh. Ranks of a
+    tensor-parallel group (tp_mesh) hold the same rows; each takes a part of them."""
 
     def __init__(self, settings: Settings, experts: nn.Module, ep_mesh: Any, tp_mesh: Any) -> None:
         check_fused(experts)
@@ -112,7 +98,6 @@ class BalancedExperts:
         _IN_USE[experts] = self
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Return [T, H], every token's experts weighted and summed, from [T, H], [T, K] and [T, K]."""
         if self.layer is None:
             self.layer = self._make_layer()  # the weights are loaded only now
         parts = [self._own_rows(x) for x in (hidden_states, top_k_index, top_k_weights)]
@@ -136,7 +121,6 @@ class BalancedExperts:
         return MoE(no_gate, shard, transport, placement, policy=policy, activation=activation)
 
     def _own_rows(self, rows: Tensor) -> Tensor:
-        """Return this rank's part of rows that a tensor-parallel group holds; backward gathers the parts."""
         if self.tp_mesh.size() == 1:
             return rows
         from torch.distributed.tensor import DTensor, Replicate
@@ -146,22 +130,14 @@ class BalancedExperts:
         return whole.redistribute(self.tp_mesh, [Split(0)]).to_local()
 
     def _all_rows(self, rows: Tensor, num_tokens: int) -> Tensor:
-        """Return the rows of the whole tensor-parallel group."""
         if self.tp_mesh.size() == 1:
             return rows
         from torch.distributed.tensor import DTensor
         from torch.distributed.tensor import Shard as Split
 
-        shape = torch.Size([num_tokens, rows.shape[1]])
-        parts = DTensor.from_local(
-            rows.contiguous(),
-            self.tp_mesh,
-            [Split(0)],
-            run_check=False,
-            shape=shape,
-            stride=(rows.shape[1], 1),
-        )
-        return parts.full_tensor()
+        width, rows = rows.shape[1], rows.contiguous()
+        how: dict[str, Any] = {"shape": torch.Size([num_tokens, width]), "stride": (width, 1)}
+        return DTensor.from_local(rows, self.tp_mesh, [Split(0)], run_check=False, **how).full_tensor()
 
 
 def shared_scaler(scaler: Any) -> Any:
@@ -172,14 +148,8 @@ def shared_scaler(scaler: Any) -> Any:
 
     if isinstance(scaler, ShardedGradScaler):
         return scaler
-    return ShardedGradScaler(
-        scaler._device,
-        scaler._init_scale,
-        scaler.get_backoff_factor(),
-        scaler.get_growth_factor(),
-        scaler.get_growth_interval(),
-        scaler.is_enabled(),
-    )
+    factors = scaler.get_backoff_factor(), scaler.get_growth_factor(), scaler.get_growth_interval()
+    return ShardedGradScaler(scaler._device, scaler._init_scale, *factors, scaler.is_enabled())
 
 
 PROGRAM = "isoload"  # folder of the saved program inside of a Trainer's checkpoint
@@ -190,10 +160,9 @@ class BalancedTraining:
 
         class BalancedTrainer(BalancedTraining, Trainer): ...
 
-    A checkpoint holds the weights of all experts as save_pretrained writes them, and a folder ``isoload`` that
-    :func:`isoload.save` wrote, from which training resumes on any number of processes. DistributedDataParallel does
-    not touch the experts, replicas are refreshed after every step, and gradients are clipped by their norm over all
-    ranks. In fp16 an overflow in one rank's experts skips the step on all ranks.
+    A checkpoint holds the weights as save_pretrained writes them, and a folder ``isoload`` of :func:`isoload.save`, for
+    any number of processes. DistributedDataParallel does not touch the experts, replicas are refreshed after every
+    step, gradients are clipped by their norm over all ranks, and an overflow in fp16 skips the step on all ranks.
     """
 
     model: Any

@@ -1,6 +1,4 @@
-"""The Balancers of an engine's model, by layer: made when the engine has placed its experts, refreshed in place when
-it moves them.
-"""
+"""The Balancers of an engine's model: made when the engine has placed its experts, refreshed when it moves them."""
 
 from __future__ import annotations
 
@@ -84,7 +82,6 @@ class EngineLayer:
         return self.balancer.policy.name
 
     def slots(self, topk_ids: Tensor, num_valid: Tensor | None) -> Tensor:
-        """Return slots [T, K] as :class:`Balancer`, measured if reports are on."""
         self.ran = True
         measured = (self.meter is not None or self.metrics.on) and not torch.compiler.is_compiling()
         start = time.perf_counter() if measured else 0.0
@@ -104,9 +101,7 @@ AnyLayer = TypeVar("AnyLayer", bound=EngineLayer)
 
 
 class EngineLayers(ABC, Generic[AnyLayer]):
-    """All layers of one model in this process. A subclass for an engine has the engine's name and ranks, makes the
-    layers from the engine's records, and logs what is attached.
-    """
+    """All layers of one model in this process. A subclass for an engine makes them from the engine's records."""
 
     engine: ClassVar[str]  # begins every report
 
@@ -126,7 +121,6 @@ class EngineLayers(ABC, Generic[AnyLayer]):
         return self.engine_rank()
 
     def start(self, settings: Settings) -> None:
-        """Begin in a process whose hooks are attached and which has no model yet."""
         self.settings = settings
         self.by_id: dict[int, AnyLayer] = {}
         self.detached = False  # whether the engine chooses replicas despite the hooks
@@ -147,15 +141,8 @@ class EngineLayers(ABC, Generic[AnyLayer]):
         self._placements: dict[int, Placement] = {}  # by shared experts
 
     def place(self, tables: Tensor, num_experts: int, topology: Topology, device: torch.device) -> None:
-        """Set the locations of the routed experts, before Balancers are made.
-
-        Args:
-            tables: [L, P] on the host, the routed expert in each slot.
-            device: where the engine routes.
-
-        Raises:
-            ValueError: ISOLOAD_TIMES was measured on another kind of GPU, or on another GPU than this rank's.
-        """
+        """Set the locations of the routed experts, [L, P] on the host, before Balancers are made. Raises ValueError if
+        ISOLOAD_TIMES was measured on another kind of GPU, or on another GPU than this rank's."""
         if self.settings.times is not None and device.type == "cuda":
             times, source = measured(self.settings.times), f"{TIMES.name}={self.settings.times}"
             advice = f"run isoload measure on these GPUs, or unset {TIMES.name}"
@@ -181,11 +168,9 @@ class EngineLayers(ABC, Generic[AnyLayer]):
     def balancer(
         self, index: int, policy: Policy, group: Group | None, loads: str, num_shared: int = 0
     ) -> Balancer:
-        """Return one layer's Balancer. Without a group and loads, all ranks hold the same tokens.
-
-        Its persistent memory is on the device where the engine routes before a graph is captured; also in layers that
-        the model does not run, because one exchange includes all layers.
-        """
+        """Return one layer's Balancer. Without a group and loads, all ranks hold the same tokens. Its memory is on the
+        engine's device before a graph is captured, and also in layers that the model does not run, because one exchange
+        includes all layers."""
         if num_shared not in self._placements:
             self._placements[num_shared] = self._placement_of(self.tables, num_shared)
         placement = self._placements[num_shared]
@@ -199,20 +184,13 @@ class EngineLayers(ABC, Generic[AnyLayer]):
         return balancer
 
     def add(self, layer: AnyLayer) -> None:
-        """Add one layer, with the metrics and the switch of the model."""
         self.by_id[layer.balancer.layer] = layer
         layer.metrics, layer.switch = self.metrics, self.switch
 
     def measure(
         self, model: str, placer: str, weights: Mapping[int, Sequence[Tensor]], num_left: int = 0
     ) -> None:
-        """Begin the metrics of a loaded model, if reports are on.
-
-        Args:
-            placer: of rebalances.
-            weights: as :meth:`check_loaded`.
-            num_left: layers whose replicas the engine chooses.
-        """
+        """Begin the metrics of a loaded model, if reports are on; `num_left`: layers that the engine balances."""
         if not self.settings.report_seconds:
             return
         self.metrics, self.num_left = Metrics(self.engine, model, str(self.own_rank()), on=True), num_left
@@ -227,7 +205,6 @@ class EngineLayers(ABC, Generic[AnyLayer]):
                 user.metrics = self.metrics
 
     def _set_replica_bytes(self) -> None:
-        """Set the metric of this rank's replicas, in the layers whose sizes are known."""
         if not self.slot_bytes:
             return
         if self.record is not None:  # in shadow mode
@@ -243,15 +220,7 @@ class EngineLayers(ABC, Generic[AnyLayer]):
         self.metrics.set("replica_bytes", sum(number * self.slot_bytes[i] for i, number in replicas.items()))
 
     def decide(self, weights: Mapping[int, Sequence[Tensor]], interval: int) -> None:
-        """Apply new maps from now on only if they pay, by ISOLOAD_REBALANCE.
-
-        Args:
-            weights: as :meth:`check_loaded`.
-            interval: forward passes between two rebalances.
-
-        Raises:
-            ValueError: ISOLOAD_TIMES is of experts of another size.
-        """
+        """Apply new maps from now on only if they pay, by ISOLOAD_REBALANCE; `interval`: passes between rebalances."""
         assert self.settings.rebalance is not None
         size, experts = ExpertSize.of(next(iter(weights.values()))), None
         if self.settings.times is not None:
@@ -266,25 +235,20 @@ class EngineLayers(ABC, Generic[AnyLayer]):
         self.new_maps = NewMaps(self.engine, self.settings.rebalance, size, *how)
 
     def set_attached(self) -> None:
-        """Set the metric of whether isoload chooses, or counts in shadow mode."""
         attached = self.chooses or self.settings.mode == "shadow"
         switched_on = self.switch is None or self.switch.on
         self.metrics.set("attached", float(attached and switched_on and not self.detached))
 
     @property
     def chooses(self) -> bool:
-        """Whether the model has layers whose copies isoload places."""
         return bool(self.by_id)
 
     def _placement_of(self, tables: Tensor, num_shared: int) -> Placement:
         return placement_of(tables, self._num_experts, self._topology, num_shared)
 
     def refresh(self, tables: Tensor) -> bool:
-        """Load new locations [L, P] into the Balancers, which keep their memory: captured graphs stay valid.
-
-        Returns:
-            False if there are no Balancers of this shape: they must be made.
-        """
+        """Load new locations [L, P] into the Balancers, which keep their memory: captured graphs stay valid. Returns
+        False if there are no Balancers of this shape: they must be made."""
         if self.tables.shape != tables.shape:
             return False
         if torch.equal(self.tables, tables):
@@ -312,11 +276,8 @@ class EngineLayers(ABC, Generic[AnyLayer]):
         return True
 
     def check_loaded(self, weights: Mapping[int, Sequence[Tensor]]) -> None:
-        """Record checksums of a loaded model's weights, for :meth:`check_moved`; all ranks call both together.
-
-        Args:
-            weights: by layer the weights and scales of this rank's slots, [P/R, ...] each.
-        """
+        """Record checksums of a loaded model's weights, for :meth:`check_moved`; all ranks call both together. weights:
+        by layer the weights and scales of this rank's slots, [P/R, ...] each."""
         if not self.by_id:
             log.warning(
                 f"isoload {self.engine}: no weights are compared, because isoload chooses no replicas"
@@ -327,7 +288,6 @@ class EngineLayers(ABC, Generic[AnyLayer]):
         self.weights.loaded(self.tables, self._num_experts)
 
     def check_moved(self, layers: Sequence[int] | None = None) -> None:
-        """Compare the weights of these layers, or of all, after their experts have moved."""
         if self.weights is not None:
             self.weights.moved(self.present(), layers)
 
@@ -337,9 +297,7 @@ class EngineLayers(ABC, Generic[AnyLayer]):
 
     def detach(self) -> str:
         """Leave the choice of replicas to the engine from the next batch on, on all ranks; return a sentence about it.
-
-        Layers stay and follow rebalances, because captured graphs read and write their memory.
-        """
+        Layers stay and follow rebalances, because captured graphs read and write their memory."""
         self.detached, self.weights = True, None
         self.set_attached()
         text = f"{self.engine} chooses replicas from now on"
@@ -349,12 +307,9 @@ class EngineLayers(ABC, Generic[AnyLayer]):
         return text
 
     def step_ended(self) -> None:
-        """Count a forward pass, on all ranks, outside of any graph. Every EXCHANGE_EVERY passes one exchange renews
-        the targets of all layers that are planned without the counts of all ranks.
-
-        All ranks must have run the same number of passes, those without tokens too. This holds where every pass
-        contains an all-to-all over the same ranks, which no rank can pass early.
-        """
+        """Count a forward pass, outside of any graph; every EXCHANGE_EVERY passes one exchange renews all targets. All
+        ranks must have run the same number of passes, those without tokens too. This holds where every pass contains an
+        all-to-all over the same ranks, which no rank can pass early."""
         self.passes += 1
         if self.record is not None:
             self.record.step_ended()
@@ -376,8 +331,7 @@ class EngineLayers(ABC, Generic[AnyLayer]):
                 meter.add_exchange(exchanged.imbalance)
 
     def group(self, topology: Topology) -> Group:
-        """Return the engine's expert-parallel ranks, with a communicator of isoload's own; all ranks call it
-        together."""
+        """Return the engine's expert-parallel ranks, with a communicator of isoload's own; all ranks call it."""
         if topology.num_ranks not in self._groups:
             engine_group = self.engine_group()
             ranks = dist.get_process_group_ranks(engine_group)
@@ -388,15 +342,9 @@ class EngineLayers(ABC, Generic[AnyLayer]):
         return self._groups[topology.num_ranks]
 
     def own_meter(self) -> Meter | None:
-        """Return the meter of the first rank: all ranks make the same plans."""
         return self.meter if self.meter is not None and self.engine_rank() == 0 else None
 
     def warn_unused(self, reasons: Mapping[Variable, str]) -> None:
-        """Log the variables that are set without effect.
-
-        Args:
-            reasons: as :meth:`Settings.unused`, those of the engine's options.
-        """
         reasons = dict(reasons)
         if self.settings.mode == "shadow":
             shadow = f"{self.engine} chooses and rebalances in shadow mode. Set {MODE.name}=on"
@@ -412,7 +360,6 @@ class EngineLayers(ABC, Generic[AnyLayer]):
             check_device(self.device)
 
     def describe(self) -> str:
-        """Return which policy plans how many of the layers."""
         policies = sorted({layer.policy_name for layer in self.by_id.values()})
         free = sum(layer.balancer.has_freedom for layer in self.by_id.values())
         text = f"policy {' and '.join(policies)} on {free} of {len(self.by_id)} layers"

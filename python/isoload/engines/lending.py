@@ -34,23 +34,18 @@ from isoload.weights.layout import Address, Move, add_back, move_rows
 
 @dataclass(frozen=True)
 class Loans:
-    """The loans of one batch.
+    """The loans of one batch."""
 
-    moves   of all ranks: a rank's rows are the experts that it lends, ascending, then those that it borrows, by slot
-    lent    the experts that this rank lends
-    places  this rank's row of every local slot that is borrowed
-    """
-
-    moves: list[Move]
-    lent: list[int]
-    places: dict[int, int]
+    moves: list[
+        Move
+    ]  # of all ranks; a rank's rows: the experts that it lends, ascending, then those it borrows
+    lent: list[int]  # the experts that this rank lends
+    places: dict[int, int]  # this rank's row of every local slot that is borrowed
 
 
 def loans(placement: Placement, slots: Sequence[int], rank: int) -> Loans:
-    """Return the loans for all slots that are not home slots.
-
-    placement: its first layer has the home slots. slots: [P] expert of every slot that has copies; -1 = none.
-    """
+    """Return the loans for all slots that are not home slots of the placement's first layer. `slots`: [P] expert of
+    every slot that has copies; -1 = none."""
     size, ranks = placement.slots_per_rank, placement.topology.num_ranks
     homes = placement.arrays[1][0].tolist()
     copies = [(p, e) for p, e in enumerate(slots) if e >= 0 and p != homes[e]]
@@ -68,10 +63,8 @@ def loans(placement: Placement, slots: Sequence[int], rank: int) -> Loans:
 
 
 class Lend(torch.autograd.Function):
-    """Rows [N, H] and the lent experts' Parameters in; the rows and the borrowed stacks [n, ...] out.
-
-    Rows pass through so that every rank enters the exchange of the gradients, also one that neither lends nor borrows.
-    """
+    """Rows [N, H] and the lent experts' Parameters in; the rows and the borrowed stacks [n, ...] out. Rows pass through
+    so that every rank enters the exchange of the gradients, also one that neither lends nor borrows."""
 
     @staticmethod
     def forward(
@@ -84,10 +77,8 @@ class Lend(torch.autograd.Function):
         *lent: Tensor,
     ) -> tuple[Tensor, ...]:
         width = len(like)
-        stacks = [
-            torch.stack(lent[w::width]) if lent else weight.new_empty(0, *weight.shape)
-            for w, weight in enumerate(like)
-        ]
+        stacks = [torch.stack(lent[w::width]) for w in range(width)] if lent else []
+        stacks = stacks or [weight.new_empty(0, *weight.shape) for weight in like]
         pools = [weight.new_empty(num_borrowed, *weight.shape) for weight in like]
         move_rows(group, "borrow", moves, [stacks], [pools])
         ctx.group, ctx.moves, ctx.shapes = group, moves, [stack.shape for stack in stacks]
@@ -109,29 +100,21 @@ class Experts(Protocol):
         """Return an expert's weights in a fixed order."""
 
     def run(self, copies: Tensor, ends: Sequence[int], stacks: Sequence[Tensor]) -> Tensor:
-        """Return the results [C, H] of copies that are ordered by expert, for experts [n, ...] of other ranks."""
+        """Return the results [C, H] of copies ordered by expert, with ends [n], for stacks [n, ...] of weights."""
 
 
 class Sent(NamedTuple):
-    """What combine needs of a dispatch.
-
-    borrowed     stacks [n, ...] in the order of an expert's Parameters
-    homes, away  places of the copies of own and of borrowed experts
-    """
+    """What combine needs of a dispatch."""
 
     received: Received
-    borrowed: list[Tensor]
-    homes: Grouping
-    away: Grouping
+    borrowed: list[Tensor]  # stacks [n, ...] in the order of an expert's Parameters
+    homes: Grouping  # places of the copies of own experts
+    away: Grouping  # places of the copies of borrowed experts
 
 
 class LendingDispatcher:
-    """Dispatch and combine of one layer by the plan of a Balancer.
-
-    Args:
-        local_experts: this rank's, in the order of `experts`.
-        options: of the Balancer.
-    """
+    """Dispatch and combine of one layer by the plan of a Balancer. `local_experts` are this rank's, in the order of
+    `experts`; `options` are the Balancer's."""
 
     def __init__(
         self,
@@ -149,15 +132,11 @@ class LendingDispatcher:
         self.plan: KnownPlan | None = None
 
     def begin(self, device: torch.device) -> Call:
-        """Return the call of a batch, which carries an error of one rank to all."""
         return Call(self.group, device=device, later=self.dispatcher.carry_failure)
 
     def send(self, tokens: Tensor, ids: Tensor, weights: Tensor, call: Call) -> Sent:
-        """Balance the batch, transfer the weights it borrows, and send the rows.
-
-        Args:
-            tokens: [T, H]. ids: [T, K] int64 logical experts; -1 = none. weights: [T, K] float32.
-        """
+        """Balance the batch, transfer the weights it borrows, and send the rows. `tokens` [T, H]; `ids` [T, K] int64
+        logical experts, -1 = none; `weights` [T, K] float32."""
         balancer = self.balancer
         slots = balancer.route(self._balance(ids, call))
         per_rank = balancer.placement.slots_per_rank
@@ -172,22 +151,16 @@ class LendingDispatcher:
             rows, *borrowed = Lend.apply(self.group, loan.moves, len(loan.places), like, rows, *lent)
         received = Received(rows, received.slots, received.weights, received.handle)
         local, num_own, lent_to = self._local(received.slots, loan), len(self.row_of_expert), len(loan.places)
-        home_copies, borrowed_copies = (
-            int(((local >= 0) & (local < num_own)).sum()),
-            int((local >= num_own).sum()),
-        )
+        home_copies = int(((local >= 0) & (local < num_own)).sum())
+        borrowed_copies = int((local >= num_own).sum())
         if home_copies + borrowed_copies != (num_copies := int((received.slots >= 0).sum())):
             raise RuntimeError(
                 f"all {num_copies} copies must be for experts of this rank, {home_copies + borrowed_copies} are"
             )
-        groups = [(0, num_own, home_copies), (num_own, lent_to, borrowed_copies)]
         # At least one place, as in run_experts: no product of zero rows.
-        places = [min(max(number, 1), local.numel()) for *_, number in groups]
-        homes, away = (
-            group_copies(local, first, size, number)
-            for (first, size, _), number in zip(groups, places, strict=True)
-        )
-        return Sent(received, borrowed, homes, away)
+        places = [min(max(number, 1), local.numel()) for number in (home_copies, borrowed_copies)]
+        homes = group_copies(local, 0, num_own, places[0])
+        return Sent(received, borrowed, homes, group_copies(local, num_own, lent_to, places[1]))
 
     def own_copies(self, sent: Sent) -> tuple[Tensor, Tensor]:
         """Return [C, H] copies of the own experts, ordered by expert, and [experts] int64 their counts."""
@@ -211,7 +184,6 @@ class LendingDispatcher:
         return combined
 
     def _balance(self, ids: Tensor, call: Call) -> Gathered:
-        """Plan the batch, or take the plan that was made ahead."""
         if self.plan is None:
             return self.balancer.balance([ids], None, call)
         with call:
@@ -220,7 +192,6 @@ class LendingDispatcher:
         return self.balancer.follow([ids], self.plan, call)
 
     def _slots(self) -> list[int]:
-        """Return [P] the expert in every slot that may have copies; -1 = none."""
         plan = self.balancer.last_plan
         if plan is None:
             return self.balancer.placement.arrays[0][0].tolist()  # type: ignore[no-any-return]
@@ -248,7 +219,6 @@ def padded(copies: Tensor, grouping: Grouping) -> Tensor:
 
 
 def check_homes(placement: Placement, num_experts: int, local_experts: Sequence[int], rank: int) -> None:
-    """Raise ValueError for a placement that does not have a layer's experts, or has this rank's on another one."""
     if placement.num_experts != num_experts or placement.num_shared:
         raise ValueError(
             f"placement must be of the layer's {num_experts} experts and no shared experts, got "
@@ -264,7 +234,6 @@ def check_homes(placement: Placement, num_experts: int, local_experts: Sequence[
 def transport_of(
     group: dist.ProcessGroup, transports: dict[Any, CollectiveTransport], ranks_per_node: int
 ) -> CollectiveTransport:
-    """Return the transport of an expert-parallel group, one for all layers of the group."""
     if group not in transports:
         transports[group] = CollectiveTransport(Topology(group.size(), ranks_per_node), group)
     return transports[group]

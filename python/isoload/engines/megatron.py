@@ -1,8 +1,7 @@
 """Megatron-Core: a token dispatcher that follows a plan, with experts borrowed for one batch.
 
 Home experts stay Megatron's own modules and Parameters, so its optimizers, checkpoints and data parallelism need no
-change. A replica, resident in the placement or borrowed by the policy, is a copy of the home's weights that every
-forward transfers again; backward returns its gradient to the home Parameter.
+change. See :mod:`isoload.engines.lending`.
 """
 
 from __future__ import annotations
@@ -33,17 +32,9 @@ class SequentialExperts:
         self.names = [name for name, _ in self.modules[0].named_parameters()]
 
     def weights(self, row: int) -> list[Tensor]:
-        """Return an expert's weights in a fixed order."""
         return list(self.modules[row].parameters())
 
     def run(self, copies: Tensor, ends: Sequence[int], stacks: Sequence[Tensor]) -> Tensor:
-        """Return the results [C, H] of copies that are ordered by expert, for experts [n, ...] of other ranks.
-
-        Args:
-            copies: [C, H].
-            ends: [n] end of every expert's copies.
-            stacks: weights [n, ...] in the order of :meth:`weights`.
-        """
         first, results = 0, []
         for i, end in enumerate(ends):
             rows = copies[first:end]
@@ -86,15 +77,12 @@ class NumberedExperts(SequentialExperts):
         return torch.cat([*results, copies[begins[-1] :]])
 
     def _as_own(self, stacks: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Return experts [n, ...] as the module's first Parameters."""
         of_names = zip(self.names, stacks, strict=True)
         return {f"{name}{i}": weight for name, stack in of_names for i, weight in enumerate(stack)}
 
 
 class StackedExperts(NumberedExperts):
-    """Experts of a GroupedMLP: ``weight1`` [H, experts * F] and ``weight2`` [experts * I, H], in the memory of
-    [experts, H, F] and [experts, I, H].
-    """
+    """Experts of a GroupedMLP: ``weight1`` [H, experts * F], ``weight2`` [experts * I, H], of [experts, ...] memory."""
 
     def __init__(self, experts: Any) -> None:
         self.module, self.count = experts, int(experts.num_local_experts)
@@ -118,11 +106,6 @@ class StackedExperts(NumberedExperts):
 
 
 def experts_of(layer: MoELayer) -> SequentialExperts:
-    """Return the access to a layer's experts, by the names of their Parameters.
-
-    Raises:
-        ValueError: the experts have other Parameters than SequentialMLP, TEGroupedMLP and GroupedMLP.
-    """
     experts = layer.experts
     if hasattr(experts, "local_experts"):
         return SequentialExperts(experts)
@@ -151,11 +134,8 @@ OLDER_OPTIONS = {"moe_router_padding_for_quantization": "moe_router_padding_for_
 
 
 class BalancedTokenDispatcher(LendingDispatcher, MoETokenDispatcher):  # type: ignore[misc]  # Megatron has no types
-    """The token dispatcher that :func:`isoload.engines.megatron.balance` installs in a layer.
-
-    The host reads the plan once per forward, because borrowed weights travel by its list; rows add a second wait.
-    ``balancer.last_plan`` is the last batch's.
-    """
+    """The token dispatcher that :func:`balance` installs in a layer; ``balancer.last_plan`` is the last batch's. The
+    host reads the plan once per forward, because borrowed weights travel by its list; rows add a second wait."""
 
     def __init__(
         self, layer: MoELayer, placement: Placement, transport: CollectiveTransport, **options: Any
@@ -189,9 +169,7 @@ class BalancedTokenDispatcher(LendingDispatcher, MoETokenDispatcher):  # type: i
         return self._sent.received.rows, self._sent.received.weights
 
     def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return [C, H] copies of the own experts, [experts] their counts, and [C] ones: weights are applied in the
-        sum.
-        """
+        """Return [C, H] copies of the own experts, [experts] their counts, [C] ones: weights are applied in the sum."""
         copies, counts = self.own_copies(self._sent)
         return copies, counts.cpu(), copies.new_ones(len(copies))
 
@@ -200,11 +178,9 @@ class BalancedTokenDispatcher(LendingDispatcher, MoETokenDispatcher):  # type: i
         return self.sums(hidden_states, self._sent)
 
     def token_combine(self, hidden_states: Tensor) -> Tensor:
-        """[N, H] -> [T, H]."""
         return self.give_back(hidden_states, self._sent)
 
     def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
-        """[T, H] -> [S, B, H]."""
         return hidden_states.view(self._shape)
 
 
@@ -220,7 +196,6 @@ def chosen_experts(routing_map: Tensor, top_k: int) -> Tensor:
 
 
 def check_layer(layer: MoELayer) -> None:
-    """Raise ValueError for a layer whose tokens this dispatcher does not support."""
     experts_of(layer)
     for name, value in REFUSED.items():
         older = OLDER_OPTIONS.get(name)
@@ -249,15 +224,13 @@ def balance(
     Args:
         model: with experts of SequentialMLP, TEGroupedMLP or GroupedMLP; each rank has those that Megatron gave it.
         policy: a name in isoload.POLICIES or a Policy; options go with the name.
-        placement: its first layer, for every MoELayer; each expert's home slot is on the rank that has it. None: the
-            experts without replicas, and spare_slots.
-        spare_slots: experts that a rank can borrow at a time, if there is no placement. None: 2 if the policy
-            borrows, else 0.
+        placement: its first layer, for every MoELayer; an expert's home slot is on the rank that has the expert. None:
+            the experts without replicas, and spare_slots.
+        spare_slots: without a placement: experts that a rank can borrow at a time. None: 2 if the policy borrows.
         ranks_per_node: of the expert-parallel group; 0 = all on one node.
 
     Raises:
-        ValueError: a layer with other experts, an option of Megatron's that is not supported, or a placement that
-            does not fit; names the argument, the rule and the value.
+        ValueError: the experts, an option of Megatron's or the placement are not supported.
     """
     transports: dict[Any, CollectiveTransport] = {}
     dispatchers = []

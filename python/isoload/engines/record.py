@@ -1,14 +1,15 @@
-"""EngineRecord: shadow mode. The engine chooses replicas. Its choice is counted on the device; a background thread
-writes the counts to files and logs them with the loads that isoload's plan of the same copies would have had.
+"""EngineRecord: shadow mode, in which the engine chooses replicas and isoload counts its choice on the device.
+
+A background thread writes the counts to files and logs them with the loads of isoload's plan for the same copies.
 """
 
 from __future__ import annotations
 
 import atexit
 import logging
+import operator
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -39,20 +40,10 @@ OWN = "this rank's copies alone: isoload report joins all ranks"
 class EngineRecord:
     """Record of one model's layers on one rank.
 
-    Nothing is exchanged between ranks. One of record_every passes is kept, selected by its number, so that the files
-    of all ranks have the same ones. All ranks must run the same number of passes, as where every pass contains an
-    all-to-all.
-
-    Args:
-        settings: mode shadow.
-        engine, model: their names.
-        rank: this process's of the topology's.
-        tables: [L, P] on the host, the routed expert in each slot.
-        num_experts: E, routed.
-        tokens: "own", or "same" if all ranks hold the same: then only the first rank writes.
-        device: where the engine routes.
-        decode_tokens: largest number of tokens that this process routes in a pass of decode, if the engine does not
-            set :attr:`phase` before a pass ends: a pass with more tokens counts as prefill.
+    Nothing is exchanged between ranks: one of record_every passes is kept, selected by its number. All ranks must run
+    the same number of passes, as where every pass contains an all-to-all. `tables` is [L, P] on the host. With tokens
+    "same" only the first rank writes. `decode_tokens`: a pass with more tokens on this process counts as prefill, where
+    the engine does not set :attr:`phase`.
     """
 
     def __init__(
@@ -90,7 +81,6 @@ class EngineRecord:
         self.recorder.add(layer, [copies], self, slots.shape[1])
 
     def summary(self, layers: int | None = None) -> str:
-        """Return how many passes and layers are recorded; layers: how many of the model's are counted."""
         number = self.recorder.num_layers if layers is None else layers
         return f"1 of {self.settings.record_every} passes is recorded, in {number} layers"
 
@@ -100,12 +90,10 @@ class EngineRecord:
             self.recorder.skip()
 
     def clear(self) -> None:
-        """Drop the counts of warm-ups and graph captures."""
         self.recorder.clear()
         self._recorded = []
 
     def step_ended(self) -> None:
-        """Count a forward pass, outside of any graph."""
         self._end()
         self._ended = False
         due = self.settings.report_seconds and time.monotonic() - self._since > self.settings.report_seconds
@@ -186,7 +174,6 @@ class EngineRecord:
             self._report_travel(rank_loads)
 
     def _report_travel(self, rank_loads: RankLoads) -> None:
-        """Log what would have travelled in the recorded prefills, with the spare slots' fill kept between them."""
         spare = self.settings.spare_slots
         name = f"isoload {self.engine} in shadow, prefill, {spare} spare slot{'s' * (spare > 1)} on each rank"
         if self.tokens == "own":
@@ -198,35 +185,31 @@ class EngineRecord:
             return
         if self._travel is None or not np.array_equal(self._travel.table, rank_loads.slot_to_expert):
             self._travel = Travel(rank_loads, self.settings.policies_for(shared=False)["prefill"], spare)
-        travelled = self._travel.add(rank_loads)
-        if not travelled:
+        rows = self._travel.add(rank_loads)
+        if not rows:
             return
-        moves = sum(layer.moves for layer in travelled)
-        arrived = {layer.layer: layer.arrivals for layer in travelled}
-        fills, batches = (sum(getattr(layer, field) for layer in travelled) for field in ("fills", "batches"))
-        last, filled = ([getattr(layer, field) for layer in travelled] for field in ("last", "filled"))
-        size = sum(layer.moves * self.slot_bytes.get(layer.layer, 0) for layer in travelled)
-        self.metrics.add("fills_total", fills)
-        self.metrics.add("experts_travelled_total", sum(arrived.values()))
-        received = sum(number * self.slot_bytes.get(layer, 0) for layer, number in arrived.items())
+        layers, batches, fills, moves, arrivals, last, filled = zip(*rows, strict=True)
+        sizes = [self.slot_bytes.get(layer, 0) for layer in layers]
+        size, received = (sum(map(operator.mul, numbers, sizes)) for numbers in (moves, arrivals))
+        self.metrics.add("fills_total", sum(fills))
+        self.metrics.add("experts_travelled_total", sum(arrivals))
         self.metrics.add("bytes_travelled_total", received)
         self.metrics.set_imbalance("prefill", "last_fill", last)
         self.metrics.set_imbalance("prefill", "filled", filled)
         weights = f" ({size / 2**30:.2f} GiB)" if size else ""
         log.info(
-            f"{name}: {moves} experts{weights} would have travelled in {fills} of {batches} batches of a layer; "
+            f"{name}: {sum(moves)} experts{weights} would have travelled in {sum(fills)} of {sum(batches)} batches of "
+            f"a layer; "
             f"imbalance {np.mean(last):.3f} over the last fill, {np.mean(filled):.3f} filled"
         )
 
     def _measure(self, phase: str, before: Floats, after: Floats, routed: Bools) -> None:
-        """Set a phase's metrics from [B, L]; a layer's figures skip passes in which it had no copy."""
         some = routed.any(0)
         for plan, imbalance in (("engine", before), ("isoload", after)):
             means = np.nanmean(np.where(routed, imbalance, np.nan)[:, some], axis=0)
             self.metrics.set_imbalance(phase, plan, means)
 
     def _log(self, phase: str, before: Floats, after: Floats, passes: int, alone: str) -> None:
-        """Log the means [L] of a phase."""
         text = ", ".join(
             f"{name} {np.quantile(before, part):.3f} -> {np.quantile(after, part):.3f}"
             for name, part in (("half of the layers up to", 0.5), ("nine in ten", 0.9), ("worst", 1.0))
@@ -237,34 +220,9 @@ class EngineRecord:
         )
 
 
-class Travelled(NamedTuple):
-    """What would have travelled in one layer.
-
-    layer         its row in the engine's tables
-    batches       prefills with copies
-    fills, moves  batches that would have filled spare slots, and experts that would have travelled
-    arrivals      of these experts those to the first rank
-    last, filled  mean imbalance over the last fill, and over the slots that the batches would have used
-    """
-
-    layer: int
-    batches: int
-    fills: int
-    moves: int
-    arrivals: int
-    last: float
-    filled: float
-
-
 class Travel:
-    """The spare slots that a policy would have had in recorded prefills, kept from one to the next.
-
-    Args:
-        rank_loads: has the engine's table. If an expert is in its spare slots alone, the experts are in order, as
-            isoload starts.
-        policy: that borrows.
-        spare: spare slots of a rank.
-    """
+    """The spare slots that a policy would have had in recorded prefills, kept from one to the next. If an expert of the
+    engine's table is in spare slots alone, the experts are in order, as isoload starts."""
 
     def __init__(self, rank_loads: RankLoads, policy: Policy, spare: int) -> None:
         self.table, self.policy, self.spare = rank_loads.slot_to_expert, policy, spare
@@ -279,8 +237,10 @@ class Travel:
         self._layers = [placed[i] for i in range(layers)]
         self._last: list[PlacedLayers] = [self._layers[i].fill(tables[i].int()) for i in range(layers)]
 
-    def add(self, rank_loads: RankLoads) -> list[Travelled]:
-        """Return by layer what would have travelled in these passes."""
+    def add(self, rank_loads: RankLoads) -> list[tuple[int, int, int, int, int, float, float]]:
+        """Return what would have travelled in these passes, for each layer with copies in a prefill: its row in the
+        table, batches with copies, those that would have filled spare slots, experts that would have travelled, those
+        to the first rank, and the mean imbalance over the last fill and over the slots that the batches would use."""
         counts, phases = rank_loads.counts, np.array(rank_loads.phases)
         ranks, size = rank_loads.topology.num_ranks, self.table.shape[1] // rank_loads.topology.num_ranks
         travelled = []
@@ -291,16 +251,16 @@ class Travel:
                     continue
                 loads = torch.zeros(ranks, len(batch), dtype=torch.int32)
                 loads[0] = torch.from_numpy(batch)
-                last, new = self._last[i], refill(self.policy, loads, placed, self._last[i])
-                changed = new.filled.slot_to_expert != last.slot_to_expert
-                mean = max(int(batch.sum()), 1) / ranks
+                new = refill(self.policy, loads, placed, self._last[i])
+                changed = new.filled.slot_to_expert != self._last[i].slot_to_expert
+                mean = int(batch.sum()) / ranks
                 peaks = int(new.before) / mean, int(new.after) / mean
                 rows.append((int(new.refilled), int(changed.sum()), int(changed[:size].sum()), *peaks))
                 self._last[i] = new.filled
             if rows:
-                fills, moves, arrivals, *peaks_ = np.array(rows).T
-                sums = int(fills.sum()), int(moves.sum()), int(arrivals.sum())
-                travelled.append(Travelled(i, len(rows), *sums, *map(float, map(np.mean, peaks_))))
+                fills, moves, arrivals, last, filled = zip(*rows, strict=True)
+                means = float(np.mean(last)), float(np.mean(filled))
+                travelled.append((i, len(rows), sum(fills), sum(moves), sum(arrivals), *means))
         return travelled
 
 
@@ -309,8 +269,5 @@ def before_and_after(rank_loads: RankLoads) -> tuple[Floats, Floats, Bools]:
     layers = np.flatnonzero(rank_loads.slot_copies.any((0, 2)))
     copies, table = rank_loads.slot_copies[:, layers], torch.from_numpy(rank_loads.slot_to_expert[layers])
     placement = Placement(table, rank_loads.topology, rank_loads.num_experts)
-    before, after = (
-        routed_imbalance(placement, copies),
-        exact_imbalance(placement, rank_loads.counts[:, layers]),
-    )
-    return before, after, np.asarray(copies.any(-1))
+    after = exact_imbalance(placement, rank_loads.counts[:, layers])
+    return routed_imbalance(placement, copies), after, np.asarray(copies.any(-1))

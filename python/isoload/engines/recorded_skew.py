@@ -1,8 +1,7 @@
-"""Routing of a recorded trace in a live engine, to measure on one's own GPUs without production traffic or weights.
+"""Routing of a recorded trace in a live engine, to measure on one's own GPUs. See docs/times.md.
 
-The engine's router is overruled: every token goes to experts that the trace has for its layer. vLLM's registry of
-simulated routings has the strategy ``isoload:FILE``; in SGLang the variable ISOLOAD_ROUTING replaces the ids of the
-top-k. See docs/times.md.
+Every token goes to experts that the trace has for its layer: by the strategy ``isoload:FILE`` of vLLM's simulated
+routings, and in SGLang by ISOLOAD_ROUTING, which replaces the ids of the top-k.
 """
 
 from __future__ import annotations
@@ -32,17 +31,9 @@ Original = Callable[..., Any]
 
 
 def rows_from_counts(counts: npt.NDArray[np.int64], top_k: int, num_rows: int, seed: int) -> Ids:
-    """Return [N, K] experts, none twice in a row, each as often as its part of the counts, within one copy.
-
-    Copies sorted by expert are dealt into K columns, one after another: an expert with at most N copies is in no row
-    twice. Experts and rows are then in random order.
-
-    Args:
-        counts: [E] copies.
-        top_k: K, at most the number of experts that have copies.
-        num_rows: N.
-        seed: of the order.
-    """
+    """Return [N, K] experts, none twice in a row, each as often as its part of the counts [E], within one copy. Copies
+    sorted by expert are dealt into K columns, one after another: an expert with at most N copies is in no row twice.
+    Experts and rows are then in random order, by the seed."""
     if (counts > 0).sum() < top_k:
         raise ValueError(f"counts must have at least {top_k} experts with copies, got {(counts > 0).sum()}")
     draw = np.random.default_rng(seed)
@@ -65,9 +56,6 @@ class RecordedRouting:
 
     Each layer has a table of rows of K experts and a position on the device, which moves on with every batch, in a
     captured graph too. A whole round through the table has the trace's counts.
-
-    Args:
-        text: the file with its options.
     """
 
     def __init__(self, text: str) -> None:
@@ -89,7 +77,6 @@ class RecordedRouting:
         self.positions: dict[int, Tensor] = {}
 
     def _batches(self) -> npt.NDArray[np.int64]:
-        """Return the batches of the phase."""
         labels = self.trace.cluster or ()
         if self.phase and self.phase not in labels:
             known = ", ".join(sorted(set(labels))) or "none"
@@ -101,18 +88,8 @@ class RecordedRouting:
         self, layer: int, experts: int, top_k: int, device: torch.device, part: float = 0.0,
         model: Identity | None = None,
     ) -> None:  # fmt: skip
-        """Make a layer's table.
-
-        Args:
-            layer: the model's own number.
-            experts, top_k: the layer's routed experts and how many each token has.
-            device: where the engine routes.
-            part: of the table at which this rank starts, so that ranks with tokens of their own differ.
-            model: what the engine states about its layers.
-
-        Raises:
-            ValueError: the trace is of another model, or lacks the layer.
-        """
+        """Make a layer's table; raise ValueError if the trace is of another model or lacks the layer. `layer` is the
+        model's own number. The table starts at `part`, so that ranks with tokens of their own differ."""
         trace = self.trace
         if (trace.num_experts, trace.top_k or top_k) != (experts, top_k):
             raise ValueError(
@@ -137,14 +114,12 @@ class RecordedRouting:
         return rows_from_counts(counts, top_k, ROWS, int(draw.integers(2**31)))
 
     def __call__(self, layer: int, num_tokens: int) -> Tensor:
-        """Return [T, K] int32 experts of a layer's next batch."""
         table, position = self.tables[layer], self.positions[layer]
         rows = (torch.arange(num_tokens, device=table.device) + position) % len(table)
         position.add_(num_tokens)
         return table[rows]
 
     def warn(self, engine: str) -> None:
-        """Log what the run is for."""
         log.warning(
             f"isoload: {engine} routes as {self.path} does (seed {self.seed}), not as its router: tokens have no "
             "meaning, with dummy weights or the model's own"
@@ -176,7 +151,6 @@ class Strategy:
         top_k: int,
         indices_type: torch.dtype | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return weights [T, K] float32, all equal, and experts [T, K] of the trace."""
         assert SKEW.routing is not None
         ids = SKEW.routing(self.layer, len(hidden_states))
         weights = torch.full(ids.shape, 1 / top_k, dtype=torch.float32, device=ids.device)
@@ -196,11 +170,7 @@ def compute_routing(original: Original, self: Any, *args: Any, **kwargs: Any) ->
 
 
 def initialize_model(original: Original, vllm_config: Any, **kwargs: Any) -> Any:
-    """Wrap vLLM's function, which makes a model without weights: prepare each MoE layer's table, before weights load.
-
-    Raises:
-        ValueError: the trace is not of this model, or a draft model drafts.
-    """
+    """Wrap vLLM's function, which makes a model without weights: prepare the tables before weights load."""
     from vllm.distributed.parallel_state import get_ep_group
 
     from isoload.engines.vllm.layers import tokens_of
@@ -276,11 +246,6 @@ def hook_sglang(seams: list[Seam], _: Settings) -> None:
 
 
 def attach_to(engine: str, text: str) -> None:
-    """Attach to an engine, from its entry point.
-
-    Raises:
-        SystemExit: the file or its options are not valid, or the engine is not as isoload expects.
-    """
     name, hook = {"vLLM": (VLLM_STRATEGY, hook_vllm), "SGLang": (ROUTING.name, hook_sglang)}[engine]
     try:
         SKEW.routing = RecordedRouting(text)

@@ -1,8 +1,7 @@
-"""Seams: the functions of an engine that a plug-in replaces, wraps, calls or reads. The plug-in attaches if they are
-as expected.
+"""Seams: the functions of an engine that a plug-in replaces, wraps, calls or reads.
 
-An engine's seams are listed in one JSON file, each with its signature in the version from which it was read. They are
-compared with the running engine, independent of its version number.
+Each engine has a JSON file of its seams, with their signatures in one version. The plug-in attaches if the running
+engine has these signatures, independent of its version number.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import pkgutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from importlib import import_module, resources
+from itertools import groupby
 from typing import Any, Literal
 
 from isoload.engines.settings import RAGGED, SPARE, Settings, Variable, is_on
@@ -30,33 +30,23 @@ EXTRA = (SPARE.name, PAGES)  # options that attach only where their variable is 
 
 @dataclass(frozen=True)
 class Seam:
-    """One function or record of an engine that a plug-in uses.
+    """One function or record of an engine that a plug-in uses."""
 
-    target      dotted path
-    kind        "replace" and "around": hooked; "call": called by the plug-in; "fields": a record that it reads
-    signatures  those that the plug-in supports; of a record the fields that it needs
-    read_from   the engine's version in which it was read
-    why         what the plug-in does there
-    serves      the options of the engine that need it; empty: all of them
-    older       its dotted path in older versions
-    """
-
-    target: str
-    kind: Kind
-    signatures: tuple[str, ...]
-    read_from: str
-    why: str
-    serves: tuple[str, ...] = ()
-    older: str = ""
+    target: str  # dotted path
+    kind: Kind  # "replace", "around": hooked; "call": called by the plug-in; "fields": a record that it reads
+    signatures: tuple[str, ...]  # those that the plug-in supports; of a record the fields that it needs
+    read_from: str  # the engine's version in which it was read
+    why: str  # what the plug-in does there
+    serves: tuple[str, ...] = ()  # the engine's options that need it; empty: all of them
+    older: str = ""  # its dotted path in older versions
 
     def located(self) -> Seam:
-        """Return the seam with the engine's path: the older path if the engine has only that one."""
+        """Return the seam with the path that the engine has, the present one or the older one."""
         moved = self.older and not is_there(self.target) and is_there(self.older)
         return replace(self, target=self.older) if moved else self
 
     @property
     def name(self) -> str:
-        """The last part of the target, unique among an engine's seams."""
         return self.target.rsplit(".", 1)[-1]
 
     def fault(self) -> str | None:
@@ -75,22 +65,17 @@ class Seam:
         return f"{self.target} must take {wanted} (as in {self.read_from}), got {signature}"
 
     def missing_field(self, names: set[str]) -> str:
-        """Return the first field that a record with these names lacks; empty if it has all."""
         return next((name for name in self.signatures if name not in names), "")
 
     def takes(self, signature: inspect.Signature) -> bool:
-        """Return whether the plug-in supports a function with this signature."""
         return any(str(part) in self.signatures for part in (signature, *shortened(signature, self.kind)))
 
 
 def read_seams(engine: str) -> list[Seam]:
-    """Return the seams of an engine, from ``<engine>_seams.json`` in this folder."""
     text = resources.files(__package__).joinpath(f"{engine}_seams.json").read_text()
     file, lists = json.loads(text), ("signatures", "serves")
-    return [
-        Seam(read_from=file["read_from"], **(row | {key: tuple(row[key]) for key in lists if key in row}))
-        for row in file["seams"]
-    ]
+    rows = [row | {key: tuple(row[key]) for key in lists if key in row} for row in file["seams"]]
+    return [Seam(read_from=file["read_from"], **row) for row in rows]
 
 
 # By engine its lists of seams, each with the hook that is all of it; empty: options attach one by one.
@@ -104,7 +89,6 @@ ENGINE_SEAMS: Mapping[str, Mapping[str, str]] = {
 
 
 def hooks_of(engine: str) -> dict[str, list[Seam]]:
-    """Return the seams that each hook of an engine needs."""
     hooks = {}
     for file, whole in ENGINE_SEAMS[engine].items():
         seams = read_seams(file)
@@ -115,9 +99,7 @@ def hooks_of(engine: str) -> dict[str, list[Seam]]:
 
 def read_attached() -> dict[str, dict[str, dict[str, str]]]:
     """Return, by engine, version and hook, why the hook does not attach; empty: it attaches.
-
-    ``tests/tools/attached.py`` writes the file from the engines' wheels, by the seams of :func:`hooks_of`.
-    """
+    ``tests/tools/attached.py`` writes the file from the engines' wheels."""
     text = resources.files(__package__).joinpath("attached.json").read_text()
     return json.loads(text)  # type: ignore[no-any-return]
 
@@ -127,33 +109,24 @@ def version_ranges(engine: str) -> dict[str, dict[str, str]]:
     versions = read_attached()[engine]
     ranges: dict[str, dict[str, str]] = {}
     for hook in hooks_of(engine):
-        runs: dict[str, list[list[str]]] = {"": []}
-        previous = None
-        for version, reasons in versions.items():
-            reason = reasons[hook]
-            if reason != previous:
-                runs.setdefault(reason, []).append([])
-            runs[reason][-1].append(version)
-            previous = reason
-        ranges[hook] = {
-            reason: ", ".join(run[0] if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in parts)
-            for reason, parts in runs.items()
-        }
+        reasons = {version: row[hook] for version, row in versions.items()}
+        runs: dict[str, list[str]] = {"": []}
+        for reason, run in groupby(reasons, reasons.__getitem__):
+            first, *more = run
+            runs.setdefault(reason, []).append(f"{first} to {more[-1]}" if more else first)
+        ranges[hook] = {reason: ", ".join(parts) for reason, parts in runs.items()}
     return ranges
 
 
 def versions_with(engine: str, hooks: Sequence[str]) -> str:
-    """Return which versions of an engine have these hooks, for a message; empty if no version of the table has."""
     ranges = version_ranges(engine) if engine in ENGINE_SEAMS else {}
     known = {text for hook in hooks if (text := ranges.get(hook, {}).get("", ""))}
     return f"; {engine} {' and '.join(sorted(known))} has it" if known else ""
 
 
 def missing_package(seams: Sequence[Seam]) -> str | None:
-    """Return why an engine cannot be imported if a package it needs is not installed; else None.
-
-    Without this check each seam would be reported as a missing function, because its module cannot be imported.
-    """
+    """Return why an engine cannot be imported if a package it needs is not installed; else None. Without this check
+    each seam would be reported as a missing function, because its module cannot be imported."""
     for target in (seam.target for seam in seams):
         parts = target.split(".")
         for end in range(1, len(parts)):
@@ -169,9 +142,7 @@ def missing_package(seams: Sequence[Seam]) -> str | None:
 
 
 def is_there(target: str) -> bool:
-    """Return whether the engine has the target. A target whose import fails in another way counts as present; its
-    fault has the reason.
-    """
+    """Return whether the engine has the target, also where its import fails in another way, which its fault reports."""
     try:
         pkgutil.resolve_name(target)
     except (ImportError, AttributeError):
@@ -182,16 +153,14 @@ def is_there(target: str) -> bool:
 
 
 def bare_signature(function: Any) -> inspect.Signature:
-    """Return names, kinds and defaults of the parameters, without annotations; of a class those of its constructor."""
     signature = inspect.signature(function)
     bare = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
     return signature.replace(parameters=bare, return_annotation=inspect.Signature.empty)
 
 
 def shortened(signature: inspect.Signature, kind: Kind) -> Iterator[inspect.Signature]:
-    """Yield the signature without its last parameters, as long as these have defaults. A newer version may have added
-    them: wrappers pass them on and calls omit them. A replacement would drop them.
-    """
+    """Yield the signature without its last parameters, which a newer version may have added, if they have defaults.
+    Wrappers pass such parameters on and calls omit them; a replacement would drop them."""
     parameters = list(signature.parameters.values())
     while kind != "replace" and parameters and parameters[-1].default is not inspect.Parameter.empty:
         parameters.pop()
@@ -199,39 +168,27 @@ def shortened(signature: inspect.Signature, kind: Kind) -> Iterator[inspect.Sign
 
 
 def field_names(record: type) -> set[str]:
-    """Return the fields and properties of a dataclass or NamedTuple."""
-    names = (
-        [field.name for field in fields(record)] if is_dataclass(record) else getattr(record, "_fields", ())
-    )
+    names = getattr(record, "_fields", ())
+    if is_dataclass(record):
+        names = [field.name for field in fields(record)]
     return {*names, *(name for name, value in vars(record).items() if isinstance(value, property))}
 
 
 @dataclass(frozen=True)
 class PlugIn:
-    """isoload's plug-in for one engine: for each engine option that a seam serves, it attaches all hooks or none.
+    """isoload's plug-in for one engine: for each engine option that a seam serves, it attaches all hooks or none."""
 
-    engine  its name in messages; in lower case that of its seams
-    switch  the variable that turns the plug-in on
-    start   applies settings
-    checks  tests of a known batch, by the option or hook that needs them
-    hook    installs the hooks of these seams; each serves only the options that are attached
-    seams   of an engine without a JSON file here
-    """
-
-    engine: str
-    switch: Variable
-    start: Callable[[Settings], None]
-    checks: Mapping[str, Callable[[], bool]]
-    hook: Callable[[list[Seam], Settings], None]
-    seams: Sequence[Seam] = ()
+    engine: str  # its name in messages; in lower case that of its seams
+    switch: Variable  # turns the plug-in on
+    start: Callable[[Settings], None]  # applies settings
+    checks: Mapping[str, Callable[[], bool]]  # tests of a known batch, by the option or hook that needs them
+    hook: Callable[
+        [list[Seam], Settings], None
+    ]  # installs hooks, which serve only the options that are attached
+    seams: Sequence[Seam] = ()  # of an engine without a JSON file here
 
     def attach_or_leave(self) -> None:
-        """Attach, from an entry point. Engines log an Exception of a plug-in and continue, so a refusal ends the
-        process.
-
-        Raises:
-            SystemExit: a variable has an invalid value; or, with ISOLOAD_STRICT=1, the engine is not as expected.
-        """
+        """Attach, from an entry point; every refusal is a SystemExit, because engines log an Exception and continue."""
         try:
             if not is_on(self.switch, os.environ):
                 return
@@ -259,17 +216,11 @@ class PlugIn:
             log.error(f"{reason}. {result}")
 
     def attach(self, settings: Settings) -> list[str]:
-        """Install the hooks that can be, see :meth:`attach_options`, and return the differences, a line each."""
         return self.attach_options(settings)[0]
 
     def attach_options(self, settings: Settings) -> tuple[list[str], list[str]]:
-        """Hook every option whose seams and known batch are as expected; without options all hooks or none.
-
-        Returns:
-            Differences from the expected engine, a line each, which name the options that are not attached; and the
-                attached
-            options.
-        """
+        """Hook every option whose seams and known batch are as expected; without options all hooks or none. Returns the
+        differences, which name the options that are not attached, and the attached options."""
         all_seams = [seam.located() for seam in self.seams or read_seams(self.engine.lower())]
         if settings.spare_slots and SPARE.name not in options_of(all_seams):
             raise ValueError(
@@ -283,10 +234,9 @@ class PlugIn:
         lost: set[str] = set()
 
         def lose(fault: str, serves: Sequence[str]) -> None:
-            needed = (
-                f" (needed by {' and '.join(serves)}{versions_with(self.engine, serves)})" if serves else ""
-            )
-            wrong.append(f"{fault}{needed}")
+            if serves:
+                fault = f"{fault} (needed by {' and '.join(serves)}{versions_with(self.engine, serves)})"
+            wrong.append(fault)
             lost.update(serves or options)
 
         if (fault := missing_package(seams)) is not None:
@@ -310,17 +260,12 @@ class PlugIn:
 
 
 def extra_options(settings: Settings) -> set[str]:
-    """Return the options of EXTRA that are on."""
     on = {SPARE.name: settings.spare_slots > 0, PAGES: bool(settings.ragged)}
     return {option for option in EXTRA if on[option]}
 
 
 def of_mode(seams: Sequence[Seam], mode: str, extra: Collection[str] = ()) -> list[Seam]:
-    """Return the seams of shadow mode, or of the other options, with only these options named; absent slots need theirs
-    in both.
-
-    extra: options of EXTRA that are on.
-    """
+    """Return the seams of shadow mode, or of the other options, with only these options named; PAGES counts in both."""
     needed = []
     for seam in seams:
         in_shadow = mode == "shadow"
@@ -332,12 +277,10 @@ def of_mode(seams: Sequence[Seam], mode: str, extra: Collection[str] = ()) -> li
 
 
 def options_of(seams: Sequence[Seam]) -> list[str]:
-    """Return every option that seams serve, once each."""
     return list(dict.fromkeys(option for seam in seams for option in seam.serves))
 
 
 def wrong_check(name: str, check: Callable[[], bool]) -> str | None:
-    """Return the error that a check of a known batch finds, in one line; None if there is none."""
     try:
         return None if check() else f"a known batch gives wrong slots with {name}"
     except Exception as error:

@@ -117,45 +117,27 @@ PHASES = ("prefill", "decode")
 
 @dataclass(frozen=True)
 class Settings:
-    """Checked values of the variables that all engines have.
-
-    policy          as written; None = the plug-in's default
-    loads           as Balancer's; None = the plug-in's default
-    placer          as written
-    report_seconds  0 = no reports
-    check_weights   whether slots are compared with their experts
-    stalled_seconds of a rebalance without progress; 0 = no watchdog
-    mode            one of MODES
-    record          None = no files
-    record_every    passes
-    switch          None = none
-    placement       file from which vLLM starts; None = none
-    rebalance       when a new map is applied; None = always
-    times           file of isoload measure; None = none
-    spare_slots     slots of each rank that prefill fills; 0 = none
-    ragged          "pages", or empty: every slot has memory
-    """
+    """Checked values of the variables that all engines have; None or 0: not set."""
 
     strict: bool
-    policy: str | None
-    loads: str | None
+    policy: str | None  # as written
+    loads: str | None  # as Balancer's
     placer: str
     report_seconds: float
-    check_weights: bool
-    stalled_seconds: float
-    mode: str = "on"
-    record: str | None = None
-    record_every: int = int(RECORD_EVERY.default)
+    check_weights: bool  # whether slots are compared with their experts
+    stalled_seconds: float  # of a rebalance without progress
+    mode: str = "on"  # one of MODES
+    record: str | None = None  # folder
+    record_every: int = int(RECORD_EVERY.default)  # passes
     switch: str | None = None
-    placement: str | None = None
-    rebalance: RebalanceRule | None = None
-    times: str | None = None
-    spare_slots: int = 0
-    ragged: str = ""
+    placement: str | None = None  # file from which vLLM starts
+    rebalance: RebalanceRule | None = None  # when a new map is applied
+    times: str | None = None  # file of isoload measure
+    spare_slots: int = 0  # slots of each rank that prefill fills
+    ragged: str = ""  # "pages", or empty: every slot has memory
 
     @classmethod
     def read(cls, environ: Mapping[str, str] | None = None) -> Settings:
-        """Read the settings from the environment."""
         environ = os.environ if environ is None else environ
         policy, loads = (_text(variable, environ) or None for variable in (POLICY, LOADS))
         placer = _text(PLACER, environ)
@@ -186,18 +168,14 @@ class Settings:
 
     @property
     def places_shared(self) -> bool:
-        """Whether the policy is one of shared experts."""
         return any(isinstance(policy, SharedPolicy) for policy in _policies(self.policy).values())
 
     @property
     def phased(self) -> bool:
-        """Whether prefill and decode have policies of their own."""
         return len(set(_policies(self.policy).values())) > 1
 
     def policies_for(self, shared: bool) -> dict[str, Policy]:
-        """Return by phase the policy of layers with or without shared experts that the plan may move; some policies
-        need them.
-        """
+        """Return by phase the policy of layers with or without shared experts that the plan may move."""
         if not shared and self.places_shared:
             raise ValueError(
                 f"{POLICY.name} must be a policy of routed experts if the engine computes shared experts on their "
@@ -207,11 +185,8 @@ class Settings:
         return _policies(self.policy) or default_policies(shared)
 
     def unused(self, reasons: Mapping[Variable, str]) -> list[str]:
-        """Return a line for each variable that is set to another value than its default and has no effect.
-
-        Args:
-            reasons: by variable without effect the reason, and what would give it one: "REASON. Pass THIS".
-        """
+        """Return a line for each variable that is set to another value than its default and has no effect. `reasons`:
+        by variable without effect the reason, and what would give it one: "REASON. Pass THIS"."""
         lines = []
         for variable, reason in reasons.items():
             value = getattr(self, variable.name.removeprefix("ISOLOAD_").lower())
@@ -221,14 +196,12 @@ class Settings:
         return lines
 
     def loads_for(self, default: str) -> str:
-        """Return whose counts plan the batches of ranks that hold tokens of their own; default: the plug-in's."""
         loads = self.loads or default
         _check_loads(loads, self.policy)
         return loads
 
 
 def default_policies(shared: bool) -> dict[str, Policy]:
-    """Return by phase the policy without ISOLOAD_POLICY, of layers with or without shared experts that may move."""
     return dict.fromkeys(PHASES, make_policy("joint" if shared else "exact", {"tolerance": TOLERANCE}))
 
 
@@ -263,9 +236,7 @@ def _check_loads(loads: str, policy: str | None) -> None:
 
 
 def _policies(text: str | None) -> dict[str, Policy]:
-    """Return policies by phase, from one for both or ``prefill=name,decode=name``, each with its options; none for
-    None.
-    """
+    """Return policies by phase, from one for both or ``prefill=name,decode=name`` with options; none for None."""
     if text is None:
         return {}
     if "=" not in text.partition(":")[0]:  # otherwise an option's
@@ -277,7 +248,6 @@ def _policies(text: str | None) -> dict[str, Policy]:
 
 
 def _usable(text: str) -> Policy:
-    """Return the policy of that name; raise ValueError if no engine can run it."""
     try:
         name, options = parse_policy(text)
     except ValueError as error:
@@ -291,7 +261,6 @@ def _usable(text: str) -> Policy:
 
 
 def _spare(text: str, policy: str | None, environ: Mapping[str, str]) -> int:
-    """Return the number of spare slots; raise ValueError if the policies cannot use them, or need some."""
     if not (text.isdecimal() and len(text) < 5):
         raise ValueError(f"{SPARE.name} must be a whole number of at least 0, got {text!r}")
     policies = _policies(policy)
@@ -334,7 +303,6 @@ def _check_ragged(ragged: str, environ: Mapping[str, str]) -> None:
 
 
 def _check_placer(text: str, ragged: str) -> None:
-    """Reject a placer that cannot fill an engine's slots, before the engine loads a model."""
     try:
         placer = make_placer(*parse_placer(text))
     except ValueError as error:
@@ -362,7 +330,6 @@ def _rule(text: str) -> RebalanceRule | None:
 
 
 def _times(path: str) -> str | None:
-    """Return the path of a times file that can be read, None without one."""
     if not path:
         return None
     try:
@@ -373,7 +340,6 @@ def _times(path: str) -> str | None:
 
 
 def is_on(variable: Variable, environ: Mapping[str, str]) -> bool:
-    """Return whether a variable of 0 or 1 is 1."""
     text = _text(variable, environ)
     if text not in ("0", "1"):
         raise ValueError(f"{variable.name} must be 0 or 1, got {text!r}")

@@ -1,6 +1,6 @@
-"""Engines' tables of replicas, converted to a Placement and back; the Placement that ISOLOAD_PLACER makes when an
-engine rebalances; and a batch whose optimal split is known, on which a plug-in tests its hooks before it installs
-them.
+"""Engines' tables of replicas as a Placement and back, the Placement of a rebalance, and a known batch for checks.
+
+The plug-ins test their hooks on the known batch, whose optimal split is given, before they install them.
 """
 
 from __future__ import annotations
@@ -27,29 +27,16 @@ LEAST_GAIN = 0.02
 
 
 class ReplicaLists(NamedTuple):
-    """A placement as EPLB's callers take it: three tables.
+    """A placement as EPLB's callers take it: three int64 tables."""
 
-    physical_to_logical  [L, P] int64  expert in each slot
-    logical_to_physical  [L, E, X] int64  slots of every expert, ascending, then -1; X = most replicas
-    num_replicas         [L, E] int64
-    """
-
-    physical_to_logical: Tensor
-    logical_to_physical: Tensor
-    num_replicas: Tensor
+    physical_to_logical: Tensor  # [L, P] expert in each slot
+    logical_to_physical: Tensor  # [L, E, X] slots of every expert, ascending, then -1; X = most replicas
+    num_replicas: Tensor  # [L, E]
 
 
 def engine_topology(num_ranks: int, num_nodes: int, times: str | None = None) -> Topology:
-    """Return a topology of R ranks on num_nodes nodes, or on one node if these do not divide the ranks.
-
-    Args:
-        num_ranks: R.
-        num_nodes: nodes of the engine.
-        times: file of isoload measure, whose speeds the ranks have if they differ by 1 % or more.
-
-    Raises:
-        ValueError: the file has the speeds of another number of ranks.
-    """
+    """Return R ranks on num_nodes nodes, or on one node if these do not divide the ranks. `times`: file of isoload
+    measure, whose speeds the ranks have if they differ by 1 % or more."""
     per_node = num_ranks // num_nodes if num_ranks % num_nodes == 0 else num_ranks
     speeds = measured(times).speeds if times is not None else ()
     if times is not None and len(speeds) != num_ranks:
@@ -62,7 +49,6 @@ def engine_topology(num_ranks: int, num_nodes: int, times: str | None = None) ->
 
 @cache
 def measured(path: str) -> Times:
-    """Return the content of a times file, read once."""
     return load(path)
 
 
@@ -73,15 +59,8 @@ def placement_of(
     num_shared: int = 0,
     spare_slots: int = 0,
 ) -> Placement:
-    """Return the Placement of an engine's map.
-
-    Args:
-        physical_to_logical: [L, P] routed expert in each slot.
-        num_experts: routed experts.
-        topology: R ranks with P/R consecutive slots each.
-        num_shared: 1: every rank has one more slot, its last, that holds the shared expert.
-        spare_slots: the last slots of each rank that are empty in the Placement.
-    """
+    """Return the Placement of an engine's map [L, P] of routed experts; the last spare slots of each rank become empty.
+    With num_shared = 1 every rank has one more slot, its last, that holds the shared expert."""
     slots = physical_to_logical.cpu().to(torch.int32)
     if spare_slots:
         slots = slots.clone()
@@ -97,7 +76,6 @@ def placement_of(
 
 
 def only_spare(tables: Tensor, num_experts: int, num_ranks: int, spare: int) -> Tensor:
-    """Return [N, 2] layer and number of the experts that are in spare slots alone; tables: [L, P] of all slots."""
     resident = tables.view(len(tables), num_ranks, -1)[:, :, :-spare].flatten(1)
     experts = torch.arange(num_experts).view(1, num_experts, 1)
     return (resident.unsqueeze(1) == experts).any(2).logical_not().nonzero()
@@ -118,15 +96,9 @@ def with_empty(resident: Tensor, num_ranks: int, spare: int) -> Tensor:
 
 
 def fill_spare_slots(placement: Placement, counts: Tensor) -> Tensor:
-    """Return [L, P] the expert in each slot, with spare slots that hold replicas of hot experts.
-
+    """Return [L, P] the placement's experts, with replicas of hot experts, by counts [L, E], in its empty spare slots.
     The replicas may be of another node: an engine loads or rebalances them, and prefill later keeps those that it does
-    not need to replace. Without them no split levels the nodes.
-
-    Args:
-        placement: with empty spare slots.
-        counts: [L, E] copies per expert.
-    """
+    not need to replace. Without them no split levels the nodes."""
     scale = min(1.0, 2**30 / max(float(counts.sum(1).max()), 1.0))
     loads = (counts.cpu().double() * scale).round().clamp(min=1).to(torch.int32)
     tables = fill(loads, placement, policy="hedge").slot_to_expert.clone()
@@ -141,7 +113,6 @@ def fill_spare_slots(placement: Placement, counts: Tensor) -> Tensor:
 
 
 def replica_lists(placement: Placement, holes: bool = False) -> ReplicaLists:
-    """Return a placement's tables; raise ValueError for empty slots unless holes are allowed."""
     table, experts = placement.slot_to_expert.long(), placement.num_experts
     absent = table < 0
     if absent.any() and not holes:
@@ -174,18 +145,15 @@ def keep_slots(slots: Tensor, before: Tensor, num_ranks: int) -> Tensor:
 
 
 def arrivals(before: Tensor, after: Tensor, rank: int, num_ranks: int) -> dict[int, int]:
-    """Return by layer the number of experts that came to a rank: distinct experts of its slots in after that are in
-    none of its slots in before. Both [L, P] expert in each slot, -1: none.
-    """
+    """Return by layer how many distinct experts came to a rank, from tables [L, P] before and after; -1: none."""
     size = before.shape[1] // num_ranks
     old, new = (table[:, rank * size : (rank + 1) * size].tolist() for table in (before, after))
     return {i: len(set(b) - set(a) - {-1}) for i, (a, b) in enumerate(zip(old, new, strict=True)) if a != b}
 
 
 def running(before: Tensor | None, num_slots: int, holes: bool = False) -> Tensor | None:
-    """Return the map [L, P] of an engine's present placement; None if there is none yet, or P differs, as when ranks
-    join or leave, or slots are empty and holes are not allowed.
-    """
+    """Return an engine's present map [L, P]; None if a placer cannot start from it. That is the case if P differs, as
+    when ranks join or leave, or slots are empty and holes are not allowed."""
     if before is None or before.shape[1] != num_slots or (not holes and (before < 0).any()):
         return None
     return before
@@ -202,17 +170,11 @@ def lay_out(
     spare_slots: int = 0,
     holes: bool = False,
 ) -> ReplicaLists:
-    """Place experts by a placer of the registry, from the present placement if the placer supports it, so that fewer
-    move.
+    """Place experts by a placer of the registry, from the present placement if the placer supports it.
 
-    Args:
-        counts: [L, E] or [batches, L, E] copies per routed expert.
-        placer: name and options, as the variable has them; `scenario` has LEAST_GAIN unless they name another.
-        before: :func:`running`.
-        new_maps: keeps the present placement if a new one does not pay; None = it is always replaced.
-        passes: forward passes of the counts.
-        spare_slots: the last slots of each rank, in which no expert is alone.
-        holes: whether slots may be absent: every rank keeps the number of slots that have memory in `before`.
+    `counts` are [L, E] or [batches, L, E] of so many passes; `before` is :func:`running`'s. `new_maps` keeps the
+    present placement if a new one does not pay. No expert is alone in the last spare_slots of a rank. With holes every
+    rank keeps the number of slots that have memory in `before`.
     """
     name, options = parse_placer(placer)
     if name == "scenario":
@@ -245,49 +207,24 @@ def check_placer(
     """Make a placement as an engine's rebalance will, so that no rebalance fails while tokens are served."""
     layers, num_slots = tables.shape
     before, size = running(tables, num_slots, holes), num_slots // topology.num_ranks
+    counts = torch.ones(layers, num_experts)
     try:
-        lay_out(
-            torch.ones(layers, num_experts),
-            topology,
-            size,
-            placer,
-            before,
-            spare_slots=spare_slots,
-            holes=holes,
-        )
+        lay_out(counts, topology, size, placer, before, spare_slots=spare_slots, holes=holes)
     except ValueError as error:
         raise ValueError(f"{option} with {PLACER.name}={placer}: {error}") from None
 
 
 class EngineSizes(NamedTuple):
-    """Sizes that follow from an engine's options and its model's configuration.
+    """Sizes that follow from an engine's options and its model's configuration."""
 
-    num_layers: layers of the model as the engine numbers them.
-    num_experts: routed experts of a layer.
-    num_redundant: redundant experts of a layer.
-    num_ranks: ranks of the expert-parallel group.
-    option: how the number of redundant experts is passed; {} is replaced by the number.
-    from_file: whether the user passes the map as a file.
-    """
-
-    num_layers: int
-    num_experts: int
-    num_redundant: int
-    num_ranks: int
-    option: str
-    from_file: bool
+    num_layers: int  # as the engine numbers them
+    num_experts: int  # routed experts of a layer
+    num_redundant: int  # redundant experts of a layer
+    num_ranks: int  # of the expert-parallel group
+    option: str  # how the number of redundant experts is passed; {} is replaced by the number
+    from_file: bool  # whether the user passes the map as a file
 
     def check(self, source: str, num_layers: int, num_slots: int) -> None:
-        """Compare a map of experts with the engine.
-
-        Args:
-            source: the map's name in messages.
-            num_layers: layers of the map.
-            num_slots: slots of each layer in the map.
-
-        Raises:
-            ValueError: with both numbers and the option to type.
-        """
         slots = self.num_experts + self.num_redundant
         made_of = f"{self.num_experts} experts and {self.num_redundant} redundant ones"
         if slots % self.num_ranks:

@@ -1,7 +1,6 @@
 """torchtitan: a token dispatcher that follows a plan, with experts borrowed for one batch.
 
-The experts stay torchtitan's own module and Parameters, so that its optimizers, checkpoints and data parallelism need
-no change. Borrowed experts are computed by the same module with other weights.
+The experts stay torchtitan's own module and Parameters. See :mod:`isoload.engines.lending`.
 """
 
 from __future__ import annotations
@@ -36,11 +35,9 @@ class StackedExperts:
                 )
 
     def weights(self, row: int) -> list[Tensor]:
-        """Return an expert's weights in the order of the module's Parameters."""
         return [stack[row] for stack in self._stacks()]
 
     def run(self, copies: Tensor, ends: Sequence[int], stacks: Sequence[Tensor]) -> Tensor:
-        """Return the results [C, H] of copies that are ordered by expert, for experts [n, ...] of other ranks."""
         if not ends:  # this rank lends experts and borrows none
             return copies
         counts = torch.tensor(ends, device=copies.device).diff(prepend=copies.new_zeros(1, dtype=torch.int64))
@@ -55,10 +52,8 @@ class StackedExperts:
 
 
 class BalancedTokenDispatcher(LendingDispatcher, BaseEPTokenDispatcher):  # type: ignore[misc]  # torchtitan is untyped
-    """The token dispatcher that :func:`balance` installs in a RoutedExperts, in place of `stock`.
-
-    The host reads the plan, the row counts and the number of copies once per forward.
-    """
+    """The token dispatcher that :func:`balance` installs in a RoutedExperts, in place of `stock`. The host reads the
+    plan, the row counts and the number of copies once per forward."""
 
     def __init__(
         self,
@@ -84,25 +79,17 @@ class BalancedTokenDispatcher(LendingDispatcher, BaseEPTokenDispatcher):  # type
         topk_expert_ids_TK: Tensor,
         num_local_tokens_per_expert_E: Tensor,
     ) -> tuple[Tensor, Tensor, Sent]:
-        """Return [C, D] copies of the own experts, ordered by expert, [experts] their counts, and the state of
-        :meth:`combine`.
-
-        Args:
-            x_TD: [T, D] tokens of this rank.
-            topk_scores_TK, topk_expert_ids_TK: [T, K] gate weights and logical experts.
-            num_local_tokens_per_expert_E: not used; the Balancer counts the ids.
-        """
+        """Return [C, D] copies of the own experts, ordered by expert, [experts] their counts, and a state for combine.
+        num_local_tokens_per_expert_E is not used; the Balancer counts the ids."""
         call = self.begin(x_TD.device)
         sent = self.send(x_TD, topk_expert_ids_TK, topk_scores_TK.float(), call)
         return *self.own_copies(sent), sent
 
     def combine(self, routed_output_RD: Tensor, metadata: Sent, x_TD: Tensor) -> Tensor:
-        """Return [T, D] weighted sums of the results [C, D] of own experts and of the borrowed ones."""
         return self.give_back(self.sums(routed_output_RD, metadata), metadata)
 
 
 def check_dispatcher(stock: BaseEPTokenDispatcher) -> None:
-    """Raise ValueError for a dispatcher whose experts need other rows than whole ones in any number."""
     if multiple := getattr(stock, "pad_multiple", None):
         raise ValueError(f"pad_multiple must be None, as for experts that are not quantised, got {multiple}")
     if getattr(stock, "non_blocking_capacity_factor", None) is not None or getattr(
@@ -127,8 +114,7 @@ def balance(
     All ranks call it. The arguments are those of :func:`isoload.engines.megatron.balance`.
 
     Raises:
-        ValueError: no RoutedExperts, no expert parallelism, a dispatcher or experts that are not supported, or a
-            placement that does not fit; names the argument, the rule and the value.
+        ValueError: no expert parallelism, or the dispatcher, the experts or the placement are not supported.
     """
     transports: dict[Any, CollectiveTransport] = {}
     dispatchers = []

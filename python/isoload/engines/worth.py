@@ -1,7 +1,7 @@
 """Whether an engine's new map of experts pays: the time that it saves against the time of moving the experts.
 
-The saving is modelled: the slowest rank's experts of every layer, by the counts of the engine's last window, under the
-present and under the new map. The window is taken to be like the passes until the next rebalance.
+The saving is modelled by the counts of the engine's last window, which is taken to be like the passes until the next
+rebalance: the slowest rank's experts of every layer, under the present and under the new map.
 """
 
 from __future__ import annotations
@@ -24,22 +24,13 @@ log = logging.getLogger("isoload")
 
 @dataclass(frozen=True)
 class RebalanceRule:
-    """When a new map is applied.
+    """When a new map is applied, all in milliseconds."""
 
-    gain_ms  least modelled saving per forward pass, in milliseconds
-    move_ms  milliseconds that a rebalance takes from serving; None = modelled from the bytes that move
-    """
-
-    gain_ms: float = 0.0
-    move_ms: float | None = None
+    gain_ms: float = 0.0  # least modelled saving per forward pass
+    move_ms: float | None = None  # that a rebalance takes; None = modelled from the bytes that move
 
     @classmethod
     def parse(cls, text: str) -> RebalanceRule:
-        """Read ``gain_ms=0.3,move_ms=auto``; either part may be missing.
-
-        Raises:
-            ValueError: an unknown or repeated key, or a value that is not a number of at least 0.
-        """
         values: dict[str, float | None] = {}
         for part in text.split(","):
             key, equals, value = (piece.strip() for piece in part.partition("="))
@@ -52,14 +43,8 @@ class RebalanceRule:
 class NewMaps:
     """Decides about one model's new maps of experts; the same on all ranks, because all have the same counts.
 
-    Args:
-        engine: its name in log lines.
-        rule: see :class:`RebalanceRule`.
-        size: of one expert.
-        interval: forward passes between two rebalances.
-        is_exact: whether isoload splits the copies of an expert over its replicas; the engine's split is even.
-        experts: times of a rank's experts; None = arithmetic from their size for an H100.
-        metrics: of the model.
+    `interval`: forward passes between two rebalances. `is_exact`: isoload splits an expert's copies over its replicas;
+    the engine's split is even. `experts`: measured times; None = arithmetic from the expert's size for an H100.
     """
 
     def __init__(
@@ -72,12 +57,8 @@ class NewMaps:
         self._logged = False
 
     def choose(self, before: Placement, after: Placement, counts: Tensor, passes: int) -> Placement:
-        """Return the placement to apply: after, or before if the saving does not pay.
-
-        Args:
-            before, after: of all layers, in the same slots.
-            counts: [L, E] copies of `passes` forward passes, over all ranks.
-        """
+        """Return the placement to apply: after, or before if the saving does not pay. `counts`: [L, E] copies of
+        `passes` forward passes, over all ranks."""
         if not counts.any():
             return before
         worth = self.worth(before, after, counts, passes)
@@ -98,7 +79,6 @@ class NewMaps:
         return before
 
     def worth(self, before: Placement, after: Placement, counts: Tensor, passes: int) -> Worth:
-        """Return the saving in a forward pass and the cost of a new map; arguments as for :meth:`choose`."""
         old, new = (self._pass_ms(placement, counts, passes) for placement in (before, after))
         return Worth(old - new, self._move_ms(before, after))
 

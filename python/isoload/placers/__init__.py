@@ -1,7 +1,6 @@
 """Offline placers and their registry, with one file for each placer.
 
-A placer assigns routed experts to the live ranks. For every placer, ``place`` adds spare slots, shared experts and
-dead ranks.
+A placer assigns routed experts to the live ranks; ``place`` adds spare slots, shared experts and dead ranks.
 """
 
 from __future__ import annotations
@@ -42,11 +41,7 @@ PLACERS: dict[str, type[Placer]] = {
 
 
 def register_placer(placer: type[Placer]) -> type[Placer]:
-    """Register a placer under its name; usable as a decorator.
-
-    Raises:
-        ValueError: the name is already registered.
-    """
+    """Register a placer under its name, which must be new; usable as a decorator."""
     if placer.name in PLACERS:
         raise ValueError(f"name must be a new one, placer {placer.name} exists")
     PLACERS[placer.name] = placer
@@ -76,16 +71,13 @@ def place(
         spare_slots: number of slots of every rank that stay empty, at most E.
         num_shared: number of shared experts, at most 64; every live rank has a slot for each, after its routed slots.
         before: a placement of the same experts, from which placer ``scenario`` can start. A trace's layer_ids select
-            its layers; an array of counts has all of its layers, in order. Ranks may have died or recovered since. If
-            the number of ranks or slots differs, rank r stays rank r, and ranks leave or join at the end. The placer
-            then starts from slots in which the remaining ranks keep as many copies as possible.
-        capacity: [L, R] slots for routed experts that have memory on each rank in each layer, at most slots_per_rank;
-            the other slots stay absent. Placers eplb, craft and scenario keep to these, and with a budget of replicas
-            move slots between layers. None: no such bound.
+            its layers; an array of counts has all of its layers, in order. If the number of ranks or slots differs,
+            rank r stays rank r, ranks leave or join at the end, and the remaining ranks keep as many copies as
+            possible.
+        capacity: [L, R] slots for routed experts that have memory on each rank in each layer; the other slots stay
+            absent. Placers eplb, craft and scenario keep to these, and with a budget of replicas move slots between
+            layers. None: no such bound.
         **options: the placer's own, e.g. ``dedup=False``.
-
-    Raises:
-        ValueError: an argument is invalid; the message contains the argument, the rule and the value.
     """
     planner, topology = make_placer(placer, options), as_topology(topology)
     scenarios, traces = make_scenarios(counts)
@@ -103,21 +95,18 @@ def place(
             before = before.for_trace(traces[0], "before")
         _check_before(before, scenarios, spare_slots, num_shared)
         routed_slots = before.slots_per_rank - spare_slots - num_shared  # for routed experts
-        rows = merged(
-            before.arrays[0].reshape(before.num_layers, before.topology.num_ranks, -1)[:, :, :routed_slots]
-        )
+        per_rank = before.arrays[0].reshape(before.num_layers, before.topology.num_ranks, -1)
+        rows = merged(per_rank[:, :, :routed_slots])
         same_ranks = before.topology.num_ranks == topology.num_ranks
         if same_ranks and (routed_slots == dense or planner.has_budget or capacities is not None):
             start = rows[:, live]  # only the first of two slots of an expert on a rank
         else:
             start = resized(rows, live, dense, scenarios.mean(scenarios.loads), tick)
         home_rank = _home_ranks(before, live, topology.num_ranks)
-        present = (
-            np.take_along_axis(start, home_rank[:, :, None], 1) == np.arange(scenarios.num_experts)[:, None]
-        ).any(2)
-        home_rank = np.where(present, home_rank, -1).astype(
-            np.int32
-        )  # with fewer slots, a rank may have dropped an expert whose home it was
+        on_home = np.take_along_axis(start, home_rank[:, :, None], 1)  # [L, E, S] experts
+        # With fewer slots, a rank may have dropped an expert whose home it was.
+        present = (on_home == np.arange(scenarios.num_experts)[:, None]).any(2)
+        home_rank = np.where(present, home_rank, -1).astype(np.int32)
     live_ranks = LiveRanks(
         node=np.array(live, dtype=np.int32) // topology.ranks_per_node,
         tick=tick,
@@ -136,9 +125,7 @@ def place(
     if live_ranks.slots_per_rank is None:
         dense = width
     slots = np.full((scenarios.num_layers, topology.num_ranks, dense + others), -1, dtype=np.int32)
-    slots[:, live, :width] = (
-        placed.slots if before is None else keep_places(placed.slots, live_ranks.before, ragged)
-    )
+    slots[:, live, :width] = placed.slots if start is None else keep_places(placed.slots, start, ragged)
     weight = np.zeros(slots.shape, dtype=np.float32)
     if placed.replica_weight is None:
         weight[:, live] = weights_by_load(slots[:, live], scenarios.mean(scenarios.loads), live_ranks.tick)
@@ -167,28 +154,21 @@ def place(
 
 
 def rectangle(placement: Placement, counts: Any) -> Placement:
-    """Return a placement with replicas in its absent slots, each where it helps most; all other slots stay.
-
-    Args:
-        placement: of live ranks, without spare slots and shared experts.
-        counts: as for :func:`place`, those that the placement was made from.
-    """
+    """Return a placement with replicas in its absent slots, each where it helps most; all other slots stay. The
+    placement has live ranks, no spare slots and no shared experts. `counts` as for :func:`place`."""
     scenarios, _ = make_scenarios(counts)
     layers, ranks = placement.num_layers, placement.topology.num_ranks
     ticks = placement.topology.ticks
     tick = np.ones(ranks) if ticks is None else ticks.numpy() / NOMINAL_TICKS
     loads = scenarios.mean(scenarios.loads)
     slots = filled_up(placement.arrays[0].reshape(layers, ranks, -1), loads, tick)
-    weight = weights_by_load(slots, loads, tick).reshape(layers, -1)
+    weight = torch.from_numpy(weights_by_load(slots, loads, tick).reshape(layers, -1))
     return replace(
-        placement,
-        slot_to_expert=torch.from_numpy(slots.reshape(layers, -1)),
-        replica_weight=torch.from_numpy(weight),
+        placement, slot_to_expert=torch.from_numpy(slots.reshape(layers, -1)), replica_weight=weight
     )
 
 
 def make_placer(name: str, options: dict[str, Any]) -> Placer:
-    """Return the placer with a name and options."""
     return make("placer", PLACERS, name, options)
 
 
@@ -197,12 +177,9 @@ def parse_placer(text: str) -> tuple[str, dict[str, Any]]:
     return parse("placer", PLACERS, text)
 
 
-def keep_places(slots: Slots, before: Slots | None, ragged: bool) -> Slots:
-    """Return slots [L, R, S] reordered so that every expert that stays on its rank keeps its slot in ``before``.
-
-    If the placement is ragged, absent slots come last, so an expert leaves a slot that is absent now.
-    """
-    assert before is not None
+def keep_places(slots: Slots, before: Slots, ragged: bool) -> Slots:
+    """Return slots [L, R, S] reordered so that every expert that stays on its rank keeps its slot in ``before``. If the
+    placement is ragged, absent slots come last, so an expert leaves a slot that is absent now."""
     width = slots.shape[2]
     ordered, start = np.full_like(slots, -1), np.full_like(slots, -1)
     start[:, :, : before.shape[2]] = before[:, :, :width]
@@ -220,7 +197,6 @@ def keep_places(slots: Slots, before: Slots | None, ragged: bool) -> Slots:
 def _check_capacity(
     capacity: Any, planner: Placer, scenarios: Scenarios, topology: Topology, dense: int
 ) -> Ints | None:
-    """Return [L, live ranks] the slots of every live rank; None without a bound."""
     if capacity is None:
         return None
     if not planner.takes_capacity:
@@ -245,7 +221,6 @@ def _check_capacity(
 def _dense_slots(
     scenarios: Scenarios, topology: Topology, slots_per_rank: int | None, spare_slots: int, num_shared: int
 ) -> int:
-    """Return the number of slots of a rank for routed experts."""
     experts, live = scenarios.num_experts, topology.live_ranks
     for name, number, limit in (
         ("spare_slots", spare_slots, experts),
@@ -294,10 +269,8 @@ def _home_ranks(before: Placement, live: list[int], num_ranks: int) -> Ints:
 def _home_slots(
     slots: Slots, home_rank: Ints | None, live: list[int], before: Placement | None, num_experts: int
 ) -> torch.Tensor | None:
-    """Return [L, E] home slots from the home ranks [L, routed] that a placer fixed; None if it fixed none.
-
-    The home of a shared expert is its home in ``before``, or else the first live rank.
-    """
+    """Return [L, E] home slots from the home ranks [L, routed] that a placer fixed; None if it fixed none. The home of
+    a shared expert is its home in ``before``, or else the first live rank."""
     if home_rank is None:
         return None
     size = slots.shape[2]

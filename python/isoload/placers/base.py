@@ -1,6 +1,7 @@
 """Base class of offline placers, scenarios, and the rank loads of a placement.
 
-A placer is a frozen dataclass whose fields are its options. A scenario is a recorded batch with its weight.
+A placer is a frozen dataclass whose fields are its options (docs/placers.md has their meanings). A scenario is a
+recorded batch with its weight.
 """
 
 from __future__ import annotations
@@ -40,18 +41,13 @@ class Scenarios:
         return len(self.loads[0, 0])
 
     def total(self) -> Loads:
-        """Return [L, E] copies of all scenarios together."""
         total: Loads = self.loads.sum(0)
         return total
 
     def shares(self, shrink: float | None = 0.0) -> Loads:
         """Return [n, L, E] each expert's share of its scenario's copies in a layer; 0 in a scenario without copies.
-
-        Args:
-            shrink: fraction of every scenario that is replaced by the mean of all. None = ten times
-                :meth:`counting_noise`, at most 0.2, and 0 below 0.05. The factor is ten because tokens of one text
-                choose similar experts, so the real noise is a multiple of that of independent draws.
-        """
+        `shrink` is the fraction of every scenario that is replaced by the mean of all. None: ten times the counting
+        noise, at most 0.2, and 0 below 0.05; ten, because tokens of one text choose similar experts."""
         shares: Loads = self.loads / np.maximum(self.loads.sum(-1, keepdims=True), np.finfo(float).tiny)
         if shrink is None:
             noise = 10 * self.counting_noise(shares)
@@ -69,7 +65,6 @@ class Scenarios:
         return float(drawn / (spread / (len(shares) - 1)))
 
     def mean(self, shares: Loads) -> Loads:
-        """Return [L, E] the weighted mean of values [n, L, E]."""
         mean: Loads = (self.weight[:, None, None] * shares).sum(0)
         return mean
 
@@ -109,7 +104,6 @@ def _traces(counts: Any) -> list[Trace]:
 
 
 def _batches(counts: Any) -> Loads:
-    """Return [batches, L, E] float64 copies."""
     if isinstance(counts, torch.Tensor):
         counts = counts.detach().cpu().double().numpy()
     try:
@@ -172,7 +166,6 @@ class Placer(ABC):
     has_budget: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        """Raise ValueError for invalid options."""
         check_options(self)
 
     @abstractmethod
@@ -185,7 +178,6 @@ class Placer(ABC):
 
 
 def slots_of(live_ranks: LiveRanks) -> int:
-    """Return the slots of each live rank, for placers without a budget."""
     assert live_ranks.slots_per_rank is not None
     return live_ranks.slots_per_rank
 
@@ -194,16 +186,9 @@ LEAST = 1e-6  # smallest load of a rank in these weights, relative to the mean
 
 
 def weights_by_load(slots: Slots, load: Floats, tick: Floats) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """Return [L, R, S] the mean load over the load of the slot's rank, with loads split evenly over replicas.
-
+    """Return [L, R, S] the mean load over the load of the slot's rank, with loads [L, E] split evenly over replicas.
     This is GRACE-MoE's Equation 3 for any replicas. Sums have a fixed order, so that all machines compute the same
-    bits. Weights are equal in layers without loads, and 0 in slots without an expert.
-
-    Args:
-        slots: [L, R, S] int32 experts, -1 = none.
-        load: [L, E] copies.
-        tick: [R] cost of a copy on each rank.
-    """
+    bits. Weights are equal in layers without loads, and 0 in slots [L, R, S] without an expert."""
     experts = merged(slots)
     layer, there = np.arange(len(slots))[:, None, None], experts >= 0
     replicas = np.zeros(load.shape)
@@ -224,7 +209,7 @@ def merged(slots: Slots) -> Slots:
 
 
 def rank_loads(loads: Any, slots: Slots) -> Floats:
-    """Return [n, L, R] rank loads for loads [n, L, E] split evenly over the replicas in slots [L, R, S] (-1 = none)."""
+    """Return [n, L, R] rank loads for loads [n, L, E] split evenly over the replicas in slots [L, R, S]."""
     rows = slots.reshape(len(slots), -1)
     copies = np.stack([np.bincount(row[row >= 0], minlength=loads.shape[2]) for row in rows])
     experts = np.broadcast_to(np.maximum(rows, 0), (len(loads), *rows.shape))

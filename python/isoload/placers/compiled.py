@@ -1,8 +1,7 @@
 """The placers' inner loops: three C functions of the compiled library (csrc/placers), on NumPy arrays.
 
-The slots are the same for any number of threads. The calls release the interpreter's lock.
-
-Every function raises ValueError with the argument and the rule; the library itself checks nothing.
+The slots are the same for any number of threads, and the calls release the interpreter's lock. Every function raises
+ValueError for wrong arguments; the library itself checks nothing.
 """
 
 from __future__ import annotations
@@ -21,14 +20,8 @@ MAX_NODES, MAX_TOP_K = 64, 64  # csrc/placers/rows.h
 
 
 def pack_slots(weight: Any, capacity: Any, dedup: bool, threads: int) -> Ints:
-    """Return slots [L, R, S], with the largest capacity as S.
-
-    Args:
-        weight: [L, E] loads.
-        capacity: [L, R] slots of every rank.
-        dedup: never two replicas of an expert on one rank.
-        threads: number of threads over which layers are spread.
-    """
+    """Return slots [L, R, S], with the largest capacity as S, from loads [L, E] and slots of every rank [L, R]. With
+    dedup no two replicas of an expert are on one rank."""
     weight, capacity = np.require(weight, np.float32, "C"), np.require(capacity, np.int32, "C")
     _need(weight.ndim == capacity.ndim == 2, "weight must be [L, E] and capacity [L, R]")
     (layers, experts), ranks, width = weight.shape, capacity.shape[1], int(capacity.max(initial=0))
@@ -59,18 +52,11 @@ def search_slots(
 ) -> tuple[Ints, Floats]:
     """Return slots [L, R, width] and the objective of every layer [L].
 
-    Args:
-        loads: [L, E, n] integers, n a multiple of LANES.
-        weight: [n] of the scenarios.
-        tick: [R] cost of a copy.
-        node: [R] node of each rank.
-        home: [L, E] node on which a replica of an expert stays; -1 = none.
-        capacity: [L, R] slots of every rank, at most width.
-        risks: [z, L, E] loads by which replicas are counted, one for each start.
-        rival: [L, R, width] slots that the result is never worse than, or None.
-        before: [L, R, width] slots to start from, or None.
-        steps: most changes of the search.
-        moves: most slots that differ from before; -1 = any number.
+    `loads` [L, E, n] are integers, n a multiple of LANES, with weight [n] of the scenarios and tick [R] the cost of a
+    copy. `home` [L, E] is the node (of node [R]) on which a replica of an expert stays, -1 = none; `capacity` [L, R]
+    the slots of every rank. Replicas are counted by each of risks [z, L, E]. The search starts from before [L, R,
+    width], if any, of which at most `moves` slots change (-1 = any number), and is never worse than rival [L, R,
+    width], if any.
     """
     loads, weight, tick, risks = (np.require(x, np.float64, "C") for x in (loads, weight, tick, risks))
     node, home, capacity = (np.require(x, np.int32, "C") for x in (node, home, capacity))
@@ -115,18 +101,9 @@ def near_slots(
 ) -> tuple[Ints, Any]:
     """Return slots [L, R, width] with fewer rows to other nodes, and the rows before and after [L, 2].
 
-    Args:
-        slots: [L, R, width] to start from.
-        loads, stress: [L, E, n] integers, n a multiple of LANES.
-        weight, tick, node, home: as in :func:`search_slots`.
-        before: [L, R, width] slots that `moves` compares with, or None.
-        topk_ids: [L, tokens, K] experts, -1 = none.
-        token_weight: [tokens] number of times that each token counts.
-        rows_node: [R] node of each rank, 0..63.
-        steps: changes tried from each start.
-        walk: number of the first changes that may add rows.
-        moves: slots that may differ from `before`; -1 = any number.
-        starts: number of searches, of which the best is returned. The first has no walk.
+    Arguments as of :func:`search_slots`; `topk_ids` [L, tokens, K] are experts, -1 = none, which count token_weight
+    [tokens] times, and rows_node [R] is the node of each rank, 0..63. The best of `starts` searches is returned, each
+    of `steps` changes, of which the first `walk` may add rows; the first search has no walk.
     """
     loads, stress, weight, tick = (np.require(x, np.float64, "C") for x in (loads, stress, weight, tick))
     node, home, rows_node = (np.require(x, np.int32, "C") for x in (node, home, rows_node))
@@ -136,10 +113,8 @@ def near_slots(
     fits = loads.ndim == 3 and loads.shape[2] % LANES == 0
     _need(fits, f"loads must be [L, E, n], n a multiple of {LANES}")
     (layers, experts, n), ranks = loads.shape, len(tick)
-    _need(
-        placed.shape[:2] == (layers, ranks) and placed.ndim == 3,
-        "slots must be [L, R, width] for these loads",
-    )
+    fits = placed.ndim == 3 and placed.shape[:2] == (layers, ranks)
+    _need(fits, "slots must be [L, R, width] for these loads")
     width = placed.shape[2]
     _need_shape("stress", stress, *loads.shape)
     _need_shape("weight", weight, n)
@@ -153,13 +128,10 @@ def near_slots(
     copies = np.stack([(placed == e).any((1, 2)) for e in range(experts)])
     _need(copies.all(), f"slots must hold all {experts} experts")
     fits = ids.ndim == 3 and len(ids) == layers and 1 <= ids.shape[2] <= MAX_TOP_K
-    _need(
-        fits, f"topk_ids must be [L, tokens, K] for the {layers} layers of the loads, K at most {MAX_TOP_K}"
-    )
-    within = ((ids >= -1) & (ids < experts)).all()
-    _need(
-        within, f"topk_ids must be in -1..{experts - 1}, the experts of the loads: are they of another model?"
-    )
+    layout = f"[L, tokens, K] for the {layers} layers of the loads, K at most {MAX_TOP_K}"
+    _need(fits, f"topk_ids must be {layout}")
+    limit = f"-1..{experts - 1}, the experts of the loads: are they of another model?"
+    _need(((ids >= -1) & (ids < experts)).all(), f"topk_ids must be in {limit}")
     _need_shape("token_weight", token_weight, ids.shape[1])
     rows = np.zeros((layers, 2), dtype=np.int64)
     arrays = loads, stress, weight, tick, node, home, old, ids, token_weight, rows_node
@@ -193,7 +165,6 @@ def _need_capacity(capacity: Ints, shape: tuple[int, int], experts: int, limit: 
 
 
 def _need_valid(name: str, slots: Ints | None, capacity: Ints, experts: int, width: int) -> None:
-    """Check slots that the search starts from: it requires them within capacity, with no expert twice on a rank."""
     if slots is None:
         return
     _need_shape(name, slots, *capacity.shape, width)
@@ -204,5 +175,4 @@ def _need_valid(name: str, slots: Ints | None, capacity: Ints, experts: int, wid
 
 
 def num_threads() -> int:
-    """Return the number of CPUs that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

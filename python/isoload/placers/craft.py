@@ -1,7 +1,4 @@
-"""Placer ``craft``: few replicas, in the layers in which they help most (CRAFT, arXiv 2603.28768).
-
-Algorithms 2 and 3 of the paper decide how many replicas each layer gets and on which ranks they are placed.
-"""
+"""Placer ``craft``: few replicas, in the layers in which they help most (CRAFT, arXiv 2603.28768)."""
 
 from __future__ import annotations
 
@@ -34,7 +31,6 @@ def most_replicas(live_ranks: LiveRanks, experts: int) -> int:
 
 
 def check_budget(replicas: int | str, num_layers: int, live_ranks: LiveRanks, experts: int) -> None:
-    """Raise ValueError if a budget of replicas is out of range or exceeds the slots."""
     if isinstance(replicas, str):
         if replicas not in BUDGETS:
             raise ValueError(f"replicas must be a number per rank, {' or '.join(BUDGETS)}, got {replicas!r}")
@@ -47,17 +43,11 @@ def check_budget(replicas: int | str, num_layers: int, live_ranks: LiveRanks, ex
 
 
 def allocate(worth: Floats, grid: list[int], num_ranks: int, replicas: int | str) -> tuple[Ints, list[float]]:
-    """Return the number of replicas of each layer, by a knapsack of the largest summed worth within a budget.
+    """Return [L] the replicas of each layer, by a knapsack of the largest summed worth within a budget, and the curve.
 
-    Args:
-        worth: [L, K] worth of each number of the grid in each layer; 0 for no replica.
-        grid: [K] numbers of replicas, ascending from 0.
-        num_ranks: R.
-        replicas: number per rank over all layers; or "gain": the number with the largest worth per replica; or "knee":
-            the number at which the curve of worth is farthest above the straight line between its ends.
-
-    Returns:
-        [L] replicas; and the curve: summed worth of 0, 1, ... replicas of a rank.
+    The curve is the summed worth of 0, 1, ... replicas of a rank. `worth` [L, K] is that of each number of the grid
+    [K], ascending from 0. `replicas`: number per rank over all layers; "gain": that with the largest worth per replica;
+    "knee": that at which the curve is farthest above the straight line between its ends.
     """
     layers, budget = len(worth), len(worth) * num_ranks
     best = np.zeros(budget + 1)
@@ -89,11 +79,9 @@ def pick_budget(curve: Floats, rule: str) -> int:
 
 
 def assign(slots: Ints, num_ranks: int) -> Ints:
-    """Return [L, R] slots of every rank, from the slots of every layer [L], by CRAFT's Algorithm 3.
-
-    Ranks of a layer differ by at most one slot. Additional slots go to the ranks with the fewest slots so far; among
-    equal ranks, to evenly spaced ones, and so to different nodes.
-    """
+    """Return [L, R] slots of every rank, from the slots of every layer [L], by CRAFT's Algorithm 3. Ranks of a layer
+    differ by at most one slot. Additional slots go to the ranks with the fewest slots so far; among equal ranks, to
+    evenly spaced ones, and so to different nodes."""
     sizes = np.repeat(slots[:, None] // num_ranks, num_ranks, axis=1)
     totals = sizes.sum(0)
     for layer, more in enumerate(slots % num_ranks):
@@ -115,14 +103,10 @@ def assign(slots: Ints, num_ranks: int) -> Ints:
 def moved_slots(capacity: Ints, replicas: Ints, experts: int) -> Ints:
     """Return [L, R] slots of every rank, moved from layers that need fewer replicas now to layers that need more.
 
-    Every rank keeps its number of slots over all layers, and has no more in a layer than the most of any rank in any.
-    In a layer no rank gains a slot while another loses one. So a rank that first gives back the slots of layers that
-    shrink never has more than at the start. A layer whose replicas find no rank with a free slot gets fewer.
-
-    Args:
-        capacity: [L, R] present slots.
-        replicas: [L] wanted replicas of each layer.
-        experts: E.
+    `capacity` [L, R] are the present slots, replicas [L] the wanted ones. Every rank keeps its number of slots over all
+    layers, and has no more in a layer than the most of any rank in any. In a layer no rank gains a slot while another
+    loses one, so a rank that first gives back the slots of layers that shrink never has more than at the start. A layer
+    whose replicas find no rank with a free slot gets fewer.
     """
     slots: Ints = capacity.copy()
     limit, stride = capacity.sum(0), int(capacity.max())
@@ -147,10 +131,8 @@ def moved_slots(capacity: Ints, replicas: Ints, experts: int) -> Ints:
 
 
 def budget_capacity(counts: Ints, live_ranks: LiveRanks, experts: int) -> Ints:
-    """Return [L, R] slots of every rank for the replicas of each layer [L] that a budget has chosen.
-
-    Where ranks have a capacity, all slots with memory stay in use, for any budget.
-    """
+    """Return [L, R] slots of every rank for the replicas of each layer [L] that a budget has chosen. Where ranks have a
+    capacity, all slots with memory stay in use, for any budget."""
     if live_ranks.capacity is not None:
         return moved_slots(live_ranks.capacity, counts, experts)
     return assign(experts + counts, live_ranks.num_ranks)
@@ -164,27 +146,17 @@ class CraftPlacer(Placer):
     """CRAFT's Algorithms 1 to 3: worth of replicas in each layer, a knapsack over layers, slots spread over ranks.
 
     Experts are packed as in ``eplb``, for the loads summed over batches; the worth is measured batch by batch. The
-    placement is ragged: layers and ranks have different numbers of slots.
-
-    Options:
-        replicas: number per rank over all layers; "knee": the number at which the curve of worth bends; "gain": the
-            number with the largest worth per replica, CRAFT's rule (section 4.2.1), which is 1 if worth is concave, as
-            on all our traces. The placement's provenance contains the curve.
-        objective: worth of a layer's replicas. "time": the fall of the busiest rank's mean load; "gain": the rise of
-            the mean balance (mean/max), as in CRAFT's text; "printed": the same times the number of replicas, as
-            Algorithm 2 is printed, which gives a few layers all of the budget.
-        grid: numbers of replicas to try: "powers" of two, as published, or "full".
-
-    Raises:
-        ValueError: an option is out of range.
+    placement is ragged, and its provenance contains the curve of worth. "gain" (section 4.2.1) is 1 if worth is
+    concave, as on all our traces. "printed" multiplies worth by the number of replicas, as Algorithm 2 is printed,
+    which gives a few layers all of the budget.
     """
 
     name = "craft"
     has_budget = True
     takes_capacity = True
-    replicas: int | str = "knee"
-    objective: str = "time"
-    grid: str = "powers"
+    replicas: int | str = "knee"  # per rank over all layers, or a rule for it: "knee", "gain"
+    objective: str = "time"  # worth of replicas: "time", the busiest rank's load; "gain", mean/max; "printed"
+    grid: str = "powers"  # numbers of replicas to try: "powers" of two, as published, or "full"
 
     def place(self, scenarios: Scenarios, live_ranks: LiveRanks) -> Placed:
         if self.objective not in OBJECTIVES:
@@ -200,7 +172,6 @@ class CraftPlacer(Placer):
         return Placed(slots, notes=notes)
 
     def _worth(self, scenarios: Scenarios, weight: Any, grid: list[int], ranks: int) -> Floats:
-        """Return [L, K] the worth of each number of replicas in each layer, by Algorithm 1."""
         gains = []
         for number in grid:
             alone = assign(np.array([scenarios.num_experts + number]), ranks)  # slots of one layer alone
@@ -212,7 +183,6 @@ class CraftPlacer(Placer):
         return worth
 
     def _replay(self, scenarios: Scenarios, slots: Slots) -> Floats:
-        """Return [L] the mean over scenarios of the balance, or of the negative load of the busiest rank."""
         peak = rank_loads(scenarios.loads, slots).max(-1)  # [n, L]
         if self.objective == "time":
             worth: Floats = -scenarios.weight @ peak

@@ -17,28 +17,16 @@ Floats = np.ndarray[Any, np.dtype[np.float32]]
 class EplbPlacer(Placer):
     """DeepSeek's EPLB: each further slot goes to the expert with the most load per replica; largest are packed first.
 
-    The loads are summed over batches. Slots of a rank are in the order in which they were filled.
-
-    Options:
-        dedup: never two replicas of an expert on one rank, so at most R replicas of each. False reproduces the
-            published maps exactly (for equal loads: those of the published code with a stable sort).
-        replicas: number per rank over all layers, given one after the other to the expert with the most load per
-            replica of all layers, at most R in a layer. None: the same number of slots in every layer.
-        groups: number of groups of consecutive experts, from which a token's router selects some. If the number of
-            nodes divides it, this is the hierarchical policy: groups are packed onto nodes, and each node's experts
-            are replicated and packed on that node. 0 or any other number means the global policy, as published.
-
-    Raises:
-        ValueError: replicas is out of range, or comes with groups or without dedup; with ``dedup``, a rank has more
-            slots than there are experts (hierarchical: on its node); groups do not divide the experts; or nodes have
-            unequal numbers of live ranks.
+    The loads are summed over batches. dedup=False reproduces the published maps exactly (for equal loads: those of the
+    published code with a stable sort). If the number of nodes divides groups, groups are packed onto nodes, and each
+    node's experts are replicated and packed on that node (the hierarchical policy).
     """
 
     name = "eplb"
     takes_capacity = True
-    dedup: bool = True
-    groups: int = 0
-    replicas: int | None = None
+    dedup: bool = True  # never two replicas of an expert on one rank
+    groups: int = 0  # of consecutive experts, from which a token's router selects some
+    replicas: int | None = None  # per rank over all layers; None: the same number in every layer
 
     @property
     def has_budget(self) -> bool:  # type: ignore[override]
@@ -63,11 +51,7 @@ class EplbPlacer(Placer):
         return Placed(self._place_by_node(weight, nodes, live_ranks))
 
     def _place_ragged(self, weight: Floats, live_ranks: LiveRanks) -> Slots:
-        """Return [L, R, S] slots, of which layers and ranks have different numbers."""
-        from isoload.placers.craft import (
-            budget_capacity,
-            check_budget,
-        )  # which packs experts as this module does
+        from isoload.placers.craft import budget_capacity, check_budget  # which imports this module
 
         if self.groups or not self.dedup:
             raise ValueError(
@@ -84,13 +68,11 @@ class EplbPlacer(Placer):
         return pack_into(weight, capacity)
 
     def _place_by_node(self, weight: Floats, nodes: int, live_ranks: LiveRanks) -> Slots:
-        """Return [L, R, S] slots of the hierarchical policy."""
         layers, size = len(weight), weight.shape[1] // self.groups
         by_group = weight.reshape(layers, self.groups, size).sum(-1, dtype=np.float32)
         groups_of_node = pack_once(by_group, nodes)  # [L, nodes, groups of a node]
-        ids = (groups_of_node[..., None] * size + np.arange(size)).reshape(
-            layers * nodes, -1
-        )  # experts of every node
+        experts = groups_of_node[..., None] * size + np.arange(size)
+        ids = experts.reshape(layers * nodes, -1)  # experts of every node
         node_weight = np.take_along_axis(np.repeat(weight, nodes, axis=0), ids, 1)
         packed = pack_replicas(node_weight, live_ranks.num_ranks // nodes, slots_of(live_ranks), self.dedup)
         slots = np.take_along_axis(ids, packed.reshape(layers * nodes, -1), 1)
@@ -98,10 +80,8 @@ class EplbPlacer(Placer):
 
 
 def hottest_layers(weight: Floats, replicas: int, ranks: int) -> Slots:
-    """Return [L] replicas: R * replicas of them, each for the expert of the most load per replica of all layers.
-
-    A layer gets at most R, and an expert at most one on each rank.
-    """
+    """Return [L] replicas: R * replicas of them, each for the expert of the most load per replica of all layers. A
+    layer gets at most R, and an expert at most one on each rank."""
     share = weight / np.maximum(weight.sum(1, keepdims=True), np.finfo(np.float32).tiny)
     copies, counts = np.ones(weight.shape), np.zeros(len(weight), dtype=np.int32)
     for _ in range(ranks * replicas):
@@ -113,7 +93,6 @@ def hottest_layers(weight: Floats, replicas: int, ranks: int) -> Slots:
 
 
 def pack_replicas(weight: Floats, ranks: int, slots: int, dedup: bool) -> Slots:
-    """Return [L, R, S] experts, from loads [L, E] float32."""
     layers, experts = weight.shape
     if dedup and slots > experts:
         raise ValueError(
@@ -124,18 +103,13 @@ def pack_replicas(weight: Floats, ranks: int, slots: int, dedup: bool) -> Slots:
 
 
 def pack_into(weight: Floats, capacity: Slots, dedup: bool = True) -> Slots:
-    """Return [L, R, S] experts, from loads [L, E] float32 and slots of every rank [L, R].
-
-    S is the largest number of slots of a rank, and -1 is an absent slot.
-    """
+    """Return [L, R, S] experts, -1 = absent, from loads [L, E] float32 and slots of every rank [L, R]."""
     return pack_slots(weight, capacity, dedup, num_threads())
 
 
 def pack_once(weight: Floats, packs: int) -> Slots:
-    """Return [L, packs, n] items, each once and n in a pack, from weights [L, items] float32.
-
-    One item per pack is kept in order instead of sorted by weight, as published.
-    """
+    """Return [L, packs, n] items, each once and n in a pack, from weights [L, items] float32. One item per pack is kept
+    in order instead of sorted by weight, as published."""
     layers, items = weight.shape
     if items == packs:
         return np.tile(np.arange(items, dtype=np.int32)[:, None], (layers, 1, 1))

@@ -18,45 +18,28 @@ CHUNK = 8192  # number of tokens that are counted at a time
 class GracePlacer(Placer):
     """Spectral clusters of the experts' affinity over nodes and over each node's ranks, then replicas.
 
-    The affinity of two experts is the number of tokens that choose both, which requires per-token traces. Groups of
-    nodes have the size of the clusters. Groups of a node's ranks differ by at most `ratio` of their mean (Algorithm
-    3). The hottest experts of the most loaded rank are replicated on the least loaded ranks (Equation 2). The placement
-    is ragged. Its weights, by which policies split replicas, are the inverse of the predicted rank load (Equation 3).
-
-    Options:
-        ratio: bound of the group sizes; None: the knee of intra-group affinity over their deviation, by layer
-            (Equation 1).
-        replicate: False: groups without replicas.
-        replicas: number of replicas of each hot expert, instead of Equation 2's; 1 is the paper's fixed-count
-            replication (section 5.3): one replica each, on the least loaded rank.
-        everywhere: number of experts with a replica on every rank, instead of Equation 2 (Figure 1b, fixed counts).
-        collaborative: with everywhere, take the experts with the most partners instead of those with the most copies.
-        equal: groups of the same size on every rank, each filled up to slots_per_rank with replicas, so that no slot
-            stays absent. Of the heaviest rank the hottest expert that is missing goes to the lightest rank with a free
-            slot. Only with the defaults of the other options.
-        printed: Algorithm 3 and the predicted loads as printed: an expert goes to the group with the largest score of
-            all pairs, and W_max/(n+1) counts on every replica's rank. Otherwise an expert goes where it adds most
-            affinity, and replicas take their own load, W_r/(n+1).
-
-    Raises:
-        ValueError: no trace has per-token choices; there are fewer experts than ranks; or an option is out of range.
-        ImportError: scikit-learn is missing (pip install "isoload[plan]").
+    The affinity of two experts is the number of tokens that choose both, which requires per-token traces and
+    scikit-learn. Groups of nodes have the size of the clusters. Groups of a node's ranks differ by at most `ratio` of
+    their mean (Algorithm 3). The hottest experts of the most loaded rank are replicated on the least loaded ranks
+    (Equation 2). The placement is ragged. Its weights, by which policies split replicas, are the inverse of the
+    predicted rank load (Equation 3). With printed an expert goes to the group with the largest score of all pairs, and
+    W_max/(n+1) counts on every replica's rank; otherwise it goes where it adds most affinity, and replicas take their
+    own load, W_r/(n+1).
     """
 
     name = "grace"
     needs_tokens = True
     uses_tokens = True
-    ratio: float | None = None
+    ratio: float | None = None  # None: the knee of intra-group affinity over their deviation (Equation 1)
     replicate: bool = True
-    replicas: int | None = None
-    everywhere: int | None = None
-    collaborative: bool = False
-    printed: bool = False
-    equal: bool = False
+    replicas: int | None = None  # of each hot expert; 1 is fixed-count replication (section 5.3)
+    everywhere: int | None = None  # number of experts with a replica on every rank (Figure 1b)
+    collaborative: bool = False  # of these: the experts with the most partners instead of the most copies
+    printed: bool = False  # Algorithm 3 and the predicted loads as printed
+    equal: bool = False  # groups of one size, filled up to slots_per_rank with replicas
 
     @property
     def has_budget(self) -> bool:  # type: ignore[override]
-        """Whether slots may stay absent."""
         return not self.equal
 
     def place(self, scenarios: Scenarios, live_ranks: LiveRanks) -> Placed:
@@ -122,13 +105,8 @@ class GracePlacer(Placer):
 
 
 def fill_up(groups: Groups, load: Floats, slots_per_rank: int | None) -> Groups:
-    """Return [R] the experts that each rank gets a replica of, as many as fill all slots.
-
-    Args:
-        groups: [R] experts of every rank, equally many.
-        load: [E] copies.
-        slots_per_rank: None: no replicas.
-    """
+    """Return [R] the experts that each rank gets a replica of, as many as fill all slots; None: no replicas. Of the
+    heaviest rank the hottest expert that is missing goes to the lightest rank with a free slot."""
     on_rank, parts = [list(group) for group in groups], np.ones(len(load))
     size = len(groups[0]) if slots_per_rank is None else slots_per_rank
 
@@ -162,10 +140,8 @@ def co_activation(scenarios: Scenarios, layer: int) -> Floats:
 
 
 def partners(affinity: Floats) -> Floats:
-    """Return [E] the number of partners of each expert: e to the entropy of its affinities.
-
-    The sum of the affinities would only measure how often an expert is chosen.
-    """
+    """Return [E] the number of partners of each expert: e to the entropy of its affinities. The sum of the affinities
+    would only measure how often an expert is chosen."""
     part = affinity / np.maximum(affinity.sum(1, keepdims=True), 1e-300)
     entropy: Floats = -(part * np.log(np.maximum(part, 1e-300))).sum(1)
     return np.exp(entropy)
@@ -174,10 +150,7 @@ def partners(affinity: Floats) -> Floats:
 def group_ranks(
     affinity: Floats, live_ranks: LiveRanks, ratio: float | None, printed: bool = False, equal: bool = False
 ) -> Groups:
-    """Return [R] the experts of every rank: clusters over nodes, then over the ranks of each node.
-
-    equal: as many on every rank.
-    """
+    """Return [R] the experts of every rank: clusters over nodes, then over the ranks of each node."""
     nodes = [np.flatnonzero(live_ranks.node == node).tolist() for node in np.unique(live_ranks.node)]
     nodes.sort(key=len, reverse=True)  # stable; the largest cluster goes to the node with the most ranks
     experts = list(range(len(affinity)))
@@ -215,7 +188,6 @@ def sized(affinity: Floats, clustered: Groups, sizes: list[int]) -> Groups:
 
 
 def clusters(affinity: Floats, experts: list[int], number: int) -> Groups:
-    """Return a number of clusters of any size, by spectral clustering with a fixed seed."""
     if number == 1 or number == len(experts):
         return [[e] for e in experts] if number > 1 else [experts]
     try:
@@ -243,11 +215,9 @@ def controlled(
 
 
 def bounded(affinity: Floats, clustered: Groups, least: int, largest: int, printed: bool = False) -> Groups:
-    """Move experts until every group has least..largest of them.
-
-    The experts with the least affinity leave, for the group to which they add most affinity. With ``printed`` they go
-    to the group with the largest score of all its pairs including them, as in lines 13 and 19 of Algorithm 3.
-    """
+    """Move experts until every group has least..largest of them. The experts with the least affinity leave, for the
+    group to which they add most affinity. With ``printed`` they go to the group with the largest score of all its pairs
+    including them, as in lines 13 and 19 of Algorithm 3."""
 
     def score(expert: int, group: list[int]) -> float:
         added = float(affinity[expert, group].sum())
@@ -262,9 +232,8 @@ def bounded(affinity: Floats, clustered: Groups, least: int, largest: int, print
         open_ones = [g for g in groups if len(g) < largest]
         max(open_ones, key=lambda g: score(expert, g)).append(expert)
     for _ in range(sum(max(0, least - len(g)) for g in groups)):
-        expert = weakest(
-            affinity, groups, least
-        )  # a group with `least` experts gives none, so no expert moves twice
+        # A group with `least` experts gives none, so no expert moves twice.
+        expert = weakest(affinity, groups, least)
         max((g for g in groups if len(g) < least), key=lambda g: score(expert, g)).append(expert)
     return groups
 
@@ -278,12 +247,10 @@ def weakest(affinity: Floats, groups: Groups, least: int) -> int:
 
 
 def deviation(groups: Groups) -> float:
-    """Return S of Equation 1, the standard deviation of the group sizes."""
     return float(np.std([len(group) for group in groups]))
 
 
 def utilised(affinity: Floats, groups: Groups) -> float:
-    """Return U of Equation 1, over pairs: the fraction of the affinity inside of groups."""
     inside = sum(affinity[np.ix_(group, group)].sum() for group in groups)
     return float(inside / (affinity.sum() or 1.0))
 
@@ -302,14 +269,7 @@ def replicate(
     groups: Groups, load: Floats, wanted: bool, printed: bool, replicas: int | None = None
 ) -> tuple[Groups, list[float]]:
     """Return [R] the experts that each rank gets a replica of, and each rank's weight: mean over predicted load.
-
-    Args:
-        groups: [R] experts of every rank.
-        load: [E] copies.
-        wanted: False: no replicas.
-        printed: see :class:`GracePlacer`.
-        replicas: of each hot expert; None: Equation 2's number.
-    """
+    `replicas`: of each hot expert; None: Equation 2's number."""
     work = np.array([load[group].sum() for group in groups])
     copies: Groups = [[] for _ in groups]
     mean = float(work.mean())
@@ -343,7 +303,6 @@ def copy_everywhere(groups: Groups, load: Floats, wanted: Floats, number: int) -
 
 
 def ragged(groups: list[Groups]) -> Slots:
-    """Return [L, R, S] slots of lists of experts, with -1 after the shorter lists."""
     widest = max(len(experts) for layer in groups for experts in layer)
     slots = np.full((len(groups), len(groups[0]), widest), -1, dtype=np.int32)
     for row, experts in zip(slots.reshape(-1, widest), (e for layer in groups for e in layer), strict=True):

@@ -10,19 +10,13 @@ from isoload.placers.base import Floats, Ints, Slots
 
 
 def resized(rows: Slots, ranks: Sequence[int], size: int | Ints, loads: Floats, tick: Floats) -> Slots:
-    """Return [L, N, S] slots of the N ranks of the new group, from which a placer starts.
+    """Return [L, N, S] slots of the N live ranks of the new group, from which a placer starts.
 
-    As many replicas as possible stay on their ranks, provided that every expert gets a slot: first one replica of as
-    many experts as possible, then further replicas. Experts without a rank go to the ranks with the least load, the
-    largest load first. Remaining slots take replicas of the experts with the most load per replica.
-
-    Args:
-        rows: [L, R, S] experts on the R former ranks, -1 = none, no expert twice on a rank.
-        ranks: [N] live ranks of the new group, ascending. Ranks from R on are new and empty.
-        size: slots of every rank, or [L, N] slots of each, after which a rank's slots are -1. All ranks together have
-            at least one slot for each expert.
-        loads: [L, E] mean loads.
-        tick: [N] cost of one copy on each rank.
+    As many replicas of rows [L, R, S] (no expert twice on a rank) as possible stay if every expert gets a slot. Those
+    without a rank go to the ranks with the least load, the largest load first. Remaining slots take replicas of the
+    experts with the most load per replica. `ranks` [N] are ascending; those from R on are new and empty. `size` is the
+    slots of every rank, or [L, N] of each, after which a rank's slots are -1. `loads` are [L, E], tick [N] costs of one
+    copy.
     """
     stays = np.array([rank for rank in ranks if rank < rows.shape[1]], dtype=np.int64)
     capacity = np.broadcast_to(np.asarray(size, dtype=np.int32), (len(rows), len(ranks)))
@@ -37,9 +31,7 @@ def resized(rows: Slots, ranks: Sequence[int], size: int | Ints, loads: Floats, 
 
 
 def filled_up(slots: Slots, loads: Floats, tick: Floats) -> Slots:
-    """Return slots [L, R, S] with a replica in every absent slot: each time of the expert with the most load per
-    replica, on the rank with the least load.
-    """
+    """Fill absent slots: each time the expert with most load per replica, on the rank with the least load."""
     full: Slots = slots.copy()
     for layer, load in enumerate(loads):
         _fill(full[layer], np.full(slots.shape[1], slots.shape[2]), load, tick)
@@ -56,7 +48,6 @@ def _kept(slots: Ints, num_slots: int, capacity: Ints, experts: int) -> Ints:
 
 
 def _fill(slots: Ints, capacity: Ints, load: Floats, tick: Floats) -> None:
-    """Fill the empty slots [N, S] in place, up to the capacity of every rank [N]."""
     copies = np.bincount(slots[slots >= 0], minlength=len(load))
     lost = sorted(np.flatnonzero(copies == 0), key=lambda expert: -load[expert])
     while (free := (slots >= 0).sum(1) < capacity).any():
@@ -76,9 +67,7 @@ def _fill(slots: Ints, capacity: Ints, load: Floats, tick: Floats) -> None:
 
 def _narrowed(slots: Ints, capacity: Ints, experts: int) -> Ints:
     """Return [R, S] with at most `capacity` experts on each rank [R]: first one replica of as many experts as possible.
-
-    Uses augmenting paths between experts and ranks, starting with the experts that have the fewest replicas.
-    """
+    Uses augmenting paths between experts and ranks, starting with the experts that have the fewest replicas."""
     ranks_of = [np.flatnonzero((slots == expert).any(1)) for expert in range(experts)]
     chosen: list[list[int]] = [[] for _ in slots]
 

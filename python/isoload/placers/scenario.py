@@ -1,8 +1,4 @@
-"""Placer ``scenario``: a search for a placement that suits every recorded batch instead of their sum.
-
-With per-token choices and ranks on several nodes, the search also reduces the rows between nodes at the same load
-(option ``near``).
-"""
+"""Placer ``scenario``: a search for a placement that suits every recorded batch instead of their sum."""
 
 from __future__ import annotations
 
@@ -25,22 +21,15 @@ MAX_TOKENS = 20_000  # of all traces together; more tokens save hardly any furth
 
 
 def applies(scenarios: Scenarios, live_ranks: LiveRanks) -> bool:
-    """Return whether there are per-token choices and several nodes, at most MAX_NODES."""
     return bool(scenarios.topk_ids) and 1 < len(np.unique(live_ranks.node)) <= MAX_NODES
 
 
 def fewer_rows(
     scenarios: Scenarios, live_ranks: LiveRanks, slots: Slots, node: Ints, home: Ints, moves: int | None
 ) -> tuple[Slots, dict[str, Any]]:
-    """Return slots [L, R, S] with fewer rows to other nodes, and notes with a token's rows before and after.
-
-    Args:
-        scenarios: with per-token choices.
-        live_ranks: the ranks, and the placement that `moves` compares with.
-        slots: [L, R, S] start of the search.
-        node, home: as in the search of ``scenario``; home [L, E] is the node on which a replica of an expert stays.
-        moves: number of slots of a layer that may differ from the placement before. None: any number.
-    """
+    """Return slots [L, R, S] with fewer rows to other nodes, and notes with a token's rows before and after. `home` [L,
+    E] is the node on which a replica of an expert stays; `moves` limits the slots of a layer that differ from the
+    placement before."""
     loads = scaled(scenarios.shares())
     ids, weight = choose_tokens(scenarios)
     steps = min(LONGEST, 12 * (slots.shape[1] * slots.shape[2]) ** 2)
@@ -100,11 +89,7 @@ def choose_tokens(scenarios: Scenarios) -> tuple[Any, Any]:
     return np.concatenate(ids), np.concatenate(weight)
 
 
-SPREADS = (
-    0.0,
-    0.674,
-    1.5,
-)  # standard deviations above the mean load that replicas are counted by, one per start
+SPREADS = (0.0, 0.674, 1.5)  # standard deviations above the mean load, by which a start counts replicas
 STEPS = 5000  # most changes that the search of a layer tries; the search ends long before
 TABLE_STEPS = 100  # the same if only the worth of a number of slots is needed
 FEW_SLOTS = 4  # up to this number of slots on a rank, replica counts matter more than the ranks of replicas
@@ -117,47 +102,23 @@ class ScenarioPlacer(Placer):
     Every batch of the calibration is a scenario of equal size. Replicas are counted by the mean plus some standard
     deviations of an expert's share. Then each expert, the largest first, goes to the rank whose load complements its
     own best over the scenarios. Then slots are exchanged, and replicas given to other experts, while this helps. The
-    slots do not depend on the number of threads. The result is never worse than ``eplb`` (with ``dedup``) on the
-    scenarios, because ``eplb`` is one of the starts (but not without search, or with before, groups or pinned).
-
-    Options:
-        split: how replicas share an expert's load: "even" in equal parts, as in serving engines; "exact" as in
-            isoload's policies ``exact`` and ``joint``.
-        search: False ends before the local search, after milliseconds; the result may be worse than ``eplb``.
-        shrink: 0..1, the fraction of every scenario that is replaced by their mean. Default (None): see
-            :meth:`isoload.placers.base.Scenarios.shares`.
-        groups: number of groups of consecutive experts. One replica of each expert stays on the node of its group,
-            where a router that selects groups finds it. 0: no restriction.
-        replicas: number per rank over all layers, in the layers in which they save most time, instead of the same
-            number of slots in every layer; or "gain" or "knee", see placer ``craft``. None: no budget.
-        moves: with ``before``, the maximum number of slots of a layer that get another expert. None: any number.
-        least_gain: with ``before``, a layer keeps its slots unless its mean imbalance on the scenarios falls by at
-            least this much (0.02 = two percent of the mean load). Without ``before`` it has no effect.
-        near: continue with a search for fewer rows to other nodes at the same load, if traces have per-token choices
-            and ranks span 2 to 64 nodes. Not with search=False.
-        pinned: home slots stay on their ranks, for layers of :class:`isoload.weights.shard.Shard`. With ``before``
-            these are its homes, else experts in order, E/R per rank (rounded up; the last ranks have fewer). Replicas
-            get only the other slots, so the result may be worse than that of ``eplb``, which also moves homes.
-
-    Raises:
-        ValueError: an option is out of range; a rank has more slots than there are experts; groups do not divide the
-            experts or do not fit the nodes; moves is below the number of experts without a remaining replica; or a
-            pinned home is on a rank that is not alive.
+    slots do not depend on the number of threads. ``eplb`` (with ``dedup``) is one of the starts, so the result is never
+    worse on the scenarios, except without search, or with before, groups or pinned.
     """
 
     name = "scenario"
     takes_before = True
     takes_capacity = True
     uses_tokens = True
-    split: str = "even"
-    search: bool = True
-    shrink: float | None = None
-    groups: int = 0
-    replicas: int | str | None = None
-    moves: int | None = None
-    pinned: bool = False
-    near: bool = True
-    least_gain: float = 0.0
+    split: str = "even"  # "even" as in serving engines; "exact" as in isoload's policies
+    search: bool = True  # False ends before the local search, after milliseconds
+    shrink: float | None = None  # None: see isoload.placers.base.Scenarios.shares
+    groups: int = 0  # of consecutive experts: one replica of each expert stays on its group's node
+    replicas: int | str | None = None  # per rank over all layers, where they save most time; or as in craft
+    moves: int | None = None  # with before: most slots of a layer that get another expert
+    pinned: bool = False  # home slots stay: those of before, else experts in order, E/R per rank
+    near: bool = True  # then search for fewer rows to other nodes, on 2 to 64 nodes
+    least_gain: float = 0.0  # with before: least fall of a layer's mean imbalance to change it
 
     @property
     def has_budget(self) -> bool:  # type: ignore[override]
@@ -191,12 +152,10 @@ class ScenarioPlacer(Placer):
     def _judged(
         self, scenarios: Scenarios, live_ranks: LiveRanks, slots: Slots, capacity: Ints
     ) -> tuple[Slots, Floats]:
-        """Return the slots, completed if an expert is missing, and their objective [L]."""
         judge = replace(self, groups=0, pinned=False, moves=None)
         return judge.search_layers(scenarios, replace(live_ranks, before=slots), capacity, 0)
 
     def _capacity(self, scenarios: Scenarios, live_ranks: LiveRanks) -> tuple[Ints, dict[str, Any]]:
-        """Return [L, R] slots of every rank, and notes on how they were chosen."""
         layers, experts, ranks = scenarios.num_layers, scenarios.num_experts, live_ranks.num_ranks
         if self.replicas is None:
             if live_ranks.capacity is not None:
@@ -249,11 +208,9 @@ class ScenarioPlacer(Placer):
     def search_layers(
         self, scenarios: Scenarios, live_ranks: LiveRanks, capacity: Ints, steps: int
     ) -> tuple[Slots, Floats]:
-        """Return slots [L, R, S] for ranks with capacity [L, R], and their objective on the scenarios, [L].
-
-        The objective is the mean, over scenarios, of the busiest rank's load over the mean rank load. Loads are times
-        if speeds differ.
-        """
+        """Return slots [L, R, S] for ranks with capacity [L, R], and their objective on the scenarios, [L]. The
+        objective is the mean, over scenarios, of the busiest rank's load (a time if speeds differ) over the mean rank
+        load."""
         shares = scenarios.shares(self.shrink)
         loads = np.rint(shares * WHOLE)
         whole = loads.sum(-1)  # [n, L]
@@ -288,20 +245,16 @@ class ScenarioPlacer(Placer):
         return slots, objective / np.maximum(ideal, 1)
 
     def _kept(self, scenarios: Scenarios, live_ranks: LiveRanks) -> tuple[Ints, Ints]:
-        """Return [R] nodes, and [L, E] the node on which a replica of each expert stays, -1 = none.
-
-        With pinned homes every rank is a node of its own, so that the replica that stays is the home.
-        """
+        """Return [R] nodes, and [L, E] the node on which a replica of each expert stays, -1 = none. With pinned homes
+        every rank is a node of its own, so that the replica that stays is the home."""
         if not self.pinned:
             return live_ranks.node, self._home(scenarios, live_ranks)
         return np.arange(live_ranks.num_ranks, dtype=np.int32), pinned_homes(live_ranks, scenarios)
 
     def _home(self, scenarios: Scenarios, live_ranks: LiveRanks) -> Ints:
-        """Return [L, E] the node on which a replica of each expert stays; -1 without groups.
-
-        Groups are packed onto nodes by load, the largest first, the same number on each node. With ``before`` a group
-        belongs to the node that has most of its experts.
-        """
+        """Return [L, E] the node on which a replica of each expert stays; -1 without groups. Groups are packed onto
+        nodes by load, the largest first, the same number on each node. With ``before`` a group belongs to the node that
+        has most of its experts."""
         layers, experts = scenarios.num_layers, scenarios.num_experts
         nodes = np.unique(live_ranks.node)
         if not self.groups or len(nodes) == 1:

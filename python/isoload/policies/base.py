@@ -1,7 +1,7 @@
 """The protocol of an online policy, five methods with defaults, and the registry of policies by name.
 
-A policy is a frozen dataclass whose fields are its options. It never waits for a device and never communicates
-between ranks: from the same loads every rank computes the same plan.
+A policy is a frozen dataclass whose fields are its options (docs/policies.md has their meanings). It never waits for a
+device and never communicates between ranks: from the same loads every rank computes the same plan.
 
     plan          loads, placed -> Plan        fill, split and share, one after another
     fill          demand, placed -> placed     which experts the spare slots hold (default: none)
@@ -9,11 +9,8 @@ between ranks: from the same loads every rank computes the same plan.
     share         loads, plan -> [R, P]        which source sends them (default: own rank first, then own node)
     route_shared  slots, plan -> [T, n]        rank of every token's shared experts (default: the token's rank)
 
-Class attributes declare a policy's requirements, for example whether it needs loads per source rank: see
-:class:`Policy`. A policy that samples has weights and no share: :class:`Seeded`.
-
-Policies combine without a new class. A policy that fills spare slots takes the splitting policy as option
-``split_by``; a policy that places shared experts takes the policy of the routed experts as option ``routed``.
+Policies combine without a new class: a policy that fills spare slots takes the splitting policy as option ``split_by``,
+a policy that places shared experts takes the policy of the routed experts as option ``routed``.
 """
 
 from __future__ import annotations
@@ -46,20 +43,13 @@ EVEN: dict[str, Any] = {"budget": 0, "sweeps": 0}  # plan_exact's start: copies 
 
 
 class Demand(NamedTuple):
-    """The copies of one batch (leading L as the placement's layers).
+    """The copies of one batch (leading L as the placement's layers)."""
 
-    loads   [E] or [R, E] int32  copies of the routed experts
-    tokens  [R] int32            tokens of each source rank that need the shared experts; None without any
-    local_shared [R] int32       shared copies per rank if all stay on their token's rank; None without shared experts
-    gathered [R, E + n] int32    loads, followed by the shared experts' columns; None without shared experts
-    rank                         the source rank whose part of the share is needed; None = no rank
-    """
-
-    loads: Tensor
-    tokens: Tensor | None = None
-    local_shared: Tensor | None = None
-    gathered: Tensor | None = None
-    rank: int | None = None
+    loads: Tensor  # [E] or [R, E] int32 copies of the routed experts
+    tokens: Tensor | None = None  # [R] int32 of each source that need the shared experts; None without any
+    local_shared: Tensor | None = None  # [R] int32 shared copies if all stay on their token's rank
+    gathered: Tensor | None = None  # [R, E + n] int32 loads, followed by the shared experts' columns
+    rank: int | None = None  # the source rank whose part of the share is needed; None = none
     last: PlacedLayers | None = None
 
     @classmethod
@@ -81,7 +71,6 @@ class Demand(NamedTuple):
 
     @property
     def routed(self) -> Demand:
-        """Return the demand without the shared experts."""
         return self if self.tokens is None else Demand(self.loads, last=self.last)
 
 
@@ -89,13 +78,14 @@ class Demand(NamedTuple):
 class Policy:
     """Base of all policies. The base fills nothing, splits exactly and computes shared experts on the token's rank.
 
-    needs    loads that the policy reads: [E] sums or [R, E] per source rank
-    borrows  whether the policy fills spare slots, so that weights must be copied there before the experts run
-    ahead    whether filling before the batch, from predicted loads, pays (isoload.balancing.planning.fill)
-    samples  whether routed copies draw their slots: the plans then have weights and no quota
-    keeps_local  whether copies whose expert has a slot on their own rank always stay there
-    plans_on_host  whether the policy always plans on the CPU. For loads on a GPU the host then waits, once per plan;
-                 where slots are filled ahead, once per fill and once per split
+    Class attributes declare the requirements:
+        needs: loads that the policy reads, [E] sums or [R, E] per source rank.
+        borrows: whether the policy fills spare slots, so that weights must be copied there before the experts run.
+        ahead: whether filling before the batch, from predicted loads, pays (isoload.balancing.planning.fill).
+        samples: whether routed copies draw their slots; the plans then have weights and no quota (:class:`Seeded`).
+        keeps_local: whether copies whose expert has a slot on their own rank always stay there.
+        plans_on_host: whether the policy plans on the CPU; for loads on a GPU the host waits once per plan, or fill and
+            split.
     """
 
     name: ClassVar[str]
@@ -131,10 +121,8 @@ class Policy:
     ) -> Plan:
         """Return the plan of one batch: fill, split and share.
 
-        Loads and placement must have been checked, as :func:`isoload.plan` and the Balancer do.
-
         Args:
-            loads: [E] or [R, E] int32.
+            loads: [E] or [R, E] int32, checked, as :func:`isoload.plan` and the Balancer do.
             placed: the layer, or all layers.
             rank: the source rank whose send_counts are part of the plan; None = none.
             filled, step: see :func:`isoload.plan`.
@@ -161,18 +149,15 @@ class Policy:
         return placed
 
     def split(self, demand: Demand, placed: PlacedLayers) -> Plan:
-        """Decide how many copies every slot takes, and where shared copies go (``plan.shared`` None: the token's
-        rank).
+        """Decide how many copies every slot takes, and where shared copies go (``plan.shared`` None: the token's rank).
 
-        The quota is of the routed slots. :func:`isoload.plan` adds the shared copies unless ``plan.shared.in_quota``
-        is set. If the op also computes the share of ``demand.rank``, the plan has it as send_counts.
+        The quota is of the routed slots, unless ``plan.shared.in_quota``. The plan has the share of ``demand.rank`` as
+        send_counts if the op also computes it.
         """
         return exact_plan(self, demand, placed)
 
     def share(self, loads: Tensor, plan: Plan, rank: int | None, order: Order) -> Tensor:
-        """Return the source ranks' parts of the routed quota: [..., P] for one rank, [..., R, P] for all; loads
-        [..., R, E].
-        """
+        """Return source ranks' parts of the routed quota, [..., P] or of all ranks [..., R, P]; `loads` [..., R, E]."""
         assert plan.quota is not None
         per_node = plan.topology.ranks_per_node
         return ops.share(loads, plan.quota, plan.tables, per_node, rank, order)
@@ -189,7 +174,6 @@ class Policy:
 
 
 def with_shared(plan: Plan, demand: Demand, placed: PlacedLayers) -> Plan:
-    """Add the shared copies to a plan and its quota; on their token's rank unless the policy places them."""
     assert demand.tokens is not None and demand.local_shared is not None
     shared = plan.shared or SharedPlan("home", demand.tokens)
     if shared.in_quota:
@@ -240,20 +224,12 @@ def sum_sources(loads: Tensor, placed: PlacedLayers) -> Tensor:
 def exact_plan(
     policy: Policy, demand: Demand, placed: PlacedLayers, rank: int | None = None, **options: Any
 ) -> Plan:
-    """Return the Plan with the optimal quota of these slots, and a source rank's send_counts.
-
-    options: of :func:`isoload.ops.plan_exact`. By default the ranks also carry the shared copies of their own tokens.
-    """
-    solution = solve(demand, placed, rank=rank, **options)
-    send_counts = None if rank is None else solution.send_counts
+    """Return the Plan with the optimal quota of these slots, and a source rank's send_counts. `options`: of
+    :func:`isoload.ops.plan_exact`. By default the ranks also carry the shared copies of their own tokens."""
+    split = solve(demand, placed, rank=rank, **options)
+    send_counts = None if rank is None else split.send_counts
     return Plan(
-        placed,
-        policy,
-        solution.quota,
-        solution.peak,
-        solution.bound,
-        solution.telemetry,
-        send_counts=send_counts,
+        placed, policy, split.quota, split.peak, split.bound, split.telemetry, send_counts=send_counts
     )
 
 
@@ -272,7 +248,6 @@ def even_split(demand: Demand, placed: PlacedLayers) -> ops.ExactSplit:
 def chosen_plan(
     policy: Policy, quota: Tensor, demand: Demand, placed: PlacedLayers, telemetry: Tensor | None = None
 ) -> Plan:
-    """Return the Plan of a quota that the solver did not make, with its peak and a lower bound."""
     peak = rank_cost(quota, placed.topology, demand.local_shared).amax(-1)
     bound = torch.minimum(even_split(demand, placed).bound, peak)
     return Plan(placed, policy, quota, peak, bound, telemetry)
@@ -281,17 +256,14 @@ def chosen_plan(
 def sampled_plan(
     policy: Policy, weights: Tensor, demand: Demand, placed: PlacedLayers, telemetry: Tensor | None = None
 ) -> Plan:
-    """Return the Plan of a policy whose copies draw their slots with these weights [..., P]."""
     bound = even_split(demand, placed).bound
     return Plan(placed, policy, None, None, bound, telemetry, weights)
 
 
 def sample_seed(plan: Plan, rank: int) -> tuple[int, Tensor | None]:
-    """Return the random stream of one rank, layer and batch of a sampled policy: seed and step of the ops that draw.
-
-    If the plan's step is a tensor, the op mixes the step and the rank in. The policy's own step is added to the seed,
-    which gives the same result as adding it to the batch's step.
-    """
+    """Return the random stream of one rank, layer and batch of a sampled policy: seed and step of the ops that draw. If
+    the plan's step is a tensor, the op mixes the step and the rank in. The policy's own step is added to the seed,
+    which gives the same result as adding it to the batch's step."""
     policy = plan.policy
     seed, step = (policy.seed, policy.step) if isinstance(policy, Seeded) else (0, 0)
     mixed = mix(seed, 0)  # otherwise layer 1 of a seed would draw as layer 0 of the next seed
@@ -312,11 +284,7 @@ _DEFAULTS: dict[str, Policy] = {}
 
 
 def register_policy(policy: type[Policy]) -> type[Policy]:
-    """Register a policy class under its name; also usable as a decorator for your own policies.
-
-    Raises:
-        ValueError: the name is taken.
-    """
+    """Register a policy class under its name, which must be new; also usable as a decorator for your own policies."""
     if policy.name in POLICIES:
         raise ValueError(f"name must be a new one, policy {policy.name} exists")
     POLICIES[policy.name], _DEFAULTS[policy.name] = policy, policy()

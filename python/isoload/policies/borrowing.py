@@ -1,8 +1,8 @@
 """Policies that borrow weights for one batch: ``llep``, ``spill_cost``, ``libra`` and ``hedge``.
 
 Each fills the spare slots by its own options of one fill (:func:`isoload.ops.plan_fill`). A second policy, by default
-``exact``, splits the copies over the filled slots. Copies whose expert is on their own rank may stay there; the
-other copies are then split above them.
+``exact``, splits the copies over the filled slots. Copies whose expert is on their own rank may stay there; the other
+copies are then split above them.
 """
 
 from __future__ import annotations
@@ -35,14 +35,13 @@ Made = TypeVar("Made")
 class BorrowPolicy(Policy, ABC):
     """Base: :meth:`fill` fills the spare slots; the copies follow the fill's quota or the split of another policy.
 
-    Options, for subclasses that have them. split_by: "fill" or any policy, e.g. "exact", "lp", "joint" or a Policy.
-    For a fill without a quota, or one made from other loads (isoload.balancing.planning.fill), "fill" means "exact".
-    slots: largest number of spare slots of a rank that are filled, the last ones; None = all.
+    For a fill without a quota, or one made from other loads (isoload.balancing.planning.fill), split_by="fill" means
+    "exact".
     """
 
     borrows = True
     split_by: str | Policy = "fill"
-    slots: int | None = None
+    slots: int | None = None  # largest number of spare slots of a rank that are filled; None = all
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -53,7 +52,6 @@ class BorrowPolicy(Policy, ABC):
 
     @property
     def splitter(self) -> Policy:
-        """Policy that splits the copies if the fill does not."""
         return EXACT if self.split_by == "fill" else make_policy(self.split_by)
 
     @property
@@ -102,11 +100,8 @@ def fill_spare(
     begun: Tensor | None = None,
     **rules: Any,
 ) -> Made:
-    """Run an op that fills spare slots, on a placement and its topology.
-
-    slots: how many spare slots of every rank may be filled, the last ones; None = all. begun: [..., P] slots of which
-    some are filled already.
-    """
+    """Run an op that fills the last `slots` spare slots of every rank (None = all), on a placement and its topology.
+    `begun`: [..., P] slots of which some are filled already."""
     return op(
         demand.loads,
         placed.slot_to_expert if begun is None else begun,
@@ -121,16 +116,10 @@ def fill_spare(
 
 
 class FillPolicy(BorrowPolicy):
-    """Base of policies that fill by levels (:func:`isoload.ops.plan_fill`) and split exactly over the filled slots.
-
-    Options, for subclasses that have them. split_by: a policy that replaces "exact" as the split over the filled
-    slots.
-    refill_above: if the caller passes the last fill (isoload.balancing.planning.fill), keep that fill while the exact
-    split over it has at most this imbalance; None = fill every batch. slots: see :class:`BorrowPolicy`.
-    """
+    """Base of policies that fill by levels (:func:`isoload.ops.plan_fill`) and split exactly over the filled slots."""
 
     split_by: str | Policy = "exact"
-    refill_above: float | None = None
+    refill_above: float | None = None  # keep the last fill while its exact split has at most this imbalance
 
     def __post_init__(self) -> None:
         if self.split_by == "fill":
@@ -145,9 +134,7 @@ class FillPolicy(BorrowPolicy):
         return fill_spare(ops.plan_fill, demand, placed, self.slots, start=start, **rules)
 
     def filled(self, demand: Demand, placed: PlacedLayers, fill: ops.SlotFill) -> PlacedLayers:
-        """Return the layers with these slots, or with those of the last fill if the exact split over it is level
-        enough.
-        """
+        """Return the layers with these slots, or with those of the last fill if its exact split is level enough."""
         last, slots, telemetry = demand.last, fill.slot_to_expert, fill.telemetry
         if last is None or self.refill_above is None:
             return placed.fill(slots, telemetry=telemetry)
@@ -162,7 +149,6 @@ class FillPolicy(BorrowPolicy):
 
 
 def routed_homes(placed: PlacedLayers) -> Tensor:
-    """Return the [..., E] home slots of the routed experts."""
     return placed.home_slot.narrow(-1, 0, placed.host.num_routed)
 
 
@@ -174,11 +160,7 @@ def may_keep_local(policy: Policy) -> bool:
 
 
 def keeping_local(policy: Policy) -> Callable[[Demand, PlacedLayers], Plan]:
-    """Return :func:`split_above_local` of a policy.
-
-    Raises:
-        ValueError: the policy samples or fixes the share.
-    """
+    """Return :func:`split_above_local` of a policy; raise ValueError if it samples or fixes the share."""
     if not may_keep_local(policy):
         raise ValueError(f"keep_local must be False for policy {policy.name}, which draws or fixes the share")
     return partial(split_above_local, policy)
@@ -200,11 +182,9 @@ def _experts_of_slots(placed: PlacedLayers) -> Tensor:
 
 
 def split_above_local(policy: Policy, demand: Demand, placed: PlacedLayers) -> Plan:
-    """Split by a policy after all copies whose expert has a slot on their own rank stay there; loads [..., R, E].
-
-    The default share then sends these copies nowhere else. The plan's bound is over all quotas, including those that
-    keep fewer copies local, and needs no search.
-    """
+    """Split by a policy after all copies whose expert has a slot on their own rank stay there; loads [..., R, E]. The
+    default share then sends these copies nowhere else. The plan's bound is over all quotas, including those that keep
+    fewer copies local, and needs no search."""
     local_loads = held_experts(placed) * demand.loads  # [..., R, E]
     stay = local_loads.sum(-1, dtype=torch.int32)
     besides = stay if demand.local_shared is None else demand.local_shared + stay
@@ -223,14 +203,8 @@ class LlepPolicy(FillPolicy):
     """Ranks above their capacity lend experts to less loaded ranks, and the copies are split exactly over all slots.
 
     The fill starts from the exact split over resident replicas and lends nothing if that is level enough. No rank's
-    load exceeds the peak of that split. If the spare slots do not suffice, higher levels are tried, see
-    :func:`isoload.ops.plan_fill`.
-
-    Options: capacity (times the mean load), min_chunk (copies: a rank whose excess over the capacity is smaller lends
-    nothing; a larger excess may leave in smaller chunks), threshold (up to this imbalance nothing moves), measure
-    (load that the threshold compares: "rank" as the published code, "expert" as the paper's text), within ("all", or
-    "node": no expert is borrowed outside the node of its home slot, and capacity and threshold relate to the mean of
-    the most loaded node), split_by and refill_above (see :class:`FillPolicy`).
+    load exceeds the peak of that split. If the spare slots do not suffice, higher levels are tried. With within="node"
+    capacity and threshold relate to the mean of the most loaded node.
     """
 
     name = "llep"
@@ -238,11 +212,11 @@ class LlepPolicy(FillPolicy):
         "tolerance": "a rank that is above the capacity by less than min_chunk lends nothing"
     }
     split_by: str | Policy = "exact"
-    capacity: float = 1.0
-    min_chunk: int = 1024
-    threshold: float = 1.3
-    measure: str = "rank"
-    within: Within = "all"
+    capacity: float = 1.0  # times the mean load
+    min_chunk: int = 1024  # copies: a rank with a smaller excess lends nothing
+    threshold: float = 1.3  # up to this imbalance nothing moves
+    measure: str = "rank"  # "rank" as the published code, "expert" as the paper's text
+    within: Within = "all"  # "node": no expert is borrowed outside the node of its home slot
     refill_above: float | None = None
 
     def __post_init__(self) -> None:
@@ -250,16 +224,9 @@ class LlepPolicy(FillPolicy):
         check_rules(self.capacity, self.min_chunk, self.threshold, self.measure)
 
     def fill(self, demand: Demand, placed: PlacedLayers) -> PlacedLayers:
-        filled = self.fill_levels(
-            demand,
-            placed,
-            capacity_factor=self.capacity,
-            imbalance_threshold=self.threshold,
-            per_expert=self.measure == "expert",
-            min_chunk=self.min_chunk,
-            within=self.within,
-        )
-        return self.filled(demand, placed, filled)
+        how = {"capacity_factor": self.capacity, "imbalance_threshold": self.threshold}
+        how |= {"per_expert": self.measure == "expert", "min_chunk": self.min_chunk}
+        return self.filled(demand, placed, self.fill_levels(demand, placed, within=self.within, **how))
 
 
 # llep's options in engines, whose weights travel during the dispatch. The published defaults move experts for large
@@ -282,14 +249,9 @@ class SpillCostPolicy(FillPolicy):
     """The cheapest of several levels of the largest load, where imports and exports have a price.
 
     The cost of a level is its largest load plus the imports of the busiest importer and the exports of the busiest
-    exporter. An import or export costs as many copies as could be computed in its time
-    (:func:`isoload.times.exchanges.break_even`), by the topology's bandwidths, or DEFAULT_BANDWIDTHS if it has none.
-    No expert moves for fewer copies. The fill starts from the exact split over resident replicas; no rank's load
-    exceeds the peak of that split.
-
-    Options: expert_bytes (weights of one expert), token_us (microseconds per copy in a large GEMM), min_chunk (copies;
-    a rank whose excess over a level is smaller lends nothing), within ("all", or "node": no expert is borrowed outside
-    the node of its home slot), split_by and refill_above (see :class:`FillPolicy`).
+    exporter, each worth the copies that could be computed in its time (:func:`isoload.times.exchanges.break_even`), by
+    the topology's bandwidths or DEFAULT_BANDWIDTHS. No expert moves for fewer copies. The fill starts from the exact
+    split over resident replicas; no rank's load exceeds the peak of that split.
     """
 
     name = "spill_cost"
@@ -297,8 +259,8 @@ class SpillCostPolicy(FillPolicy):
         "egress": "exports have a price, and within=node keeps experts in the node of their home slot"
     }
     split_by: str | Policy = "exact"
-    expert_bytes: float = DEEPSEEK_V3_FP8
-    token_us: float = DEEPSEEK_V3_TOKEN_US
+    expert_bytes: float = DEEPSEEK_V3_FP8  # weights of one expert
+    token_us: float = DEEPSEEK_V3_TOKEN_US  # microseconds per copy in a large GEMM
     min_chunk: int = 1
     within: Within = "all"
     refill_above: float | None = None
@@ -309,19 +271,10 @@ class SpillCostPolicy(FillPolicy):
         check_range("min_chunk", self.min_chunk, 1, 2**31 - 1)
 
     def fill(self, demand: Demand, placed: PlacedLayers) -> PlacedLayers:
-        near, far = (
-            break_even(self.expert_bytes, bandwidth, self.token_us)
-            for bandwidth in placed.topology.bandwidths or DEFAULT_BANDWIDTHS
-        )
-        filled = self.fill_levels(
-            demand,
-            placed,
-            min_chunk=self.min_chunk,
-            import_costs=(near, far),
-            export_costs=(near, far),
-            within=self.within,
-        )
-        return self.filled(demand, placed, filled)
+        near, far = placed.topology.bandwidths or DEFAULT_BANDWIDTHS
+        costs = tuple(break_even(self.expert_bytes, speed, self.token_us) for speed in (near, far))
+        how = {"min_chunk": self.min_chunk, "import_costs": costs, "export_costs": costs}
+        return self.filled(demand, placed, self.fill_levels(demand, placed, within=self.within, **how))
 
 
 @dataclass(frozen=True)
@@ -330,9 +283,6 @@ class HedgePolicy(FillPolicy):
 
     A forecast needs few slots to be level. The remaining slots go to the experts with most copies per replica, where
     the exact split of the true loads can use them.
-
-    Options: slots (largest number filled per rank; None = all spare slots), within ("all", or "node": no expert is
-    borrowed outside the node of its home slot), refill_above (see :class:`FillPolicy`).
     """
 
     name = "hedge"
@@ -349,14 +299,8 @@ class HedgePolicy(FillPolicy):
 
 @dataclass(frozen=True)
 class LibraPolicy(BorrowPolicy):
-    """Every rank borrows the experts that its tokens choose most; then experts are borrowed that level the other
-    copies.
-
-    Copies whose expert has a slot on their own rank stay there. The remaining copies are split exactly above them.
-
-    Options: alpha (fraction of the slots for the experts that the rank's tokens choose), tolerance (of the split,
-    relative), slots (largest number filled per rank; None = all spare slots).
-    """
+    """Every rank borrows the experts that its tokens choose most, then those that level the other copies. Copies whose
+    expert has a slot on their own rank stay there. The remaining copies are split exactly above them."""
 
     name = "libra"
     ahead = True
@@ -366,7 +310,7 @@ class LibraPolicy(BorrowPolicy):
         "printed": "policy libra_published runs both algorithms as printed in the paper",
         "split_by": "copies that may leave their rank are split exactly, libra_published shards them as the paper",
     }
-    alpha: float = 0.5
+    alpha: float = 0.5  # fraction of the slots for the experts that the rank's tokens choose
     tolerance: float = 0.0
     slots: int | None = None
 
@@ -399,12 +343,8 @@ class LibraPolicy(BorrowPolicy):
 
 
 def borrow_local(demand: Demand, placed: PlacedLayers, slots: int, local: int) -> Tensor:
-    """Return [..., P] slots where every rank borrows the experts that its own tokens choose most.
-
-    Args:
-        slots: how many spare slots of every rank may be filled, the last ones.
-        local: how many of these are filled, from the first on. Among equal loads the lowest expert comes first.
-    """
+    """Return [..., P] slots where every rank borrows the experts that its own tokens choose most. Of the last `slots`
+    spare slots of every rank the first `local` are filled, among equal loads by the lowest expert."""
     wanted = torch.where(held_experts(placed) > 0, 0, demand.loads)  # [..., R, E]
     if placed.alive is not None:
         wanted = wanted * placed.alive.unsqueeze(-1)
@@ -415,20 +355,15 @@ def borrow_local(demand: Demand, placed: PlacedLayers, slots: int, local: int) -
     chosen = torch.where(wanted.gather(-1, chosen) > 0, chosen, -1).to(torch.int32)
     per_rank = placed.slot_to_expert.view(*placed.slot_to_expert.shape[:-1], ranks, -1)
     size, taken = per_rank.shape[-1], chosen.shape[-1]
-    resident, empty = (
-        per_rank.narrow(-1, 0, size - slots),
-        per_rank.narrow(-1, size - slots + taken, slots - taken),
-    )
+    resident = per_rank.narrow(-1, 0, size - slots)
+    empty = per_rank.narrow(-1, size - slots + taken, slots - taken)
     return torch.cat([resident, chosen, empty], dim=-1).flatten(-2)
 
 
 def count_borrowed(filled: Tensor, placed: PlacedLayers) -> Tensor:
     """Return the [..., 5] telemetry of filled slots, see :class:`isoload.ops.SlotFill`."""
-    ranks, per_node, size = (
-        placed.topology.num_ranks,
-        placed.topology.ranks_per_node,
-        placed.host.slots_per_rank,
-    )
+    ranks, per_node = placed.topology.num_ranks, placed.topology.ranks_per_node
+    size = placed.host.slots_per_rank
     borrowed = ((filled >= 0) & (placed.slot_to_expert < 0)).long()
     owner = routed_homes(placed).gather(-1, (filled * borrowed).long()).long() // size
     taker = torch.arange(filled.shape[-1], device=filled.device) // size

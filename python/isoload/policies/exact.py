@@ -1,6 +1,4 @@
-"""Policies ``none``, ``even``, ``static``, ``exact`` (the optimum of LPLB's program), ``exact_active``, and ``lp``, the
-program itself (papers/001) by an interior point method, rounded to whole copies.
-"""
+"""Policies ``none``, ``even``, ``static``, ``exact`` (the optimum of LPLB's program), ``exact_active`` and ``lp``."""
 
 from __future__ import annotations
 
@@ -34,12 +32,7 @@ from isoload.policies.plan import Plan
 
 @dataclass(frozen=True)
 class ExactPolicy(Policy):
-    """The least possible peak over all integer quotas.
-
-    Options: tolerance (relative; 0 = exact, ``peak == bound``), budget (largest number of augmentations; None = no
-    limit), objective (which split among those with this peak: "spread" or "local", see
-    :func:`isoload.ops.plan_exact`).
-    """
+    """The least possible peak over all integer quotas: ``peak == bound`` with tolerance 0 and no budget."""
 
     name = "exact"
     removed: ClassVar[Mapping[str, str]] = {"objective=packed": "use policy exact_active"}
@@ -79,7 +72,6 @@ class ExactPolicy(Policy):
 
     @property
     def options(self) -> dict[str, Any]:
-        """Options of :func:`isoload.ops.plan_exact`."""
         return {"tolerance": self.tolerance, "budget": self.budget, "objective": self.objective}
 
 
@@ -108,10 +100,7 @@ class EvenPolicy(Policy):
 
 @dataclass(frozen=True)
 class StaticPolicy(Policy):
-    """A replica on the own rank, else one on the own node, else one by a fair seeded draw, fixed for a placement.
-
-    Options: seed of the draw (SGLang uses 42).
-    """
+    """A replica on the own rank, else one on the own node, else one by a fair seeded draw, fixed for a placement."""
 
     name = "static"
     needs = "per_source"
@@ -129,7 +118,6 @@ class StaticPolicy(Policy):
         return self._send_counts(loads, plan.placed, rank)
 
     def _send_counts(self, loads: Tensor, placed: PlacedLayers, rank: int | None = None) -> Tensor:
-        """Return [..., R, P] copies per slot if source r sends expert e to slots[..., r, e]; [..., P] of one rank."""
         slots = self.slots(placed)
         if rank is not None:
             loads, slots = loads.select(-2, rank), slots.select(-2, rank)
@@ -142,7 +130,6 @@ class StaticPolicy(Policy):
 
 
 def static_slots(host: Placement, layer: int, seed: int) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
-    """Return the [R, E] slot that each source rank uses for each routed expert of one layer."""
     topology, size = host.topology, host.slots_per_rank
     per_node = size * topology.ranks_per_node
     chosen = np.empty((topology.num_ranks, host.num_routed), dtype=np.int64)
@@ -166,9 +153,7 @@ def static_slots(host: Placement, layer: int, seed: int) -> np.ndarray[tuple[int
 
 
 def replicas_of(host: Placement, layer: int) -> list[IntArray]:
-    """Return each routed expert's slots, ascending. Of two slots on one rank only the lower counts: it has the
-    weights.
-    """
+    """Return each routed expert's slots, ascending; of two slots on one rank the lower, which has the weights."""
     slots = host.arrays[0][layer]
     order = np.argsort(slots, kind="stable").astype(np.int32)  # by expert, then slot
     expert, rank = slots[order], order // host.slots_per_rank
@@ -185,7 +170,6 @@ class ExactActivePolicy(Policy):
     In a small decode batch a rank waits for the weights of its active slots, not for its copies. Among the optima the
     policy prefers a low peak in copies, without regard to the ranks' speeds. Peak and bound of the plan count copies,
     as for ``exact``; the last telemetry value is the number of experts moved for the peak.
-    :func:`isoload.ops.plan_active` also returns the proved number of slots.
     """
 
     name = "exact_active"
@@ -199,21 +183,17 @@ Precision = Literal["float32", "float64"]
 
 
 def refuse_speeds(policy: str, placement: Placement) -> None:
-    """Raise ValueError if the placement's topology has speeds."""
     if placement.topology.speeds is not None:
         raise ValueError(f"speeds must be None for policy {policy}, which counts copies: use policy exact")
 
 
 @dataclass(frozen=True)
 class LpPolicy(Policy):
-    """The real-valued optimum, rounded to whole copies: within one copy per replica of the least peak.
+    """The real-valued optimum (papers/001) by an interior point method, rounded to whole copies.
 
-    ``exact`` finds the least peak itself and is faster; ``lp`` cross-checks it and provides real-valued splits. Speeds
-    are not supported. Telemetry: iterations, status (0 converged, 1 iteration limit reached, 2 numerical breakdown:
-    the split is even), 0, 0.
-
-    Options: precision ("float32" or "float64"), tolerance (relative; None = what the precision allows) and iterations
-    (0..1000; None = what the precision may need).
+    The peak is within one copy per replica of the least peak. ``exact`` finds the least peak itself and is faster;
+    ``lp`` cross-checks it. Telemetry: iterations, status (0 converged, 1 iteration limit reached, 2 numerical
+    breakdown: the split is even), 0, 0.
     """
 
     name = "lp"
@@ -236,7 +216,6 @@ class LpPolicy(Policy):
         return rounded_plan(self, self.relax(demand, placed), demand, placed)
 
     def relax(self, demand: Demand, placed: PlacedLayers) -> ops.LpSplit:
-        """Return the real-valued split."""
         dtype = torch.float64 if self.precision == "float64" else torch.float32
         return ops.plan_lp(
             demand.loads,
@@ -249,12 +228,10 @@ class LpPolicy(Policy):
 
 
 def rounded_plan(policy: Policy, relaxed: ops.LpSplit, demand: Demand, placed: PlacedLayers) -> Plan:
-    """Return the plan of a real-valued split, rounded to whole copies."""
     quota = ops.round_split(relaxed.split, demand.loads, placed.tables)
     return chosen_plan(policy, quota, demand, placed, telemetry(relaxed))
 
 
 def telemetry(relaxed: ops.LpSplit) -> torch.Tensor:
-    """Return [..., 4] int32: iterations, status, 0, 0."""
     zero = torch.zeros_like(relaxed.status)
     return torch.stack([relaxed.iterations, relaxed.status, zero, zero], dim=-1)

@@ -30,11 +30,9 @@ Bools = np.ndarray[Any, np.dtype[np.bool_]]
 class GracePolicy(Policy):
     """A replica on the own rank, else those on the own node, else all; copies are divided by the replicas' weights.
 
-    The weights are the placement's ``replica_weight``, which :func:`isoload.place` derives from predicted loads; equal
-    if there are none. The published rule draws every copy at random. Here a rank cuts its copies at an offset of its
-    own, so that roundings of different ranks cancel.
-
-    Options: locality=False divides by weights alone (Algorithm 4; otherwise Algorithm 5).
+    The weights are the placement's ``replica_weight``; equal if there are none. The published rule draws every copy at
+    random. Here a rank cuts its copies at an offset of its own, so that roundings of different ranks cancel.
+    locality=False divides by weights alone (Algorithm 4; otherwise Algorithm 5).
     """
 
     name = "grace"
@@ -52,9 +50,7 @@ class GracePolicy(Policy):
         return self._send_counts(loads.narrow(-2, rank, 1), placed, cuts.narrow(-2, rank, 1)).squeeze(-2)
 
     def cuts(self, placed: PlacedLayers) -> Tensor:
-        """Return [..., 4, R, P] int64 per source rank and slot: begin and end of its weights, their sum, and the
-        offset.
-        """
+        """Return [..., 4, R, P] int64 per source and slot: begin and end of its weights, their sum, and the offset."""
         return placed.memo(self, partial(weighted_cuts, locality=self.locality))
 
     def _send_counts(self, loads: Tensor, placed: PlacedLayers, cuts: Tensor) -> Tensor:
@@ -70,9 +66,7 @@ class GracePolicy(Policy):
 def weighted_cuts(
     host: Placement, layer: int, locality: bool
 ) -> np.ndarray[tuple[int, int, int], np.dtype[np.int64]]:
-    """Return [4, R, P] of one layer, see :meth:`GracePolicy.cuts`; begin equals end for a slot that a rank does not
-    use.
-    """
+    """Return [4, R, P] of one layer, see :meth:`GracePolicy.cuts`; begin equals end for an unused slot."""
     ranks = np.arange(host.topology.num_ranks)[:, None]
     cuts = np.zeros((4, len(ranks), host.num_slots), dtype=np.int64)
     cuts[2] = 1
@@ -86,9 +80,7 @@ def weighted_cuts(
 
 def wished_parts(host: Placement, layer: int, locality: bool) -> Iterator[tuple[IntArray, Floats]]:
     """Yield for every routed expert its slots [n] and the fractions [R, n] of each source's copies for these slots.
-
-    Slots outside the nearest tier get 0; if no slot of the tier has a weight, all have the same.
-    """
+    Slots outside the nearest tier get 0; if no slot of the tier has a weight, all have the same."""
     ranks = np.arange(host.topology.num_ranks)[:, None]
     for slots in replicas_of(host, layer):
         used: Bools = np.ones((len(ranks), len(slots)), dtype=bool)
@@ -100,9 +92,7 @@ def wished_parts(host: Placement, layer: int, locality: bool) -> Iterator[tuple[
 
 
 def nearest(owner: Ints, ranks: Ints, per_node: int) -> Bools:
-    """Return [R, n]: which replicas, on ranks owner [n], are in the first tier of a rank [R, 1]: on it, on its node,
-    or any.
-    """
+    """Return [R, n]: which replicas, on ranks owner [n], are on a rank [R, 1] or, if none is, on its node, or any."""
     local, near = owner == ranks, owner // per_node == ranks // per_node
     beyond: Bools = np.where(near.any(1, keepdims=True), near, True)
     chosen: Bools = np.where(local.any(1, keepdims=True), local, beyond)

@@ -1,9 +1,8 @@
 """Plan: a policy's decision for a batch of one layer or of all layers, its shared copies, and the batch number.
 
 Shared experts are the last logical experts, in the last resident slots of every rank (SGLang's layout). Every token
-needs them and every live rank holds them, so only the rank is decided. A policy splits the routed experts first and
-then decides where shared copies go. The number of a batch selects the random stream of a sampled plan; it is stored
-on the device, so that a captured graph reads it.
+needs them and every live rank holds them, so only the rank is decided, after the routed experts are split. The number
+of a batch selects the random stream of a sampled plan; a captured graph reads it on the device.
 """
 
 from __future__ import annotations
@@ -37,11 +36,10 @@ def first_step(device: torch.device) -> Tensor:
 def next_step(step: Tensor) -> Tensor:
     """Advance the batch number [] int64 and return a copy, which a batch in flight keeps.
 
-    A checkpoint's recompute gets the number of its original batch. Every checkpoint restores the state of torch's
-    generator, and a batch that may be recomputed draws from it once; that draw identifies the batch. (With
-    preserve_rng_state=False the recompute gets the number of the last batch.) In compiled code an op decides at run
-    time. Eager calls do not use that op, because the first op defined in Python imports torch's compiler, which takes
-    a second or more.
+    A checkpoint's recompute gets the number of its original batch: every checkpoint restores the state of torch's
+    generator, and a batch that may be recomputed identifies itself by one draw from it. (With preserve_rng_state=False
+    the recompute gets the number of the last batch.) In compiled code an op decides at run time. Eager calls do not use
+    that op, because the first op defined in Python imports torch's compiler, which takes a second or more.
     """
     if torch.compiler.is_compiling():
         traced: Tensor = _traced_next_step(step)
@@ -73,21 +71,13 @@ Rule = Literal["home", "by_rank", "sample"]
 
 @dataclass(frozen=True, eq=False)
 class SharedPlan:
-    """Where the shared copies of one batch go. Fields may have a leading L.
+    """Where the shared copies of one batch go. Fields may have a leading L."""
 
-    rule                  "home": to the source's own rank; "by_rank": as field by_rank; "sample": every token draws
-                          a rank
-    tokens  [R] int32     tokens of source rank s that need the shared experts: n copies each
-    by_rank [R, R] int32  shared copies, all n experts together, that source s sends to rank d; for rule by_rank
-    copies  [R, R] int32  routed copies that source s sends to rank d, if the rule uses them
-    in_quota              whether the quota of the policy's plan includes the shared copies
-    """
-
-    rule: Rule
-    tokens: Tensor
-    by_rank: Tensor | None = None
-    copies: Tensor | None = None
-    in_quota: bool = False
+    rule: Rule  # "home": to the source's rank; "by_rank"; "sample": every token draws a rank
+    tokens: Tensor  # [R] int32 tokens of each source that need the shared experts: n copies each
+    by_rank: Tensor | None = None  # [R, R] int32 shared copies from source s to rank d, for rule by_rank
+    copies: Tensor | None = None  # [R, R] int32 routed copies from s to d, if the rule uses them
+    in_quota: bool = False  # whether the quota of the policy's plan includes the shared copies
 
     @property
     def is_met(self) -> bool:
@@ -95,7 +85,6 @@ class SharedPlan:
         return self.rule in ("home", "by_rank")
 
     def __getitem__(self, layer: int) -> SharedPlan:
-        """Return one layer of a batch of layers."""
         by_rank, copies = pick_layer(self.by_rank, layer), pick_layer(self.copies, layer)
         return SharedPlan(self.rule, self.tokens.select(0, layer), by_rank, copies, self.in_quota)
 
@@ -108,10 +97,7 @@ def keep_home(copies: Tensor, home: Tensor) -> Tensor:
 
 
 def without_shared_slots(slots: Tensor, slots_per_rank: int, num_shared: int) -> Tensor:
-    """Renumber slots [...] of routed experts as if every rank had num_shared slots fewer; -1 stays -1.
-
-    SGLang's physical ids count in this way; its Waterfill adds the shared slots again (``id + id // slots``).
-    """
+    """Renumber slots of routed experts as SGLang does, as if every rank had num_shared slots fewer; -1 stays -1."""
     return slots - slots.div(slots_per_rank, rounding_mode="floor").clamp(min=0) * num_shared
 
 
@@ -135,11 +121,8 @@ def shared_copies(tokens: Tensor, num_shared: int) -> Tensor:
 
 
 def check_shared_columns(topk_ids: Tensor, num_routed: int, num_shared: int) -> None:
-    """Raise ValueError unless the last columns of topk_ids [T, K + n] are the shared experts' ids.
-
-    Every token with a routed choice needs all shared experts and no other token does, so their copies follow from
-    counts.
-    """
+    """Raise ValueError unless the last columns of topk_ids [T, K + n] are the shared experts' ids. Every token with a
+    routed choice needs all shared experts and no other token does, so their copies follow from counts."""
     if topk_ids.dim() != 2 or topk_ids.shape[1] <= num_shared:
         raise ValueError(
             f"topk_ids must be [T, K + {num_shared}] with the shared experts in the last columns, "
@@ -161,8 +144,8 @@ def check_shared_columns(topk_ids: Tensor, num_routed: int, num_shared: int) -> 
 def per_expert(by_rank: Tensor, num_shared: int) -> Tensor:
     """Divide copies [..., R, R] among the shared experts, [..., R, R, n]; parts of a source differ by remainders only.
 
-    Shared expert j takes ``(c + j) // n`` of a source's first c copies in rank order. Over all j these add up to c,
-    and over a source's whole row, with n copies per token, every shared expert gets one copy per token.
+    Shared expert j takes ``(c + j) // n`` of a source's first c copies in rank order. Over all j these add up to c, and
+    over a source's whole row, with n copies per token, every shared expert gets one copy per token.
     :func:`isoload.ops.route_shared` uses the same rule.
     """
     if num_shared == 1:
@@ -177,22 +160,23 @@ def per_expert(by_rank: Tensor, num_shared: int) -> Tensor:
 class Plan:
     """Two integer vectors over slots with a certificate of their quality. Fields may have a leading L.
 
-    placed                      the placement's layers, with the slots of this batch
-    policy                      the policy that made the plan
-    quota           [P] int32   copies each slot takes; for every expert they sum to its load. None if sampled. If only
-                                shared experts are sampled: of the routed slots, 0 in the shared ones
-    peak            []  int64   max over ranks of the rank's load: copies, or their cost in ticks if ranks have speeds.
-                                None if sampled: the result of sampling is counted from routed slots
-    bound           []  int64   proved lower bound of the peak over all integer quotas of these slots. Shared copies
-                                are on their token's rank in it unless the policy moves them
-    telemetry       [4] int32   exact splits: sweeps, augmentations, Newton steps, cut by the budget; policies that
-                                borrow: [5], see isoload.ops.SlotFill
-    weights         [P] float32 sampled policies only: intended fraction of each replica; a source rank may draw with
-                                other weights, see isoload.policies.Seeded.weights_of
-    shared                      where shared copies go; None without shared experts
-    step                        number of the batch, which selects the random stream of samples; an int, or [] int64 on
-                                the device, which a captured graph reads at every replay
-    send_counts     [P] int32   routed copies that the demand's rank sends to each slot, if the split computed them
+    Attributes:
+        placed: the placement's layers, with the slots of this batch.
+        policy: the policy that made the plan.
+        quota: [P] int32 copies each slot takes; for every expert they sum to its load. None if sampled. If only shared
+            experts are sampled: of the routed slots, 0 in the shared ones.
+        peak: [] int64 max over ranks of the rank's load: copies, or their cost in ticks if ranks have speeds. None if
+            sampled.
+        bound: [] int64 proved lower bound of the peak over all integer quotas of these slots, with shared copies on
+            their token's rank unless the policy moves them.
+        telemetry: [4] int32 of exact splits: sweeps, augmentations, Newton steps, cut by the budget; of policies that
+            borrow: [5], see isoload.ops.SlotFill.
+        weights: [P] float32 of sampled policies: intended fraction of each replica; see
+            isoload.policies.Seeded.weights_of.
+        shared: where shared copies go; None without shared experts.
+        step: number of the batch, which selects the random stream of samples; an int, or [] int64 on the device, which
+            a captured graph reads at every replay.
+        send_counts: [P] int32 routed copies that the demand's rank sends to each slot, if the split computed them.
     """
 
     placed: PlacedLayers
@@ -213,7 +197,6 @@ class Plan:
 
     @property
     def tables(self) -> ReplicaTables:
-        """Tables of the routed experts in these slots."""
         return self.placed.tables
 
     @property
@@ -232,10 +215,7 @@ class Plan:
         return "sample" if drawn else "quota"
 
     def __repr__(self) -> str:
-        """Return one line, with values only for a plan on the CPU.
-
-        Reading values from a GPU would make the host wait and would end the capture of a CUDA graph.
-        """
+        """Return one line, with values only on the CPU: a GPU would wait and end the capture of a CUDA graph."""
         layers = [] if self.layer is not None else [amount(len(self.slot_to_expert), "layer")]
         parts = [self.policy.name, *layers, amount(self.topology.num_ranks, "rank"), self._summary()]
         return f"Plan({', '.join(parts)})"
@@ -254,9 +234,8 @@ class Plan:
     def describe(self) -> str:
         """Return the line of :func:`repr` and a table of the plan's tensors; on a GPU the host waits.
 
-        A plan of one layer has a row for each rank: its load (copies, or their cost in ticks if ranks differ in
-        speed), the slots that take copies, and the experts in its spare slots. A plan of all layers has a row for each
-        layer: peak, bound, and imbalance (peak over mean load). A sampled plan has no loads.
+        A plan of one layer has a row for each rank (load, slots that take copies, experts in spare slots), a plan of
+        all layers a row for each layer (peak, bound, imbalance as peak over mean load). A sampled plan has no loads.
         """
         if self.quota is None or self.peak is None:
             return repr(self)
@@ -284,7 +263,6 @@ class Plan:
         return self.pick(layer, self.placed[layer])
 
     def pick(self, index: int, placed: PlacedLayers) -> Plan:
-        """Return the plan at one index of a batch, in these slots."""
         return Plan(
             placed,
             self.policy,
@@ -301,12 +279,7 @@ class Plan:
 
 def rank_cost(quota: Tensor, topology: Topology, besides: Tensor | None = None) -> Tensor:
     """Return the [..., R] int64 cost of every rank under a quota [..., P]: copies, or ticks if ranks differ in speed.
-
-    Args:
-        quota: [..., P].
-        topology: the ranks and their speeds.
-        besides: [..., R] copies that the ranks carry in addition to the quota.
-    """
+    `besides`: [..., R] copies that the ranks carry in addition to the quota."""
     copies = quota.view(*quota.shape[:-1], topology.num_ranks, -1).sum(-1)
     copies = copies if besides is None else copies + besides
     ticks = topology.ticks_on(quota.device)
@@ -314,9 +287,7 @@ def rank_cost(quota: Tensor, topology: Topology, besides: Tensor | None = None) 
 
 
 def plan_errors(plan: Plan, loads: Tensor) -> list[str]:
-    """Return the guarantees of a plan that do not hold for loads [E] or [R, E] (leading L as the plan); empty if all
-    do.
-    """
+    """Return the guarantees of a plan that do not hold for loads [E] or [R, E] (leading L as the plan)."""
     errors = []
     expert_loads = loads if loads.dim() == plan.slot_to_expert.dim() else loads.sum(-2)
     if plan.quota is None:

@@ -1,9 +1,4 @@
-"""Sampled policies as others published them, for comparison.
-
-``dynamic`` is SGLang's random replica. ``lp_sampled`` draws replicas with the probabilities of LPLB's linear program,
-solved by an interior point method or by the published affine scaling. ``waterfill_sampled`` draws the rank of a
-token's shared expert.
-"""
+"""Sampled policies as others published them: ``dynamic``, ``lp_sampled`` and ``waterfill_sampled``, for comparison."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -27,10 +22,7 @@ from isoload.traces import read_trace
 
 @dataclass(frozen=True)
 class DynamicPolicy(Seeded):
-    """Each copy draws one of its expert's replicas at random, all equally likely (SGLang ``dynamic``).
-
-    Options: seed, and step (number of the batch), which select the random stream together with layer and rank.
-    """
+    """Each copy draws one of its expert's replicas at random, all equally likely (SGLang ``dynamic``)."""
 
     name = "dynamic"
     samples = True
@@ -43,11 +35,9 @@ class DynamicPolicy(Seeded):
 class WaterfillSampledPolicy(Seeded, SharedPolicy):
     """Every token draws its shared expert's rank: the published Waterfill, for comparison.
 
-    Options: rule: "static" and "dynamic" are SGLang's two forms; "blog" is papers/001's formula over visited ranks and
-    the token's own rank, "blog_all" over all ranks; "recorded" is "blog" with the rank loads of a recorded trace,
-    scaled to the rank's own copies, so that nothing is exchanged. recorded: the trace's file. routed as in
-    ``shared_local``. seed and step (number of the batch) select the random stream of "blog", "blog_all" and
-    "recorded".
+    Rules "static" and "dynamic" are SGLang's two forms; "blog" is papers/001's formula over visited ranks and the
+    token's own rank, "blog_all" over all ranks; "recorded" is "blog" with the rank loads of a recorded trace, scaled to
+    the rank's own copies, so that nothing is exchanged.
     """
 
     name = "waterfill_sampled"
@@ -102,13 +92,11 @@ class WaterfillSampledPolicy(Seeded, SharedPolicy):
 
 @lru_cache(maxsize=4)
 def recorded_counts(path: str) -> np.ndarray[Any, Any]:
-    """Return the [L, E] copies of a trace."""
     counts: np.ndarray[Any, Any] = read_trace(path).batch_counts().sum(0)
     return counts
 
 
 def rank_parts(host: Placement, layer: int, path: str) -> np.ndarray[Any, Any]:
-    """Return each rank's fraction [R] float64 of a layer's recorded copies, spread evenly over an expert's slots."""
     slots, counts = host.arrays[0][layer], recorded_counts(path)[layer]
     resident = (slots >= 0) & (slots < host.num_routed)
     per_replica = counts / np.maximum(1, np.bincount(slots[resident], minlength=len(counts)))
@@ -123,18 +111,13 @@ BIG_M, STEP, SMALLEST_PIVOT = 1000.0, np.float32(0.999), np.float32(1e-12)
 
 
 class Parts(NamedTuple):
-    """The part of a layer's loads that can move: a replicated expert's part on each of its ranks.
+    """The part of a layer's loads that can move: a replicated expert's part on each of its ranks."""
 
-    slot, expert, rank  [n] of a part; expert counts the replicated ones, 0..N-1
-    load    [N] copies of each replicated expert
-    solo    [R] copies that cannot move
-    """
-
-    slot: Array
-    expert: Array
-    rank: Array
-    load: Array
-    solo: Array
+    slot: Array  # [n] of a part
+    expert: Array  # [n] counts the replicated ones, 0..N-1
+    rank: Array  # [n] of a part
+    load: Array  # [N] copies of each replicated expert
+    solo: Array  # [R] copies that cannot move
 
 
 class Program(NamedTuple):
@@ -148,18 +131,11 @@ class Program(NamedTuple):
 def plan_affine(
     loads: Tensor, slot_to_expert: Tensor, num_ranks: int, base: Tensor | None = None, iterations: int = 5
 ) -> LpSplit:
-    """Return the split of the published solver, with the interface of :func:`isoload.ops.plan_lp`; CPU only.
+    """Return the split of the published solver in float64, with the interface of :func:`isoload.ops.plan_lp`; CPU only.
 
-    Args:
-        loads: [E] copies (leading L as slot_to_expert).
-        slot_to_expert: [P]; -1 and ids from E on = none. Of an expert's slots on one rank only the lowest counts.
-        num_ranks: R.
-        base: [R] copies that each rank carries in addition.
-        iterations: steps of affine scaling. More than about eight give worse splits: float32 breaks down.
-
-    Returns:
-        the split in float64, its peak as primal, and 0 as dual, because it proves no bound. Status 2 and an even split
-        if the published test rejects the split, else status 0.
+    Of an expert's slots on one rank only the lowest counts. More than about eight iterations give worse splits: float32
+    breaks down. The split's peak is primal; dual is 0, because nothing is proved. Status 2 and an even split if the
+    published test rejects the split, else status 0.
     """
     if loads.device.type != "cpu":
         raise ValueError(f"loads must be on the CPU for affine scaling, got {loads.device}")
@@ -178,7 +154,6 @@ def plan_affine(
 
 
 def solve_layer(loads: Array, slots: Array, base: Array, steps: int) -> tuple[Array, float, int]:
-    """Return the [P] split, its largest rank load and the status of one layer."""
     split = np.zeros(len(slots))
     parts = movable_parts(loads, slots, base, split)
     accepted = True
@@ -204,9 +179,7 @@ def movable_parts(loads: Array, slots: Array, base: Array, split: Array) -> Part
 
 
 def standard_form(parts: Parts) -> Program:
-    """Return the program over each part's share, a slack per rank, the peak, and the big-M column that makes x = 1
-    feasible.
-    """
+    """Return the program over parts' shares, a slack per rank, the peak, and a big-M column (x = 1 is feasible)."""
     experts, ranks, n = len(parts.load), len(parts.solo), len(parts.slot)
     matrix = np.zeros((experts + ranks, n + ranks + 2), dtype=np.float32)
     matrix[parts.expert, np.arange(n)] = matrix[experts + parts.rank, np.arange(n)] = 1
@@ -248,9 +221,8 @@ Method = Literal["interior", "affine"]
 class LpSampledPolicy(Seeded, LpPolicy):
     """Each copy draws its replica with the real-valued split's probabilities: the published LPLB with another solver.
 
-    Options: as ``lp``; method: "interior", or "affine", the published solver (on the CPU, without precision or
-    tolerance; iterations=None takes five steps); seed and step (number of the batch), which select the random stream
-    together with layer and rank.
+    Method "affine" is the published solver (on the CPU, without precision or tolerance; iterations=None takes five
+    steps).
     """
 
     name = "lp_sampled"
@@ -275,7 +247,6 @@ class LpSampledPolicy(Seeded, LpPolicy):
         return sampled_plan(self, relaxed.split.to(torch.float32), demand, placed, telemetry(relaxed))
 
     def relax(self, demand: Demand, placed: PlacedLayers) -> ops.LpSplit:
-        """Return the real-valued split."""
         if self.method == "interior":
             return super().relax(demand, placed)
         loads, ranks = sum_sources(demand.loads, placed), placed.topology.num_ranks

@@ -1,10 +1,9 @@
 """Policies ``llep_published`` and ``libra_published``: published listings that borrow weights, for comparison.
 
-``llep_published`` is LLEP's planner (papers/003): rule "paper" is Algorithms 2 and 3 as printed, rule "code" the
-authors' code. It was written from the paper and from a description of the code, neither of which is in this
-repository. ``libra_published`` is Algorithms 1 and 2 of Libra (papers/004). Where the listings leave a choice open,
-the lowest rank and then the lowest home slot wins, and the balanced load B is the mean rounded up, because copies are
-whole. Both plan on the host, one layer at a time.
+``llep_published`` is LLEP's planner (papers/003), by rule as printed or as the authors' code, written from the paper
+and a description of the code; ``libra_published`` is Algorithms 1 and 2 of Libra (papers/004). Where the listings leave
+a choice open, the lowest rank and then the lowest home slot wins, and the balanced load B is the mean rounded up. Both
+plan on the host, layer by layer.
 """
 
 from dataclasses import dataclass
@@ -17,18 +16,15 @@ from torch import Tensor
 from isoload.checks import capturing, check_range, put_on
 from isoload.placement.placed_layers import PlacedLayers
 from isoload.policies.base import Demand, Policy, chosen_plan, sum_sources
-from isoload.policies.borrowing import BorrowPolicy, check_rules
+from isoload.policies.borrowing import BorrowPolicy, check_rules, count_borrowed
 from isoload.policies.plan import Plan
 
 Ints: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
 
 
 def read_batch(policy: str, *tensors: Tensor) -> list[Ints]:
-    """Return int64 arrays of the tensors. For CUDA tensors the host waits once, for all of them.
-
-    Raises:
-        ValueError: a CUDA graph is captured, in which the host can read nothing.
-    """
+    """Return int64 arrays of the tensors. For CUDA tensors the host waits once, for all of them. Raises ValueError if a
+    CUDA graph is captured, in which the host can read nothing."""
     device = tensors[0].device
     if capturing(device):
         raise ValueError(
@@ -42,7 +38,6 @@ def read_batch(policy: str, *tensors: Tensor) -> list[Ints]:
 
 
 def write_batch(device: torch.device, *arrays: Ints) -> list[Tensor]:
-    """Return int32 tensors of the arrays on a device, without waiting for it."""
     flat = put_on(device, np.concatenate([array.ravel() for array in arrays]).tolist()).to(torch.int32)
     parts = flat.split([array.size for array in arrays])
     return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
@@ -58,9 +53,6 @@ class LibraPublishedPolicy(BorrowPolicy):
 
     Copies whose expert has a slot on their own rank stay there. Two faults of the listings are kept: replication ends
     at its first refusal, and sharding may move more copies than a rank's excess.
-
-    Options: alpha (fraction of the slots for the experts that the rank's own tokens choose most), tolerance (of the
-    balanced load, relative), slots (largest number filled per rank; None = all spare slots).
     """
 
     name = "libra_published"
@@ -90,13 +82,10 @@ class LibraPublishedPolicy(BorrowPolicy):
             for rank, expert in borrowed:
                 start, end = (rank + 1) * layer.size - slots, (rank + 1) * layer.size
                 filled[start + int((filled[start:end] < 0).argmax())] = expert
-            telemetry = counted(layer, filled, placed)
-            plans.append((filled, shard(layer._replace(slots=filled), self.tolerance), telemetry))
-        shape = placed.slot_to_expert.shape
-        filled, quota, telemetry = (np.stack(part) for part in zip(*plans, strict=True))
-        rows = (filled.reshape(shape), quota.reshape(shape), telemetry.reshape(*shape[:-1], -1))
-        slot_to_expert, split, about = write_batch(placed.slot_to_expert.device, *rows)
-        return placed.fill(slot_to_expert, split, about)
+            plans.append((filled, shard(layer._replace(slots=filled), self.tolerance)))
+        rows = (np.stack(part).reshape(placed.slot_to_expert.shape) for part in zip(*plans, strict=True))
+        slot_to_expert, quota = write_batch(placed.slot_to_expert.device, *rows)
+        return placed.fill(slot_to_expert, quota, count_borrowed(slot_to_expert, placed.resident))
 
     def split(self, demand: Demand, placed: PlacedLayers) -> Plan:
         quota = placed.quota
@@ -108,24 +97,16 @@ class LibraPublishedPolicy(BorrowPolicy):
 
 
 class Layer(NamedTuple):
-    """One layer's batch.
+    """One layer's batch."""
 
-    loads  [R, E]  copies by source rank and routed expert
-    slots  [P]     the expert of each slot
-    home   [E]     home slots
-    base   [R]     copies that every rank carries in addition
-    alive  [R]     bool
-    """
-
-    loads: Ints
-    slots: Ints
-    home: Ints
-    base: Ints
-    alive: Ints
+    loads: Ints  # [R, E] copies by source rank and routed expert
+    slots: Ints  # [P] the expert of each slot
+    home: Ints  # [E] home slots
+    base: Ints  # [R] copies that every rank carries in addition
+    alive: Ints  # [R] bool
 
     @property
     def size(self) -> int:
-        """Slots of a rank."""
         return len(self.slots) // len(self.loads)
 
     @property
@@ -134,7 +115,6 @@ class Layer(NamedTuple):
         return -(-int(self.loads.sum() + self.base.sum()) // int(self.alive.sum()))
 
     def first_slots(self) -> Ints:
-        """Return the [R, E] lowest slot of every expert on every rank, -1 = none."""
         ranks, experts = self.loads.shape
         slots = np.full((ranks, experts + 1), -1)
         rows = self.slots.reshape(ranks, -1)
@@ -146,16 +126,11 @@ class Layer(NamedTuple):
 
 
 def layers_of(demand: Demand, placed: PlacedLayers, slots: Tensor) -> list[Layer]:
-    """Return the batch on the host, layer by layer."""
-    tensors = (
-        [demand.loads, slots] if demand.local_shared is None else [demand.loads, slots, demand.local_shared]
-    )
-    loads, slots_by_layer, *besides = read_batch(LibraPublishedPolicy.name, *tensors)
+    shared = [] if demand.local_shared is None else [demand.local_shared]
+    loads, slots_by_layer, *besides = read_batch(LibraPublishedPolicy.name, demand.loads, slots, *shared)
     ranks, routed = placed.topology.num_ranks, placed.host.num_routed
-    loads, slots_by_layer = (
-        loads.reshape(-1, ranks, routed),
-        slots_by_layer.reshape(-1, placed.host.num_slots),
-    )
+    loads = loads.reshape(-1, ranks, routed)
+    slots_by_layer = slots_by_layer.reshape(-1, placed.host.num_slots)
     base = besides[0].reshape(-1, ranks) if besides else np.zeros((len(loads), ranks), dtype=np.int64)
     homes = placed.host.arrays[1][:, :routed].astype(np.int64)
     homes = homes if placed.layer is None else homes[placed.layer : placed.layer + 1]
@@ -166,12 +141,9 @@ def layers_of(demand: Demand, placed: PlacedLayers, slots: Tensor) -> list[Layer
 
 
 def replicate(layer: Layer, slots: int, local: int) -> list[tuple[int, int]]:
-    """Run Algorithm 1: return the (rank, expert) pairs that are borrowed, in order.
-
-    Args:
-        slots: N, the largest number of experts that a rank borrows, into its last slots if these are empty.
-        local: L, how many of them are the rank's own choice.
-    """
+    """Run Algorithm 1: return the (rank, expert) pairs that are borrowed, in order. `slots` is N, the largest number of
+    experts that a rank borrows, into its last slots if these are empty; `local` is L, how many of them are the rank's
+    own choice."""
     loads, target, ranks = layer.loads, layer.target, len(layer.loads)
     resident, owner = layer.first_slots() >= 0, layer.home // layer.size
     free = (layer.slots.reshape(ranks, -1)[:, layer.size - slots :] < 0).sum(1) * layer.alive
@@ -188,9 +160,8 @@ def replicate(layer: Layer, slots: int, local: int) -> list[tuple[int, int]]:
             if wanted[expert]:
                 duplicate(rank, expert)
     remote = np.where(resident, 0, loads).sum(0)
-    load = (
-        layer.base + np.where(resident, loads, 0).sum(1) + np.bincount(owner, remote, ranks).astype(np.int64)
-    )
+    load = layer.base + np.where(resident, loads, 0).sum(1)
+    load += np.bincount(owner, remote, ranks).astype(np.int64)
     by_home = np.argsort(layer.home)
     for _ in range((slots - local) * ranks):
         source = int(load.argmax())
@@ -245,16 +216,6 @@ def shard(layer: Layer, tolerance: float = 0.0) -> Ints:
     return quota
 
 
-def counted(layer: Layer, filled: Ints, placed: PlacedLayers) -> Ints:
-    """Return the [5] telemetry of filled slots, see :class:`isoload.ops.SlotFill`."""
-    per_node = placed.topology.ranks_per_node or len(layer.loads)
-    borrowed = np.flatnonzero((filled >= 0) & (layer.slots < 0))
-    takers, givers = borrowed // layer.size, layer.home[filled[borrowed]] // layer.size
-    busiest = [int(np.bincount(some, minlength=1).max()) for some in (takers, givers)]
-    far = int((takers // per_node != givers // per_node).sum())
-    return np.array([len(borrowed), *busiest, far, 0])
-
-
 Rule = Literal["code", "paper"]
 
 
@@ -264,10 +225,7 @@ class LlepPublishedPolicy(BorrowPolicy):
 
     The planner bounds neither imports nor loads. Two segments of one expert on one rank become one. It needs E / R
     experts per rank in order, without replicas, shared experts or dead ranks. It plans on the CPU; for CUDA loads the
-    host waits once.
-
-    Options: as of ``llep``; capacity and threshold have the published defaults. rule: "code", the authors' code, or
-    "paper", the listings, which sort helpers again for every chunk and round the capacity down once.
+    host waits once. Rule "paper" sorts helpers again for every chunk and rounds the capacity down once.
     """
 
     name = "llep_published"
@@ -295,19 +253,14 @@ class LlepPublishedPolicy(BorrowPolicy):
                 "(placer trivial), and no shared experts"
             )
         (counts,) = read_batch(self.name, loads)
-        rows = [
-            self._fit(row, slots, ranks, placed.spare_slots)
-            for row, slots in zip(
-                counts.reshape(-1, experts).tolist(), resident[layers].tolist(), strict=True
-            )
-        ]
+        batches = zip(counts.reshape(-1, experts).tolist(), resident[layers].tolist(), strict=True)
+        rows = [self._fit(row, slots, ranks, placed.spare_slots) for row, slots in batches]
         shape = placed.slot_to_expert.shape[:-1]
         parts = (np.array(part).reshape(*shape, -1) for part in zip(*rows, strict=True))
         filled, quota, telemetry = write_batch(placed.slot_to_expert.device, *parts)
         return placed.fill(filled, quota, telemetry)
 
     def _fit(self, counts: list[int], slots: list[int], ranks: int, spare: int) -> list[list[int]]:
-        """Return one layer's segments as slots, quota and telemetry."""
         size = len(slots) // ranks
         ratio = imbalance(counts, ranks, self.measure == "expert")
         plain = ratio < self.threshold if self.rule == "paper" else ratio <= self.threshold
@@ -357,18 +310,12 @@ def llep_published(
     min_chunk: int = 1024,
     rule: Rule = "code",
 ) -> list[Segment]:
-    """Return every expert's copies in segments, in the order in which the planner decides them.
+    """Return every expert's copies [E] in segments, in the order in which the planner decides them.
 
-    Faults that are kept: copies that no rank can take below its capacity are forced onto one helper, even if that
-    helper has just got a segment of the same expert, and no copy returns to the home rank. Only the code rounds the
-    capacity down twice.
-
-    Args:
-        counts: [E] copies; expert e lives on rank e // (E / R).
-        num_ranks: R, divides E.
-        capacity_factor: a rank's capacity, times the mean load.
-        min_chunk: a helper is skipped if its free capacity is below this and below the rest.
-        rule: "code" or "paper".
+    Expert e is on rank e // (E / R). Faults that are kept: copies that no rank can take below its capacity are forced
+    onto one helper, even if that helper has just got a segment of the same expert, and no copy returns to the home
+    rank. Only the code rounds the capacity down twice. A helper is skipped if its free capacity is below min_chunk and
+    below the rest.
     """
     per_rank, total_load = len(counts) // num_ranks, sum(counts)
     capacity = max(1, int(capacity_factor * (total_load // num_ranks)))

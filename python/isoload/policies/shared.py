@@ -25,10 +25,7 @@ from isoload.policies.plan import Plan, SharedPlan, rank_cost, shared_copies, wi
 
 @dataclass(frozen=True)
 class SharedPolicy(Policy, ABC):
-    """Base: policy `routed` splits the routed experts as if alone; :meth:`add_shared` places the shared ones.
-
-    Options: routed, any policy with a quota, by name or as a Policy.
-    """
+    """Base: policy `routed`, any with a quota, splits the routed experts; :meth:`add_shared` places the shared ones."""
 
     needs = "per_source"
     routed: str | Policy = "even"
@@ -64,7 +61,6 @@ class SharedPolicy(Policy, ABC):
         return self.add_shared(self.split_routed(demand, placed), demand)
 
     def split_routed(self, demand: Demand, placed: PlacedLayers) -> Plan:
-        """Return the split of the routed experts, as if there were no others."""
         return self.routed_policy.split(demand.routed, placed)
 
     def joined(self) -> dict[str, Any] | None:
@@ -109,13 +105,12 @@ def live_bound(bound: Tensor, demand: Demand, placed: PlacedLayers) -> Tensor:
 
 
 def total_shared(demand: Demand, placed: PlacedLayers) -> Tensor:
-    """Return the [...] int32 shared copies of all ranks."""
     assert demand.tokens is not None
     return shared_copies(widened(demand.tokens).sum(-1), placed.num_shared)
 
 
 def joint_plan(policy: SharedPolicy, demand: Demand, placed: PlacedLayers, how: dict[str, Any]) -> Plan:
-    """Return the whole plan and the send_counts of the demand's rank, from one kernel. how: the policy's joined()."""
+    """Return the whole plan and the send_counts of the demand's rank, from one kernel. `how`: the policy's joined()."""
     assert demand.gathered is not None and demand.tokens is not None and demand.rank is not None
     split = ops.plan_joint(
         demand.gathered,
@@ -149,10 +144,7 @@ def add_exactly(plan: Plan, demand: Demand) -> tuple[ops.WaterfillSplit, SharedP
 
 @dataclass(frozen=True)
 class SharedLocalPolicy(SharedPolicy):
-    """Computes shared experts on the rank that has the token (SGLang #20089): the baseline of waterfill.
-
-    Options: routed, the policy that splits the routed experts, any that has a quota.
-    """
+    """Computes shared experts on the rank that has the token (SGLang #20089): the baseline of waterfill."""
 
     name = "shared_local"
 
@@ -169,8 +161,6 @@ class WaterfillPolicy(SharedPolicy):
 
     The integer form of the blog's Waterfill (papers/001). The peak is the least possible for this routed split, and as
     few copies as possible leave their token's rank.
-
-    Options: routed as in ``shared_local``.
     """
 
     name = "waterfill"
@@ -202,12 +192,9 @@ class WaterfillPolicy(SharedPolicy):
 class JointPolicy(SharedPolicy):
     """The least peak over all splits of replicated experts and all places of shared copies, with its certificate.
 
-    Shared copies can go anywhere, so they matter for the optimum only if all ranks are at the peak. An exact split
-    that stops at the common level, followed by an exact fill, is therefore optimal. Stopping there keeps more routed
-    copies near their source.
-
-    Options: tolerance, budget and objective as in ``exact``; a budget that ends the split early leaves
-    ``peak > bound``.
+    Shared copies can go anywhere, so they matter for the optimum only if all ranks are at the peak. An exact split that
+    stops at the common level, followed by an exact fill, is therefore optimal, and keeps more routed copies near their
+    source. A budget that ends the split early leaves ``peak > bound``.
     """
 
     name = "joint"

@@ -1,13 +1,6 @@
-"""Plug-in for SGLang: it implements SGLang's own options and is attached by SGLang's plug-in loader. See
-docs/sglang.md.
+"""Plug-in for SGLang: it implements SGLang's own options; SGLang's plug-in loader attaches it. See docs/sglang.md.
 
-layers     the Balancers of all layers, made once and refreshed in place
-borrowing  experts that travel within a prefill (ISOLOAD_SPARE_SLOTS)
-dispatch   hooks of --ep-dispatch-algorithm dynamic and lp, and of --enable-waterfill
-placement  rebalances, --eplb-algorithm isoload, --init-expert-location
-
-This module maps hooks to functions, and tests every hook that can run without a model on a known batch of SGLang's own
-records before any hook is installed.
+This module maps hooks to functions, and tests them on a known batch, where they need no model, before it installs any.
 """
 
 from __future__ import annotations
@@ -84,7 +77,6 @@ def dispatch_info(algorithm: str) -> Any:
 
 
 def check_dynamic() -> bool:
-    """Check map_dynamic with SGLang's own function, with and without rows of padding."""
     from sglang.srt.eplb.expert_location_dispatch import _topk_ids_logical_to_physical_dynamic as stock
 
     info, right = dispatch_info("dynamic"), True
@@ -103,7 +95,6 @@ def check_lp() -> bool:
 
 
 def check_waterfill() -> bool:
-    """Check WaterfillBalancer on one rank, in both spellings of the last argument."""
     from sglang.srt.layers.moe.topk import StandardTopKOutput
 
     ids = torch.tensor([[0, 3], [-1, -1], [2, -1]], dtype=torch.int32)
@@ -145,7 +136,6 @@ def check_resolve() -> bool:
 
 
 def check_shadow() -> bool:
-    """Check that the results of SGLang's function come back unchanged, and that a draft's copies are not counted."""
     before, slots, known = LAYERS.record, torch.tensor([[4, 1], [0, 2], [-1, -1]]), known_placement()
     device = torch.device("cpu")
     record = EngineRecord(
@@ -174,7 +164,6 @@ def check_spare() -> bool:
 
 
 def check_pages() -> bool:
-    """Check that absent slots are replicas of no expert, and that copies are counted by SGLang's function."""
     from sglang.srt.eplb import expert_distribution, expert_location
 
     table = torch.tensor([[0, 1, -1, 1, 2, -1]])
@@ -211,11 +200,7 @@ attach = PLUG_IN.attach
 
 
 def attach_or_leave() -> None:
-    """Attach to SGLang; its entry point calls this.
-
-    Raises:
-        SystemExit: as PlugIn.attach_or_leave; or ISOLOAD_PLACEMENT is set, for which SGLang has an option.
-    """
+    """Attach to SGLang; its entry point calls this. Every refusal is a SystemExit."""
     if path := os.environ.get(PLACEMENT.name, "").strip():
         raise SystemExit(
             f"isoload: {PLACEMENT.name}={path:.200} starts vLLM; SGLang starts from --init-expert-location: pass "

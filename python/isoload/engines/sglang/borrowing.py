@@ -1,12 +1,9 @@
 """Experts that travel inside a prefill batch (ISOLOAD_SPARE_SLOTS).
 
 The last spare slots of every rank are rows of SGLang's own expert stacks. A prefill whose exact split over the present
-fill is above the policy's refill_above fills them from home slots of the same node. The weights travel while
-tokens are dispatched, and SGLang's grouped GEMM computes all slots. Decode splits over the last fill.
-
-Between two batches only isoload has a map of the spare slots' experts. SGLang's own maps therefore list no spare
-slot as a replica, its rebalances copy no expert from one, its recorder gets home slots, and a weight update empties
-the fill.
+fill is above the policy's refill_above fills them from home slots of the same node, while tokens are dispatched.
+Between two batches only isoload has a map of these experts. SGLang's own maps therefore list no spare slot as a
+replica, its rebalances copy no expert from one, its recorder gets home slots, and a weight update empties the fill.
 """
 
 from __future__ import annotations
@@ -36,12 +33,8 @@ Original = Callable[..., Any]
 
 
 class Spare:
-    """The spare slots of one MoE layer: their experts, and the weights on their way.
-
-    Args:
-        layer: the layer, whose Balancer has the placement with empty spare slots.
-        table: [P] on the host, the expert in each slot.
-    """
+    """The spare slots of one MoE layer, whose Balancer has them empty: their experts, and the weights on their way.
+    `table`: [P] on the host, the expert in each slot."""
 
     def __init__(self, layer: EngineLayer, table: Tensor) -> None:
         self.layer = layer
@@ -49,9 +42,7 @@ class Spare:
         self.backend: Backend | None = None  # of the ranks of this node
         self.module: torch.nn.Module | None = None  # that computes the experts
         topology = layer.balancer.placement.topology
-        self.first = (
-            LAYERS.own_rank() // topology.ranks_per_node * topology.ranks_per_node
-        )  # rank of this node
+        self.first = topology.node_of(LAYERS.own_rank()).start  # rank of this node
         self._plan: BorrowPlan | None = None  # kept until the next one, because another stream reads it
         self._finish: Callable[[], None] | None = None
         with torch.inference_mode(False):  # otherwise only inference mode could write it
@@ -67,10 +58,8 @@ class Spare:
         return table.to(LAYERS.device, torch.int32)
 
     def hold(self, table: Tensor) -> None:
-        """Set the expert in each slot, [P] on the host, after the engine has placed them; -1: the slot is empty.
-
-        The memory stays, because captured graphs of decode read it.
-        """
+        """Set the expert in each slot, [P] on the host, after the engine has placed them; -1: the slot is empty. The
+        memory stays, because captured graphs of decode read it."""
         placed, size = self._placed, self.size
         self.filled = placed.fill(self._buffer.slot_to_expert, tables=self._buffer.tables)
         self._write(placed.fill(self._on_device(table)))
@@ -89,18 +78,14 @@ class Spare:
 
     @property
     def size(self) -> int:
-        """Slots of a rank."""
         return self.layer.balancer.placement.slots_per_rank
 
     @property
     def num_slots(self) -> int:
-        """Spare slots of a rank."""
         return self.layer.balancer.placement.spare_slots
 
     def __call__(self, topk_ids: Tensor, num_valid: Tensor | None) -> Tensor:
-        """Return the [T, K] slots of a batch, as :class:`isoload.balancing.balancer.Balancer`; all ranks call it
-        together.
-        """
+        """Return the [T, K] slots of a batch, as :class:`isoload.Balancer`; all ranks call it together."""
         balancer = self.layer.balancer
         if self._finish is not None:
             raise RuntimeError(
@@ -110,9 +95,7 @@ class Spare:
         try:
             ids = without_padding(topk_ids, num_valid)
         except BaseException as error:
-            balancer.gather(
-                [], call=Call(balancer.group, failure=error)
-            )  # the other ranks raise in this gather
+            balancer.gather([], call=Call(balancer.group, failure=error))  # in which the other ranks raise
             raise
         batch = balancer.gather([ids])
         if self.may_fill:
@@ -132,31 +115,21 @@ class Spare:
         return self.stacks is not None and (LAYERS.switch is None or LAYERS.switch.on)
 
     def fill(self, loads: Tensor) -> None:
-        """Fill the spare slots for a batch if that lowers its peak enough, and start the moves. The host waits for no
-        device.
-
-        Args:
-            loads: [R, E] of the batch.
-        """
+        """Fill the spare slots by a batch's loads [R, E] if that lowers its peak enough, and start the moves. The host
+        waits for no device."""
         placed, last = self._placed, self.filled
         new = refill(self.layer.balancer.policy, loads, placed, last)
         live = len(placed.topology.live_ranks)
         changed = torch.where(new.filled.slot_to_expert == last.slot_to_expert, -1, new.filled.slot_to_expert)
         local = changed.view(placed.topology.num_ranks, -1)[LAYERS.own_rank()]
-        sums = [
-            new.refilled.long(),
-            (changed >= 0).sum(),
-            new.before.long() * live,
-            new.after.long() * live,
-            loads.sum(),
-            (local >= 0).sum(),
-        ]
+        peaks = [peak.long() * live for peak in (new.before, new.after)]
+        sums = [new.refilled.long(), (changed >= 0).sum(), *peaks, loads.sum(), (local >= 0).sum()]
         self.counts += torch.stack(sums)
         self._write(new.filled)
         self.start(changed)
 
     def start(self, changed: Tensor) -> None:
-        """Start to copy experts to spare slots of this node; changed: [P] the expert that a slot receives, -1: none."""
+        """Start to copy experts to this node's spare slots; `changed`: [P] the expert that a slot gets, -1: none."""
         assert self.backend is not None and self.stacks is not None
         group, size, spare = self.backend.group, self.size, self.num_slots
         ranks = group.topology.num_ranks
@@ -169,7 +142,6 @@ class Spare:
 
     @torch.no_grad()
     def wait(self) -> None:
-        """Let later computations of this device wait for the weights that travel."""
         if self._finish is not None:
             finish, self._finish = self._finish, None
             finish()
@@ -189,12 +161,10 @@ def begin() -> None:
 
 
 def spares() -> dict[int, Spare]:
-    """Return the spare slots of all layers by number."""
     return {i: layer.spare for i, layer in LAYERS.by_id.items() if isinstance(layer.spare, Spare)}
 
 
 def check_start(metadata: Any, algorithm: str | None) -> None:
-    """Raise ValueError if experts cannot travel with SGLang's options; the same on all ranks."""
     if LAYERS.settings.spare_slots:
         from sglang.srt.runtime_context import get_exec
 
@@ -203,7 +173,6 @@ def check_start(metadata: Any, algorithm: str | None) -> None:
 
 
 def check_redundant(redundant: int, num_ranks: int) -> None:
-    """Raise ValueError if the redundant experts are not equally many on all ranks, with the spare ones among them."""
     spare = LAYERS.settings.spare_slots
     if redundant % num_ranks or redundant < spare * num_ranks:
         raise ValueError(
@@ -222,13 +191,6 @@ UNFIT = (
 
 
 def check_options(algorithm: str | None, num_ranks: int, options: Any, *others: Any) -> None:
-    """Raise ValueError for options with which experts cannot travel.
-
-    Args:
-        algorithm: --ep-dispatch-algorithm.
-        num_ranks: R.
-        options: SGLang's of MoE layers; others: its other options.
-    """
     check_redundant(options.ep_num_redundant_experts, num_ranks)
     check_foreign(SPARE.name, UNFIT, options, *others)
     backend, recorder = options.moe_a2a_backend, options.expert_distribution_recorder_mode
@@ -257,11 +219,7 @@ def check_options(algorithm: str | None, num_ranks: int, options: Any, *others: 
 
 
 def check_layout(metadata: Any) -> None:
-    """Give every expert a slot that is not spare, before SGLang loads weights.
-
-    Raises:
-        ValueError: the file of --init-expert-location has experts in spare slots alone.
-    """
+    """Give every expert a slot that is not spare, before SGLang loads weights, or raise ValueError for a file."""
     spare, topology = LAYERS.settings.spare_slots, topology_of(metadata)
     tables, experts = metadata.physical_to_logical_map_cpu, metadata.num_logical_experts
     missing = only_spare(tables, experts, topology.num_ranks, spare)
@@ -279,12 +237,8 @@ def check_layout(metadata: Any) -> None:
 
 
 def write_maps(metadata: Any, layers: Sequence[int], tables: Tensor, listed: Tensor | None = None) -> None:
-    """Write the experts of some layers' slots into SGLang's maps, in place.
-
-    Args:
-        tables: [L, P] expert in each slot.
-        listed: [L, P] the same without the slots that the lists of replicas leave out, -1; None: they list all.
-    """
+    """Write [L, P] the experts of some layers' slots into SGLang's maps, in place. `listed`: [L, P] with -1 in the
+    slots that the lists of replicas leave out; None: they list all."""
     experts, slots = metadata.num_logical_experts, metadata.num_physical_experts
     index = torch.tensor(list(layers))
     shown = (tables if listed is None else listed)[index].unsqueeze(1)
@@ -302,9 +256,8 @@ def write_maps(metadata: Any, layers: Sequence[int], tables: Tensor, listed: Ten
 
 
 def hide(metadata: Any, layers: Sequence[int]) -> None:
-    """Leave spare slots out of SGLang's lists of replicas. Where SGLang chooses by itself (detached, switched off,
-    rows of padding, weight updates), it then chooses slots that no batch fills.
-    """
+    """Leave spare slots out of SGLang's lists of replicas. Where SGLang chooses by itself (detached, switched off, rows
+    of padding, weight updates), it then chooses slots that no batch fills."""
     tables = metadata.physical_to_logical_map_cpu
     size, spare = tables.shape[1] // metadata.ep_size, LAYERS.settings.spare_slots
     resident = tables.view(len(tables), -1, size)[:, :, : size - spare]
@@ -312,17 +265,8 @@ def hide(metadata: Any, layers: Sequence[int]) -> None:
 
 
 def bind(metadata: Any, weights: Mapping[int, Any], modules: Mapping[int, torch.nn.Module]) -> None:
-    """Let experts travel from now on; all ranks call it when the model is loaded.
-
-    Args:
-        metadata: SGLang's ExpertLocationMetadata.
-        weights: by layer the stacks [S, ...] that SGLang moves when experts move.
-        modules: :func:`expert_modules`.
-
-    Raises:
-        ValueError: the stacks are not contiguous, of other slots, or lack weights of an expert; or GPUs of a node
-            cannot read each other's memory.
-    """
+    """Let experts travel from now on; all ranks call it when the model is loaded. `weights`: by layer the stacks [S,
+    ...] that SGLang moves when experts move; `modules`: :func:`expert_modules`."""
     layers = spares()
     for i, stacks in weights.items():
         check_stacks(i, stacks, parameters_of(modules.get(i)), layers[i].size)
@@ -350,16 +294,8 @@ def node_backend(topology: Topology) -> Backend:
 
 
 def rehome(backend: Backend, stacks: list[Tensor], parameters: Mapping[str, Tensor]) -> None:
-    """Move one layer's stacks, in place, to memory that the ranks of the node read.
-
-    Args:
-        backend: with memory of its own.
-        stacks: SGLang's list, which names the new memory afterwards.
-        parameters: of the layer's experts, by name.
-
-    Raises:
-        ValueError: a stack belongs to no parameter, so that the experts would be computed from the old memory.
-    """
+    """Move one layer's stacks, in place, to memory that the ranks of the node read. Raises ValueError if a stack
+    belongs to no parameter: the experts would be computed from the old memory."""
     for j, stack in enumerate(stacks):
         users = [parameter for parameter in parameters.values() if parameter.data_ptr() == stack.data_ptr()]
         if not users:
@@ -375,7 +311,6 @@ def rehome(backend: Backend, stacks: list[Tensor], parameters: Mapping[str, Tens
 
 
 def expert_modules(model: Any) -> dict[int, torch.nn.Module]:
-    """Return by layer the module of its experts."""
     from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 
     experts = [module for module in model.modules() if isinstance(module, FusedMoE)]
@@ -395,9 +330,7 @@ def check_model(model: Any) -> None:
 
 
 def check_whole(layer: int, stacks: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> None:
-    """Raise ValueError if SGLang's list of a layer lacks weights of its experts, so that it would move the rest of an
-    expert without them.
-    """
+    """Raise ValueError if SGLang's list of a layer lacks weights of its experts, which would not move with the rest."""
     listed = {stack.data_ptr() for stack in stacks}
     names = [name for name, tensor in parameters.items() if tensor.data_ptr() in listed]
     for part in ("w13", "w2"):
@@ -411,21 +344,11 @@ def check_whole(layer: int, stacks: Sequence[Tensor], parameters: Mapping[str, T
 
 # Ends of the names of parameters that belong to an expert's weights.
 NO_WEIGHTS = (
-    "bias",
-    "scale",
-    "scales",
-    "scale_inv",
-    "scale_2",
-    "zeros",
-    "qzeros",
-    "zero_point",
-    "g_idx",
-    "shape",
-)
+    "bias", "scale", "scales", "scale_inv", "scale_2", "zeros", "qzeros", "zero_point", "g_idx", "shape",
+)  # fmt: skip
 
 
 def check_stacks(layer: int, stacks: Sequence[Tensor], parameters: Mapping[str, Tensor], size: int) -> None:
-    """Raise ValueError if a layer's stacks are not contiguous rows [size, ...] of whole experts."""
     for stack in stacks:
         if not stack.is_contiguous() or len(stack) != size:
             how = "contiguous" if stack.is_contiguous() else "not contiguous"
@@ -455,7 +378,6 @@ def meet() -> None:
 
 
 def report() -> None:
-    """Log and export what has travelled since the last report; the host waits for the device."""
     rows = {i: spare.counts.tolist() for i, spare in spares().items() if spare.stacks is not None}
     rows = {i: row for i, row in rows.items() if row[COUNTS.index("copies")]}
     if not rows:
@@ -481,9 +403,7 @@ def report() -> None:
 
 
 def update_expert_weights(original: Original, **kwargs: Any) -> Any:
-    """Wrap _update_expert_weights: SGLang copies replicas from where its old map lists them, so no spare slot is
-    listed.
-    """
+    """Wrap _update_expert_weights: SGLang copies replicas from where its old map lists them, so list no spare slot."""
     old, layers = kwargs["old_expert_location_metadata"], spares()
     meet()
     for i in set(kwargs["update_layer_ids"]) & set(layers):
@@ -493,9 +413,7 @@ def update_expert_weights(original: Original, **kwargs: Any) -> Any:
 
 
 def update_weights(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Wrap the weight updates of SGLang, which write each expert to its listed slots: empty all spare slots. If an
-    update replaces the weights' memory, no expert travels from then on.
-    """
+    """Wrap the weight updates of SGLang, which write each expert to its listed slots: empty all spare slots."""
     meet()
     for spare in spares().values():
         spare.drop()

@@ -1,16 +1,10 @@
-"""Hooks of SGLang's dispatch: logical to physical ids, for --ep-dispatch-algorithm dynamic and lp; and the shared
-experts of --enable-waterfill.
+"""Hooks of SGLang's dispatch: logical to physical ids, and the shared experts of --enable-waterfill.
 
-dynamic  Without an all-to-all backend all ranks hold the same tokens and compute the same plan. With one each rank
-         plans its own, and SGLang calls nothing on a rank without tokens: no forward pass may contain an exchange.
-lp       With an all-to-all backend. SGLang calls the layer's solver before it maps ids, in the DeepSeek family also on
-         ranks without tokens. The solver is a Layer, and its result is the physical ids already.
-
+With --ep-dispatch-algorithm dynamic and an all-to-all backend each rank plans alone: SGLang calls nothing on a rank
+without tokens, so no pass may contain an exchange. With lp SGLang calls the layer's solver, a Layer, before it maps
+ids, in the DeepSeek family also on ranks without tokens; its result is the physical ids already.
 BaseDispatcher.register_pre_dispatch_hook cannot replace these hooks: SGLang has mapped, masked and recorded the ids by
 then, and passes neither the number of padding rows nor a call where a kernel routes.
-
-In shadow mode SGLang's choice is used unchanged, with any algorithm, and counted. SGLang also records for its own
-rebalances: `_post_process_topk_ids` returns the slots of the routed copies, padding masked, as a third result.
 """
 
 from __future__ import annotations
@@ -37,8 +31,7 @@ MOVED = "routed_experts_weights_of_layer"  # a model's weights that SGLang moves
 
 
 def set_metadata(original: Original, value: Any, *args: Any, **kwargs: Any) -> None:
-    """Wrap set_global_expert_location_metadata: make the Balancers of `dynamic`, or in shadow mode the record, before
-    any batch and any graph."""
+    """Wrap set_global_expert_location_metadata: make the Balancers, or in shadow mode the record, before any batch."""
     original(value, *args, **kwargs)
     if value is None:
         return
@@ -60,17 +53,14 @@ def set_metadata(original: Original, value: Any, *args: Any, **kwargs: Any) -> N
 
 
 def init_lplb_solvers(*, model_config: Any) -> None:
-    """Replace SGLang's function: pass Layers for solvers. After a rebalance the Layers exist already and are
-    refreshed.
-    """
+    """Replace SGLang's function: pass Layers for solvers; after a rebalance they exist already and are refreshed."""
     from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
     from sglang.srt.eplb.lplb_solver import assert_lplb_supported_model, set_global_lplb_solver
 
     architectures = getattr(model_config.hf_config, "architectures", None)
     if architectures and LAYERS.loads_of("lp") in JOINED_BY_ALL:
-        assert_lplb_supported_model(
-            architectures[0]
-        )  # in other models ranks without tokens do not join a gather
+        # In other models ranks without tokens do not join a gather.
+        assert_lplb_supported_model(architectures[0])
     metadata = get_global_expert_location_metadata()
     if metadata is None:
         return
@@ -94,7 +84,6 @@ def resolve_routing_inputs(original: Original, *, layer_id: int, **kwargs: Any) 
 
 
 def map_dynamic(original: Original, topk_ids: Tensor, info: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """Wrap _topk_ids_logical_to_physical_dynamic: return the slots of isoload's plan."""
     layer: Layer | None = getattr(info, "isoload_layer", None)
     if layer is None or info.ep_dispatch_algorithm != "dynamic":
         return cast(Tensor, original(topk_ids, info, *args, **kwargs))
@@ -119,9 +108,8 @@ def map_solved(topk_ids: Tensor, info: Any, log2phy_prob: Tensor) -> Tensor:
 
 
 def post_process(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Wrap _post_process_topk_ids in shadow mode: count the slots that SGLang chose. With spare slots: pass home slots
-    to SGLang's recorder.
-    """
+    """Wrap _post_process_topk_ids: count the slots of shadow mode, and pass home slots to SGLang's recorder. The third
+    result has the slots of the routed copies, padding masked."""
     result = original(*args, **kwargs)
     arguments = dict(zip(NAMES, args, strict=False)) | kwargs
     info, slots = arguments.get("expert_location_dispatch_info"), result[2]
@@ -141,10 +129,7 @@ NAMES = (  # of _post_process_topk_ids
 
 
 def initialize(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Wrap ModelRunner.initialize, which reads --init-expert-location and runs and captures batches of no user.
-
-    When it returns, the algorithm of every layer is fixed.
-    """
+    """Wrap ModelRunner.initialize, after which the algorithm of every layer is fixed."""
     if not self.is_draft_worker:
         check_start(self)
         check_file(getattr(self, "model_config", None))
@@ -173,7 +158,6 @@ def initialize(original: Original, self: Any, *args: Any, **kwargs: Any) -> None
 
 
 def weights_of(model: Any, variable: Variable) -> Mapping[int, Sequence[Tensor]]:
-    """Return by layer the weights that SGLang moves when experts move; the variable needs them."""
     weights = getattr(model, MOVED, None)
     if weights is None:
         raise ValueError(
@@ -183,11 +167,9 @@ def weights_of(model: Any, variable: Variable) -> Mapping[int, Sequence[Tensor]]
 
 
 def forward(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Wrap ModelRunner.forward, in which graphs are replayed and experts move; exchanges run after the pass.
-
-    SGLang counts the same passes towards its own rebalances: with attention data parallelism, ranks without requests
-    run idle passes. Reports wait for the device, once per interval.
-    """
+    """Wrap ModelRunner.forward, in which graphs are replayed and experts move; exchanges run after the pass. SGLang
+    counts the same passes towards its own rebalances: with attention data parallelism, ranks without requests run idle
+    passes. Reports wait for the device, once per interval."""
     if self.is_draft_worker:
         return original(self, *args, **kwargs)
     if LAYERS.record is not None or LAYERS.in_prefill_graph is not None:
@@ -207,13 +189,12 @@ def forward(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 class WaterfillBalancer:
-    """Replacement of SGLang's WaterfillBalancer, one for each TopK and HashTopK. All ranks make and call them
-    together.
+    """Replacement of SGLang's WaterfillBalancer, one for each TopK. All ranks make and call them together.
 
-    With lp the layer's plan has already decided about the shared copies (policy joint, unless ISOLOAD_POLICY names
-    another). Otherwise, and in draft models, the shared copies fill the ranks above the routed copies (policy
-    waterfill). num_routed_experts is P, the slots of all ranks; shared_weight is the weight of the shared expert's
-    output, in older versions the inverse of routed_scaling_factor, or 1 if that is 0.
+    With lp the layer's plan has already placed the shared copies (policy joint, unless ISOLOAD_POLICY names another).
+    Otherwise, and in draft models, they fill the ranks above the routed copies (policy waterfill). `num_routed_experts`
+    is P; `shared_weight`, of the shared expert's output, is in older versions the inverse of routed_scaling_factor (1
+    if 0).
     """
 
     flag = "--enable-waterfill"
@@ -251,11 +232,9 @@ class WaterfillBalancer:
             self.balancer = fixed_routed(num_routed_experts, world_size)
 
     def expand_topk(self, topk_output: Any, num_tokens: int) -> Any:
-        """Return topk_ids [T, K + 1] with the shared slots, from [T, K] routed slots, and their weights.
-
-        Every rank's shared slot is its last, so routed slot p becomes ``p + p // S``. A row without a routed copy gets
-        shared slot -1 and weight 0, as every id of -1 does.
-        """
+        """Return topk_ids [T, K + 1] with the shared slots, from [T, K] routed slots, and their weights. Every rank's
+        shared slot is its last, so routed slot p becomes ``p + p // S``. A row without a routed copy gets shared slot
+        -1 and weight 0, as every id of -1 does."""
         ids, weights = topk_output.topk_ids, topk_output.topk_weights
         shared_rank = None if self.layer is None else self.layer.take_shared(num_tokens)
         if shared_rank is not None:
@@ -283,15 +262,10 @@ class DeepEPWaterfillBalancer(WaterfillBalancer):
 
 
 def fixed_routed(num_slots: int, num_ranks: int) -> Balancer:
-    """Return a Balancer in which every slot is an expert of its own that cannot move, and every rank has a shared
-    expert.
-    """
+    """Return a Balancer in which every slot is an expert that cannot move, and every rank has a shared expert."""
     per_rank = torch.arange(num_slots, dtype=torch.int32).view(num_ranks, -1)
     shared = torch.full((num_ranks, 1), num_slots, dtype=torch.int32)
     slots, topology = torch.cat([per_rank, shared], dim=1).view(1, -1), Topology(num_ranks)
-    placement, policy = (
-        Placement(slots, topology, num_slots + 1, num_shared=1),
-        WaterfillPolicy(routed="none"),
-    )
+    placement = Placement(slots, topology, num_slots + 1, num_shared=1)
     group = LAYERS.group(topology) if num_ranks > 1 else None
-    return Balancer(placement, policy=policy, group=group, shared_columns=False)
+    return Balancer(placement, policy=WaterfillPolicy(routed="none"), group=group, shared_columns=False)

@@ -1,8 +1,6 @@
-"""The Balancers of one process, by layer: made when SGLang has its expert locations, refreshed in place when it moves
-experts. LAYERS is the only state of the plug-in.
+"""The Balancers of one process, by layer, and what they need of SGLang's options. LAYERS is the plug-in's only state.
 
-The module also reads SGLang's options and ranks, the phase of a pass, and which ranks are gone. SGLang's modules are
-imported inside of functions, which only its processes call.
+SGLang's modules are imported inside of functions, which only its processes call.
 """
 
 from __future__ import annotations
@@ -48,9 +46,7 @@ class Layer(EngineLayer):
     def __init__(self, balancer: Balancer, meter: Meter | None) -> None:
         super().__init__(balancer, meter)
         self.num_valid: Tensor | None = None  # of the next batch: rows from this one on are padding
-        self.shared: Tensor | None = (
-            None  # [T, 1] rank of every token's shared copy, until Waterfill takes it
-        )
+        self.shared: Tensor | None = None  # [T, 1] rank of tokens' shared copies, until Waterfill takes it
         self.policies: dict[str, Policy] = {}  # by phase, where they differ
 
     def plan_by(self, policies: dict[str, Policy]) -> None:
@@ -60,11 +56,9 @@ class Layer(EngineLayer):
             self.balancer.policy = policy
 
     def turn(self, phase: Callable[[], str]) -> None:
-        """Let the phase's policy plan the next batch, also in a graph that is captured now.
-
-        The phase must be the same on all ranks. Ranks that gather loads compare their policies in the gather; other
-        ranks could not detect a difference.
-        """
+        """Let the phase's policy plan the next batch, also in a graph that is captured now. The phase must be the same
+        on all ranks. Ranks that gather loads compare their policies in the gather; other ranks could not detect a
+        difference."""
         if not self.policies:
             return
         if torch.compiler.is_compiling():
@@ -77,14 +71,11 @@ class Layer(EngineLayer):
 
     @property
     def policy_name(self) -> str:
-        """The policy's name; of each phase if they differ."""
         phases = ", ".join(f"{policy.name} in {phase}" for phase, policy in self.policies.items())
         return phases or super().policy_name
 
     def solve(self, topk_ids: Tensor) -> Tensor:
-        """Return [T, K] physical ids of the routed copies, from [T, K] logical ones; all ranks call it together, also
-        with T = 0.
-        """
+        """Return [T, K] physical ids from logical ones; all ranks call it together, also with T = 0."""
         num_valid, self.num_valid = self.num_valid, None
         self.turn(LAYERS.phase_now)
         slots = self.slots(topk_ids, num_valid)
@@ -146,11 +137,8 @@ class Layers(EngineLayers[Layer]):
         return super().group(topology) if elastic_backend() is None else LoneRank(topology, self.own_rank())
 
     def follow(self, metadata: Any, algorithm: str) -> None:
-        """Set SGLang's ExpertLocationMetadata: make the Balancers, or refresh existing ones in place.
-
-        Args:
-            algorithm: "dynamic" or "lp"; the same on all ranks.
-        """
+        """Set SGLang's ExpertLocationMetadata: make the Balancers, or refresh existing ones in place. The algorithm,
+        "dynamic" or "lp", is the same on all ranks."""
         tables = live_tables(metadata)
         if self.refresh(tables):
             return
@@ -195,7 +183,6 @@ class Layers(EngineLayers[Layer]):
         return tables
 
     def count(self, metadata: Any) -> None:
-        """In shadow mode: make the record of an ExpertLocationMetadata, or update the experts' locations."""
         options, tables = moe(), metadata.physical_to_logical_map_cpu
         if options.eplb_algorithm == "isoload":
             raise ValueError(
@@ -211,7 +198,6 @@ class Layers(EngineLayers[Layer]):
         )  # fmt: skip
 
     def loads_of(self, algorithm: str) -> str:
-        """Return whose counts plan the batches of an all-to-all backend's ranks, which hold tokens of their own."""
         loads = self.settings.loads_for("own" if algorithm == "dynamic" else "gathered")
         if (backend := elastic_backend()) is not None and (algorithm, loads) != ("dynamic", "own"):
             raise ValueError(
@@ -236,7 +222,6 @@ class Layers(EngineLayers[Layer]):
         return "prefill" if self.in_prefill_graph is not None and self.in_prefill_graph() else self.phase
 
     def layer(self, layer_id: int) -> Layer | None:
-        """Return the layer with this number if isoload chooses its replicas."""
         return None if self.detached else self.by_id.get(layer_id)
 
     def detach(self) -> str:
@@ -249,7 +234,6 @@ class Layers(EngineLayers[Layer]):
         return bool(self.by_id or self.num_waterfill)
 
     def exchanged(self) -> str:
-        """Return a description of what the ranks exchange to level copies."""
         ways = set()
         for balancer in (layer.balancer for layer in self.by_id.values()):
             alone = isinstance(balancer.group, LoneRank)
@@ -257,13 +241,11 @@ class Layers(EngineLayers[Layer]):
         return " and ".join(sorted(EXCHANGED[way] for way in ways))
 
     def places(self) -> bool:
-        """Return whether SGLang's rebalances place experts by isoload's placer."""
         if EPLB in self.lost:  # an older SGLang may have no get_exec
             return False
         return bool(moe().eplb_algorithm == "isoload")
 
     def announce(self) -> None:
-        """Log on one rank what is attached, when the model is loaded."""
         if self.by_id and not any(layer.balancer.placement.num_shared for layer in self.by_id.values()):
             self.settings.policies_for(shared=False)
         if self.engine_rank():
@@ -288,7 +270,6 @@ class Layers(EngineLayers[Layer]):
             self.warn_unused(self.unused())
 
     def unused(self) -> dict[Variable, str]:
-        """Return why variables have no effect behind SGLang's options, as :meth:`Settings.unused` takes it."""
         reasons = {}
         if not self.by_id:
             choice = f"SGLang's own --ep-dispatch-algorithm {moe().ep_dispatch_algorithm} chooses replicas"
@@ -305,7 +286,6 @@ class Layers(EngineLayers[Layer]):
         return reasons
 
     def announce_shadow(self, model: str, weights: Mapping[int, Sequence[Tensor]]) -> None:
-        """Begin a model's record in shadow mode, and log it on one rank; weights: as :meth:`check_loaded`."""
         if self.record is None:
             return
         self.record.clear()
@@ -326,7 +306,6 @@ class Layers(EngineLayers[Layer]):
 
 
 def model_name(runner: Any) -> str:
-    """Return a ModelRunner's model name as in SGLang's own metrics."""
     return str(runner.server_args.served_model_name or runner.model_config.model_path)
 
 
@@ -335,14 +314,12 @@ def topology_of(metadata: Any) -> Topology:
 
 
 def moe() -> Any:
-    """Return SGLang's options of MoE layers."""
     from sglang.srt.runtime_context import get_exec
 
     return get_exec().moe
 
 
 def parallel() -> Any:
-    """Return SGLang's ranks and groups."""
     from sglang.srt.runtime_context import get_parallel
 
     return get_parallel()
@@ -350,19 +327,14 @@ def parallel() -> Any:
 
 def phase_of(batch: Any) -> str:
     """Return a ForwardBatch's phase, the same on all ranks: prefill if any rank has some, as in SGLang's all-to-all. A
-    mixed batch is prefill, a draft's verification decode.
-    """
+    mixed batch is prefill, a draft's verification decode."""
     mode = batch.forward_mode
     prefill = batch.is_extend_in_batch or (mode.is_extend() and not mode.is_target_verify())
     return "prefill" if prefill else "decode"
 
 
 def prefill_graphs() -> Callable[[], bool]:
-    """Return SGLang's function that tests whether a graph of prefill is being captured, if each phase has a policy.
-
-    Raises:
-        ValueError: ranks would not agree, or this SGLang has no such function.
-    """
+    """Return SGLang's function that tests whether a graph of prefill is being captured, if each phase has a policy."""
     from sglang.srt.utils import get_bool_env_var
 
     rule = f"{POLICY.name} must be one for prefill and decode"
@@ -379,11 +351,8 @@ def prefill_graphs() -> Callable[[], bool]:
 
 
 def check_foreign(feature: str, names: Iterable[str], *sources: Any) -> None:
-    """Raise ValueError if one of these options of FOREIGN is on; feature: isoload's, which cannot be combined with
-    them.
-
-    sources: records of SGLang's options, the first that has an option counts.
-    """
+    """Raise ValueError if one of these options of FOREIGN is on; `feature`: isoload's, which it cannot be combined
+    with. Of sources, records of SGLang's options, the first that has an option counts."""
     for name in names:
         value = next((getattr(source, name) for source in sources if hasattr(source, name)), None)
         off, parts = FOREIGN[name]
@@ -414,21 +383,18 @@ FOREIGN: dict[str, tuple[tuple[Any, ...], tuple[str, ...]]] = {
 
 
 def elastic_backend() -> str | None:
-    """Return SGLang's --elastic-ep-backend."""
     backend: str | None = moe().elastic_ep_backend
     return backend
 
 
 def joined_behind() -> int:
-    """Return by how much this process's rank exceeds SGLang's number, if the process has joined a running engine."""
+    """Return by how much this process's rank exceeds SGLang's number, if it has joined a running engine."""
     return int(parallel().ep_join_rank_offset) if moe().is_ep_scale_joiner else 0
 
 
 def live_tables(metadata: Any) -> Tensor:
-    """Return [L, P] the expert in each slot of an ExpertLocationMetadata, on the host; -1 on ranks that are gone.
-
-    An expert without a remaining copy keeps its slots there, and the log names it.
-    """
+    """Return [L, P] the expert in each slot of an ExpertLocationMetadata, on the host; -1 on ranks that are gone. An
+    expert without a remaining copy keeps its slots there, and the log names it."""
     tables: Tensor = metadata.physical_to_logical_map_cpu
     if elastic_backend() is None:
         return tables

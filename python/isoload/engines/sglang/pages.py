@@ -1,9 +1,8 @@
 """Absent slots inside of SGLang (ISOLOAD_RAGGED=pages): replicas only where they pay.
 
-SGLang's tensors and ids stay rectangular. Slots with -1 in its map are absent: they come last on their rank, no copy is
-sent there, and the memory of their weights is given back after the model is loaded and before the KV cache is sized. At
-a rebalance layers that shrink give pages back before layers that grow take them. SGLang itself is not ready for -1: its
-functions that read the map are wrapped here.
+SGLang's tensors stay rectangular. Slots with -1 in its map come last on their rank, no copy is sent there, and their
+memory is given back before the KV cache is sized. At a rebalance layers that shrink give pages back before layers that
+grow take them. SGLang's functions that read the map are wrapped here, because they do not support -1.
 """
 
 from __future__ import annotations
@@ -31,22 +30,13 @@ FREE = ("enable_two_batch_overlap", "enable_waterfill", "enable_deepep_waterfill
 
 
 def check_start(runner: Any) -> None:
-    """Check SGLang's options before the model is loaded.
-
-    Args:
-        runner: SGLang's ModelRunner.
-
-    Raises:
-        ValueError: an option cannot be combined with absent slots; one sentence.
-    """
     if not LAYERS.settings.ragged:
         return
     options, placer = moe(), LAYERS.settings.placer
     feature = f"{RAGGED.name}={LAYERS.settings.ragged}"
     device = str(getattr(runner, "device", "cpu")).partition(":")[0]
-    check_foreign(
-        feature, [name for name in FOREIGN if name not in FREE], getattr(runner, "server_args", None)
-    )
+    foreign = [name for name in FOREIGN if name not in FREE]
+    check_foreign(feature, foreign, getattr(runner, "server_args", None))
     algorithm, chunks = (
         options.ep_dispatch_algorithm,
         getattr(options, "eplb_rebalance_layers_per_chunk", None),
@@ -96,10 +86,8 @@ def by_mapping(
 def lists_without_holes(
     original: Original, physical_to_logical_map: Tensor, num_logical_experts: int, *args: Any, **kwargs: Any
 ) -> Tensor:
-    """Wrap _compute_logical_to_all_physical_map, which takes -1 for the last expert.
-
-    Absent slots become replicas of one expert more, whose list is left out.
-    """
+    """Wrap _compute_logical_to_all_physical_map, which takes -1 for the last expert. Absent slots become replicas of
+    one expert more, whose list is left out."""
     absent = physical_to_logical_map < 0
     if not bool(absent.any()):
         return torch.as_tensor(original(physical_to_logical_map, num_logical_experts, *args, **kwargs))
@@ -117,10 +105,8 @@ def counts_without_holes(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Wrap _convert_global_physical_count_to_logical_count, whose scatter fails on -1.
-
-    Nothing is counted in an absent slot, so any expert will do for it.
-    """
+    """Wrap _convert_global_physical_count_to_logical_count, whose scatter fails on -1. Nothing is counted in an absent
+    slot, so any expert will do for it."""
     table = physical_to_logical_map.clamp(min=0)
     return original(global_physical_count, num_layers, num_logical_experts, table, *args, **kwargs)
 
@@ -132,9 +118,7 @@ def update_layer(
     new_physical_to_logical_map: list[int],
     **kwargs: Any,
 ) -> Any:
-    """Wrap update_expert_weights_single_layer, which would fetch expert -1: a slot that becomes absent keeps its expert
-    until its pages are given back.
-    """
+    """Wrap update_expert_weights_single_layer, which would fetch expert -1 for a slot that becomes absent."""
     pairs = zip(old_physical_to_logical_map, new_physical_to_logical_map, strict=True)
     new = [before if after < 0 else after for before, after in pairs]
     maps = {"old_physical_to_logical_map": old_physical_to_logical_map, "new_physical_to_logical_map": new}
@@ -142,14 +126,8 @@ def update_layer(
 
 
 def update_weights(original: Original, **kwargs: Any) -> dict[int, list[int]]:
-    """Wrap _update_expert_weights: first the layers in which no rank gains a slot, then the remaining layers.
-
-    Every rank checks the slots of all ranks before a weight moves, so all of them raise or none does.
-
-    Raises:
-        ValueError: a rank would have more slots than it had at the start.
-        RuntimeError: :func:`check_in_place`.
-    """
+    """Wrap _update_expert_weights: first the layers in which no rank gains a slot, then the remaining layers. Every
+    rank checks the slots of all ranks before a weight moves, so all of them raise or none does."""
     old, new = (kwargs[f"{name}_expert_location_metadata"] for name in ("old", "new"))
     layers: list[int] = list(kwargs["update_layer_ids"])
     before, after = (resident_slots(m.physical_to_logical_map_cpu, m.ep_size) for m in (old, new))
@@ -167,9 +145,8 @@ def update_weights(original: Original, **kwargs: Any) -> dict[int, list[int]]:
 
 
 def check_in_place() -> None:
-    """Raise RuntimeError if a weight update has replaced the memory of experts, which rebalances would then not move:
-    the same on all ranks, since all load the same weights.
-    """
+    """Raise RuntimeError if a weight update has replaced the memory of experts, which rebalances would not move. The
+    result is the same on all ranks, since all load the same weights."""
     for layer, parameter, address in LAYERS.paged:
         if parameter.data_ptr() != address:
             raise RuntimeError(
@@ -180,12 +157,7 @@ def check_in_place() -> None:
 
 def check_moves(before: Tensor, after: Tensor, layers: Sequence[int], pool: PagePool) -> None:
     """Raise ValueError on all ranks if one of them would need more memory than at the start while experts move.
-
-    Args:
-        before, after: [L, R] slots with memory.
-        layers: those that change now.
-        pool: of this rank; it has the layers with weights.
-    """
+    `before`, after: [L, R] slots with memory; `layers`: those that change now."""
     peak = before.clone()
     grows = (after > before).any(1)
     for i in layers:
@@ -209,14 +181,6 @@ def load_model(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def into_pages(runner: Any) -> None:
-    """Put the weights of a loaded model into pages.
-
-    Args:
-        runner: SGLang's ModelRunner.
-
-    Raises:
-        ValueError: the KV cache has its size already; or the model's weights are not one row for every slot.
-    """
     from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
 
     from isoload.engines.sglang.dispatch import weights_of
@@ -260,11 +224,8 @@ def into_pages(runner: Any) -> None:
 def replace(
     tensors: Any, paged: Sequence[Tensor], parameters: dict[int, torch.nn.Parameter], layer: int
 ) -> None:
-    """Put the paged copies of one layer's weights into the model and free the old weights.
-
-    Raises:
-        RuntimeError: something else still refers to the old weights, so that their memory stays and may be read.
-    """
+    """Put the paged copies of one layer's weights into the model and free the old weights. Raises RuntimeError if
+    something else still refers to the old weights, whose memory would stay and may be read."""
     old = [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors]
     for i, new in enumerate(paged):
         (parameter := parameters.pop(tensors[i].data_ptr())).data = new

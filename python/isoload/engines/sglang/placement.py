@@ -23,16 +23,12 @@ CHOSEN = object()  # result of compute_algorithm for this name, in place of a me
 
 
 def compute_algorithm(original: Original, raw_algorithm: str, *args: Any, **kwargs: Any) -> Any:
-    """Wrap SGLang's function: return CHOSEN for isoload's name."""
     return CHOSEN if raw_algorithm == NAME else original(raw_algorithm, *args, **kwargs)
 
 
 def check_elastic(original: Original, server_args: Any, *args: Any, **kwargs: Any) -> Any:
-    """Wrap SGLang's check of elastic expert parallelism, whose assertion does not name isoload's algorithm.
-
-    Raises:
-        ValueError: --eplb-algorithm isoload with --elastic-ep-backend: ranks that joined or left are in no placement.
-    """
+    """Wrap SGLang's check of elastic expert parallelism, whose assertion does not name isoload's algorithm. Ranks that
+    joined or left are in no placement, so the two options are rejected together."""
     backend, algorithm = server_args.elastic_ep_backend, server_args.eplb_algorithm
     if backend is not None and server_args.enable_eplb and algorithm == NAME:
         raise ValueError(
@@ -77,8 +73,7 @@ def rebalance_experts(
 def update_metadata(
     original: Original, self: Any, other: Any, update_layer_ids: list[int], *args: Any, **kwargs: Any
 ) -> None:
-    """Wrap ExpertLocationMetadata.update, SGLang's rebalance after a pass: the tables of the Balancers are refreshed in
-    place."""
+    """Wrap ExpertLocationMetadata.update, SGLang's rebalance after a pass: refresh the Balancers in place."""
     from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
 
     original(self, other, update_layer_ids, *args, **kwargs)
@@ -114,16 +109,8 @@ def check_at_start(metadata: Any) -> None:
 
 
 def check_file(model_config: Any) -> None:
-    """Compare the --init-expert-location file with the model and with SGLang's options, before SGLang reads it.
-
-    SGLang compares neither slots nor layers: a file of other sizes ends in an IndexError of the first forward pass.
-
-    Args:
-        model_config: SGLang's ModelConfig.
-
-    Raises:
-        ValueError: the file is of other layers, experts or slots.
-    """
+    """Compare the --init-expert-location file with SGLang's ModelConfig and options, before SGLang reads it. SGLang
+    compares neither slots nor layers: a file of other sizes ends in an IndexError of the first forward pass."""
     if (
         not {"dynamic", "lp", EPLB} - LAYERS.lost and not LAYERS.settings.ragged
     ):  # an older SGLang may have no get_exec
@@ -195,7 +182,6 @@ def check_absent(source: str, table: Tensor, experts: int, num_ranks: int) -> No
 
 
 def read_location(path: str) -> dict[str, Any]:
-    """Return the content of --init-expert-location, a file or JSON text, as SGLang reads it."""
     if path.endswith(".pt"):
         with open_regular(Path(path)) as file:
             content: dict[str, Any] = torch.load(file, weights_only=True, map_location="cpu")

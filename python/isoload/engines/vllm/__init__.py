@@ -1,11 +1,6 @@
 """Plug-in for vLLM's expert-parallel load balancer (EPLB), attached as a general plug-in. See docs/vllm.md.
 
-layers     the Balancers of all models, made once and refreshed in place
-dispatch   hooks of rebalances, of the choice of replicas and of EPLB's state
-placement  the class of rebalances, and the placement file from which vLLM starts
-
-This module maps hooks to functions, and tests every hook that can run without a model on a known batch before any hook
-is installed.
+This module maps hooks to functions, and tests them on a known batch, where they need no model, before it installs any.
 """
 
 from __future__ import annotations
@@ -48,7 +43,6 @@ def first_replica(topk_ids: Tensor, *_: Any) -> Tensor:
 
 
 def check_dispatch() -> bool:
-    """Check map_and_record with and without rows of padding, recorded and not."""
     lists, right = replica_lists(known_placement()), True
     maps = lists.logical_to_physical[0], lists.num_replicas[0]
     runner = SimpleNamespace(do_naive_dispatch_combine=False)
@@ -64,7 +58,6 @@ def check_dispatch() -> bool:
 
 
 def check_policy() -> bool:
-    """Check that a map has the shape, type and device of vLLM's own."""
     from vllm.distributed.eplb.policy import DefaultEplbPolicy
 
     loads, known = torch.tensor([[90, 30, 5, 5, 5, 5]], dtype=torch.int32), known_placement()
@@ -89,11 +82,8 @@ def attach_or_leave() -> None:
 
 
 def start_from_file(settings: Settings) -> None:
-    """Hook the start from ISOLOAD_PLACEMENT, if it is set, whether isoload chooses replicas or not.
-
-    Raises:
-        ValueError: the engine is not as isoload expects, and would ignore the file without a message.
-    """
+    """Hook the start from ISOLOAD_PLACEMENT, whether isoload chooses replicas or not. Raises ValueError if the engine
+    is not as isoload expects, and would ignore the file without a message."""
     if settings.placement is None or settings.mode == "off":
         return
     if wrong := FROM_FILE.attach(settings):
@@ -151,6 +141,5 @@ PLUG_IN = PlugIn("vLLM", VLLM, MODELS.start, CHECKS, hook)
 
 
 def attach(settings: Settings) -> list[str]:
-    """Hook what these settings ask for, and return what is not as expected, a line each."""
     wrong = [] if settings.placement is None else FROM_FILE.attach(settings)
     return wrong + PLUG_IN.attach(settings)

@@ -1,5 +1,4 @@
-"""Hooks of vLLM's EPLB: the map of a rebalance, its commit, the choice of a replica for every copy, and the state from
-which Balancers are made.
+"""Hooks of vLLM's EPLB: rebalances, their commit, the choice of replicas, and the state for the Balancers.
 
 plan_rebalance, on_layer_committed and map_and_record are what vLLM's pull request 49700 proposes as hooks for
 out-of-tree EPLB. In shadow mode vLLM's choice and its rebalances are unchanged, and the choice is counted.
@@ -21,7 +20,6 @@ Original = Callable[..., Any]
 
 
 def add_model(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Wrap EplbState.add_model, at whose end a loaded model's experts have their first locations."""
     before = set(self.model_states)
     original(self, *args, **kwargs)
     for key, state in self.model_states.items():
@@ -48,8 +46,7 @@ def on_layer_committed(
     layer: int | None = None,
     **kwargs: Any,
 ) -> None:
-    """Wrap _commit_eplb_maps, after a rebalance has moved the experts of all layers, and _commit_eplb_maps_for_layer,
-    after an asynchronous one has moved those of one layer."""
+    """Wrap _commit_eplb_maps and _commit_eplb_maps_for_layer: a rebalance has moved all layers, or one."""
     original(model_state, new_physical_to_logical_map, *([] if layer is None else [layer]), **kwargs)
     MODELS.watch.progressed()
     layers = MODELS.layers(model_state)
@@ -70,7 +67,6 @@ def map_and_record(
     num_unpadded_tokens: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    """Wrap eplb_map_to_physical_and_record: return the slots of isoload's plan."""
     layer = MODELS.by_map.get(logical_to_physical_map.data_ptr())
     maps = logical_to_physical_map, logical_replica_count
     if layer is None or isinstance(layer, Counted):
@@ -95,10 +91,8 @@ def map_and_record(
 def step(
     original: Original, self: Any, is_dummy: bool = False, is_profile: bool = False, **kwargs: Any
 ) -> None:
-    """Wrap EplbState.step, which every rank calls after every forward pass, also after a dummy pass without
-    requests: vLLM counts these calls towards its own rebalances. Reports wait for the device, once per interval. The
-    counts of a profiling pass are dropped.
-    """
+    """Wrap EplbState.step, which every rank calls after every forward pass, also after a dummy pass without requests.
+    Reports wait for the device, once per interval. The counts of a profiling pass are dropped."""
     if is_profile:
         original(self, is_dummy, is_profile, **kwargs)
         for record in filter(None, (layers.record for layers in MODELS.by_state.values())):
@@ -109,6 +103,8 @@ def step(
     MODELS.watch.enter()
     original(self, is_dummy, is_profile, **kwargs)
     MODELS.watch.leave(pending=any(state.rebalanced for state in self.model_states.values()))
-    MODELS.step_ended(self.model_states.values())
+    for layers in filter(None, map(MODELS.layers, self.model_states.values())):
+        layers.step_ended()
     if MODELS.meter is not None and MODELS.meter.report_if_due():
-        MODELS.check_device()
+        for layers in MODELS.by_state.values():
+            layers.check_device()

@@ -1,12 +1,11 @@
-"""The Balancers of one process, by model and layer: made when vLLM has placed a model's experts, refreshed in place
-when it moves them. MODELS is the only state of the plug-in."""
+"""The Balancers of one process, by model and layer, and what they need of vLLM. MODELS is the plug-in's only state."""
 
 from __future__ import annotations
 
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -35,7 +34,6 @@ class Layer(EngineLayer):
         self.runner, self.tokens = runner, tokens
 
     def describe(self) -> str:
-        """Return which tokens ranks hold, and what they exchange to level copies."""
         texts = {"own": f"tokens of their own, {EXCHANGED[self.balancer.loads]}", "same": EXCHANGED["same"]}
         return texts.get(self.tokens, "tokens gathered before they are routed, no collective")
 
@@ -47,15 +45,9 @@ class Layer(EngineLayer):
         num_unpadded_tokens: Tensor | None,
         theirs: Tensor | None = None,
     ) -> Tensor:
-        """Return slots [T, K] of logical ids [T, K]; rows of padding that were not planned are -1.
-
-        Args:
-            topk_ids: any integers; -1 = masked.
-            expert_load_view: [P] int32, to which the copies of each slot are added, padding aside.
-            record_enabled: [] bool, whether they are.
-            num_unpadded_tokens: [] int32, rows from here on are padding.
-            theirs: [T, K] vLLM's choice, where there is a switch.
-        """
+        """Return slots [T, K] of logical ids [T, K]; rows of padding that were not planned are -1. Adds the copies of
+        each slot, padding aside, to expert_load_view [P] int32 if record_enabled [] is True. Rows from
+        num_unpadded_tokens [] on are padding. `theirs`: [T, K] vLLM's choice, where there is a switch."""
         if self.runner.do_naive_dispatch_combine != (self.tokens == "gathered"):
             raise RuntimeError(
                 f"layer {self.balancer.layer}: vLLM must exchange tokens as when its model was loaded, "
@@ -75,7 +67,6 @@ class Layer(EngineLayer):
 
 
 def padding(rows: Tensor, num_unpadded_tokens: Tensor) -> Tensor:
-    """Return [T, 1] whether a row is padding."""
     return (torch.arange(len(rows), device=rows.device) >= num_unpadded_tokens).unsqueeze(1)
 
 
@@ -98,8 +89,7 @@ class ModelLayers(EngineLayers[Layer]):
         return int(get_ep_group().rank_in_group)
 
     def make(self, state: Any, parallel: Any) -> Counter[str]:
-        """Make Balancers for the layers of an EplbModelState whose tokens isoload can plan, under a ParallelConfig;
-        return by reason how many layers vLLM keeps."""
+        """Make Balancers for the layers of an EplbModelState; return by reason how many layers vLLM keeps."""
         from vllm.distributed.parallel_state import get_ep_group, get_node_count
 
         if self.settings.switch is not None and getattr(parallel, "pipeline_parallel_size", 1) > 1:
@@ -122,8 +112,7 @@ class ModelLayers(EngineLayers[Layer]):
         return skipped
 
     def count(self, state: Any, parallel: Any, name: str) -> dict[int, Counted]:
-        """In shadow mode: make the record of an EplbModelState, under a name in metrics; return the layers that it
-        counts."""
+        """In shadow mode: make the record of an EplbModelState and return the layers that it counts."""
         from vllm.distributed.parallel_state import get_ep_group, get_node_count
 
         layer_tokens, skipped = tokens_by_layer(state, parallel, "own")
@@ -152,7 +141,6 @@ class ModelLayers(EngineLayers[Layer]):
         return {i: Counted(record, i, tokens == "gathered") for i, tokens in layer_tokens.items()}
 
     def follow(self, rows: Tensor, layer: int | None = None) -> None:
-        """Load new locations: [L, P] of all layers, or [P] of one."""
         if not self.refresh(replaced(self.tables, rows, layer)):
             raise RuntimeError(f"vLLM must keep its {list(self.tables.shape)} slots, got {list(rows.shape)}")
 
@@ -161,7 +149,6 @@ class ModelLayers(EngineLayers[Layer]):
         return super().detach()
 
     def announce(self, name: str, skipped: Counter[str]) -> None:
-        """Log on one rank what is attached, and what is not."""
         if self.engine_rank():
             return
         ways = " and ".join(sorted({layer.describe() for layer in self.by_id.values()}))
@@ -173,13 +160,10 @@ class ModelLayers(EngineLayers[Layer]):
             self.warn_unused(self.unused())
 
     def unused(self) -> dict[Variable, str]:
-        """Return why variables have no effect on this model, as :meth:`Settings.unused` takes it."""
         if not self.by_id:
-            choice = (
-                "vLLM's own choice of replicas stays on every layer. Start vLLM without the options that the "
-            )
-            choice += "lines above name"
-            return dict.fromkeys((POLICY, LOADS), choice)
+            choice = "vLLM's own choice of replicas stays on every layer"
+            how = "Start vLLM without the options that the lines above name"
+            return dict.fromkeys((POLICY, LOADS), f"{choice}. {how}")
         if any(layer.tokens == "own" for layer in self.by_id.values()):
             return {}
         same = "all ranks route the same tokens, so each has the counts of all"
@@ -189,11 +173,6 @@ class ModelLayers(EngineLayers[Layer]):
 
 
 def check_sizes(state: Any, parallel: Any, num_ranks: int) -> None:
-    """Compare an EplbModelState's map of experts with its model and with a ParallelConfig.
-
-    Raises:
-        ValueError: they differ in layers or slots.
-    """
     model, redundant = state.model, parallel.eplb_config.num_redundant_experts
     sizes = EngineSizes(
         len(model.moe_layers), model.num_logical_experts, redundant, num_ranks, REDUNDANT, False
@@ -208,9 +187,7 @@ def replaced(tables: Tensor, rows: Tensor, layer: int | None) -> Tensor:
 
 
 def most_decoded(parallel: Any, gathered: bool) -> int:
-    """Return the most tokens of a pass without prefill: one token and its drafts for each request that vLLM serves
-    at a time.
-    """
+    """Return the most tokens of a pass without prefill: one token and its drafts for each request served at a time."""
     from vllm.config import get_current_vllm_config
 
     config = get_current_vllm_config()
@@ -220,15 +197,9 @@ def most_decoded(parallel: Any, gathered: bool) -> int:
 
 
 def tokens_of(runner: Any, parallel: Any, loads: str) -> tuple[RankTokens | None, str]:
-    """Return which tokens a rank holds when it routes, by vLLM's layer and configuration; the same on all ranks.
-
-    own       rows of its own, which an all-to-all exchanges afterwards
-    same      the rows that all ranks hold
-    gathered  the rows of all ranks, gathered before: the same everywhere, in one order
-    None      none of these, or unknown, with the reason
-
-    loads are those by which rows of its own would be planned.
-    """
+    """Return which tokens a rank holds when it routes, or None with the reason; the same on all ranks. "own": rows of
+    its own, which an all-to-all exchanges afterwards and `loads` plan; "same": the rows that all ranks hold;
+    "gathered": the rows of all ranks, gathered before in one order."""
     name = type(runner).__name__
     if not hasattr(runner, "do_naive_dispatch_combine"):
         return None, f"{name} routes by itself"
@@ -253,7 +224,6 @@ def tokens_of(runner: Any, parallel: Any, loads: str) -> tuple[RankTokens | None
 
 
 def tokens_by_layer(state: Any, parallel: Any, loads: str) -> tuple[dict[int, RankTokens], Counter[str]]:
-    """Return :func:`tokens_of` an EplbModelState's layers, and by reason how many layers vLLM keeps."""
     layer_tokens, skipped = dict[int, RankTokens](), Counter[str]()
     for i, runner in enumerate(state.model.moe_layers):
         tokens, reason = tokens_of(runner, parallel, loads)
@@ -265,16 +235,14 @@ def tokens_by_layer(state: Any, parallel: Any, loads: str) -> tuple[dict[int, Ra
 
 
 def is_draft(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether EplbState.add_model(model, model_config, model_name=None) is called for a draft: since 0.32 vLLM
-    names only drafts; before, their configuration states it.
-    """
+    """Return whether EplbState.add_model is called for a draft. Since 0.32 vLLM names only drafts; before, their
+    configuration states it."""
     config = kwargs.get("model_config", args[1] if len(args) > 1 else None)
     named_draft = kwargs.get("model_name", args[2] if len(args) > 2 else None) is not None
     return named_draft or getattr(config, "runner_type", None) == "draft"
 
 
 def served_name(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """Return the name in vLLM's own metrics from the arguments of EplbState.add_model; empty if there is none."""
     config = kwargs.get("model_config", args[1] if len(args) > 1 else None)
     return str(getattr(config, "served_model_name", None) or "")
 
@@ -294,7 +262,6 @@ class Models:
         self.start(Settings.read({}))
 
     def start(self, settings: Settings) -> None:
-        """Begin in a process whose hooks are attached and which has no model yet."""
         if settings.phased:
             raise ValueError(
                 f"{POLICY.name} with a policy for each phase was removed in vLLM, whose batches mix "
@@ -309,9 +276,8 @@ class Models:
         self.by_map: dict[int, Layer | Counted] = {}
 
     def add(self, state: Any, parallel: Any, draft: bool = False, name: str = "") -> None:
-        """Add a model whose experts vLLM has placed. Drafts, which come first, have no measured plans. All ranks call
-        it together. name: as served; empty: the state's.
-        """
+        """Add a model whose experts vLLM has placed; all ranks call it together. Drafts, which come first, have no
+        measured plans. `name`: as served; empty: the state's."""
         layers, name = ModelLayers(), name or state.model_name
         layers.settings, layers.draft = self.settings, draft
         if self.in_shadow:
@@ -343,26 +309,14 @@ class Models:
 
     def placed_as(self, tables: Tensor | None) -> ModelLayers | None:
         """Return the layers of the model with experts in these slots [L, P], if ISOLOAD_REBALANCE decides for it."""
-        models = [layers for layers in self.by_state.values() if layers.new_maps is not None]
-        if tables is None:
-            return None
-        return next(
-            (layers for layers in models if torch.equal(layers.tables, tables.cpu().to(layers.tables))), None
-        )
+        if tables is not None:
+            for layers in self.by_state.values():
+                if layers.new_maps is not None and torch.equal(layers.tables, tables.cpu().to(layers.tables)):
+                    return layers
+        return None
 
     def layers(self, state: Any) -> ModelLayers | None:
-        """Return a model's layers by its EplbModelState."""
         return self.by_state.get(id(state))
-
-    def step_ended(self, states: Iterable[Any]) -> None:
-        """Count a forward pass over these EplbModelStates, on all ranks, a dummy pass too."""
-        for layers in filter(None, map(self.layers, states)):
-            layers.step_ended()
-
-    def check_device(self) -> None:
-        """Raise ValueError for wrong values that ops found on a GPU; called where the host waits anyway."""
-        for layers in self.by_state.values():
-            layers.check_device()
 
     def _forget(self, state: int, maps: list[int]) -> None:
         if (layers := self.by_state.pop(state, None)) is not None and layers.record is not None:

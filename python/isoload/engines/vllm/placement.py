@@ -1,9 +1,8 @@
 """Placement of vLLM's experts: by the policy of its rebalances, and at the start by ISOLOAD_PLACEMENT.
 
-EPLB's rebalances place experts by a placer of isoload's registry. vLLM loads all layers by one default map. A file is
-compared with a model after vLLM has made the model and before it loads weights. The experts move once, at the end of
-EplbState.add_model, before any forward pass, with synchronous and with asynchronous EPLB: no window of loads has
-counted a pass, and Balancers and records are made afterwards.
+vLLM loads all layers by one default map. A file is compared with a model after vLLM has made the model and before it
+loads weights. The experts move once, at the end of EplbState.add_model, before any forward pass, with synchronous and
+with asynchronous EPLB: no window of loads has counted a pass, and Balancers and records are made afterwards.
 """
 
 from __future__ import annotations
@@ -55,16 +54,11 @@ class Start:
 
     @property
     def source(self) -> str:
-        """The file's name in messages."""
         return f"{PLACEMENT.name}={self.path:.200}"
 
     def check_options(self, parallel: Any, additional: Any = None) -> None:
         """Raise ValueError for options with which vLLM moves no experts, or which also set the experts' start.
-
-        Args:
-            parallel: vLLM's ParallelConfig.
-            additional: content of --additional-config.
-        """
+        `parallel` is vLLM's ParallelConfig; `additional` is the content of --additional-config."""
         eplb = additional.get("eplb_config") if isinstance(additional, dict) else None
         for option, keys in (("--eplb-config", vars(parallel.eplb_config)), ("--additional-config", eplb)):
             for name in STARTS:
@@ -85,16 +79,8 @@ class Start:
             )
 
     def rows(self, model: Any, model_config: Any, parallel: Any, num_ranks: int) -> Tensor:
-        """Return the file's locations of a model's experts: [L, P] expert in each slot, layers in the model's order.
-
-        Args:
-            model: vLLM's MixtureOfExperts, with weights or without.
-            model_config, parallel: vLLM's ModelConfig and ParallelConfig.
-            num_ranks: ranks of the expert-parallel group.
-
-        Raises:
-            ValueError: the file does not fit; the message has both numbers and what to type.
-        """
+        """Return the file's [L, P] expert in each slot for a MixtureOfExperts, layers in the model's order. Raises
+        ValueError, with both numbers and what to type, if the file does not fit the model and num_ranks."""
         self.check_options(parallel)
         redundant, experts = parallel.eplb_config.num_redundant_experts, int(model.num_logical_experts)
         numbers = [int(runner.layer_id) for runner in model.moe_layers]
@@ -122,8 +108,7 @@ class Start:
 
     def check_name(self, placement: Placement, model_config: Any) -> None:
         """Raise ValueError for a file that states another model. A name without its ending is the same model's:
-        qwen3-235b and Qwen/Qwen3-235B-A22B-FP8.
-        """
+        qwen3-235b and Qwen/Qwen3-235B-A22B-FP8."""
         served = getattr(model_config, "served_model_name", None) or []
         engine = [str(model_config.model), *([served] if isinstance(served, str) else served)]
         if not placement.identity.model:
@@ -156,14 +141,12 @@ START = Start()
 
 
 def plain(name: str) -> str:
-    """Return a model's name without its organisation or folder, in lower case."""
     return name.rstrip("/").rpartition("/")[2].lower()
 
 
 def same_model(name: str, other: str) -> bool:
-    """Return whether two plain names differ only by parts at their end: deepseek-v3 and deepseek-v3-0324 are the same
-    model, deepseek-v3.2 is another.
-    """
+    """Return whether two plain names differ only by parts at their end. deepseek-v3 and deepseek-v3-0324 are the same
+    model, deepseek-v3.2 is another."""
     short, long = sorted((name, other), key=len)
     return long == short or (long.startswith(short) and long[len(short)] in "-_")
 
@@ -205,11 +188,8 @@ def add_model(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def move(state: Any, model_config: Any, parallel: Any) -> None:
-    """Move the experts of an EplbModelState to the file's locations; all ranks call it together.
-
-    Raises:
-        ValueError: on all ranks, if the file of one does not fit or is another file.
-    """
+    """Move the experts of an EplbModelState to the file's locations; all ranks call it together. Raises ValueError on
+    all ranks if the file of one does not fit or is another file."""
     from vllm.distributed.eplb import eplb_state, rebalance_execute
     from vllm.distributed.parallel_state import get_ep_group
 
@@ -239,7 +219,6 @@ def move(state: Any, model_config: Any, parallel: Any) -> None:
 
 
 def make_policy(placer: str) -> type[Any]:
-    """Return a class for EPLB_POLICIES; the placer's name and options as in the variable."""
     from vllm.distributed.eplb.policy import AbstractEplbPolicy
 
     class IsoloadEplbPolicy(AbstractEplbPolicy):  # type: ignore[misc]
@@ -253,7 +232,6 @@ def make_policy(placer: str) -> type[Any]:
             num_ranks: int,
             old_global_expert_indices: Tensor | None = None,
         ) -> Tensor:
-            """Return [L, P] int64 expert in each slot, from loads [L, E] and the present map [L, P]."""
             topology = engine_topology(num_ranks, num_nodes, MODELS.settings.times)
             if num_replicas % num_ranks:
                 raise ValueError(f"num_replicas must be a multiple of {num_ranks} ranks, got {num_replicas}")
