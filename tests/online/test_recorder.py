@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import isoload
 from isoload.online import Recorder
 from support.processes import run_ranks
+from support.recorded_calls import recorded
 
 LAYERS, EXPERTS = 3, 5
 
@@ -246,3 +248,120 @@ def test_counts_and_traces_are_copies() -> None:
     recorder.add(0, [torch.tensor([0, 9])], recorder)
     recorder.step()
     assert counts.tolist() == [[[3, 1]]] and trace.counts is not None and trace.counts.tolist() == [[[3, 1]]]
+
+
+def routed(tokens: int, seed: int, top_k: int = 2) -> torch.Tensor:
+    """[L, T, K] choices, none twice."""
+    draw = torch.Generator().manual_seed(seed)
+    return torch.rand(LAYERS, tokens, EXPERTS, generator=draw).argsort(-1)[..., :top_k]
+
+
+def add_choices(recorder: Recorder, ids: torch.Tensor, sources: list[Source]) -> None:
+    for layer, rows in enumerate(ids):
+        counts = torch.bincount(rows[rows >= 0].flatten(), minlength=EXPERTS)
+        recorder.add(layer, [counts], sources[layer], rows.shape[1], [rows])
+    recorder.step()
+
+
+@pytest.mark.parametrize(
+    "batches", [(), (0,), (3,), (3, 4), (3, 4, 1, 5, 2), (7,), (8,), (9,), (30,), (5, 23, 3)]
+)
+def test_choices_are_those_of_the_latest_tokens(batches: tuple[int, ...]) -> None:
+    recorder, sources = Recorder(LAYERS, EXPERTS, tokens=7, top_k=2), [Source() for _ in range(LAYERS)]
+    parts = [routed(tokens, seed) for seed, tokens in enumerate(batches)]
+    for part in parts:
+        add_choices(recorder, part, sources)
+    whole = torch.cat([torch.empty(LAYERS, 0, 2, dtype=torch.long), *parts], dim=1).transpose(0, 1)
+    assert torch.equal(recorder.choices(), whole[-7:].int())
+    recorder.clear()
+    assert recorder.choices().shape == (0, LAYERS, 2)
+
+
+def test_tokens_that_are_masked_everywhere_are_left_out() -> None:
+    recorder, ids = Recorder(LAYERS, EXPERTS, tokens=9, top_k=2), routed(4, 0)
+    ids[:, 1] = -1  # padding
+    ids[0, 2] = -1  # masked in one layer alone
+    add_choices(recorder, ids, [Source() for _ in range(LAYERS)])
+    assert torch.equal(recorder.choices(), ids[:, [0, 2, 3]].transpose(0, 1).int())
+
+
+def test_a_trace_with_choices_is_placed_near(tmp_path: Path) -> None:
+    recorder, sources = Recorder(LAYERS, EXPERTS, tokens=50, top_k=2), [Source() for _ in range(LAYERS)]
+    for seed in range(4):
+        add_choices(recorder, routed(10, seed), sources)
+    recorder.save(tmp_path / "run.npz")
+    trace = isoload.read_trace(tmp_path / "run.npz")
+    assert trace.topk_ids.shape == (40, LAYERS, 2) and len(trace.counts) == 4
+    placement = isoload.place(trace, isoload.Topology(4, ranks_per_node=2), 3, "scenario")
+    assert "rows_to_other_nodes" in placement.provenance
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_balancers_record_the_choices_of_all_owned_ranks(captured: bool) -> None:
+    placement = isoload.place(torch.ones(LAYERS, EXPERTS), isoload.Topology(2), 3)
+    recorder, taken = Recorder(LAYERS, EXPERTS, tokens=60, top_k=2), []
+    balancers = [
+        isoload.Balancer(placement, i, group=isoload.LocalGroup(placement.topology)) for i in range(LAYERS)
+    ]
+    calls: list[Any] = list(balancers)
+    if captured:
+        calls = [
+            isoload.CapturedBalancer(balancer, 6, 2, device="cpu", capture=recorded) for balancer in balancers
+        ]
+    for balancer in balancers:
+        balancer.recorder = recorder
+    for step in range(5):
+        ids = routed(7, step)
+        parts = [ids[:, : 3 + step % 2], ids[:, 3 + step % 2 :]]
+        for layer, call in enumerate(calls):
+            call([part[layer] for part in parts])
+        recorder.step()
+        taken.append(ids)
+    assert torch.equal(recorder.choices(), torch.cat(taken, dim=1).transpose(0, 1).int())
+
+
+@pytest.mark.parametrize(
+    ("act", "message"),
+    [
+        (
+            lambda r: r.add(0, [torch.zeros(EXPERTS, dtype=torch.int64)], r, 2),
+            "ids must be given to a recorder with tokens, got none",
+        ),
+        (
+            lambda r: r.add(0, [torch.zeros(EXPERTS, dtype=torch.int64)], r, 1, [torch.zeros(4, 1)]),
+            r"ids must be \[T, 2\], the recorder's top_k, got \[4, 1\]",
+        ),
+        (lambda r: r.skip(), "skip must come without tokens, whose choices are kept already, got 7"),
+        (
+            lambda r: (
+                r.add(0, [torch.zeros(EXPERTS, dtype=torch.int64)], r, 2, [torch.zeros(4, 2)]),
+                r.choices(),
+            ),
+            "tokens must be the same in all layers, got 4 of layer 0, 0 of layer 1, 0 of layer 2: record with tokens=0",
+        ),
+        (
+            lambda r: Recorder(LAYERS, EXPERTS, tokens=5),
+            "tokens and top_k must both be positive or both 0, got 5 and 0",
+        ),
+    ],
+)
+def test_choices_that_cannot_be_recorded(act: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        act(Recorder(LAYERS, EXPERTS, tokens=7, top_k=2))
+
+
+def choices_of_ranks(rank: int) -> list[Any]:
+    group = isoload.CollectiveGroup.own(isoload.Topology(2))
+    recorder, sources = Recorder(LAYERS, EXPERTS, tokens=7, top_k=2), [Source() for _ in range(LAYERS)]
+    add_choices(recorder, routed(3 + rank, rank), sources)
+    both: list[Any] = recorder.trace(group).topk_ids.tolist()
+    if rank == 1:
+        recorder.add(0, [torch.zeros(EXPERTS, dtype=torch.int64)], sources[0], 2, [torch.zeros(1, 2)])
+    with pytest.raises(ValueError, match="tokens must be the same in all layers, got 5 of layer 0"):
+        recorder.choices(group)
+    return both
+
+
+def test_choices_of_all_processes() -> None:
+    whole = torch.cat([routed(3, 0), routed(4, 1)], dim=1).transpose(0, 1).tolist()
+    assert run_ranks(choices_of_ranks, 2) == [whole, whole]

@@ -49,7 +49,14 @@ REMOVED = {
 class Counter(Protocol):
     """Protocol of an object that counts every batch, for example :class:`isoload.online.Recorder`."""
 
-    def add(self, layer: int, counts: Sequence[Tensor], source: object, top_k: int = 0) -> None: ...
+    def add(
+        self,
+        layer: int,
+        counts: Sequence[Tensor],
+        source: object,
+        top_k: int = 0,
+        ids: Sequence[Tensor] = (),
+    ) -> None: ...
 
 
 class Balancer:
@@ -219,10 +226,10 @@ class Balancer:
         self.last_plan = self.last_loads = None
         return self.placed_on(device)
 
-    def _record(self, counts: list[Tensor], ids: Tensor) -> None:
-        """Add a batch of ids [T, K] to the recorder, if any. A recomputed batch is not added again."""
+    def _record(self, counts: list[Tensor], ids: list[Tensor]) -> None:
+        """Add a batch, with ids [T, K] of every owned rank, to the recorder, if any; a recomputed one is not added."""
         if self.recorder is not None and not in_backward():
-            self.recorder.add(self.layer, counts, self, ids.shape[1] - self.placement.num_shared)
+            self.recorder.add(self.layer, counts, self, ids[0].shape[1] - self.placement.num_shared, ids)
 
     def plans(self, num_tokens: int | None) -> bool:
         """Return whether a batch of this many tokens is planned: a host decision, the same on all ranks."""
@@ -266,7 +273,7 @@ class Balancer:
             check_one_each(topk_ids, len(self.ranks))
             counted = count_owned(topk_ids, self.placement, self.shared_columns)
             rows = [rank.counts for rank in counted]
-            self._record(rows, counted[0].ids)
+            self._record(rows, [rank.ids for rank in counted])
             if more is not None:
                 rows = [torch.cat(parts) for parts in zip(rows, more, strict=True)]
         self.last_plan = self.last_loads = None
@@ -319,7 +326,7 @@ class Balancer:
             chosen = plan.placed_in(self.placed_on(counted[0].counts.device))
             plan.check(counted, self.ranks)
             rows = [rank.counts for rank in counted]
-            self._record(rows, counted[0].ids)
+            self._record(rows, [rank.ids for rank in counted])
         call.facts = {**self.facts, "checksum of the plan": getattr(plan, "number", 0), **call.facts}
         if call.failure is not None:
             call.stop()
@@ -426,7 +433,7 @@ class AllCounts(Balancer):
             placed, facts = self._begin(ids.device), self.facts
             counted = ops.count(ids, self.num_experts)  # [E]
             if self.recorder is not None:
-                self._record([counted.counts], ids)
+                self._record([counted.counts], [ids])
         except BaseException as error:
             self.batch = batch
             self.gather([], num_tokens, Call(self.group, failure=error))  # in which the other ranks raise
@@ -467,7 +474,7 @@ class SameTokens(Balancer):
         placed = self._begin(ids.device)
         slots, self.last_loads, self.last_plan = self._policy.balance_same(ids, placed)
         if self.recorder is not None:
-            self._record([self.last_loads[0]], ids)
+            self._record([self.last_loads[0]], [ids])
         return slots
 
     def _exchange(self, rows: list[Tensor], width: int, call: Call) -> Tensor:
@@ -506,11 +513,11 @@ class OwnOrNodeCounts(Balancer):
             if not self.own_counts.by_node:
                 slots, counts = self.own_counts.balance(ids, placed, self.layer)
                 if self.recorder is not None:
-                    self._record([counts], ids)
+                    self._record([counts], [ids])
                 return slots
             counted = ops.count(ids, self.num_experts)  # [E]
             if self.recorder is not None:
-                self._record([counted.counts], ids)
+                self._record([counted.counts], [ids])
         except BaseException as error:
             self.batch = batch
             # The other ranks of the node raise in this gather, ranks of other nodes at the next exchange.

@@ -45,10 +45,17 @@ def cuda_graph(call: Callable[[], list[Tensor]], pool: Any = None) -> tuple[Repl
 class _Counts:
     """Recorder that stores the arguments of its last call and adds no counts."""
 
-    stored: tuple[int, Sequence[Tensor], object, int]
+    stored: tuple[int, Sequence[Tensor], object, int, Sequence[Tensor]]
 
-    def add(self, layer: int, counts: Sequence[Tensor], source: object, top_k: int = 0) -> None:
-        self.stored = layer, counts, source, top_k
+    def add(
+        self,
+        layer: int,
+        counts: Sequence[Tensor],
+        source: object,
+        top_k: int = 0,
+        ids: Sequence[Tensor] = (),
+    ) -> None:
+        self.stored = layer, counts, source, top_k, ids
 
 
 @dataclass(frozen=True)
@@ -256,10 +263,12 @@ class CapturedBalancer:
         balancer, recorder = self.balancer, self.balancer.recorder
         balancer.batch += 1
         balancer.group.traffic.bytes.update(graph.bytes)
-        layer, counts, source, top_k = graph.counts.stored
+        layer, counts, source, top_k, buffers = graph.counts.stored
+        ids = [rows[:number] for rows, number in zip(buffers, self._filled, strict=True)]
         if recorder is not None and recorder is not self._recorder:
             with call:  # while the gather can still transmit an error of the recorder
-                recorder.add(layer, [torch.zeros_like(row) for row in counts], source, top_k)
+                nothing = [torch.zeros_like(row) for row in counts]
+                recorder.add(layer, nothing, source, top_k, [rows[:0] for rows in ids])
                 self._recorder = recorder
         if call.failure is not None:
             with self._failing(call):
@@ -272,5 +281,5 @@ class CapturedBalancer:
             self._graphs[True] = graph
         balancer.last_plan, balancer.last_loads = graph.plan, graph.loads
         if recorder is not None and not in_backward():
-            recorder.add(layer, counts, source, top_k)
+            recorder.add(layer, counts, source, top_k, ids)
         return graph.slots

@@ -32,6 +32,9 @@ class Recorder:
         device: of the layers' topk_ids.
         layer_ids: [L] the model's own layer numbers. Default: positions 0..L-1 without a statement about the model.
         identity: meaning of layer_ids if they are not the model's own numbers.
+        tokens: number of this process's latest tokens whose choices are kept too, for placements that need them
+            (docs/record-tokens.md); 0 = none. All layers must see the same tokens in the same order.
+        top_k: K, with tokens: routed experts of a token.
     """
 
     def __init__(
@@ -42,6 +45,8 @@ class Recorder:
         device: torch.device | str = "cpu",
         layer_ids: Sequence[int] = (),
         identity: Identity | None = None,
+        tokens: int = 0,
+        top_k: int = 0,
     ) -> None:
         for name, number in (("num_layers", num_layers), ("num_experts", num_experts)):
             if number < 1:
@@ -52,12 +57,18 @@ class Recorder:
         self.layer_ids = tuple(layer_ids) or tuple(range(num_layers))
         if len(set(self.layer_ids)) != num_layers:
             raise ValueError(f"layer_ids must be {num_layers} distinct numbers, got {list(self.layer_ids)}")
-        self.num_experts, self.max_batches = num_experts, max_batches
+        if tokens < 0 or top_k < 0 or (tokens > 0) != (top_k > 0):
+            raise ValueError(f"tokens and top_k must both be positive or both 0, got {tokens} and {top_k}")
+        self.num_experts, self.max_batches, self.tokens = num_experts, max_batches, tokens
         with torch.inference_mode(False):  # otherwise only inference mode could write them
             shape = num_layers, num_experts
             self._batches = torch.zeros(max_batches, *shape, dtype=torch.int64, device=device)
             self._now = torch.zeros(*shape, dtype=torch.int64, device=device)
             self._layers = list(self._now.unbind())  # views made once
+            # Each layer writes its tokens one after another and begins again when its memory is full. Positions are on
+            # the device, so that a captured or compiled layer can write.
+            self._ids = torch.full((num_layers, tokens, top_k), -1, dtype=torch.int16, device=device)
+            self._positions = torch.zeros(num_layers, dtype=torch.int64, device=device)  # tokens so far
         self._sources: dict[int, weakref.ref[object]] = {}
         self.top_k = 0  # K of the latest tokens, 0 = none yet: the K by which a replay draws
         self.clear()
@@ -74,15 +85,24 @@ class Recorder:
     def clear(self) -> None:
         """Clear all batches. The memory keeps its address, so captured graphs stay valid."""
         self._now.zero_()
+        self._positions.zero_()
         self.num_batches, self.steps_per_batch, self._steps = 0, 1, 0
 
-    def add(self, layer: int, counts: Sequence[Tensor], source: object, top_k: int = 0) -> None:
+    def add(
+        self,
+        layer: int,
+        counts: Sequence[Tensor],
+        source: object,
+        top_k: int = 0,
+        ids: Sequence[Tensor] = (),
+    ) -> None:
         """Add the copies of a batch, or of a part of one, in the layer at a position.
 
         Args:
             counts: [E] integers or longer, shared experts after the routed ones, of every owned rank.
             source: the layer that counts, so that two layers of one position are detected.
             top_k: K, the routed experts of a token; 0 = unknown.
+            ids: [T, K] integers or wider, the choices of every owned rank's tokens; read with ``tokens`` only.
         """
         if not 0 <= layer < len(self._layers):
             raise ValueError(f"layer must be in 0..{len(self._layers) - 1}, got {layer}")
@@ -95,6 +115,23 @@ class Recorder:
                     f"counts must be [{self.num_experts}] on {self._now.device}, got [{len(row)}] on {row.device}"
                 )
             self._layers[layer].add_(row[: self.num_experts])
+        if self.tokens:
+            self._keep_choices(layer, ids)
+
+    def _keep_choices(self, layer: int, ids: Sequence[Tensor]) -> None:
+        top_k = self._ids.shape[2]
+        if not len(ids):
+            raise ValueError("ids must be given to a recorder with tokens, got none")
+        for rows in ids:
+            if rows.dim() != 2 or rows.shape[1] < top_k:
+                raise ValueError(f"ids must be [T, {top_k}], the recorder's top_k, got {list(rows.shape)}")
+        rows = torch.cat([rank[:, :top_k] for rank in ids]).to(self._ids.dtype)
+        kept, position = rows[-self.tokens :], self._positions.select(0, layer)
+        # If more tokens come than fit, the last ones are written to where they would be after all others.
+        first = position + (len(rows) - len(kept))
+        places = (first + torch.arange(len(kept), device=rows.device)) % self.tokens
+        self._ids.select(0, layer).index_copy_(0, places, kept)
+        position.add_(len(rows))
 
     def _check_source(self, layer: int, source: object) -> None:
         before = self._sources.get(layer, lambda: None)()
@@ -119,7 +156,7 @@ class Recorder:
 
         def record(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
             ids = named["top_k_index"] if "top_k_index" in named else args[1]
-            self.add(layer, [count(ids, self.num_experts)], module, ids.shape[-1])
+            self.add(layer, [count(ids, self.num_experts)], module, ids.shape[-1], [ids.flatten(0, -2)])
 
         record.watches = layer  # type: ignore[attr-defined]  # for check_unwatched
         return experts.register_forward_pre_hook(record, with_kwargs=True)
@@ -140,6 +177,10 @@ class Recorder:
 
     def skip(self) -> None:
         """End a batch without keeping it; call it in place of :meth:`step`."""
+        if self.tokens:
+            raise ValueError(
+                f"skip must come without tokens, whose choices are kept already, got {self.tokens}"
+            )
         self._now.zero_()
 
     def counts(self, group: Group | None = None) -> Tensor:
@@ -159,8 +200,35 @@ class Recorder:
         sums = [group.gather("recorded loads", [b.flatten(), *nothing]).sum(0).view_as(b) for b in recorded]
         return torch.stack(sums).cpu() if sums else recorded.to("cpu", copy=True)
 
+    def choices(self, group: Group | None = None) -> Tensor:
+        """Return [tokens, L, K] int32 choices of the latest tokens on the host, a rank's oldest first, -1 = masked.
+
+        With a group: of all ranks, one after another; all ranks call it together. Tokens that are masked in every layer
+        are left out.
+
+        Raises:
+            ValueError: on all ranks, if a rank's layers have seen different numbers of tokens.
+        """
+        if group is None or len(group.ranks) == group.topology.num_ranks:
+            return self._own_choices()
+        with group.agreeing("recorded tokens") as facts:
+            own = self._own_choices()
+            facts |= {"layers recorded": own.shape[1], "top_k of the recorder": own.shape[2]}
+        return torch.cat(group.gather_objects("recorded tokens", own))
+
+    def _own_choices(self) -> Tensor:
+        seen = self._positions.tolist()
+        if len(set(seen)) > 1:
+            numbers = ", ".join(f"{number} of layer {layer}" for layer, number in enumerate(seen))
+            raise ValueError(f"tokens must be the same in all layers, got {numbers}: record with tokens=0")
+        kept = torch.arange(max(0, seen[0] - self.tokens), seen[0], device=self._ids.device) % max(
+            1, self.tokens
+        )
+        choices = self._ids[:, kept].transpose(0, 1).to("cpu", torch.int32)
+        return choices[(choices >= 0).flatten(1).any(1)]
+
     def trace(self, group: Group | None = None, name: str = "recorded") -> Trace:
-        """Return the complete batches as a trace, see :meth:`counts`; batches without copies are dropped."""
+        """Return the complete batches with copies as a trace, and :meth:`choices` if they are recorded."""
         counts = self.counts(group)
         counts = counts[counts.flatten(1).any(1)]
         if not len(counts):
@@ -169,6 +237,8 @@ class Recorder:
             )
         provenance = {"recorded by": "isoload.Recorder", "steps per batch": self.steps_per_batch}
         more: dict[str, Any] = {"layer_ids": self.layer_ids, "identity": self.identity}
+        if self.tokens:
+            more["topk_ids"] = self.choices(group).numpy()
         return Trace(name, self.num_experts, self.top_k, counts.numpy(), provenance=provenance, **more)
 
     def save(self, path: str | Path, group: Group | None = None) -> None:
