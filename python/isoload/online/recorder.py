@@ -126,11 +126,11 @@ class Recorder:
             if rows.dim() != 2 or rows.shape[1] < top_k:
                 raise ValueError(f"ids must be [T, {top_k}], the recorder's top_k, got {list(rows.shape)}")
         rows = torch.cat([rank[:, :top_k] for rank in ids]).to(self._ids.dtype)
-        kept, position = rows[-self.tokens :], self._positions.select(0, layer)
+        latest, position = rows[-self.tokens :], self._positions.select(0, layer)
         # If more tokens come than fit, the last ones are written to where they would be after all others.
-        first = position + (len(rows) - len(kept))
-        places = (first + torch.arange(len(kept), device=rows.device)) % self.tokens
-        self._ids.select(0, layer).index_copy_(0, places, kept)
+        first = position + (len(rows) - len(latest))
+        places = (first + torch.arange(len(latest), device=rows.device)) % self.tokens
+        self._ids.select(0, layer).index_copy_(0, places, latest)
         position.add_(len(rows))
 
     def _check_source(self, layer: int, source: object) -> None:
@@ -212,19 +212,18 @@ class Recorder:
         if group is None or len(group.ranks) == group.topology.num_ranks:
             return self._own_choices()
         with group.agreeing("recorded tokens") as facts:
-            own = self._own_choices()
-            facts |= {"layers recorded": own.shape[1], "top_k of the recorder": own.shape[2]}
-        return torch.cat(group.gather_objects("recorded tokens", own))
+            choices = self._own_choices()
+            facts |= {"layers recorded": choices.shape[1], "top_k of the recorder": choices.shape[2]}
+        return torch.cat(group.gather_objects("recorded tokens", choices))
 
     def _own_choices(self) -> Tensor:
-        seen = self._positions.tolist()
-        if len(set(seen)) > 1:
-            numbers = ", ".join(f"{number} of layer {layer}" for layer, number in enumerate(seen))
+        positions = self._positions.tolist()
+        if len(set(positions)) > 1:
+            numbers = ", ".join(f"{number} of layer {layer}" for layer, number in enumerate(positions))
             raise ValueError(f"tokens must be the same in all layers, got {numbers}: record with tokens=0")
-        kept = torch.arange(max(0, seen[0] - self.tokens), seen[0], device=self._ids.device) % max(
-            1, self.tokens
-        )
-        choices = self._ids[:, kept].transpose(0, 1).to("cpu", torch.int32)
+        end = positions[0]
+        places = torch.arange(max(0, end - self.tokens), end, device=self._ids.device) % max(1, self.tokens)
+        choices = self._ids[:, places].transpose(0, 1).to("cpu", torch.int32)
         return choices[(choices >= 0).flatten(1).any(1)]
 
     def trace(self, group: Group | None = None, name: str = "recorded") -> Trace:
