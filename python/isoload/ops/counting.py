@@ -1,12 +1,10 @@
 """Count and number the copies of every expert, group copies by slot, and move rows to their copies and back.
 
-Experts permute copies by slot and transports permute them by destination rank; both use the functions below.
-Shapes: N rows of width H, at most K copies per row, C places. position [N, K] int64 is the place of each copy, and C
-or more for an absent copy; source [C] int64 maps a place back to its row. A place belongs to at most one copy.
-
-Each permutation is plain torch and, where isoload.kernels are available, one Triton kernel that reads and writes each
-row once. The permutations of a Grouping are differentiable. A buffer in slot order holds the present copies first;
-the rest of the buffer is never read back. Both directions gather, so sums have the same order on every device.
+Experts permute copies by slot and transports permute them by destination rank. Shapes: N rows of width H, at most K
+copies per row, C places. position [N, K] int64 is the place of each copy, and C or more for an absent copy; source [C]
+int64 maps a place back to its row. A place belongs to at most one copy. Each permutation is plain torch and, where
+isoload.kernels are available, one Triton kernel. A buffer in slot order holds the present copies first; the rest is
+never read back. Both directions gather, so sums have the same order on every device.
 """
 
 from __future__ import annotations
@@ -31,14 +29,10 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
 def spread_rows(
     rows: Tensor, position: Tensor, source: Tensor, padded: bool = False, per_row: int = 1
 ) -> Tensor:
-    """Return [C, H], the row of every place, from rows [N, H].
+    """Return [C, H], the row of every place, from rows [N, H] with any stride between rows.
 
-    Args:
-        rows: any stride between rows.
-        position: [N, K].
-        source: [C] the row at every place or, with per_row = K, its copy ``n * K + k``.
-        padded: places without a copy have source N and get 0; otherwise their result is undefined.
-        per_row: divisor of source.
+    `source` [C] has the row at every place or, with per_row = K, its copy ``n * K + k``. Places without a copy are
+    undefined, or 0 with `padded`, where their source is N.
     """
     if kernels.fit(rows):
         from isoload.kernels import permutation  # imports Triton
@@ -57,15 +51,10 @@ def sum_rows(
     dtype: torch.dtype | None = None,
     more: Sequence[tuple[Tensor, Tensor]] = (),
 ) -> Tensor:
-    """Return [N, H]: every row's copies [C, H] added up by ascending k in max(fp32, dtype); 0 for a row without
-    copies.
+    """Return [N, H]: every row's copies [C, H], times their weights [N, K], added by ascending k in max(fp32, dtype).
 
-    Args:
-        copies: [C, H]; values at places without a copy are not read.
-        position: [N, K].
-        weights: [N, K], multiplied with the copies first; weights of absent copies are not used.
-        dtype: of the result; by default that of the copies.
-        more: further copies [C', H] with their position, at most two pairs: each copy is in one of all buffers.
+    Rows without copies are 0; values at places without a copy are not read. `more` has at most two further pairs of
+    copies and position: each copy is in one of all buffers. dtype: of the result; None = that of the copies.
     """
     dtype = copies.dtype if dtype is None else dtype
     parts = [(copies, position), *more]
@@ -100,13 +89,8 @@ def sum_rows(
 def sum_rows_backward(
     grad: Tensor, copies: Tensor, weights: Tensor, position: Tensor, copy: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of a weighted :func:`sum_rows`, from grad [N, H] of its result.
-
-    Args:
-        copy: [C] the copy ``n * K + k`` at each place; any value if there is none.
-
-    Returns:
-        gradient of copies [C, H], undefined at places without a copy; gradient of weights [N, K], 0 for absent copies.
+    """Return the gradients of a weighted :func:`sum_rows`, from grad [N, H] of its result and the copy ``n * K + k``
+    [C] at each place: of copies [C, H], undefined at places without a copy; of weights [N, K], 0 for absent copies.
     """
     if kernels.fit(grad, copies, weights):
         from isoload.kernels import permutation  # imports Triton
@@ -131,12 +115,10 @@ def gather_copies(rows: Tensor, grouping: Grouping) -> Tensor:
 def weighted_sum(
     parts: Sequence[tuple[Tensor, Grouping]], weights: Tensor, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Return [N, H], the sum over k of ``weights[n, k] * copies[position[n, k]]``, ascending k, in max(fp32, dtype).
+    """Return [N, H], the sum over k of ``weights[n, k] * copies[position[n, k]]``, as :func:`sum_rows` of at most three
+    parts.
 
-    Args:
-        parts: at most three pairs of copies [C, H] in slot order and their grouping. Each copy is in one of them.
-        weights: [N, K] gate weights; those of absent copies are not used and get gradient 0.
-        dtype: to which the sum is rounded; None: no rounding.
+    Weights of absent copies get gradient 0. dtype: to which the sum is rounded; None = no rounding.
     """
     exact = sum_dtype(parts[0][0].dtype)
     tensors = [tensor for copies, grouping in parts for tensor in (copies, grouping.copy, grouping.position)]
@@ -192,8 +174,6 @@ _count = op("count", _fake_count)
 def count(topk_ids: Tensor, num_experts: int, num_shared: int = 0) -> Counted:
     """Count the copies of each logical expert, and number the copies of each expert.
 
-    The numbers do not depend on the plan, so :func:`route` needs no search once the plan is made.
-
     Args:
         topk_ids: [T, K] int32 or int64; -1 = masked, not counted.
         num_experts: E.
@@ -232,16 +212,15 @@ _group_copies = op("group_copies", _fake_group_copies)
 
 
 def group_copies(slots: Tensor, first: int, num_slots: int, num_places: int | None = None) -> Grouping:
-    """Sort the copies of local slots ``first .. first + num_slots - 1``; other copies count as absent.
-
-    The sort is stable: by slot, then row, then k.
+    """Sort the copies of local slots ``first .. first + num_slots - 1`` by slot, then row, then k; others count as
+    absent.
 
     Args:
         slots: [N, K] int32 or int64 local slots; -1 = absent.
         first: the group's first local slot.
         num_slots: S.
-        num_places: C, the largest number of copies of the group. None: N*K. More copies raise ValueError on CPU; on
-            CUDA they count as absent and set the device's error word.
+        num_places: C, the most copies of the group; None = N*K. More copies raise ValueError on CPU; on CUDA they count
+            as absent and set the device's error word.
     """
     places = slots.numel() if num_places is None else num_places
     return Grouping(*call(_group_copies, slots, first, num_slots, places))

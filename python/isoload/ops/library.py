@@ -1,8 +1,4 @@
-"""The compiled library: its ops, its C functions and the errors of both (csrc/ops/list.h).
-
-An argument that csrc/check.h rejects raises ValueError. Ops on CUDA do not wait for values: a wrong value sets a
-bit of the device's error word, which :func:`check_device` reads.
-"""
+"""The compiled library: its ops, its C functions and the errors of both (csrc/ops/list.h)."""
 
 from __future__ import annotations
 
@@ -62,8 +58,8 @@ def device_errors(device: torch.device | str) -> int:
     """Return and clear the rules that ops on a device found broken since the last call: bit i for RULES[i].
 
     On CUDA an op with a wrong value continues (an id out of range counts as -1) and sets its bit in a word of the
-    device's memory, whose address captured graphs contain. This function reads the word and sets it to 0, after the
-    work on the current stream, and waits for it. Ops on the CPU raise at once, so for the CPU the result is 0.
+    device's memory, whose address captured graphs contain. This function waits for the work on the current stream. Ops
+    on the CPU raise at once, so for the CPU the result is 0.
     """
     return int(error_word(device))
 
@@ -75,18 +71,15 @@ def error_word(device: torch.device | str) -> Tensor:
 
 
 def check_device(device: torch.device | str) -> None:
-    """Raise for the rules that ops on a device found broken since the last check; see :func:`device_errors`.
+    """Raise ValueError with op, argument and rule for what ops on a device found broken: see :func:`device_errors`.
 
     With ISOLOAD_CHECK=1 every op runs this check itself, except in a graph that is being captured.
-
-    Raises:
-        ValueError: names every op, its argument and the rule.
     """
     raise_broken(device_errors(device), device)
 
 
 def raise_broken(broken: int, device: torch.device | str) -> None:
-    """Raise ValueError for the rules of :func:`device_errors`; see :func:`check_device`."""
+    """Raise ValueError for the rules of :func:`device_errors`."""
     if broken:
         rules = [rule for bit, rule in enumerate(RULES) if broken >> bit & 1]
         raise ValueError(f"{'; '.join(rules)} (found on {device}; ISOLOAD_CHECK=1 finds the call)")

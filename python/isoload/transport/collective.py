@@ -1,6 +1,5 @@
-"""CollectiveGroup: one rank per process over torch.distributed, gloo on CPU and NCCL on GPUs.
-
-A trial decides whether every rank of the group reads the memory of every other rank's GPU (symmetric memory).
+"""CollectiveGroup: one rank per process over torch.distributed (gloo or NCCL), with symmetric memory after a trial of
+it.
 """
 
 from __future__ import annotations
@@ -57,7 +56,6 @@ def host_of() -> tuple[str, str]:
 
 
 def gpu_of(device: torch.device) -> str:
-    """Return the UUID of a GPU."""
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
@@ -108,17 +106,9 @@ def check_paths(sites: Sequence[Site], rank: int) -> None:
 def make_symmetric(
     group: Group, processes: dist.ProcessGroup, device: torch.device, timeout: timedelta, limit: timedelta
 ) -> SymmetricMemory:
-    """Make symmetric memory on all ranks, or raise on all ranks.
-
-    torch's rendezvous waits for file descriptors without a timeout and without releasing Python's lock. It must not
-    begin before all ranks have checked that the descriptors will arrive.
-
-    Args:
-        group: the ranks that read each other's memory.
-        processes: their process group.
-        device: this rank's GPU.
-        timeout: of the processes' exchanges.
-        limit: for which a rank waits for others in the trial.
+    """Make symmetric memory on all ranks, or raise on all ranks; in the trial a rank waits up to `limit` for other
+    ranks. torch's rendezvous waits for file descriptors without a timeout and without releasing Python's lock: all
+    ranks first check that the descriptors will arrive.
     """
     rank, path = group.ranks[0], path_of(os.getpid())
     try:
@@ -160,9 +150,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 def device_of(process_group: dist.ProcessGroup) -> torch.device:
-    """Return the device of a process group's exchanges: this process's GPU if the group has a backend for it, else
-    the CPU.
-    """
+    """Return this process's GPU if the process group has a backend for it, else the CPU."""
     if torch.cuda.is_available() and "cuda:" in dist.get_backend_config(process_group):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
@@ -181,16 +169,8 @@ TRIAL_WAIT = timedelta(seconds=30)  # for which a process waits for others in th
 
 
 def await_all(call: str, limit: timedelta | None = None) -> None:
-    """Wait until all processes of the default group have made a call, without a collective that could hang.
-
-    A process that waits longer than FIRST_WAIT warns and names the ranks that are missing.
-
-    Args:
-        call: name of the call, for messages.
-        limit: how long to wait. None: the group's timeout.
-
-    Raises:
-        RuntimeError: some processes have not made the call within the limit; names their ranks.
+    """Wait until all processes of the default group have made a call, without a collective that could hang. After
+    FIRST_WAIT warn and name the missing ranks; after the limit (None: the group's timeout) raise RuntimeError.
     """
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return
@@ -224,17 +204,14 @@ _calls: WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = WeakKeyDictionary()
 
 
 class CollectiveGroup(Group):
-    """Owns this process's rank of a process group. All ranks of the group construct it together.
+    """One rank per process, over a process group. All ranks of the group construct it together.
 
-    If a peer dies, each call fails with a RuntimeError that names the stage: at once if the backend detects the closed
-    connection, else after the process group's timeout.
+    If a peer dies, each call raises a RuntimeError that names the stage, at the latest after the process group's
+    timeout.
 
     Args:
-        topology: R ranks, or the number R, as many as the process group has.
+        topology: R ranks, or the number R, as many as the process group has. Must be the same on all ranks.
         process_group: None = the default group.
-
-    Raises:
-        ValueError: on all ranks, if the topology does not fit the process group or differs between the ranks.
     """
 
     def __init__(self, topology: Topology | int, process_group: dist.ProcessGroup | None = None) -> None:
@@ -249,13 +226,13 @@ class CollectiveGroup(Group):
 
     @classmethod
     def own(cls, topology: Topology | int, like: dist.ProcessGroup | None = None) -> CollectiveGroup:
-        """Create a group over the processes of `like`, with a communicator that no other code uses.
+        """Create a group over the processes of `like`, with a communicator that no other code uses and the same
+        timeout.
 
-        All processes of the default group call it together, as :func:`torch.distributed.new_group` requires. The
-        timeout is that of the other group.
+        All processes of the default group call it together, as :func:`torch.distributed.new_group` requires.
 
         Args:
-            topology: the ranks, or their number R. R must be the number of processes of `like`.
+            topology: R ranks, or the number R: as many as `like` has.
             like: group whose processes join; None = all processes.
         """
         ranks = None if like is None else dist.get_process_group_ranks(like)
@@ -335,20 +312,9 @@ class CollectiveGroup(Group):
         node: dist.ProcessGroup | None = None,
         row: Tensor | None = None,
     ) -> Tensor | None:
-        """Raise on all ranks (of a node), on CPU, unless all ranks are in this stage with rows of one size.
-
-        Without this check gloo would abort. A row that fits into the frame travels with it. On a GPU a frame would be
-        one more collective and a host wait, so there only the group's timeout applies.
-
-        Args:
-            stage: of the exchange that follows.
-            like: a tensor on the exchange's device.
-            size: bytes of a row.
-            node: the ranks of a node; None = all ranks.
-            row: [F] what this rank sends, where all ranks receive it.
-
-        Returns:
-            [n, F] the rows of all ranks; None if the rows are still to be exchanged.
+        """Raise on all ranks (of a node), on CPU, unless all are in this stage with rows of one size; gloo would abort.
+        A `row` [F] that fits into the frame travels with it: return the rows [n, F] of all ranks, else None. On a GPU a
+        frame would be one more collective and a host wait, so there only the group's timeout applies.
         """
         if not values_readable(like) or like.device.type != "cpu":
             return None

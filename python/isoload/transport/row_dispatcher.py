@@ -1,10 +1,9 @@
 """RowDispatcher sends a token once to every rank that has one of its slots, in one all-to-all.
 
-NodeDispatcher sends a token once to every node that has one of its slots, in two hops. In the first hop a rank sends
-to its *leaders*, the ranks with its own position on every node. In the second a leader sends the received rows to the
-ranks of its node. Combine uses the same hops in reverse, so one row per token leaves a node: the token's sum there.
-GRACE-MoE distributes tokens in this way (papers/002, implementation details); DeepEP's kernels between nodes use the
-same leaders.
+NodeDispatcher sends a token once to every node that has one of its slots, in two hops: to the rank's *leaders*, the
+ranks with its own position on every node, and from a leader to the ranks of its node. Combine uses the hops in reverse,
+so one row per token leaves a node: the token's sum there. GRACE-MoE distributes tokens in this way (papers/002,
+implementation details); DeepEP's kernels between nodes use the same leaders.
 """
 
 from __future__ import annotations
@@ -40,10 +39,7 @@ Given = tuple[Owned, Owned, Owned]  # x, slots and weights of the owned ranks
 
 @dataclass(frozen=True, eq=False)
 class RowHandle:
-    """State of a hop for combine: the rank's row map, and the link that connects the functions in autograd.
-
-    before: the previous hop, which brought the rows to where this hop began; None for the first hop.
-    """
+    """State of a hop for combine: the rank's row map, the link in autograd, and the hop before it, if any."""
 
     row_map: RowMap
     link: Tensor
@@ -51,20 +47,16 @@ class RowHandle:
 
 
 class RowDispatcher(Dispatcher):
-    """Rows arrive by source rank, then token. All ranks of the group construct it together.
+    """Rows arrive by source rank, then token. All ranks of the group construct it together, with the same capacities.
 
     Args:
         group: the ranks.
-        max_tokens_per_rank: C. Every pair of ranks exchanges C rows, so shapes are fixed and the host never waits;
-            N = R * C, and the rows of source s start at s * C. None: exactly the existing rows are exchanged, and the
-            host waits once per dispatch.
-        max_copies_per_rank: with max_tokens_per_rank, the largest number of copies that a rank receives in a batch:
-            the experts' buffers then have this size and not N*K. More copies raise ValueError on all ranks on CPU; on
-            a GPU they are dropped, and :func:`isoload.ops.check_device` raises. Without max_tokens_per_rank the host
-            reads the number of copies together with that of the rows.
-
-    Raises:
-        ValueError: on all ranks, if a capacity is below 1 or differs between the ranks.
+        max_tokens_per_rank: C. Every pair of ranks exchanges C rows, so shapes are fixed and the host never waits; N =
+            R * C, and the rows of source s start at s * C. None: exactly the existing rows are exchanged, and the host
+            waits once per dispatch.
+        max_copies_per_rank: with max_tokens_per_rank, the most copies that a rank receives in a batch: the size of the
+            experts' buffers, instead of N*K. More copies raise ValueError on all ranks on CPU; on a GPU they are
+            dropped, and :func:`isoload.ops.check_device` raises.
     """
 
     num_counts = 2  # rows and copies to every rank
@@ -126,14 +118,8 @@ class RowDispatcher(Dispatcher):
     def _exchange_counts(
         self, call: Call, counts: Owned, facts: list[tuple[int, ...]], like: Tensor
     ) -> tuple[list[PerRank], list[PerRank]] | None:
-        """Check that the arguments of all ranks fit, and return every owned rank's counts sent and got; None: fixed
-        shapes.
-
-        Args:
-            call: may have failed.
-            counts: [num_counts, R] int64 each, rows and copies to every destination first.
-            facts: FACTS of every owned rank.
-            like: a tensor on the device of the exchange.
+        """Check that the arguments of all ranks fit; return every owned rank's counts sent and got, None for fixed
+        shapes. `counts` are [num_counts, R] int64 each, rows and copies to every destination first.
         """
         group = self.group
         if self.max_tokens_per_rank is None:
@@ -150,9 +136,7 @@ class RowDispatcher(Dispatcher):
     def _pack(
         self, tensors: Given, slots_per_rank: int, call: Call | None, forward_only: bool = False
     ) -> tuple[list[RowMap], Owned, Any]:
-        """Return where every owned rank's tokens go, the buffers to send, and for :meth:`_receive` the limit of
-        copies.
-        """
+        """Return the owned ranks' row maps, the buffers to send, and the limits of copies for :meth:`_receive`."""
         group, num_ranks = self.group, self.group.topology.num_ranks
         call, facts, numbers = self._check_given(tensors, slots_per_rank, call, forward_only)
         x, slots, weights = tensors
@@ -223,14 +207,8 @@ def pack_hop(
     own_destination: Sequence[int],
     capacity: int | None,
 ) -> tuple[list[RowMap], Owned]:
-    """Return where every owned rank's rows go, and the buffers to send.
-
-    Args:
-        tokens: rows [T, H], slots [T, K], weights [T, K] and the numbers of the rows to every destination.
-        slots_per_place: slots of a destination.
-        sent, got: [R] rows each.
-        own_destination: the destination to which a rank itself belongs.
-        capacity: see :func:`isoload.ops.pack_rows`.
+    """Return where every owned rank's rows go, and the buffers to send. `tokens` has the ranks' rows [T, H], slots [T,
+    K], weights [T, K] and the numbers of the rows to every destination; sent and got are [R] rows each.
     """
     maps, payload = [], []
     for r, (rows, slots, weights, numbers) in enumerate(zip(*tokens, strict=True)):
@@ -267,19 +245,12 @@ class Hops(NamedTuple):
 
 
 class NodeDispatcher(RowDispatcher):
-    """Rows arrive by leader, then source node, then token. All ranks of the group construct it together.
+    """Rows arrive by leader, then source node, then token; the arguments are those of RowDispatcher.
 
-    A token's sum in a node is rounded to the dtype of the rows before it leaves the node, as a rank's sum is in a
-    :class:`RowDispatcher`, and so is the gradient of x. ``traffic.rows`` has the rows of both hops, without those that
-    a rank sends to itself in the first hop: between ranks of two nodes, one row for every token and other node. The
-    second hop of a started dispatch begins when the caller waits for the first.
-
-    Args:
-        group: the ranks.
-        max_tokens_per_rank: C. Every rank exchanges C rows with each of its leaders and, inside of the node, C for
-            every node with each rank: N = R * C, as for RowDispatcher. None: as for RowDispatcher; the host waits
-            once.
-        max_copies_per_rank: as for RowDispatcher.
+    A token's sum in a node, and its gradient of x, is rounded to the dtype of the rows before it leaves the node.
+    ``traffic.rows`` has the rows of both hops, without those that a rank sends to itself in the first hop. The second
+    hop of a started dispatch begins when the caller waits for the first. With max_tokens_per_rank a rank exchanges C
+    rows with each of its leaders, and in its node C for every node with each rank.
     """
 
     adds_in_nodes = True
@@ -324,9 +295,7 @@ class NodeDispatcher(RowDispatcher):
         slots_per_rank: int,
         packed: Hops,
     ) -> list[Received]:
-        """Run the second hop: rows [N, H], slots [N, K] in the node and weights [N, K] from leaders to their node's
-        ranks.
-        """
+        """Run the second hop: rows [N, H], slots [N, K] in the node and weights [N, K], as leaders received them."""
         group, topology, owned = self.group, self.group.topology, len(maps)
         rows, slots, weights = (values[i * owned : (i + 1) * owned] for i in range(3))
         per_node = topology.ranks_per_node
@@ -349,10 +318,9 @@ class NodeDispatcher(RowDispatcher):
         return of_ranks.view(-1, per_node).select(1, rank % per_node)
 
     def _count_hops(self, rank: int, counts: Tensor, to_nodes: RowNumbers) -> Tensor:
-        """Return [3 + L, R], the counts that the other ranks need, for L ranks per node.
-
-        Rows and copies to every rank; the rows to each leader; and, for each position in the leader's node, how many
-        of these continue to the rank there. So the host waits once for both hops.
+        """Return [3 + L, R], the counts that the other ranks need for both hops, for L ranks per node: rows and copies
+        to every rank; the rows to each leader; and, for each position in the leader's node, how many of these continue
+        to it.
         """
         per_node = self.group.topology.ranks_per_node
         to_leaders = torch.zeros_like(counts[0])
@@ -375,7 +343,6 @@ class NodeDispatcher(RowDispatcher):
         return Hops(across, Hop(outward, back), [sum(kinds[1]) for kinds in arriving])
 
     def _fixed_hops(self) -> Hops:
-        """Return the sizes of both hops with max_tokens_per_rank."""
         topology, capacity = self.group.topology, self.max_tokens_per_rank
         assert capacity is not None
         per_node = topology.ranks_per_node

@@ -1,7 +1,5 @@
-"""DeepEPTransport: a group over torch.distributed, with DeepEP for the rows.
-
-DeepEP takes a route's slots as its experts. The installed DeepEP version is read from its files, because importing
-DeepEP starts its compiler and needs a GPU.
+"""DeepEPTransport: a group over torch.distributed, with DeepEP for the rows; DeepEP takes a route's slots as its
+experts. The installed version is read from files, because importing DeepEP starts its compiler and needs a GPU.
 """
 
 from __future__ import annotations
@@ -33,9 +31,7 @@ from isoload.wording import not_one_of
 
 @dataclass(frozen=True, eq=False)
 class DeepEPHandle:
-    """State of a dispatch for combine: DeepEP's handle, T, and the link that connects dispatch and combine in
-    autograd.
-    """
+    """State of a dispatch for combine: DeepEP's handle, T, and the link that connects both in autograd."""
 
     own: WireHandle
     num_tokens: int
@@ -43,29 +39,23 @@ class DeepEPHandle:
 
 
 class DeepEPDispatcher(Dispatcher):
-    """One rank per process over DeepEP; rows are bfloat16. All ranks of the group construct it together.
+    """One rank per process over DeepEP; rows are bfloat16. All ranks construct it together, with the same arguments.
 
     ``received`` has the rows in DeepEP's order: by source rank, then token, for Buffer and for the other buffers made
-    with ``deterministic=True``, else in order of arrival. Sums are accumulated in float32 and rounded once per rank
-    and once over the ranks: by ascending rank in Buffer, else by the place of a rank's last copy among a token's
-    choices.
+    with ``deterministic=True``, else in order of arrival. Sums are accumulated in float32 and rounded once per rank and
+    once over the ranks: by ascending rank in Buffer, else by the place of a rank's last copy among a token's choices.
 
-    If a rank fails, the other ranks raise before they dispatch where they can find out: by an exchange on CPU and
-    under ISOLOAD_CHECK=1, elsewhere if the gather of loads transmitted the failure and `waits` is set. Otherwise they
-    end by DeepEP's own timeouts.
+    If a rank fails, the other ranks raise before they dispatch only on CPU, under ISOLOAD_CHECK=1, or if the gather of
+    loads transmitted the failure and `waits` is set. Otherwise they end by DeepEP's own timeouts.
 
     Args:
         group: the ranks.
-        buffer: DeepEP's EPBuffer, ElasticBuffer or Buffer, or an object with the methods of Buffer, over the same
-            processes and made for at least this shape.
+        buffer: an EPBuffer, ElasticBuffer or Buffer, or an object with Buffer's methods, made for at least this shape.
         shape: of a batch.
         waits: whether the host waits for the number of received rows. False: N = R * C always (S * R * C in the
             low-latency mode), for CUDA graphs.
         expert_major: whether a row comes once for each of its copies on the rank, sorted by slot, so that experts need
             not sort; DeepEP adds the copies up. EPBuffer and ElasticBuffer.
-
-    Raises:
-        ValueError: on all ranks: a limit of DeepEP is exceeded, the buffer is of another version, or facts differ.
     """
 
     group: CollectiveGroup
@@ -236,23 +226,13 @@ class Package:
 
 
 def installed() -> list[Package]:
-    """Return the installed packages, the one with the preferred buffer first; a package without buffers is not
-    DeepSeek's.
-    """
+    """Return the installed packages, the one with the preferred buffer first; one without buffers is not DeepSeek's."""
     packages = list(_read(MODULES))
     return sorted(packages, key=lambda p: min(map(BUFFERS.index, p.buffers), default=len(BUFFERS)))
 
 
 def load_buffer(name: str | None = None) -> Any:
-    """Import and return the class of a buffer.
-
-    Args:
-        name: in BUFFERS; None = the preferred one of the installed packages.
-
-    Raises:
-        ValueError: if no installed package has it.
-        RuntimeError: if the package does not start here; includes the package's own error.
-    """
+    """Import and return the class of a buffer of BUFFERS; None = the preferred one of the installed packages."""
     if name is not None and name not in BUFFERS:
         raise ValueError(not_one_of("kind", BUFFERS, name))
     for package in installed():
@@ -297,6 +277,8 @@ _BUFFER = ("DeepEP buffer",)
 class DeepEPTransport(Transport):
     """One rank per process: loads and agreements over torch.distributed, rows by DeepEP.
 
+    All ranks construct it together, with the same arguments.
+
     Args:
         topology: R ranks, or the number R, as many as the process group has.
         group: the process group, of NCCL; None = the default group.
@@ -310,10 +292,6 @@ class DeepEPTransport(Transport):
         deterministic: rows by source rank, then token, independent of timing; costs a sort in every dispatch.
         borrow_bytes: memory of EPBuffer for borrowed experts (``borrow="deep_ep"``), rounded up to 2 MiB.
         buffer: an existing buffer; replaces kind, low_latency, deterministic and borrow_bytes.
-
-    Raises:
-        ValueError: on all ranks: no such DeepEP is installed, a limit of it is exceeded, or facts differ.
-        RuntimeError: if the installed DeepEP does not start here.
     """
 
     def __init__(
