@@ -1,8 +1,7 @@
 """Weights in pages: tensors [S, ...] whose last rows have no memory, and the slots of a rank that do.
 
-An engine wants the same number of slots in every layer and on every rank. A ragged placement has fewer on some. The
-tensors stay rectangular in virtual memory, and the pages of absent slots are given back. On the CPU the memory is an
-anonymous mapping, on an NVIDIA GPU the driver's virtual memory (CUDA driver API, section "Virtual Memory Management").
+Engines want equal numbers of slots in every layer and on every rank, where a ragged placement has fewer: tensors stay
+rectangular in virtual memory, and the pages of absent slots are given back.
 """
 
 from __future__ import annotations
@@ -17,10 +16,7 @@ from torch import Tensor
 
 
 class PageLayout(NamedTuple):
-    """Pages of a tensor of rows, of which the first have memory.
-
-    row_bytes: of one row. num_rows: S. page_bytes: of one page.
-    """
+    """Pages of a tensor of rows, of which the first have memory."""
 
     row_bytes: int
     num_rows: int
@@ -28,14 +24,10 @@ class PageLayout(NamedTuple):
 
     @property
     def num_pages(self) -> int:
-        """Pages of the whole tensor."""
         return self.pages_of(self.num_rows)
 
     def pages_of(self, rows: int) -> int:
-        """Return the number of pages, from the first on, that have memory if this many rows have memory.
-
-        The last row's page has memory even if the row fills only a part of the page.
-        """
+        """Return how many pages, from the first on, have memory if this many rows have, the last one's included."""
         return -(-self.row_bytes * rows // self.page_bytes)
 
     def check(self, rows: int) -> None:
@@ -78,10 +70,8 @@ class Driver(Protocol):
 
 
 class GpuPages:
-    """Physical pages of one GPU, for all paged tensors of a rank.
-
-    A page that a tensor gives back is kept for the tensors that grow: no other allocation can take it in between. All
-    absent pages show one page of zeros, because warm-up, autotuning and masked GEMMs read rows of all slots.
+    """Physical pages of one GPU. Those that a tensor gives back are kept for the tensors that grow. All absent pages
+    show one page of zeros, because warm-up, autotuning and masked GEMMs read rows of all slots.
     """
 
     def __init__(self, driver: Driver) -> None:
@@ -95,7 +85,6 @@ class GpuPages:
         driver.tensor(address, self.page_bytes, self).zero_()
 
     def pop(self) -> int:
-        """Return a page that no tensor uses."""
         if self.unused:
             return self.unused.pop()
         self.created += 1
@@ -103,10 +92,7 @@ class GpuPages:
 
 
 class GpuMemory:
-    """Address range of a GPU whose pages get memory one by one: each page is taken or given before it is used.
-
-    The range lives as long as the process.
-    """
+    """Address range of a GPU whose pages get memory one by one; it lives as long as the process."""
 
     def __init__(self, pages: GpuPages, num_pages: int) -> None:
         self.page_bytes, self._pages = pages.page_bytes, pages
@@ -140,17 +126,8 @@ class GpuMemory:
 
 
 class PagedTensor:
-    """Copy of a tensor [S, ...] whose first rows alone have memory; absent rows read as zeros.
-
-    Nothing may write to an absent row: the write would take memory that no pool has counted.
-
-    Args:
-        values: [S, ...]; the first `rows` rows are copied.
-        rows: number of rows with memory.
-        pages: those of the tensor's GPU. None: the tensor is on the CPU.
-
-    Raises:
-        ValueError: the tensor is on another device, or has no bytes.
+    """Copy of a tensor [S, ...] whose first rows alone have memory; absent rows read as zeros. Nothing may write to an
+    absent row: the write would take memory that no pool has counted.
     """
 
     def __init__(self, values: Tensor, rows: int, pages: GpuPages | None = None) -> None:
@@ -184,11 +161,7 @@ class PagedTensor:
 
 
 class PagePool:
-    """All paged tensors of one rank: the number of slots with memory, over all layers, never grows.
-
-    Tensors of one layer have the same number of slots. A page that two rows share is counted with the first of them,
-    so after a move between layers a rank may have one page per tensor more or fewer than before.
-    """
+    """All paged tensors of one rank: the number of slots with memory, over all layers, never grows."""
 
     def __init__(self) -> None:
         self.layers: dict[int, list[PagedTensor]] = {}
@@ -211,20 +184,14 @@ class PagePool:
 
     @property
     def on_gpu(self) -> bool:
-        """Whether a tensor is on a GPU."""
         return bool(self._pages)
 
     @property
     def slots(self) -> dict[int, int]:
-        """Slots with memory by layer."""
         return {layer: tensors[0].rows for layer, tensors in self.layers.items()}
 
     def resize(self, slots: Mapping[int, int]) -> None:
-        """Change the number of slots of some layers: layers that shrink give pages before others take them.
-
-        Raises:
-            ValueError: all layers together would have more slots than at the start; nothing has changed then.
-        """
+        """Change the number of slots of some layers: those that shrink give pages first. An error changes nothing."""
         wanted = sum((self.slots | dict(slots)).values())
         if wanted > self.limit:
             raise ValueError(
@@ -235,7 +202,6 @@ class PagePool:
                 tensor.resize(rows)
 
     def slot_bytes(self) -> dict[int, int]:
-        """Return the bytes of one slot, by layer."""
         return {layer: sum(t.layout.row_bytes for t in tensors) for layer, tensors in self.layers.items()}
 
 
@@ -264,15 +230,7 @@ class _Access(ctypes.Structure):
 
 
 class CudaDriver:
-    """Virtual memory of one NVIDIA GPU by the CUDA driver API.
-
-    Args:
-        device: the GPU, on which torch has a context.
-
-    Raises:
-        ValueError: the device is no NVIDIA GPU, or the driver has no virtual memory for it.
-        RuntimeError: a call of the driver failed; the message has the call and the error number of cuda.h.
-    """
+    """Virtual memory of one NVIDIA GPU, on which torch has a context, by the CUDA driver API."""
 
     def __init__(self, device: torch.device) -> None:
         if device.type != "cuda" or torch.version.hip:
@@ -319,7 +277,6 @@ class CudaDriver:
         self._call("cuMemUnmap", ctypes.c_uint64(address), ctypes.c_size_t(self.page_bytes))
 
     def allow(self, address: int, num_bytes: int) -> None:
-        """Let the GPU read and write pages that were mapped."""
         count = ctypes.c_size_t(1)
         access = ctypes.byref(self._access)
         self._call("cuMemSetAccess", ctypes.c_uint64(address), ctypes.c_size_t(num_bytes), access, count)
@@ -360,15 +317,7 @@ class _ArrayInterface:
 
 
 def resident_slots(table: Tensor, num_ranks: int) -> Tensor:
-    """Return [L, R] slots with an expert on every rank.
-
-    Args:
-        table: [L, P] expert in each slot; -1 = absent.
-        num_ranks: R.
-
-    Raises:
-        ValueError: an absent slot comes before a slot with an expert on its rank; names layer and rank.
-    """
+    """Return [L, R] slots with an expert, which must be the first of their rank, from a table [L, P]; -1 = absent."""
     filled = table.reshape(len(table), num_ranks, -1) >= 0
     slots = filled.sum(2)
     wrong = filled != (torch.arange(filled.shape[2], device=table.device) < slots[:, :, None])

@@ -1,7 +1,4 @@
-"""Shard: home rows in a model's own memory (Parameters, DTensors, views); the migration to a new placement.
-
-A migration first compares the facts that ranks must agree on, then moves the rows of weights and of optimizer state.
-"""
+"""Shard: home rows in a model's own memory (Parameters, DTensors, views); the migration to a new placement."""
 
 from __future__ import annotations
 
@@ -26,8 +23,7 @@ from isoload.weights.storage import RankWeights, new_stack, version_of
 class Shard:
     """The home experts of one rank in the model's own memory: nothing is copied, gradients reach its Parameters.
 
-    A layer made of shards allocates memory for replicas only. Home experts stay in place: ``load_placement`` moves
-    replicas. Home rows and replicas are multiplied by one grouped GEMM each.
+    A layer made of shards allocates memory for replicas only, and ``load_placement`` moves only replicas.
 
     Args:
         experts: the rank's home experts in the placement, ascending; row i of every stack belongs to experts[i].
@@ -40,7 +36,6 @@ class Shard:
     weights: ExpertWeights | Callable[[], ExpertWeights]
 
     def owner_stacks(self) -> ExpertWeights:
-        """Return the stacks as the owner has them."""
         return self.weights if isinstance(self.weights, ExpertWeights) else self.weights()
 
     def read(self) -> ExpertWeights:
@@ -56,13 +51,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 class ShardWeights(RankWeights):
-    """One rank's weight rows of a layer: home rows of a Shard, replica rows in a storage of their own.
-
-    Args:
-        layout: the experts of its rows; homes in the order of the shard.
-        shard: the home rows.
-        num_rows, spare_slots, new_stack: as RankWeights.
-    """
+    """One rank's weight rows of a layer: home rows of a Shard, replica rows in a storage of their own."""
 
     def __init__(
         self,
@@ -147,7 +136,6 @@ def as_parameter(stack: Tensor | None) -> nn.Parameter | None:
 
 
 def check_shard(shard: Shard, homes: Sequence[int], rank: int) -> ExpertWeights:
-    """Return a rank's shard. Raises ValueError if it cannot hold these home experts."""
     if list(shard.experts) != list(homes):
         raise ValueError(
             f"experts of rank {rank}'s shard must be its home experts in the placement, ascending, {list(homes)}, "
@@ -169,7 +157,6 @@ def check_shard(shard: Shard, homes: Sequence[int], rank: int) -> ExpertWeights:
 
 
 def check_homes_stay(before: Sequence[Layout], after: Sequence[Layout]) -> None:
-    """Raise ValueError if a placement moves experts whose home rows are in a Shard."""
     for rank, (now, new) in enumerate(zip(before, after, strict=True)):
         if now.homes != new.homes:
             raise ValueError(
@@ -190,7 +177,6 @@ FACTS = (
 
 
 def check_move(now: Placement, new: Placement, rows_per_chunk: int, ranks: Sequence[RankWeights]) -> None:
-    """Raise ValueError if a layer cannot change from one placement to another, or not now."""
     check_same_shape(now, new)
     if rows_per_chunk < 2:
         raise ValueError(f"rows_per_chunk must be at least 2, got {rows_per_chunk}")
@@ -199,7 +185,6 @@ def check_move(now: Placement, new: Placement, rows_per_chunk: int, ranks: Seque
 
 
 def check_no_state(before: Sequence[Layout], after: Sequence[Layout], ranks: Sequence[RankWeights]) -> None:
-    """Raise ValueError if an optimizer may keep state of home rows that get other experts."""
     moved = any(now.homes != new.homes for now, new in zip(before, after, strict=True))
     if moved and any(rank.had_gradients for rank in ranks):
         raise ValueError(
@@ -217,7 +202,6 @@ def move_facts(
     ranks: Sequence[RankWeights],
     optimizer: Optimizer | None,
 ) -> list[list[int]]:
-    """Return FACTS of every owned rank."""
     for rank, (layout, rows) in enumerate(zip(after, num_rows, strict=True)):
         if len(layout.experts) > rows:
             raise ValueError(
@@ -239,10 +223,7 @@ def move_weights(
     after: Sequence[Layout],
     rows_per_chunk: int,
 ) -> None:
-    """Move the storages of a layer from one layout [R] to the next; the caller updates the Parameters afterwards.
-
-    Home rows of a Shard stay and are copied into the replica rows that get another expert.
-    """
+    """Move the storages of a layer from one layout [R] to the next; the caller then updates the Parameters."""
     if isinstance(ranks[0], ShardWeights):
         sources, targets = [r.home_rows() for r in ranks], [r.replica_rows() for r in ranks]
         moves = [
@@ -257,7 +238,6 @@ def move_weights(
 
 
 def replica_at(layouts: Sequence[Layout], place: Address) -> Sequence[int]:
-    """Return the expert in a replica row, none after the last."""
     return layouts[place.rank].replicas[place.row : place.row + 1]
 
 
@@ -270,10 +250,7 @@ def move_state(
     after: Sequence[Layout],
     rows_per_chunk: int,
 ) -> None:
-    """Move the optimizer's state of home rows, one kind of state after the other.
-
-    A rank whose number of homes changes gets new tensors; other ranks' tensors are written in place.
-    """
+    """Move the optimizer's state of home rows; a rank whose number of homes changes gets new tensors."""
     chunks = plan_moves([r.homes for r in before], [r.homes for r in after], rows_per_chunk)
     for name, key in sorted({field[:2] for rank in ranks for field in state_fields(optimizer, rank)}):
         states = [optimizer.state[getattr(rank, name)] for rank in ranks]
@@ -288,7 +265,6 @@ def move_state(
 
 
 def _resized(tensor: Tensor, count: int) -> Tensor:
-    """Return the tensor with at least count rows, contiguous."""
     missing = count - len(tensor)
     if missing <= 0:
         return tensor.contiguous()
