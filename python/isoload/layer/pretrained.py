@@ -1,7 +1,4 @@
-"""save_pretrained for transformers models whose experts are distributed over processes.
-
-Rank 0 of the default process group writes. Stacks of all experts exist for one layer at a time.
-"""
+"""save_pretrained for transformers models with experts on several processes; rank 0 writes, layer by layer."""
 
 from __future__ import annotations
 
@@ -36,12 +33,10 @@ def all_processes(call: str) -> Group:
 
 
 def is_writer() -> bool:
-    """Return whether this process writes the files."""
     return not dist.is_available() or not dist.is_initialized() or dist.get_rank() == 0
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the model inside DistributedDataParallel and torch.compile; saved programs use its names."""
     while True:
         inner = (
             model.module if isinstance(model, DistributedDataParallel) else getattr(model, "_orig_mod", None)
@@ -52,19 +47,16 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def plain_name(name: str) -> str:
-    """Return the name of a module or Parameter without the names of wrappers."""
     for wrapper in WRAPPERS:
         name = name.replace(wrapper, "")
     return name
 
 
 def stored_layers(model: nn.Module) -> dict[str, StoredExperts]:
-    """Return the layers of a model by name, in order."""
     return {plain_name(n): m for n, m in model.named_modules() if isinstance(m, StoredExperts)}
 
 
 def check_layers(layers: dict[str, StoredExperts], processes: Group) -> None:
-    """Raise ValueError unless this process can save all experts together with the other processes."""
     if not layers:
         raise ValueError("model must have isoload layers (isoload.MoE, isoload.balance), got none")
     size = processes.topology.num_ranks
@@ -80,7 +72,6 @@ def check_layers(layers: dict[str, StoredExperts], processes: Group) -> None:
 
 
 def check_parameters(layers: Mapping[str, StoredExperts]) -> None:
-    """Raise ValueError unless all layers have their experts' Parameters."""
     if not layers:
         raise ValueError("model must have isoload layers (isoload.MoE, isoload.balance), got none")
     for name, layer in layers.items():
@@ -98,10 +89,7 @@ def whole_tensor(value: Any) -> Any:
 
 
 def whole_state(model: nn.Module) -> dict[str, Any]:
-    """Return a model's state_dict with the experts of all ranks, in host memory, on the process that writes.
-
-    All processes call it together; the other processes get no tensors.
-    """
+    """Return a model's state_dict with the experts of all ranks, in host memory, on the process that writes."""
     return {key: value for part in whole_parts(model) for key, value in part.items()}
 
 
@@ -124,7 +112,6 @@ def other_state(model: nn.Module) -> dict[str, Any]:
 
 
 def other_entries(model: nn.Module) -> dict[str, Any]:
-    """Return the entries of this process's state_dict except experts."""
     prefixes = tuple(name + module.part_keys for name, module in holders(model).items())
     experts = {id(p) for layer in stored_layers(model).values() for p in layer.weights.parameters()}
     return {
@@ -173,20 +160,9 @@ def save_pretrained(
 ) -> None:
     """Write a checkpoint with all experts, which stock transformers loads. All ranks call it together; rank 0 writes.
 
-    Every rank needs host memory for the experts of one layer. Each layer's experts have their own files of at most
-    ``max_shard_size``. Files appear in the folder once all of them are written.
-
-    Args:
-        model: transformers model, see :func:`isoload.balance`.
-        save_directory: folder of the checkpoint, created if missing.
-        is_main_process: not used if the state is gathered.
-        state_dict: complete state that was gathered before; each process then writes as in transformers.
-        push_to_hub: must be False if the state is gathered.
-        **options: other arguments of transformers' save_pretrained.
-
-    Raises:
-        ValueError: on all ranks: state_dict is one rank's part, or the state cannot be gathered.
-        RuntimeError: other ranks have not called it within the timeout of the default process group.
+    Every rank needs host memory for the experts of one layer, which have their own files of at most ``max_shard_size``.
+    Files appear in the folder once all of them are written. Given a complete state_dict, each process writes it as in
+    transformers; otherwise is_main_process is not used, and push_to_hub must be False.
     """
     kind: Any = type(model)  # the instance attribute save_pretrained is this function
     write = kind.save_pretrained
@@ -225,7 +201,6 @@ def save_pretrained(
 
 
 def check_folder(target: Path) -> None:
-    """Raise ValueError if the target is a file."""
     if target.exists() and not target.is_dir():
         raise ValueError(f"save_directory must be a folder, got a file: {target}")
 

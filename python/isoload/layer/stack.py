@@ -1,7 +1,4 @@
-"""LibraStack: MoE layers called in order; each layer's borrowed experts travel while the previous layer computes.
-
-At construction a stack rejects layers that cannot share a stack and predictors for other layers.
-"""
+"""LibraStack: MoE layers called in order; each layer's borrowed experts travel while the previous layer computes."""
 
 from __future__ import annotations
 
@@ -41,7 +38,6 @@ KNOWN = "known"  # predict= of a stack whose layers take plans that were made ah
 
 
 def check_layers(layers: Sequence[MoE]) -> None:
-    """Raise ValueError unless the layers can share a stack."""
     facts, ids = facts_of(layers[0]), set[int]()
     for i, layer in enumerate(layers):
         if layer.run_by is not None or id(layer) in ids:
@@ -62,7 +58,6 @@ def check_layers(layers: Sequence[MoE]) -> None:
 
 
 def facts_of(layer: MoE) -> dict[str, object]:
-    """Return the facts that must be equal in all layers, by name."""
     placement, stored = layer.placement, layer._ranks()[0].stored()
     shapes = ", ".join(f"{name} {list(stack.shape[1:])}" for name, stack in stored.items())
     return {
@@ -76,7 +71,6 @@ def facts_of(layer: MoE) -> dict[str, object]:
 
 
 def check_local(local: str, layers: Sequence[MoE], predicts: bool) -> None:
-    """Raise ValueError unless the layers can run in this order of the two stages."""
     if local not in LOCALS:
         raise ValueError(not_one_of("local", LOCALS, local))
     if local == "planned":
@@ -119,7 +113,6 @@ def check_host_plans(local: str, layers: Sequence[MoE], predicts: bool) -> None:
 def make_predictor(
     predict: str | Predictor | None, layers: Sequence[MoE], norms: Sequence[nn.Module] | None
 ) -> Predictor | None:
-    """Return the predictor of a stack, on the layers' device; None without prediction and for known plans."""
     if norms is not None and predict != "lookahead":
         raise ValueError(f"norms must be None unless predict is 'lookahead', got {len(norms)}")
     if predict is None or predict == KNOWN:
@@ -228,22 +221,14 @@ AFTER = "post_feedforward_layernorm"
 
 @dataclass(frozen=True, eq=False)
 class Fetched:
-    """Prefetched spare slots of one layer.
-
-    layer     layer of the spare slots
-    filled    experts of all slots
-    borrowed  weights of the spare slots; None if nothing is borrowed
-    marks     versions of the owned ranks' Parameters when they were sent, see
-              :meth:`isoload.weights.storage.RankWeights.marks`
-    """
+    """Prefetched spare slots of one layer."""
 
     layer: MoE
-    filled: PlacedLayers
-    borrowed: Borrowed | None
-    marks: list[list[tuple[Tensor, int]]]
+    filled: PlacedLayers  # experts of all slots
+    borrowed: Borrowed | None  # weights of the spare slots, if any
+    marks: list[list[tuple[Tensor, int]]]  # RankWeights.marks() of the owned ranks when the weights were sent
 
     def check(self) -> None:
-        """Raise ValueError if the layer's Parameters have changed since."""
         ranks = self.layer._ranks()
         if not all(rank.is_marked(marks) for rank, marks in zip(ranks, self.marks, strict=True)):
             raise ValueError(
@@ -253,39 +238,31 @@ class Fetched:
 
 
 class LibraStack:
-    """Stack of MoE layers that runs each layer in two stages and prefetches borrowed experts. For inference, and with
-    predict="known" for training.
+    """Stack of MoE layers that runs each layer in two stages and prefetches borrowed experts, see docs/transformers.md.
 
-    The model calls its layers in order, and each call goes through the stack until :meth:`close`. While layer i
-    computes, the spare slots of layer i + 1 are filled from predicted loads, and their weights travel into the buffer
-    that layer i does not use. The first layer's weights travel while the last layer computes. Spare slots without
-    prefetched weights stay empty: in a layer that is called out of order, and in the first layer of the first batch.
+    The model calls its layers in order, through the stack until :meth:`close`. While layer i computes, the spare slots
+    of layer i + 1 are filled from predicted loads, and their weights travel; the first layer's while the last layer
+    computes. Spare slots without prefetched weights stay empty: in a layer that is called out of order, and in the
+    first layer of the first batch. For inference, and with predict="known" for training. Equal arguments on all ranks.
 
     Args:
         layers: layers of one transport, with equal experts and spare slots.
         predict: "lookahead" (each layer's gate on the rows of the previous layer), "last" (the previous batch) or a
             Predictor. None: no prefetching; policies that borrow fill from the batch's loads. "known": every call has
-            its plan (``layer(x, plan=plans[micro_batch, layer])``), whose successor's experts are fetched, in backward
-            too. The layers run their own stages, and gradients may be recorded.
+            its plan (``layer(x, plan=plans[micro_batch, layer])``), whose successor's experts are fetched.
         norms: for "lookahead": for every layer the module that computes its rows from the residual right before the
             layer. The gate then reads the next norm of the residual.
-        local: "planned": plan, start dispatch, compute local copies, then received ones. "held" (the paper's): rows,
-            choices and weights go to all ranks, and local copies are computed before the plan, which keeps them local.
-            Needs a transport with max_tokens_per_rank.
+        local: "planned": plan, start dispatch, compute local copies, then received ones. "held" (the paper's): rows go
+            to all ranks, and local copies are computed before the plan. Needs a transport with max_tokens_per_rank.
         slots: most spare slots of a rank that are filled. None: the policy's option. "auto": as many as can travel
-            while a rank computes copies_per_rank copies, by `times`, and fit into `memory`.
+            while a rank computes copies_per_rank copies, by `times`, and fit into `memory`. As an attribute the number.
         times: for "auto": measured times of experts of this size, from isoload.times.load(file).
         copies_per_rank: for "auto": copies that a rank computes in a layer.
         memory: for "auto": bytes of a rank for the borrowed weights of two layers. None: no limit.
 
     Attributes:
-        slots: the argument, with "auto" as a number.
         bounded_by: limit of "auto": "time", "memory" or "spare slots"; else None.
         events: for every layer the begin and end of the stages of its last batch, by stage, see :class:`Span`.
-
-    Raises:
-        ValueError: an argument is wrong, or differs between ranks. The rank at fault names argument, rule and value,
-            other ranks name that rank and the stage.
     """
 
     def __init__(
@@ -350,8 +327,8 @@ class LibraStack:
     ) -> LibraStack:
         """Create the stack of a Hugging Face decoder whose experts transformers fuses, see docs/transformers.md.
 
-        BlockExperts replace the `experts` of each MoE block. Router, auxiliary loss, outputs and the keys of
-        state_dict() do not change. For "lookahead", hooks on the norms before the blocks store the residual.
+        BlockExperts replace the `experts` of each MoE block; all else and the keys of state_dict() do not change. For
+        "lookahead", hooks on the norms before the blocks store the residual. An error changes no block.
 
         Args:
             layers: ``model.model.layers``, with the weights of all experts in every process; dense layers are skipped.
@@ -361,9 +338,6 @@ class LibraStack:
             spare_slots: experts that a rank can borrow at a time, if no placement is given. None: 2.
             predict, local, slots, times, copies_per_rank, memory: as for the class.
             **options: policy (default "hedge"), its options, and other arguments of :class:`MoE`.
-
-        Raises:
-            ValueError: before any block has changed, with the argument, the rule and the value.
         """
         refuse_cost(cost)
         if predict == KNOWN:
@@ -414,7 +388,6 @@ class LibraStack:
     def _run(
         self, index: int, rows: list[Tensor], choose: Choose, num_tokens: int | None, plan: KnownPlan | None
     ) -> list[Tensor]:
-        """Run one layer's batch, instead of the layer's own stages."""
         try:
             if self.known is not None:
                 return self.known.run(index, rows, choose, num_tokens, plan)
@@ -490,7 +463,6 @@ class LibraStack:
         return capturing(device) or (borrowing is not None and borrowing.pool.in_graphs)
 
     def _fetch(self, index: int, gathered: Gathered, in_use: Borrowed | None) -> Borrowed | None:
-        """Fetch weights for the next layer."""
         layer, filled = self.layers[self._next], None
         if self.predictor_inputs is None or (self._next == 0 and self._replays(gathered.loads.device)):
             return None
@@ -515,11 +487,7 @@ class LibraStack:
 
 
 def norm_before(layer: nn.Module, block: nn.Module) -> nn.Module:
-    """Return the norm of a decoder layer whose output is the block's rows.
-
-    Raises:
-        ValueError: no such norm is known.
-    """
+    """Return the norm of a decoder layer whose output is the block's rows; ValueError if no such norm is known."""
     name = next((n for n in NORMS if isinstance(getattr(layer, n, None), nn.Module)), "")
     # FlexOlmo normalises the outputs of attention and of the block, not the block's rows.
     of_attention = name == NORMS[-1] and hasattr(layer, AFTER)

@@ -1,10 +1,7 @@
 """The two stages of a layer's batch: local copies are computed while other copies travel (Libra, papers/004).
 
 A copy is local ("held") if its expert has a slot on its token's rank. Both orders make the same calls and the same sums
-as MoE's pipeline: combine adds a rank's own part in that rank's position. :func:`run_held` is the paper's order
-(section 3.1): rows, choices and weights go to all ranks and need not wait for the plan; every rank then routes all
-copies. :class:`KnownStages` runs layers whose plans were made ahead in MoE's own order, also while gradients are
-recorded, and fetches the next plan's experts.
+as MoE's pipeline: combine adds a rank's own part in that rank's position.
 """
 
 from __future__ import annotations
@@ -44,21 +41,15 @@ class Span:
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """One layer's batch during the stages.
-
-    chosen, gathered  rows and choices, and loads
-    filled            slots for the plan; None: the policy fills them from the loads
-    borrowed          weights of filled slots
-    ahead             fetches for the next layer; called once, when this batch's rows have been sent
-    spans             times by stage: dispatch (until rows have arrived), fetch, local, remote, combine
-    """
+    """One layer's batch during the stages."""
 
     layer: MoE
     chosen: Chosen
     gathered: Gathered
-    filled: PlacedLayers | None
-    borrowed: Borrowed | None
-    ahead: Ahead
+    filled: PlacedLayers | None  # slots for the plan; None: the policy fills them from the loads
+    borrowed: Borrowed | None  # weights of filled slots
+    ahead: Ahead  # called once, when this batch's rows have been sent
+    # Times by stage: dispatch (until rows have arrived), fetch, local, remote, combine.
     spans: dict[str, Span] = field(default_factory=dict)
 
     @contextmanager
@@ -84,15 +75,9 @@ def runs_apart(device: torch.device) -> bool:
 
 
 class Beside:
-    """Context whose kernels run on a side stream, after all kernels that the current stream had at construction.
-
-    On exit the current stream waits for the side stream, so only work that was enqueued meanwhile overlaps. Until then
-    the caller keeps the inputs of these kernels alive. Their results belong to the side stream, whose memory is reused
-    only after the next fork, and so after all uses. Forks and joins are events, which a CUDA graph captures.
-
-    Args:
-        group: stores one side stream for each stream that layers run on.
-        device: on a device without streams the context does nothing.
+    """Context whose kernels run on a side stream, after all kernels that the current stream had at construction. On
+    exit the current stream waits for the side stream. Until then the caller keeps the inputs of these kernels alive.
+    Their results belong to the side stream, whose memory is reused only after the next fork, and so after all uses.
     """
 
     def __init__(self, group: Group, device: torch.device) -> None:
@@ -164,14 +149,8 @@ def run_held(batch: Batch) -> list[Tensor]:
 
 
 def run_local_first(batch: Batch, bring: Callable[[Tensor], list[Received]]) -> list[Tensor]:
-    """Return [T, H] of every owned rank: compute local copies, plan and fetch the rest, compute the rest.
-
-    On a GPU planning overlaps local compute, and the next layer's weights are fetched after the rest has been sent.
-    On the CPU they are fetched before any computation.
-
-    Args:
-        batch: batch whose slots were filled before.
-        bring: maps local slots, see :func:`held_slots`, to the received rows of all copies without a local slot.
+    """Return [T, H] of every owned rank: compute local copies, plan and fetch the rest, compute the rest. `bring` maps
+    local slots, see :func:`held_slots`, to the received rows of other copies.
     """
     layer, chosen, borrowed = batch.layer, batch.chosen, batch.borrowed
     assert batch.filled is not None
@@ -217,7 +196,6 @@ def take_gathered(
 
 
 def send_planned(batch: Batch, local_slots: Tensor) -> list[Received]:
-    """Plan by a policy that keeps local copies, and dispatch the rest."""
     layer, chosen = batch.layer, batch.chosen
     balanced = layer.balancer.plan(batch.gathered, batch.filled)
     of_ranks = zip(layer.group.ranks, chosen.ids, layer.balancer.route(balanced), strict=True)
@@ -227,10 +205,7 @@ def send_planned(batch: Batch, local_slots: Tensor) -> list[Received]:
 
 
 def held_slots(filled: PlacedLayers) -> Tensor:
-    """Return every rank's lowest local slot of an expert, shared ones included: [R, E + 1] int64, -1 = none.
-
-    The last column is -1, which index -1 of a masked copy selects.
-    """
+    """Return every rank's lowest local slot of an expert, [R, E + 1] int64, -1 = none and for masked copies."""
     host = filled.host
     experts = filled.slot_to_expert.view(host.topology.num_ranks, -1).long()
     num_ranks, size = experts.shape
@@ -244,31 +219,23 @@ def held_slots(filled: PlacedLayers) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class FetchedPlan:
-    """Weights that travel ahead for a known plan.
-
-    layer, plan  for which they travel
-    borrowed     weights of the spare slots
-    marks        versions of the owned ranks' Parameters when the weights were sent
-    """
+    """Weights that travel ahead for a known plan."""
 
     layer: MoE
     plan: KnownPlan
-    borrowed: Borrowed
-    marks: list[list[tuple[Tensor, int]]]
+    borrowed: Borrowed  # weights of the spare slots
+    marks: list[list[tuple[Tensor, int]]]  # RankWeights.marks() of the owned ranks when the weights were sent
 
     def serves(self, plan: KnownPlan | None) -> bool:
-        """Return whether the weights are those of a plan and the Parameters have not changed since."""
         unchanged = zip(self.layer._ranks(), self.marks, strict=True)
         return plan is self.plan and all(rank.is_marked(marks) for rank, marks in unchanged)
 
 
 class KnownStages:
     """Runs the layers of a stack by plans that were made ahead, and fetches the experts of the plan that comes next.
-
-    After a layer comes the next layer. After the last layer comes the next micro-batch's first layer or, if gradients
-    are recorded, the backward of the same layer, whose weights are still there. In backward the order is reversed, and
-    the next micro-batch follows the first layer. Weights that were fetched for another plan than the one that comes
-    are fetched again.
+    After the last layer comes the next micro-batch's first layer or, if gradients are recorded, the backward of the
+    same layer, whose weights are still there. In backward the order is reversed. Weights for another plan are fetched
+    again.
     """
 
     def __init__(self, layers: Sequence[MoE]) -> None:
@@ -280,7 +247,6 @@ class KnownStages:
     def run(
         self, index: int, rows: list[Tensor], choose: Choose, num_tokens: int | None, plan: KnownPlan | None
     ) -> list[Tensor]:
-        """Run one layer's batch, see :meth:`isoload.MoE.run`."""
         batch = KnownBatch(self, index, plan)
         return self.layers[index].stages(rows, partial(batch.checked, choose), num_tokens, plan, batch)
 
@@ -347,7 +313,6 @@ class KnownBatch:
     ready: int = 0
 
     def checked(self, choose: Choose) -> Sequence[Choice]:
-        """Check that the layer and the following fetch can run on this rank, and return the layer's choices."""
         stages = self.stages
         if stages.fetched is not None and not stages.fetched.serves(self.plan):
             stages.fetched = None
@@ -359,7 +324,6 @@ class KnownBatch:
         return choose()
 
     def fetch(self, plan: Plan | None, chosen: Chosen) -> Borrowed | None:
-        """Return the weights of this batch, on their way, and fetch those of the next plan."""
         assert self.plan is not None
         layer, dtype = self.stages.layers[self.index], self.stages.layers[self.index]._dtype_of(chosen.rows)
         borrowed = self.stages.take(self.plan)
