@@ -1,10 +1,8 @@
 """Count and number the copies of every expert, group copies by slot, and move rows to their copies and back.
 
-Experts permute copies by slot and transports permute them by destination rank. Shapes: N rows of width H, at most K
-copies per row, C places. position [N, K] int64 is the place of each copy, and C or more for an absent copy; source [C]
-int64 maps a place back to its row. A place belongs to at most one copy. Each permutation is plain torch and, where
-isoload.kernels are available, one Triton kernel. A buffer in slot order holds the present copies first; the rest is
-never read back. Both directions gather, so sums have the same order on every device.
+Shapes: N rows of width H, at most K copies per row, C places. position [N, K] int64 is the place of each copy, and C or
+more for an absent copy; source [C] int64 maps a place back to its row. A place belongs to at most one copy. Both
+directions gather, so sums have the same order on every device.
 """
 
 from __future__ import annotations
@@ -22,17 +20,14 @@ from isoload.ops.results import PART_ROWS, Counted, Grouping, PackedRows, RowLay
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return max(fp32, dtype), the dtype in which sums over copies are accumulated."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def spread_rows(
     rows: Tensor, position: Tensor, source: Tensor, padded: bool = False, per_row: int = 1
 ) -> Tensor:
-    """Return [C, H], the row of every place, from rows [N, H] with any stride between rows.
-
-    `source` [C] has the row at every place or, with per_row = K, its copy ``n * K + k``. Places without a copy are
-    undefined, or 0 with `padded`, where their source is N.
+    """Return [C, H], the row of every place, from rows [N, H]. `source` [C] has the row at every place or, with per_row
+    = K, its copy ``n * K + k``. Places without a copy are undefined, or 0 with `padded`, where their source is N.
     """
     if kernels.fit(rows):
         from isoload.kernels import permutation  # imports Triton
@@ -52,9 +47,8 @@ def sum_rows(
     more: Sequence[tuple[Tensor, Tensor]] = (),
 ) -> Tensor:
     """Return [N, H]: every row's copies [C, H], times their weights [N, K], added by ascending k in max(fp32, dtype).
-
-    Rows without copies are 0; values at places without a copy are not read. `more` has at most two further pairs of
-    copies and position: each copy is in one of all buffers. dtype: of the result; None = that of the copies.
+    Values at places without a copy are not read. `more`: at most two further pairs of copies and position. Result in
+    `dtype`, else that of the copies.
     """
     dtype = copies.dtype if dtype is None else dtype
     parts = [(copies, position), *more]
@@ -89,8 +83,8 @@ def sum_rows(
 def sum_rows_backward(
     grad: Tensor, copies: Tensor, weights: Tensor, position: Tensor, copy: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of a weighted :func:`sum_rows`, from grad [N, H] of its result and the copy ``n * K + k``
-    [C] at each place: of copies [C, H], undefined at places without a copy; of weights [N, K], 0 for absent copies.
+    """Return the gradients of a weighted :func:`sum_rows` for copies [C, H], undefined at places without a copy, and
+    weights [N, K], 0 for absent copies. copy: ``n * K + k`` [C] at each place.
     """
     if kernels.fit(grad, copies, weights):
         from isoload.kernels import permutation  # imports Triton
@@ -115,11 +109,7 @@ def gather_copies(rows: Tensor, grouping: Grouping) -> Tensor:
 def weighted_sum(
     parts: Sequence[tuple[Tensor, Grouping]], weights: Tensor, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Return [N, H], the sum over k of ``weights[n, k] * copies[position[n, k]]``, as :func:`sum_rows` of at most three
-    parts.
-
-    Weights of absent copies get gradient 0. dtype: to which the sum is rounded; None = no rounding.
-    """
+    """Return [N, H] :func:`sum_rows` of at most three parts, rounded to a dtype; None = no rounding."""
     exact = sum_dtype(parts[0][0].dtype)
     tensors = [tensor for copies, grouping in parts for tensor in (copies, grouping.copy, grouping.position)]
     result: Tensor = _WeightedSum.apply(dtype or exact, weights, *tensors)
@@ -177,8 +167,8 @@ def count(topk_ids: Tensor, num_experts: int, num_shared: int = 0) -> Counted:
     Args:
         topk_ids: [T, K] int32 or int64; -1 = masked, not counted.
         num_experts: E.
-        num_shared: n shared experts, with ids E and on; every token with a routed choice needs them. Their columns are
-            appended to the ids, with -1 for a token without a choice, and counted, as of E + n experts.
+        num_shared: n shared experts, with ids E and on, for every token with a routed choice: their columns are
+            appended to the ids (-1 for a token without one) and counted, as of E + n experts.
     """
     columns, *outputs = call(_count, topk_ids, num_experts, num_shared)
     return Counted(columns if num_shared else topk_ids, *outputs)
@@ -219,8 +209,8 @@ def group_copies(slots: Tensor, first: int, num_slots: int, num_places: int | No
         slots: [N, K] int32 or int64 local slots; -1 = absent.
         first: the group's first local slot.
         num_slots: S.
-        num_places: C, the most copies of the group; None = N*K. More copies raise ValueError on CPU; on CUDA they count
-            as absent and set the device's error word.
+        num_places: C, the most copies of the group; None = N*K. More raise ValueError on CPU; on CUDA they count as
+            absent and set the device's error word.
     """
     places = slots.numel() if num_places is None else num_places
     return Grouping(*call(_group_copies, slots, first, num_slots, places))

@@ -58,8 +58,8 @@ def device_errors(device: torch.device | str) -> int:
     """Return and clear the rules that ops on a device found broken since the last call: bit i for RULES[i].
 
     On CUDA an op with a wrong value continues (an id out of range counts as -1) and sets its bit in a word of the
-    device's memory, whose address captured graphs contain. This function waits for the work on the current stream. Ops
-    on the CPU raise at once, so for the CPU the result is 0.
+    device's memory, whose address captured graphs contain. The host waits for the current stream. On the CPU ops raise
+    at once.
     """
     return int(error_word(device))
 
@@ -72,14 +72,12 @@ def error_word(device: torch.device | str) -> Tensor:
 
 def check_device(device: torch.device | str) -> None:
     """Raise ValueError with op, argument and rule for what ops on a device found broken: see :func:`device_errors`.
-
     With ISOLOAD_CHECK=1 every op runs this check itself, except in a graph that is being captured.
     """
     raise_broken(device_errors(device), device)
 
 
 def raise_broken(broken: int, device: torch.device | str) -> None:
-    """Raise ValueError for the rules of :func:`device_errors`."""
     if broken:
         rules = [rule for bit, rule in enumerate(RULES) if broken >> bit & 1]
         raise ValueError(f"{'; '.join(rules)} (found on {device}; ISOLOAD_CHECK=1 finds the call)")

@@ -56,11 +56,10 @@ def plan_exact(
         tolerance: stop at ``bound * (1 + tolerance)``; 0 = exact.
         budget: most augmentations; None = no limit. A smaller one may leave a higher peak; the bound remains valid.
         ticks: [R] int32 cost of one copy per rank, 1..2^20 (1024 = nominal); None = 1 each.
-        pour: [] int32 shared copies (leading L as above) that are distributed afterwards, each to any rank. peak and
-            bound include them, and the split stops at the level at which all ranks together have capacity for every
-            copy.
+        pour: [] int32 shared copies (leading L as above) to distribute afterwards, each to any rank: peak and bound
+            include them, and the split stops at the level at which all ranks have capacity for every copy.
         objective: among splits with this peak, "spread" levels all ranks; "local" keeps copies on their source rank,
-            else its node. It acts through the start of the solve: near the optimum, not proved.
+            else its node, nearly as many as possible.
         ranks_per_node: divides R; None = R. Used by "local" and by send_counts.
         sweeps: most balancing sweeps; None = 4 for "spread", 0 for "local", whose start they would undo.
         rank: the source rank whose send_counts are returned; None = no rank.
@@ -78,7 +77,6 @@ def split_options(
     ranks_per_node: int | None,
     sweeps: int | None,
 ) -> tuple[int, int, int, int, int]:
-    """Return the op's objective, ranks_per_node, tolerance_ppm, sweeps and budget."""
     if objective not in OBJECTIVES:
         raise ValueError(not_one_of("objective", OBJECTIVES, objective))
     if not 0 <= tolerance <= 1000:
@@ -114,9 +112,9 @@ def plan_waterfill(
     """Distribute the shared copies over the ranks' routed loads, up to the lowest level that holds them (peak ==
     bound).
 
-    As few copies as possible move. As many of these as possible go to ranks to which their source sends routed copies
-    anyway: at most as many as it sends, and at most 3/4 of them if it has a choice. All other moving copies stay in the
-    node if possible. Generalises Waterfill (papers/001) to integers and whole batches without sampling.
+    As few copies as possible move, as many of these as possible to ranks that their source visits: at most 3/4 of its
+    routed copies there if it has a choice. Other copies stay in the node if possible. Waterfill (papers/001), for
+    integers.
 
     Args:
         copies: [R, R] or [L, R, R] int32 routed copies that source s sends to rank d, R in 1..1024.
@@ -156,8 +154,8 @@ def plan_lp(
 ) -> LpSplit:
     """Split every replicated expert's copies, in real numbers, so that the largest rank load is the least possible.
 
-    The linear program of LPLB (papers/001), by Mehrotra's predictor-corrector method with a dense Cholesky
-    factorisation. Every rank and device computes the same bits. All ranks have the same speed.
+    The linear program of LPLB (papers/001), by Mehrotra's method with a dense Cholesky factorisation, with the same
+    bits on every rank and device. All ranks have the same speed.
 
     Args:
         loads: [E] or [R, E] int32 copies (leading L as the tables), summed over sources.
@@ -196,20 +194,19 @@ def plan_own(
     :func:`route`.
 
     An integer split near the least sum over ranks of ``ticks_r * (base_r + y_r) ** 2``, by sweeps, not proved. ``y_r``
-    is the number of the source's copies on rank r; ``base_r`` is its offset plus fixed copies plus a rotation in 0..1
-    that differs between sources, ranks and layers, so that many sources with few copies do not round to the same rank.
-    The sum over all sources is level on average, without a proved bound.
+    is the number of the source's copies on rank r; ``base_r`` is its offset plus fixed copies plus a rotation in 0..1,
+    so that many sources with few copies do not round to the same rank.
 
     Args:
         counts: [E] int32 this source's copies (leading L as the tables), together at most 2^31 / (R + 2).
         tables: of the same layers.
         offset: [R] int32 (leading L as above) load that this source assumes on each rank, in 2^-20 of its copies,
-            0..2^20; see :func:`isoload.balancing.targets.offsets`. Zeros: level the source's own copies.
+            0..2^20 (:func:`isoload.balancing.targets.offsets`). Zeros: level the source's own copies.
         source: this rank, 0..R-1.
         fixed: [R] int32 copies of this source that each rank carries in addition (leading L as above).
         ticks: [R] int32 cost of one copy per rank, 1..2^20 (1024 = nominal); None = 1 each.
-        recent: [E] int64 (leading L as above), decayed sums of the counts in 2^-16 copies, with a half-life of eight
-            batches: this batch's counts are added in place.
+        recent: [E] int64 (leading L as above), decayed sums of the counts in 2^-16 copies (half-life eight batches),
+            updated.
         sent: [3, R] int64 (leading L as above), written in place: decayed sums of the copies sent to every rank and of
             the fixed copies, then this batch's copies of both kinds to every rank.
         layer: number of the first of these layers; selects the rotation.
@@ -223,9 +220,7 @@ _round_split = op("round_split", lambda a: ints(a.split, *a.split.shape))
 
 
 def round_split(split: Tensor, loads: Tensor, tables: ReplicaTables) -> Tensor:
-    """Round a real-valued split to whole copies [P] int32 that add up to each expert's load exactly.
-
-    Largest remainder: the whole parts, then one copy each to the largest fractions, ties to the lowest slot.
+    """Round a real-valued split to whole copies [P] int32 that add up to each expert's load, by largest remainders.
 
     Args:
         split: [P] float32 or float64 copies per slot (leading L as the tables), as :func:`plan_lp` returns; for every
@@ -242,8 +237,7 @@ _plan_active = op("plan_active", lambda a: fake_split(a, a.loads))
 def plan_active(loads: Tensor, tables: ReplicaTables) -> ActiveSplit:
     """Put all copies of an expert on one of its replicas, so that the busiest rank has the fewest active slots.
 
-    For decode batches, where a rank's time is that of reading the weights of its active slots. Their number is the
-    least possible; the peak in copies is then lowered move by move and not proved to be the least at this number.
+    For decode batches, whose time is that of reading active slots' weights. The peak in copies is not proved the least.
 
     Args:
         loads: [E] or [R, E] int32 copies (leading L as the tables), summed over sources.
@@ -277,19 +271,16 @@ def plan_joint(
 ) -> JointSplit:
     """Split the routed experts exactly, with the shared copies distributed above them, in one kernel.
 
-    The same bits as :func:`plan_exact` with ``pour`` = all shared copies, :func:`share_by_rank`,
-    :func:`plan_waterfill`, and :func:`share` of one source rank in the order "locality".
+    The bits of :func:`plan_exact` with ``pour``, :func:`share_by_rank`, :func:`plan_waterfill` and :func:`share`.
 
     Args:
-        loads: [R, E + n] or [L, R, E + n] int32 copies per source rank, the last n columns of the shared experts, which
-            every token needs.
+        loads: [R, E + n] or [L, R, E + n] int32 copies per source rank, the last n columns of the shared experts.
         tables: of the routed experts.
         rank: the source rank whose send_counts are returned.
         num_shared: n, 1..1024; every rank holds all of them.
         first_shared: position of the first one among a rank's slots, 0..S-n.
         ranks_per_node: divides R; None = R.
-        tolerance, budget, ticks, objective, sweeps: as in :func:`plan_exact`. Sweeps and budget 0 spread routed copies
-            evenly.
+        tolerance, budget, ticks, objective, sweeps: as in :func:`plan_exact`. Sweeps and budget 0: spread evenly.
     """
     options = split_options(tables, tolerance, budget, objective, ranks_per_node, sweeps)
     layout = (tables.data, tables.num_ranks, tables.num_slots)

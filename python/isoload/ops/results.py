@@ -39,9 +39,7 @@ class SharedColumns(NamedTuple):
 
 
 class ExactSplit(NamedTuple):
-    """Result of :func:`isoload.ops.plan_exact`, leading L as the tables. Costs are copies, or ticks if ticks were
-    given.
-    """
+    """Result of :func:`isoload.ops.plan_exact`, leading L as the tables. Costs are copies, or ticks if given."""
 
     quota: Tensor  # [P] int32 copies per slot
     peak: Tensor  # [] int64 largest rank cost
@@ -113,10 +111,7 @@ class RowNumbers(NamedTuple):
 
 
 class RowLayout(NamedTuple):
-    """Byte offsets of the parts of a packed row: the token's values at 0, then int32 slots, then weights.
-
-    Rows are multiples of 64 bytes and their parts are aligned, because kernels read received rows in place.
-    """
+    """Byte offsets of a packed row's parts: the token's values at 0, int32 slots, weights; multiples of 64 bytes."""
 
     slots_at: int
     weights_at: int
@@ -124,7 +119,6 @@ class RowLayout(NamedTuple):
 
     @classmethod
     def of(cls, x: Tensor, weights: Tensor) -> RowLayout:
-        """Return the layout of rows of x [T, H] with weights [T, K]."""
         top_k, weight_bytes = weights.shape[1], weights.element_size()
         slots_at = -(-x.shape[1] * x.element_size() // 4) * 4
         weights_at = -(-(slots_at + 4 * top_k) // weight_bytes) * weight_bytes

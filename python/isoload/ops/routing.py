@@ -28,6 +28,8 @@ def share(
 ) -> Tensor:
     """Return how many copies each source rank sends to each slot, so that over all ranks slot p gets quota[p].
 
+    [P] int32 for one rank, [R, P] for all (with a leading L if loads have one).
+
     Args:
         loads: [R, E] or [L, R, E] int32 copies per source rank; for every expert their sum is its quotas' sum.
         quota: [P] or [L, P] int32.
@@ -36,9 +38,6 @@ def share(
         rank: one source rank, or None for all.
         order: "locality" matches own rank, own node, then all ranks (the most local copies that this quota permits);
             "rank_major" gives each replica one range of the expert's copies in source order.
-
-    Returns:
-        [P] int32 for one rank, [R, P] for all (with a leading L if loads have one).
     """
     check_share(loads, tables, order)
     if rank is not None and rank < 0:
@@ -54,11 +53,7 @@ def share_by_rank(
     ranks_per_node: int,
     order: Order = "locality",
 ) -> Tensor:
-    """Return how many copies each source rank sends to each rank: [R, R] int32, source by destination (leading L as
-    loads).
-
-    The arguments are those of :func:`share`, of whose rows these are the sums per rank.
-    """
+    """Return how many copies each source rank sends to each rank, [R, R] int32: the sums of :func:`share` per rank."""
     check_share(loads, tables, order)
     return call(_share_by_rank, loads, quota, tables.data, ranks_per_node, order == "locality")
 
@@ -87,7 +82,8 @@ def route(
 ) -> Tensor:
     """Choose the slot of every copy on this rank, each slot exactly as often as send_counts states.
 
-    Stable: the i-th copy of an expert (token order) goes to the first replica whose cumulative count exceeds i.
+    [T, K] in the dtype of the ids, -1 where they are -1: DeepEP's ``topk_idx``. Stable: the i-th copy of an expert
+    (token order) goes to the first replica whose cumulative count exceeds i.
 
     Args:
         counted: :func:`count` of this rank's ids [T, K].
@@ -95,9 +91,6 @@ def route(
         tables: of this layer's routed experts.
         shared: the last columns, of the shared experts (ids E and on, or -1 where all routed choices are -1), and the
             ranks of this rank's shared copies, chosen as :func:`route_shared` does.
-
-    Returns:
-        [T, K] slots in the dtype of the ids; -1 where they are -1. DeepEP's ``topk_idx``.
     """
     num_shared, first_shared, home, row = NO_COLUMNS if shared is None else shared
     columns = (row, num_shared, first_shared, home)
@@ -113,21 +106,18 @@ def route_sampled(
     step: Tensor | None = None,
     rank: int = 0,
 ) -> Tensor:
-    """Draw a replica for every copy, independently, with probability proportional to its weight: SGLang's realisation.
+    """Draw a replica for every copy with probability proportional to its weight: [T, K] slots in the dtype of topk_ids.
 
-    Copy i of the flattened topk_ids uses word i of the stream ``seed``, so the draw is the same on every device.
+    Copy i of the flattened topk_ids uses word i of the stream ``seed``: the same draw on every device.
 
     Args:
         topk_ids: [T, K] int32 or int64 logical experts; -1 = masked.
         weights: [P] float32, not negative, positive for a replica of every routed expert.
         tables: of this layer.
         seed: 64-bit.
-        step: [1] or [] int64 on the device of topk_ids: number of the batch, read when the kernel runs. The stream is
-            then that of seed, step and rank, as isoload.policies.sample_seed mixes them. None: seed alone.
+        step: [1] or [] int64 number of the batch on the device, read when the kernel runs: the stream is that of seed,
+            step and rank, as isoload.policies.sample_seed mixes them. None: seed alone.
         rank: this rank; read with step only.
-
-    Returns:
-        [T, K] slots in the dtype of topk_ids.
     """
     seed = (seed + 2**63) % 2**64 - 2**63
     return call(_route_sampled, topk_ids, weights, tables.data, tables.num_experts, seed, step, rank)
@@ -145,9 +135,9 @@ def route_shared(
 ) -> Tensor:
     """Choose the rank of every shared copy on this rank, each rank exactly as often as the rank's share states.
 
-    Ranks choose among the tokens that visit them: first the rank with the fewest visitors to spare, and among its
-    tokens first those that the fewest other ranks can take. Remaining tokens stay on this rank up to its share, then go
-    to ranks that lack copies.
+    [T, num_shared] int32; -1 for a token without a slot. Ranks choose among the tokens that visit them, those first
+    with the fewest visitors to spare. Remaining tokens stay on this rank up to its share, then go to ranks that lack
+    copies.
 
     Args:
         slots: [T, K] int32 or int64 routed slots of this rank's tokens; -1 = absent.
@@ -156,9 +146,6 @@ def route_shared(
         slots_per_rank: S; slot p is on rank p // S.
         rank: this rank, the source of the tokens.
         num_shared: shared experts, 1..1024; each gets its part of every rank's copies.
-
-    Returns:
-        [T, num_shared] int32 ranks; -1 for a token without a slot.
     """
     return call(_route_shared, slots, source_quota, slots_per_rank, rank, num_shared)
 
@@ -181,10 +168,9 @@ def route_shared_sampled(
     """Draw the rank [T, 1] int32 of each token's shared expert, as Waterfill was published (papers/001), for
     comparison.
 
-    A draw meets no quota. Every rank below a target is drawn in proportion to its slack target - load; the own rank is
-    preferred 11 to 10. If no candidate has a weight, the own rank keeps the copy, unless a candidate's load times 11 is
-    below the own rank's times 10. Candidates are compared in rank order; visited ones of dynamic in the order of the
-    token's slots, as SGLang does.
+    Every rank below a target is drawn in proportion to its slack target - load; the own rank is preferred 11 to 10. If
+    no candidate has a weight, the own rank keeps the copy, unless a candidate's load times 11 is below the own rank's
+    times 10.
 
     ========  =====================================  ============================  ==========================
     rule      load of rank r                         target: the mean, up, of      candidates
@@ -195,10 +181,9 @@ def route_shared_sampled(
     blog      load of all ranks                      loads + sum(tokens)           visited + own
     ========  =====================================  ============================  ==========================
 
-    static and dynamic are SGLang's (PR 19290), without its waits and its limit of 32 ranks (here 1024). With fewer than
-    64 rows all shared copies stay on the own rank. Row i draws ``((i ^ rank * 0x9E3779B9) * 1664525 + 1013904223) mod
-    2^32 mod total``, the same in every layer and step: an arithmetic sequence, mostly more even than chance. blog
-    weighs own slack 11 and other slack 10, and row i draws word i of the stream ``seed`` (SplitMix64) mod total.
+    static and dynamic are SGLang's (PR 19290). With fewer than 64 rows all shared copies stay on the own rank. Row i
+    draws ``((i ^ rank * 0x9E3779B9) * 1664525 + 1013904223) mod 2^32 mod total``; with blog, word i of the stream
+    ``seed``.
 
     Args:
         slots: [T, K] int32 or int64 routed slots; -1 = absent. K counts absent copies too.
@@ -231,13 +216,13 @@ def balance_own(
 ) -> tuple[Tensor, Tensor]:
     """Run :func:`count`, :func:`plan_own` and :func:`route` in one op; on a GPU in one kernel.
 
-    Returns [T, K] slots in the dtype of topk_ids, -1 where masked, and [E] int32 counts. An error leaves ``recent`` and
-    ``sent`` unchanged.
-
     Args:
         topk_ids: [T, K] int32 or int64 logical experts, each with a replica; -1 = masked.
         tables: of this layer.
         offset, source, ticks, recent, sent, layer, sweeps: see :func:`plan_own`.
+
+    Returns:
+        [T, K] slots in the dtype of topk_ids, -1 where masked, and [E] int32 counts.
     """
     layout = (tables.data, tables.num_experts, tables.num_ranks, tables.num_slots)
     return call(_balance_own, topk_ids, *layout, offset, ticks, recent, sent, source, layer, sweeps)
@@ -263,15 +248,13 @@ def balance_same(
 ) -> tuple[Tensor, Tensor, ExactSplit]:
     """Run :func:`count`, :func:`plan_exact` and :func:`route` in one op, with all copies counted as rank 0's.
 
-    Every rank computes the same slots, and nothing is exchanged.
-
     Args:
         topk_ids: [T, K] int32 or int64 logical experts, each with a replica; -1 = masked.
         tables: of this layer.
         tolerance, budget, ticks, objective, ranks_per_node, sweeps: see :func:`plan_exact`.
 
     Returns:
-        [T, K] slots in the dtype of topk_ids, -1 where masked; [R, E] int32 loads, all in row 0; rank 0's split.
+        [T, K] slots in the dtype of topk_ids, the same on every rank; [R, E] int32 loads, all in row 0; the split.
     """
     options = split_options(tables, tolerance, budget, objective, ranks_per_node, sweeps)
     layout = (tables.data, tables.num_experts, tables.num_ranks, tables.num_slots)
@@ -295,11 +278,12 @@ def append_shared_expert(
     slots_per_rank: int | None = None,
     weight: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """Append a column per shared expert, and renumber slots so that its slot follows every rank's routed ones.
+    """Append a column per shared expert to slots and weights, and renumber slots: shared ones follow every rank's
+    routed ones.
 
     Routed slot p becomes ``p // routed_per_rank * S + p % routed_per_rank``; shared expert j on rank r is slot ``r * S
-    + routed_per_rank + j``. With one shared expert this is SGLang's layout (PR 20089). For the *logical* ids of shared
-    experts pass slots = logical ids, ranks = 0 and routed_per_rank = E.
+    + routed_per_rank + j``, SGLang's layout (PR 20089). Absent copies weigh 0; a token without a routed copy has no
+    shared copies. For *logical* ids pass slots = logical ids, ranks = 0 and routed_per_rank = E.
 
     Args:
         slots: [T, K] int32 or int64 routed slots, routed_per_rank on every rank; -1 = absent.
@@ -307,12 +291,7 @@ def append_shared_expert(
         ranks: [T, n] int32, the rank that computes each of the token's n shared experts; -1 = none.
         routed_per_rank: routed slots per rank in the given ids.
         slots_per_rank: S of the returned ids. Default: routed_per_rank + n.
-        weight: gate weight of every shared copy, a constant. A model that scales the sum of its experts by
-            ``routed_scaling_factor`` afterwards needs 1 / that factor (1.0 if it is 0).
-
-    Returns:
-        slots [T, K + n] and weights [T, K + n] in the dtypes of the arguments. Absent copies weigh 0; the shared copies
-            of a token without any routed copy are absent.
+        weight: gate weight of every shared copy: 1 / factor where a model scales the sum by ``routed_scaling_factor``.
     """
     return call(_append_shared_expert, slots, weights, ranks, routed_per_rank, slots_per_rank, weight)
 

@@ -43,8 +43,7 @@ def top_up(
     """Fill the spare slots that are still empty with replicas of hot experts, against errors of a forecast.
 
     One slot after another: the expert with most copies per replica goes to the least loaded live rank that lacks it and
-    has an empty spare slot. Every expert counts as split evenly over its replicas. Experts without copies are not
-    placed.
+    has an empty spare slot. Experts without copies are not placed.
 
     Args:
         loads: [E] or [R, E] int32 copies (leading L as slot_to_expert), summed over sources.
@@ -65,10 +64,8 @@ _borrow, _borrow_backward = op("borrow", lambda a: None), op("borrow_backward", 
 def addresses(stacks_per_rank: Sequence[Sequence[Tensor]]) -> Tensor:
     """Return the table [R, W] int64 by which :func:`borrow` reaches the stacks of ranks in this process; 0 = no rows.
 
-    The table does not keep memory alive: keep the stacks as long as the table is used.
-
     Args:
-        stacks_per_rank: ``[R][W]`` contiguous tensors [rows, ...]; stack w has one shape of rows and dtype on all
+        stacks_per_rank: ``[R][W]`` contiguous tensors [rows, ...], to be kept alive; stack w has equal rows on all
             ranks.
     """
     first = stacks_per_rank[0] if stacks_per_rank else []
@@ -105,14 +102,14 @@ def borrow(
 ) -> None:
     """Copy the weights of the experts in a rank's spare slots from their home slots, byte for byte.
 
-    The home weights must be complete on every rank before the op starts, and must not change until it ends; the op does
-    not synchronise ranks. CUDA does not write the row of an expert or home out of range, or of an address 0.
+    Home weights must be complete on every rank before and must not change meanwhile; the op does not synchronise ranks.
+    CUDA does not write the row of an expert or home out of range, or of an address 0.
 
     Args:
         slot_to_expert: [P] int32, of a plan; the last spare_slots of every rank hold borrowed experts, -1 = empty.
         home: [E, 2] int32 rank and weight row of every expert's home slot; (-1, -1) = none.
         peers: [R, W] int64 address of row 0 of stack w on rank r, as this rank reaches it (:func:`addresses`); 0 =
-            none. Rows there are as long as those of ``spare[w]``.
+            none.
         spare: W stacks [spare_slots, ...] of any dtype, contiguous; only rows of filled slots are written.
         num_ranks: R, divides P.
         rank: this rank.
@@ -135,16 +132,15 @@ def borrow_backward(
     *,
     blocks: int = 32,
 ) -> None:
-    """Add the gradients of a rank's lent experts to its home rows, by borrowing rank and then by slot.
+    """Add the gradients of a rank's lent experts to its home rows, by borrowing rank, then slot: always the same bits.
 
-    The order is fixed: the same bits on every device and in every run. CUDA adds nothing for an expert or home out of
-    range, or an address 0.
+    CUDA adds nothing for an expert or home out of range, or an address 0.
 
     Args:
         slot_to_expert, home, num_ranks, rank: as in :func:`borrow`.
         peers: [R, W] int64 address of row 0 of rank r's gradient pool of stack w, [spare_slots, ...]; 0 = none.
-        totals: W stacks [homes, ...], contiguous, read and written. Either of the pools' dtype: sums are then computed
-            in max(float32, dtype) and rounded once. Or float32 for bfloat16 and float16 pools.
+        totals: W stacks [homes, ...], contiguous, read and written, of the pools' dtype (sums are computed in
+            max(float32, dtype) and rounded once), or float32 for bfloat16 and float16 pools.
         spare_slots: rows of every pool.
         dtype: of the pools: float64, float32, bfloat16 or float16.
         blocks: limit of thread blocks on CUDA.

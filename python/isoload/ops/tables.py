@@ -23,10 +23,10 @@ FIELDS = (  # all int32, with the leading dimension of the data
 
 @dataclass(frozen=True)
 class ReplicaTables:
-    """The slots of every expert, read by planners and routers; made by :func:`isoload.ops.replica_tables`.
+    """The slots of every expert, from :func:`isoload.ops.replica_tables`: FIELDS after one another in ``data [...,
+    size]``.
 
-    ``data [..., size]`` int32 holds the FIELDS one after another, per layer. Of two slots of one expert on one rank
-    only the lower counts. A *replicated* expert has replicas on two or more ranks.
+    Of two slots of one expert on one rank only the lower counts. A *replicated* expert has replicas on several ranks.
     """
 
     data: Tensor
@@ -40,7 +40,6 @@ class ReplicaTables:
         return 2 + 3 * num_experts + 2 + 4 * num_slots
 
     def field(self, name: str) -> Tensor:
-        """Return a view of one field, ``[..., length]``."""
         if name not in FIELDS:
             raise ValueError(f"name must be one of {', '.join(FIELDS)}, got {name!r}")
         experts, slots, at = self.num_experts, self.num_slots, FIELDS.index(name)

@@ -1,6 +1,4 @@
-"""CollectiveGroup: one rank per process over torch.distributed (gloo or NCCL), with symmetric memory after a trial of
-it.
-"""
+"""CollectiveGroup: one rank per process over torch.distributed, with symmetric memory where a trial of it succeeds."""
 
 from __future__ import annotations
 
@@ -106,9 +104,8 @@ def check_paths(sites: Sequence[Site], rank: int) -> None:
 def make_symmetric(
     group: Group, processes: dist.ProcessGroup, device: torch.device, timeout: timedelta, limit: timedelta
 ) -> SymmetricMemory:
-    """Make symmetric memory on all ranks, or raise on all ranks; in the trial a rank waits up to `limit` for other
-    ranks. torch's rendezvous waits for file descriptors without a timeout and without releasing Python's lock: all
-    ranks first check that the descriptors will arrive.
+    """Make symmetric memory on all ranks, or raise on all ranks. torch's rendezvous waits for file descriptors without
+    a timeout and without releasing Python's lock: all ranks first check that the descriptors will arrive.
     """
     rank, path = group.ranks[0], path_of(os.getpid())
     try:
@@ -150,7 +147,6 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 def device_of(process_group: dist.ProcessGroup) -> torch.device:
-    """Return this process's GPU if the process group has a backend for it, else the CPU."""
     if torch.cuda.is_available() and "cuda:" in dist.get_backend_config(process_group):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
@@ -169,9 +165,7 @@ TRIAL_WAIT = timedelta(seconds=30)  # for which a process waits for others in th
 
 
 def await_all(call: str, limit: timedelta | None = None) -> None:
-    """Wait until all processes of the default group have made a call, without a collective that could hang. After
-    FIRST_WAIT warn and name the missing ranks; after the limit (None: the group's timeout) raise RuntimeError.
-    """
+    """Wait until all processes make a call, without a collective: warn after FIRST_WAIT, raise after the limit."""
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return
     store, rank, size = dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
@@ -204,9 +198,7 @@ _calls: WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = WeakKeyDictionary()
 
 
 class CollectiveGroup(Group):
-    """One rank per process, over a process group. All ranks of the group construct it together.
-
-    If a peer dies, each call raises a RuntimeError that names the stage, at the latest after the process group's
+    """One rank per process. All ranks construct it together. If a peer dies, each call raises after the group's
     timeout.
 
     Args:
@@ -226,14 +218,12 @@ class CollectiveGroup(Group):
 
     @classmethod
     def own(cls, topology: Topology | int, like: dist.ProcessGroup | None = None) -> CollectiveGroup:
-        """Create a group over the processes of `like`, with a communicator that no other code uses and the same
-        timeout.
-
-        All processes of the default group call it together, as :func:`torch.distributed.new_group` requires.
+        """Create a group with a communicator that no other code uses; all processes of the default group call it
+        together.
 
         Args:
             topology: R ranks, or the number R: as many as `like` has.
-            like: group whose processes join; None = all processes.
+            like: group whose processes join and whose timeout applies; None = all processes.
         """
         ranks = None if like is None else dist.get_process_group_ranks(like)
         process_group = dist.group.WORLD if like is None else like
@@ -312,9 +302,8 @@ class CollectiveGroup(Group):
         node: dist.ProcessGroup | None = None,
         row: Tensor | None = None,
     ) -> Tensor | None:
-        """Raise on all ranks (of a node), on CPU, unless all are in this stage with rows of one size; gloo would abort.
-        A `row` [F] that fits into the frame travels with it: return the rows [n, F] of all ranks, else None. On a GPU a
-        frame would be one more collective and a host wait, so there only the group's timeout applies.
+        """On CPU, raise on all ranks unless all are in this stage with rows of one size; gloo would abort. Return all
+        ranks' rows [n, F] if `row` [F] travelled along. On a GPU a frame would be one more collective and a host wait.
         """
         if not values_readable(like) or like.device.type != "cpu":
             return None
@@ -342,7 +331,6 @@ class CollectiveGroup(Group):
         return gathered
 
     def peers(self, device: torch.device) -> Peers | str:
-        """Return symmetric memory if a trial of it succeeds, else the reason as text; the same on all ranks."""
         if device.type != "cuda":
             return f"processes cannot read each other's memory on {device.type}"
         return self.memo(("symmetric memory",), lambda: self._try_symmetric(device))

@@ -1,7 +1,7 @@
 """Dispatcher: sends tokens to the ranks of their slots, and returns the results to the tokens.
 
-Dispatch and combine are each other's backward. A node of the autograd graph depends on both on every rank, even if a
-rank needs no gradient: without the node it would not enter the collectives for which all other ranks wait.
+Each of dispatch and combine is the other's backward. A node of the autograd graph depends on both on every rank:
+without it a rank that needs no gradient would not enter the collectives for which other ranks wait.
 """
 
 from __future__ import annotations
@@ -28,9 +28,7 @@ FACTS = ("hidden size of x", "dtype of x", "top-k of slots", "dtype of weights",
 
 @dataclass(frozen=True, eq=False)
 class Received:
-    """Rows that one rank received. A row whose slots are all -1 is padding. N, K and the order of rows depend on the
-    dispatcher; rows, slots and weights may be strided parts of one buffer.
-    """
+    """Rows that one rank received, in the dispatcher's order; all slots of a padding row are -1."""
 
     rows: Tensor  # [N, H] in the dtype of x
     slots: (
@@ -48,8 +46,7 @@ class Received:
 
 class Dispatcher(Shared, ABC):
     """Moves rows between the ranks of a group; lists are indexed by the ranks that this process owns. Every rank makes
-    the same calls in the same order, T = 0 included. Where gradients are recorded, dispatch is differentiable in x and
-    weights and combine in y; backward enters its exchanges on every rank whose combined result takes part in the loss.
+    the same calls in the same order, T = 0 included; backward too, if its combined result takes part in the loss.
     """
 
     group: Group
@@ -72,28 +69,24 @@ class Dispatcher(Shared, ABC):
     def dispatch(
         self, x: Owned, slots: Owned, weights: Owned, slots_per_rank: int, call: Call | None = None
     ) -> list[Received]:
-        """Send every token to each rank that has one of its slots.
+        """Send every token to each rank that has one of its slots. Differentiable in x and weights.
+
+        If an argument is wrong, all ranks raise; on a GPU without row counts only if ``gather_loads`` transmitted the
+        failure.
 
         Args:
             x: [T, H] float64, float32, bfloat16 or float16 each; T may differ and be 0.
             slots: [T, K] int32 or int64 each, global: the result of :func:`isoload.route`; -1 = absent.
             weights: [T, K] float32 each; with float64 x also float64, which keeps their gradients exact.
             slots_per_rank: S; slot p is on rank p // S.
-            call: its facts travel with the row counts, or are compared where values are readable (CPU,
-                ISOLOAD_CHECK=1).
-
-        Raises:
-            ValueError: on all ranks; on a GPU without row counts only on this rank, unless ``gather_loads`` transmitted
-                it.
-            RuntimeError: names the stage, if a rank is gone.
+            call: its facts travel with the row counts, or are compared where values are readable.
         """
 
     @abstractmethod
     def combine(self, y: Owned, received: list[Received], own: Owned | None = None) -> Owned:
-        """Return every row to its token and add up: [T, H] each, 0 for a token without copies.
+        """Return every row to its token and add up: [T, H] each, 0 for a token without copies. Differentiable in y.
 
-        Sums are accumulated in max(float32, dtype) and rounded once, by ascending rank unless the dispatcher declares
-        another order.
+        Sums are accumulated in max(float32, dtype) and rounded once, by ascending rank unless the attributes differ.
 
         Args:
             y: [N, H] each, in the dtype of the received rows: weighted and summed over the row's local copies.
@@ -108,9 +101,7 @@ class Dispatcher(Shared, ABC):
     def start_dispatch(
         self, x: Owned, slots: Owned, weights: Owned, slots_per_rank: int, call: Call | None = None
     ) -> Callable[[], list[Received]]:
-        """Begin :meth:`dispatch` and return a function that waits for the rows, to be called once. Other work and
-        exchanges may come before the wait. Raises ValueError if gradients are recorded.
-        """
+        """Begin :meth:`dispatch`, without gradients; return a function that waits for the rows, to be called once."""
         refuse_gradients()
         received = self.dispatch(x, slots, weights, slots_per_rank, call)
         return lambda: received
@@ -203,9 +194,7 @@ class RowMap(SendCounts):
 
 
 def with_own(map_: RowMap) -> Tensor:
-    """Return [T, D + 1] token_to_rows in which row n + t is the own contribution of token t, after the token's row from
-    the rank itself, if there is one. n + T is no row.
-    """
+    """Return [T, D + 1] token_to_rows with row n + t, a token's own contribution, in the rank's own position."""
     num_rows, (tokens, _) = len(map_.row_to_rank), map_.token_to_rows.shape
     nowhere = len(map_.sent)
     row_to_rank = torch.cat([map_.row_to_rank, map_.row_to_rank.new_full((1,), nowhere)])
@@ -225,12 +214,10 @@ def as_bytes(rows: Tensor) -> Tensor:
 
 
 def pack(*columns: Tensor) -> Tensor:
-    """Return [n, bytes] uint8: contiguous columns [n, F], joined."""
     return torch.cat([as_bytes(column) for column in columns], dim=1)
 
 
 def unpack(buffer: Tensor, layout: Sequence[tuple[int, torch.dtype]]) -> list[Tensor]:
-    """Return the columns of a packed buffer, given their widths and dtypes."""
     parts = buffer.split([width * dtype.itemsize for width, dtype in layout], dim=1)
     # clone, not contiguous(): a single row is contiguous already, at an offset that may not be aligned for its dtype.
     return [

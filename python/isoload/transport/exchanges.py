@@ -37,9 +37,8 @@ class Peers:
 
 
 class SymmetricMemory(Peers):
-    """Tensors on CUDA devices that the other ranks of a process group read in place. All make them in the same order.
-    After `timeout` a barrier kills the CUDA context. `masked`: GPUs have the same device index in their processes, so
-    that torch treats them as one GPU.
+    """Tensors on CUDA devices that other ranks read in place, made by all ranks in the same order. After `timeout` a
+    barrier kills the CUDA context. `masked`: GPUs share a device index, so that torch treats them as one GPU.
     """
 
     def __init__(
@@ -143,8 +142,7 @@ class SendCounts:
 
 class Exchanges(Shared, ABC):
     """R ranks that exchange tensors; lists are indexed by ``ranks``, those that this process owns. Every rank makes the
-    same calls in the same order. Each exchange has a stage, which names it in errors and in ``traffic.bytes``. A
-    subclass moves the bytes: ``_gather``, ``_swap``, ``gather_objects``, optionally ``_start_gather``.
+    same calls in the same order. Each exchange has a stage, which names it in errors and in ``traffic.bytes``.
     """
 
     def __init__(self, topology: Topology | int, ranks: Sequence[int]) -> None:
@@ -200,7 +198,6 @@ class Exchanges(Shared, ABC):
         return self.swap(stage, buffers, [c.sent for c in counts], [c.got for c in counts])()
 
     def start_send(self, stage: str, buffers: Owned, counts: Sequence[SendCounts]) -> Callable[[], Owned]:
-        """Begin :meth:`send` and return a function that waits for the rows; other exchanges may come before that."""
         return self.swap(stage, buffers, [c.sent for c in counts], [c.got for c in counts], True)
 
     def send_back(self, stage: str, buffers: Owned, counts: Sequence[SendCounts]) -> Owned:
@@ -210,7 +207,6 @@ class Exchanges(Shared, ABC):
     def swap(
         self, stage: str, buffers: Owned, sent: PerRank, got: PerRank, begun: bool = False
     ) -> Callable[[], Owned]:
-        """Exchange buffers [sum(sent), F] by destination -> [sum(got), F] by source, as :meth:`_swap`."""
         self.traffic.bytes[stage] += sum(map(num_bytes, buffers))
         return self._swap(stage, buffers, sent, got, begun)
 

@@ -39,9 +39,7 @@ def raise_failure(codes: Sequence[int]) -> None:
 
 @torch.library.custom_op("isoload::loads_of", mutates_args=())
 def loads_of(loads: Tensor, first: Tensor) -> Tensor:
-    """Return the loads [R, E] if no rank failed, else raise. In first [R], a failed rank has minus its code. As an op,
-    compiled code on CPU reads the codes when it runs and not when it is traced.
-    """
+    """Return the loads [R, E] if no rank failed, else raise: an op, so that compiled code on CPU reads the codes."""
     raise_failure([max(-count, 0) for count in first.tolist()])
     return loads.clone()
 
@@ -56,7 +54,6 @@ def rank_failed(rank: int, stage: str) -> str:
 
 
 def raise_unlike(name: str, values: Sequence[object], first: int = 0, reason: str = "") -> None:
-    """Raise ValueError if the values of the ranks from first on differ, and name the first rank that does."""
     for rank, value in enumerate(values, first):
         if value != values[0]:
             raise ValueError(
@@ -79,7 +76,6 @@ def stage_header(stage: str, row_bytes: int) -> Tensor:
 
 
 def raise_other_stage(headers: Tensor, first: int = 0) -> None:
-    """Raise if stage_header [n, :] of the ranks from first on differ: ranks made different calls or another order."""
     rows = [bytes(row) for row in headers.tolist()]
     stages = [row[:STAGE_BYTES].rstrip(b"\0").decode(errors="replace") for row in rows]
     sizes = [int.from_bytes(row[STAGE_BYTES:], "little") for row in rows]
@@ -94,7 +90,6 @@ def checksum(value: object) -> int:
 
 
 def placement_facts(placement: Placement, layer: int) -> dict[str, int]:
-    """Return the facts of one layer's placement that all ranks must share."""
     slots, homes = placement.arrays
     weight = placement.weight_array
     tensors = {
@@ -129,19 +124,18 @@ class Group(Exchanges):
         facts: Mapping[str, int] | None = None,
         in_node: bool = False,
     ) -> Tensor:
-        """Gather every rank's counts and facts into loads [R, E] int32, the same on all ranks.
+        """Gather every rank's counts and facts into loads [R, E] int32; raise the same ValueError on all ranks if one
+        failed.
+
+        On CPU at once; on a GPU at the next :meth:`Call.swap_counts` or :meth:`check`, also for every replay of a
+        graph.
 
         Args:
             counts: [E] int32 each, see :func:`isoload.count`.
             errors: :func:`error_code` of the stage that failed on each rank, 0 = none; sent in place of its counts.
             facts: integers that must be equal on all ranks, by name; compared only on CPU or under ISOLOAD_CHECK=1.
-            in_node: gather in the node only, after :meth:`join_node`: 0 and no errors from other nodes. The caller
-                ensures equal lengths of counts.
-
-        Raises:
-            ValueError: the same on all ranks; names rank and stage of a failure, or the first fact that differs. At
-                once on CPU. Errors on a GPU at the next :meth:`Call.swap_counts` or :meth:`check`, also for every
-                replay of a graph.
+            in_node: gather in the node only, after :meth:`join_node`; counts must have equal lengths. Other nodes' rows
+                are 0.
         """
         if len(counts) != len(self.ranks) or (errors is not None and len(errors) != len(self.ranks)):
             self.check_owned("counts", counts)
@@ -198,9 +192,7 @@ class Group(Exchanges):
         return loads
 
     def check(self) -> None:
-        """Raise the errors that :meth:`gather_loads` received and the host has not read yet; on a GPU, then also raise
-        for wrong values that ops found on this rank (:func:`isoload.ops.check_device`).
-        """
+        """Raise errors of :meth:`gather_loads` that the host has not read, and those of isoload.ops.check_device."""
         first, device = self.take_unread(), self.traffic.rows.device
         if first is not None and first.device.type == "cpu":
             _raise_gathered(first.tolist(), first.device)
@@ -242,9 +234,7 @@ class Group(Exchanges):
 
     @contextmanager
     def agreeing(self, stage: str) -> Iterator[dict[str, Any]]:
-        """Context in which a failure on one rank, or a fact (put into the dict) that differs, raises on all ranks. For
-        rare operations such as construction: it uses pickle, and the host waits.
-        """
+        """Context in which a failure or a differing fact (put into the dict) raises on all ranks. Slow: uses pickle."""
         call = Call(self, stage)
         with call:
             yield call.facts
@@ -272,9 +262,8 @@ class Call:
 
     As a context it catches every exception inside, KeyboardInterrupt included, because the other ranks must not wait
     for this one. The next exchange transmits the failure and raises: the failure here, and on the other ranks an error
-    that names the rank and the stage. `later` runs the next exchange of the other ranks, in which they raise if the
-    gather of loads did not transmit the failure. Counts are reduced to `limit` [] int32 before the gather, so that a
-    captured gather transmits a failure.
+    that names the rank and the stage. `later` runs the other ranks' next exchange, in which they raise if the gather of
+    loads did not transmit the failure. `limit` [] int32 bounds counts, so that a captured gather transmits a failure.
     """
 
     __slots__ = ("device", "facts", "failure", "group", "in_gather", "later", "limit", "stage")
@@ -343,9 +332,8 @@ class Call:
         self, stage: str, counts: Owned, names: Sequence[str], facts: Sequence[Sequence[int]], kinds: int = 2
     ) -> tuple[list[PerRank], list[PerRank]]:
         """Exchange row counts: sent and got [kinds][R] of every owned rank, to every destination and from every source.
-        The host waits once and raises all failures, also those from the gather of loads. `counts` are [kinds, R] int64
-        of each rank, with the same kinds on all ranks; `facts` [F] with `names` [F] travel along and must be equal on
-        all ranks. Counts and facts of a process that has failed are not read.
+        The host waits once and raises all failures, also those from the gather of loads. `counts` are [kinds, R] int64;
+        `facts` [F] must be equal on all ranks. Counts and facts of a process that has failed are not read.
         """
         group, code = self.group, 0
         if self.failure is not None:
@@ -380,9 +368,7 @@ class Call:
     def agree(
         self, stage: str, names: Sequence[str] = (), facts: Sequence[Sequence[int]] | None = None
     ) -> None:
-        """Compare facts between all ranks, on each call; raise on all ranks if one failed or a fact differs. The host
-        waits. `facts` are further facts of every owned rank, [F] integers each with `names` [F].
-        """
+        """Compare the call's facts and these [F] of every owned rank between all ranks, each time. The host waits."""
         code = 0 if self.failure is None else error_code(self.stage)
         names, facts = self._with_own(names, facts)
         rows = [torch.tensor([code, *f], dtype=torch.int64, device=self.device) for f in facts]

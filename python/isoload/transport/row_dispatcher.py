@@ -1,9 +1,8 @@
 """RowDispatcher sends a token once to every rank that has one of its slots, in one all-to-all.
 
-NodeDispatcher sends a token once to every node that has one of its slots, in two hops: to the rank's *leaders*, the
-ranks with its own position on every node, and from a leader to the ranks of its node. Combine uses the hops in reverse,
-so one row per token leaves a node: the token's sum there. GRACE-MoE distributes tokens in this way (papers/002,
-implementation details); DeepEP's kernels between nodes use the same leaders.
+NodeDispatcher sends a token once to every node that has one of its slots: to the *leader* there, the rank with this
+rank's position, and from the leader to its node. Combine reverses both hops: one row per token leaves a node. GRACE-MoE
+distributes tokens in this way (papers/002), as do DeepEP's kernels between nodes.
 """
 
 from __future__ import annotations
@@ -51,12 +50,11 @@ class RowDispatcher(Dispatcher):
 
     Args:
         group: the ranks.
-        max_tokens_per_rank: C. Every pair of ranks exchanges C rows, so shapes are fixed and the host never waits; N =
-            R * C, and the rows of source s start at s * C. None: exactly the existing rows are exchanged, and the host
-            waits once per dispatch.
-        max_copies_per_rank: with max_tokens_per_rank, the most copies that a rank receives in a batch: the size of the
-            experts' buffers, instead of N*K. More copies raise ValueError on all ranks on CPU; on a GPU they are
-            dropped, and :func:`isoload.ops.check_device` raises.
+        max_tokens_per_rank: C. Every pair of ranks exchanges C rows, so shapes are fixed and the host never waits; the
+            rows of source s start at s * C. None: only existing rows travel, and the host waits once per dispatch.
+        max_copies_per_rank: with max_tokens_per_rank, the most copies that a rank receives, which sizes the experts'
+            buffers. More copies raise ValueError on all ranks on CPU; on a GPU they are dropped and
+            :func:`isoload.ops.check_device` raises.
     """
 
     num_counts = 2  # rows and copies to every rank
@@ -118,9 +116,7 @@ class RowDispatcher(Dispatcher):
     def _exchange_counts(
         self, call: Call, counts: Owned, facts: list[tuple[int, ...]], like: Tensor
     ) -> tuple[list[PerRank], list[PerRank]] | None:
-        """Check that the arguments of all ranks fit; return every owned rank's counts sent and got, None for fixed
-        shapes. `counts` are [num_counts, R] int64 each, rows and copies to every destination first.
-        """
+        """Check the arguments of all ranks; return every owned rank's counts sent and got, None for fixed shapes."""
         group = self.group
         if self.max_tokens_per_rank is None:
             return call.swap_counts(COUNTS_STAGE, counts, FACTS, facts, self.num_counts)
@@ -187,7 +183,6 @@ class RowDispatcher(Dispatcher):
         return call, facts, numbers
 
     def _check_copies(self, copies: Owned) -> None:
-        """Raise ValueError on all ranks if a rank gets more than max_copies_per_rank, from copies [R] to each rank."""
         limit = self.max_copies_per_rank
         if limit is None:
             return
@@ -207,9 +202,7 @@ def pack_hop(
     own_destination: Sequence[int],
     capacity: int | None,
 ) -> tuple[list[RowMap], Owned]:
-    """Return where every owned rank's rows go, and the buffers to send. `tokens` has the ranks' rows [T, H], slots [T,
-    K], weights [T, K] and the numbers of the rows to every destination; sent and got are [R] rows each.
-    """
+    """Return where every owned rank's rows go, and the buffers; tokens: rows, slots, weights and their numbers."""
     maps, payload = [], []
     for r, (rows, slots, weights, numbers) in enumerate(zip(*tokens, strict=True)):
         packed, *places = pack_rows(
@@ -245,12 +238,9 @@ class Hops(NamedTuple):
 
 
 class NodeDispatcher(RowDispatcher):
-    """Rows arrive by leader, then source node, then token; the arguments are those of RowDispatcher.
-
-    A token's sum in a node, and its gradient of x, is rounded to the dtype of the rows before it leaves the node.
-    ``traffic.rows`` has the rows of both hops, without those that a rank sends to itself in the first hop. The second
-    hop of a started dispatch begins when the caller waits for the first. With max_tokens_per_rank a rank exchanges C
-    rows with each of its leaders, and in its node C for every node with each rank.
+    """Rows arrive by leader, then source node, then token; the arguments are those of RowDispatcher. A token's sum in a
+    node, and its gradient of x, is rounded to the dtype of the rows before it leaves the node. The second hop of a
+    started dispatch begins when the caller waits for the first.
     """
 
     adds_in_nodes = True
@@ -264,7 +254,6 @@ class NodeDispatcher(RowDispatcher):
     def _pack(
         self, tensors: Given, slots_per_rank: int, call: Call | None, forward_only: bool = False
     ) -> tuple[list[RowMap], Owned, Hops]:
-        """Return where every owned rank's tokens go, the buffers to its leaders, and the sizes of both hops."""
         group, topology = self.group, self.group.topology
         call, facts, numbers = self._check_given(tensors, slots_per_rank, call, forward_only)
         x, slots, weights = tensors
@@ -318,9 +307,8 @@ class NodeDispatcher(RowDispatcher):
         return of_ranks.view(-1, per_node).select(1, rank % per_node)
 
     def _count_hops(self, rank: int, counts: Tensor, to_nodes: RowNumbers) -> Tensor:
-        """Return [3 + L, R], the counts that the other ranks need for both hops, for L ranks per node: rows and copies
-        to every rank; the rows to each leader; and, for each position in the leader's node, how many of these continue
-        to it.
+        """Return [3 + L, R], the counts that other ranks need for both hops: rows and copies to every rank; the rows to
+        each leader; and, for each of the L positions in the leader's node, how many of these continue to it.
         """
         per_node = self.group.topology.ranks_per_node
         to_leaders = torch.zeros_like(counts[0])
@@ -329,7 +317,6 @@ class NodeDispatcher(RowDispatcher):
         return torch.cat([counts, to_leaders.unsqueeze(0), fanned.repeat_interleave(per_node, dim=1)])
 
     def _hops(self, sent: list[PerRank], arriving: list[PerRank]) -> Hops:
-        """Return the sizes of both hops from the exchanged results of :meth:`_count_hops`."""
         topology = self.group.topology
         per_node = topology.ranks_per_node
         outward, back = PerRank(), PerRank()

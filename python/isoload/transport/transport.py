@@ -62,7 +62,6 @@ class LocalGroup(Group):
 def make_dispatcher(
     group: Group, max_tokens_per_rank: int | None, max_copies_per_rank: int | None, dispatch: Dispatch
 ) -> RowDispatcher:
-    """Return the dispatcher of a transport from its arguments; all ranks of the group make it together."""
     with group.agreeing("construction") as facts:
         if dispatch not in get_args(Dispatch):
             raise ValueError(not_one_of("dispatch", get_args(Dispatch), dispatch))
@@ -77,8 +76,7 @@ class LocalTransport(Transport):
 
     Args:
         topology: R ranks, or the number R.
-        max_tokens_per_rank, max_copies_per_rank: see :class:`RowDispatcher`.
-        dispatch: see :class:`CollectiveTransport`.
+        max_tokens_per_rank, max_copies_per_rank, dispatch: see :class:`CollectiveTransport`.
     """
 
     def __init__(
@@ -99,8 +97,8 @@ class CollectiveTransport(Transport):
         topology: R ranks, or the number R, as many as the process group has.
         group: the process group; None = the default group.
         max_tokens_per_rank, max_copies_per_rank: see :class:`RowDispatcher`.
-        dispatch: "rank": a token travels once to every rank that has one of its experts. "node": once to every node and
-            from there to its ranks, and each node returns one sum (:class:`NodeDispatcher`).
+        dispatch: "rank": a token travels once to every rank that has one of its experts; "node": once to every node and
+            from there to its ranks, and each node returns one sum.
     """
 
     def __init__(
@@ -129,9 +127,7 @@ class GatheredTokens:
     def received(
         self, ranks: Sequence[int], num_tokens: Sequence[int], slots: Sequence[Tensor], slots_per_rank: int
     ) -> list[Received]:
-        """Return what a dispatch would bring to `ranks` with `num_tokens` own tokens each, for RowDispatcher's combine.
-        `slots` are the [R][C, K] global slots of all ranks' copies, -1 = none.
-        """
+        """Return what a dispatch of copies to `slots` [R][C, K] would bring to `ranks` with num_tokens own tokens."""
         num_ranks, capacity = len(self.rows), len(self.rows[0])
         equal = [capacity] * num_ranks
         sent = []
@@ -164,9 +160,7 @@ def take_part(rows: Tensor, weights: Tensor, sent: PackedRows, rank: int) -> tup
 def start_gather_tokens(
     group: Group, capacity: int, x: list[Tensor], ids: list[Tensor], weights: list[Tensor]
 ) -> Callable[[], GatheredTokens]:
-    """Begin to gather the tokens of all ranks, together, and return a function that waits for them. `capacity` C is the
-    largest number of tokens of a rank; x [T, H], ids and weights [T, K] are those of the owned ranks.
-    """
+    """Begin to gather x [T, H], ids and weights [T, K] of all ranks, T <= C; return a function that waits for them."""
     facts: list[tuple[int, ...]] = [
         (row.shape[1], DTYPES.index(row.dtype), row_ids.shape[1], DTYPES.index(gates.dtype))
         for row, row_ids, gates in zip(x, ids, weights, strict=True)

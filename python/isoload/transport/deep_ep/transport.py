@@ -1,6 +1,4 @@
-"""DeepEPTransport: a group over torch.distributed, with DeepEP for the rows; DeepEP takes a route's slots as its
-experts. The installed version is read from files, because importing DeepEP starts its compiler and needs a GPU.
-"""
+"""DeepEPTransport: rows by DeepEP, whose version is read from files, because importing DeepEP needs a GPU."""
 
 from __future__ import annotations
 
@@ -41,21 +39,19 @@ class DeepEPHandle:
 class DeepEPDispatcher(Dispatcher):
     """One rank per process over DeepEP; rows are bfloat16. All ranks construct it together, with the same arguments.
 
-    ``received`` has the rows in DeepEP's order: by source rank, then token, for Buffer and for the other buffers made
-    with ``deterministic=True``, else in order of arrival. Sums are accumulated in float32 and rounded once per rank and
-    once over the ranks: by ascending rank in Buffer, else by the place of a rank's last copy among a token's choices.
-
-    If a rank fails, the other ranks raise before they dispatch only on CPU, under ISOLOAD_CHECK=1, or if the gather of
-    loads transmitted the failure and `waits` is set. Otherwise they end by DeepEP's own timeouts.
+    ``received`` has the rows by source rank, then token, for Buffer and for the other buffers made with
+    ``deterministic=True``, else in order of arrival. Sums are accumulated in float32 and rounded once per rank and once
+    over the ranks: by ascending rank in Buffer, else by the place of a rank's last copy among a token's choices. If a
+    rank fails, the other ranks raise only on CPU, under ISOLOAD_CHECK=1, or if the gather of loads transmitted the
+    failure and `waits` is set. Otherwise they end by DeepEP's own timeouts.
 
     Args:
         group: the ranks.
         buffer: an EPBuffer, ElasticBuffer or Buffer, or an object with Buffer's methods, made for at least this shape.
         shape: of a batch.
-        waits: whether the host waits for the number of received rows. False: N = R * C always (S * R * C in the
-            low-latency mode), for CUDA graphs.
-        expert_major: whether a row comes once for each of its copies on the rank, sorted by slot, so that experts need
-            not sort; DeepEP adds the copies up. EPBuffer and ElasticBuffer.
+        waits: whether the host waits for the number of received rows; else N = R * C (low latency: S * R * C) always.
+        expert_major: whether a row comes once per copy, sorted by slot (EPBuffer, ElasticBuffer); DeepEP adds the
+            copies.
     """
 
     group: CollectiveGroup
@@ -119,7 +115,6 @@ class DeepEPDispatcher(Dispatcher):
             self.group.check()  # raises a failure from the loads' gather: DeepEP would wait for the failed rank
 
     def _check(self, x: Tensor, slots: Tensor, weights: Tensor, slots_per_rank: int) -> tuple[int, ...]:
-        """Return FACTS of this rank's arguments, or raise ValueError."""
         (rank,), shape = self.group.ranks, self.shape
         facts = dispatch_facts(rank, x, slots, weights, slots_per_rank, shape.num_ranks)
         if x.dtype not in self.dtypes:
@@ -147,7 +142,6 @@ class DeepEPDispatcher(Dispatcher):
         return facts
 
     def _anchor(self) -> Tensor:
-        """Return a tensor that joins the exchange to autograd on every rank, if the wire has a backward."""
         return anchor() if self.wire.differentiable else torch.zeros(())
 
     def _refuse_gradients(self, name: str, *tensors: Tensor) -> None:
@@ -275,9 +269,7 @@ _BUFFER = ("DeepEP buffer",)
 
 
 class DeepEPTransport(Transport):
-    """One rank per process: loads and agreements over torch.distributed, rows by DeepEP.
-
-    All ranks construct it together, with the same arguments.
+    """One rank per process: loads and agreements over torch.distributed, rows by DeepEP. Equal arguments on all ranks.
 
     Args:
         topology: R ranks, or the number R, as many as the process group has.
@@ -330,7 +322,6 @@ class DeepEPTransport(Transport):
 
 
 def shared_buffer(group: Group) -> Any:
-    """Return the buffer of the group's DeepEPTransport; None if there is none."""
     return group.memo(_BUFFER, lambda: None)
 
 
@@ -342,7 +333,6 @@ def make_buffer(
     deterministic: bool,
     borrow_bytes: int,
 ) -> Any:
-    """Return a new buffer of a class of DeepEP, sized for a shape by the class's own size hints."""
     if buffer_class.__name__ == "Buffer":
         ranks, row_bytes = shape.num_ranks, 2 * shape.hidden
         if low_latency:

@@ -1,9 +1,8 @@
 """Wires: one call for each operation of DeepEP's buffers, for every version; and the limits of these buffers.
 
-Shapes: T tokens of this rank, N received rows, K choices, H columns, S slots per rank, R ranks, C tokens per rank.
-Sources of the limits: sgl-deep-ep-v25 0.1.0rc0 ``include/deep_ep/layout/ep/workspace.cuh`` and
-``impls/ep/combine.cuh``; sgl-deep-ep 0.1.2.post1 ``include/deep_ep/common/layout.cuh``, ``buffers/legacy.py`` and
-DeepEP's compiled ``csrc/kernels/legacy/``.
+Shapes: T tokens of this rank, N received rows, K choices, H columns, S slots per rank, R ranks, C tokens per rank. The
+limits are those of sgl-deep-ep-v25 0.1.0rc0 and sgl-deep-ep 0.1.2.post1 (``layout/ep/workspace.cuh``,
+``impls/ep/combine.cuh``, ``common/layout.cuh``, ``buffers/legacy.py``, ``csrc/kernels/legacy/``).
 """
 
 from __future__ import annotations
@@ -33,7 +32,6 @@ class Shape:
 
     @property
     def num_slots(self) -> int:
-        """P, DeepEP's num_experts."""
         return self.num_ranks * self.slots_per_rank
 
 
@@ -52,7 +50,6 @@ class Limits:
     tokens_multiple: int = 1  # R * C must be a multiple of it
 
     def check(self, kind: str, shape: Shape) -> None:
-        """Raise ValueError for the first limit of a buffer of this kind that the shape exceeds."""
         for name in ("slots_per_rank", "top_k", "hidden", "max_tokens_per_rank"):
             if getattr(shape, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(shape, name)}")
@@ -128,10 +125,7 @@ class Sent(NamedTuple):
 
 
 class Wire(ABC):
-    """A buffer in use for one shape. All ranks make the same calls in the same order. `waits`: the host waits for the
-    number of received rows; else N = R * C, padding included. `expert_major`: a row comes once per copy, sorted by
-    slot.
-    """
+    """A buffer in use for one shape. All ranks make the same calls in the same order."""
 
     kind: ClassVar[str]
     needs: ClassVar[dict[str, str]]  # arguments of each of the buffer's methods that isoload passes
@@ -174,7 +168,6 @@ class Wire(ABC):
         return rows if handle.real is None else rows.masked_fill(~handle.real, 0)
 
     def as_before(self) -> dict[str, Any]:
-        """Return the arguments that a buffer needs again in addition to its handle."""
         return {}
 
     def combine(
@@ -266,9 +259,7 @@ class LegacyWire(Wire):
 
 
 class LowLatencyWire(Wire):
-    """Buffer of DeepEP 1 in its low-latency mode, forward only: a row per copy, in S * R * C places of the buffer's
-    memory, which two dispatches use alternately. Combine multiplies by the gate weights.
-    """
+    """Buffer of DeepEP 1 in its low-latency mode, forward only: a row per copy, in the buffer's own memory."""
 
     kind = "Buffer, low latency"
     needs: ClassVar = {
@@ -305,7 +296,6 @@ WIRES: dict[str, type[Wire]] = {w.kind: w for w in (EPWire, ElasticWire, LegacyW
 
 
 def wire_of(buffer: Any, shape: Shape, waits: bool, expert_major: bool = False) -> Wire:
-    """Return the wire for a buffer, by the name of its class or, for the methods of Buffer, by their arguments."""
     name = next((c.__name__ for c in type(buffer).__mro__ if c.__name__ in WIRES), None)
     low_latency = getattr(buffer, "low_latency_mode", False)
     if name is None:
