@@ -166,21 +166,17 @@ def fused_activation(experts: Any) -> Activation:
     activations: list[Activation] = [SwiGLU()]
     if hasattr(experts, "alpha") and hasattr(experts, "limit"):
         activations.append(ClampedGLU(float(experts.alpha), float(experts.limit)))
-    probe = probe_pairs()
+    # Gates and ups of every sign, also beyond any clamping limit, in both arrangements; products of two stay finite.
+    size = torch.logspace(-2, 15, 52, dtype=torch.float32, device="cpu")
+    values = torch.cat([-size.flip(0), size.new_zeros(1), size])
+    gate, up = torch.meshgrid(values, values, indexing="ij")
+    probe = torch.cat([torch.cat([gate, up], dim=1), torch.stack([gate, up], dim=2).flatten(1)])
     with torch.no_grad():
         expected = module_activation(probe)
         for activation in activations:
             if torch.allclose(activation(probe), expected, rtol=1e-5, atol=1e-6):
                 return activation
     return module_activation
-
-
-def probe_pairs() -> Tensor:
-    """Return gates and ups of every sign, also beyond any clamping limit, side by side and then interleaved."""
-    size = torch.logspace(-2, 15, 52, dtype=torch.float32, device="cpu")  # products of two stay finite
-    values = torch.cat([-size.flip(0), size.new_zeros(1), size])
-    gate, up = torch.meshgrid(values, values, indexing="ij")
-    return torch.cat([torch.cat([gate, up], dim=1), torch.stack([gate, up], dim=2).flatten(1)])
 
 
 SPARE_SLOTS = 2  # per rank, if a policy that borrows is given without a placement
@@ -278,21 +274,19 @@ def balance(
         **options: policy, its options, and other arguments of :class:`MoE`.
     """
     blocks = [block for _, block in find_blocks([model], "model")]
-    if placement is not None and (numbers := layer_numbers(model, blocks)) is not None:
-        placement = placement.for_model(numbers)
+    if (
+        placement is not None
+    ):  # the model's numbers of the decoder layers with blocks, if module names have them
+        names = {id(module): name for name, module in model.named_modules()}
+        matches = [re.search(r"(?:^|\.)layers\.(\d+)\.", f"{names[id(block)]}.") for block in blocks]
+        numbers = [int(match[1]) for match in matches if match]
+        if len(numbers) == len(blocks) == len(set(numbers)):
+            placement = placement.for_model(numbers)
     balanced = take_over(blocks, topology, transport, placement, spare_slots, **options)
     if hasattr(model, "save_pretrained") and not balanced[0].layer.group.owns_all:
         model.save_pretrained = MethodType(save_pretrained, model)  # type: ignore[assignment]
     ModelReplay(model, blocks)
     return put_in(blocks, balanced)
-
-
-def layer_numbers(model: nn.Module, blocks: Sequence[nn.Module]) -> list[int] | None:
-    """Return the model's numbers of the decoder layers that contain the blocks; None if module names have none."""
-    names = {id(module): name for name, module in model.named_modules()}
-    matches = [re.search(r"(?:^|\.)layers\.(\d+)\.", f"{names[id(block)]}.") for block in blocks]
-    numbers = [int(match[1]) for match in matches if match]
-    return numbers if len(numbers) == len(blocks) == len(set(numbers)) else None
 
 
 def spare_count(policy: str | Policy, spare_slots: int | None) -> int:

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
@@ -77,8 +77,7 @@ def read_weights(part: ExpertWeights | Checkpoint | Shard) -> ExpertWeights:
 def check_halves(experts: Experts, activation: Activation) -> None:
     """Raise ValueError if gate and up alternate in the rows but have different global scales, which apply to halves."""
     for part in experts if isinstance(activation, ClampedGLU) else ():
-        weights = part.read() if isinstance(part, Shard) else part
-        scales = None if isinstance(weights, Checkpoint) else weights.gate_up_scale_2
+        scales = read_weights(part).gate_up_scale_2
         if scales is not None and bool((scales[:, 0] != scales[:, 1]).any()):
             raise ValueError(
                 "gate_up_scale_2 must be the same for both halves of the rows with ClampedGLU, whose gate and up "
@@ -93,12 +92,10 @@ def check_compute_dtype(computes: torch.dtype | None, experts: Experts) -> None:
         raise ValueError(
             f"compute_dtype must be one of {', '.join(map(str, DTYPES))} or None, got {computes}"
         )
-    for part in experts:
-        weights = read_weights(part)
-        if weights.quantised:
-            raise ValueError(
-                f"compute_dtype must be None for quantised experts, which compute in the rows' dtype, got {computes}"
-            )
+    if any(read_weights(part).quantised for part in experts):
+        raise ValueError(
+            f"compute_dtype must be None for quantised experts, which compute in the rows' dtype, got {computes}"
+        )
 
 
 def device_of(experts: Experts) -> torch.device:
@@ -243,10 +240,9 @@ def _check_fsdp(group: Group, ranks: Sequence[RankWeights]) -> None:
     for weights in ranks:
         if _FACTORS_CHECKED.get(weights) == len(wrapped):
             continue
-        states = _fsdp_states(fsdp.FSDPModule, list(wrapped), weights)
         copies, layer_ranks = num_copies(weights), group.topology.num_ranks
         divisor = weights.gradient_divisor * copies
-        for name, factor, num_ranks in _divide_factors(states):
+        for name, factor, num_ranks in _divide_factors(fsdp.FSDPModule, list(wrapped), weights):
             if num_ranks > 1 and num_ranks > layer_ranks * copies:
                 raise ValueError(
                     f"expert gradients must be averaged over all {num_ranks} ranks that fully_shard reduces over, but "
@@ -265,16 +261,13 @@ def _check_fsdp(group: Group, ranks: Sequence[RankWeights]) -> None:
         _FACTORS_CHECKED[weights] = len(wrapped)
 
 
-def _fsdp_states(kind: type, modules: Sequence[nn.Module], weights: RankWeights) -> list[Any]:
-    for module in modules:
-        if isinstance(module, kind) and any(inner is weights for inner in module.modules()):
-            wrapped: Any = module
-            return list(wrapped._get_fsdp_state()._state_ctx.all_states)
-    return []
-
-
-def _divide_factors(states: Sequence[Any]) -> Iterator[tuple[str, float | None, int]]:
-    for state in states:
+def _divide_factors(
+    kind: Any, modules: Sequence[Any], weights: RankWeights
+) -> Iterator[tuple[str, float | None, int]]:
+    """Yield name, divide factor and number of ranks of the wrapped modules in the model with these weights."""
+    outer = (m for m in modules if isinstance(m, kind) and any(inner is weights for inner in m.modules()))
+    first = next(outer, None)
+    for state in () if first is None else first._get_fsdp_state()._state_ctx.all_states:
         groups = getattr(state, "_fsdp_param_groups", None)  # several per module since torch 2.12
         for group in [state._fsdp_param_group] if groups is None else groups:
             if group is None or not any(param.sharded_param.requires_grad for param in group.fsdp_params):

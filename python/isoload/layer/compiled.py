@@ -88,9 +88,8 @@ def _run_apart(
 class Recording(bytearray):
     """Inputs and outputs of one training call, for its backward; kept alive by the memory of its ticket."""
 
-    computing = (
-        0  # backwards of recordings that run now; an outer backward adds their gradients to the Parameters
-    )
+    # Backwards of recordings that run now; an outer backward adds their gradients to the Parameters
+    computing = 0
     outputs: list[Tensor]
     inputs: list[Tensor]
 
@@ -114,7 +113,13 @@ def run_layer(
     layer = _layers[int(handle)]
 
     def choose() -> list[Choice]:
-        _check_own(layer, [*trained, *frozen])
+        parameters = sorted(layer.expert_parameters(), key=lambda parameter: not parameter.requires_grad)
+        for mine, other in zip(parameters, [*trained, *frozen], strict=True):
+            if (mine.data_ptr(), mine.shape) != (other.data_ptr(), other.shape):
+                raise ValueError(
+                    "expert Parameters in compiled code must be those of the layer, unchanged in that code, got "
+                    "others (functional_call, or an in-place change)"
+                )
         return list(zip(topk_ids, gates, strict=True))
 
     with _outside_of_ops(records):
@@ -186,13 +191,3 @@ def _outside_of_ops(records: bool) -> Iterator[None]:
     on = guard(key.AutogradFunctionality, False), guard(key.ADInplaceOrView, False)
     with on[0], on[1], torch.set_grad_enabled(records):
         yield
-
-
-def _check_own(layer: MoE, inputs: Sequence[Tensor]) -> None:
-    parameters = sorted(layer.expert_parameters(), key=lambda parameter: not parameter.requires_grad)
-    for mine, other in zip(parameters, inputs, strict=True):
-        if (mine.data_ptr(), mine.shape) != (other.data_ptr(), other.shape):
-            raise ValueError(
-                "expert Parameters in compiled code must be those of the layer, unchanged in that code, got others "
-                "(functional_call, or an in-place change)"
-            )

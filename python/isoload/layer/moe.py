@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +40,9 @@ from isoload.weights.experts import Activation, ExpertWeights, SwiGLU
 from isoload.weights.layout import count_rows, layouts, shard_layouts
 from isoload.weights.shard import Shard
 
+if TYPE_CHECKING:
+    from isoload.layer.two_stage import KnownBatch
+
 Gate = Callable[[Tensor], tuple[Tensor, Tensor]]
 RunBy = Callable[[list[Tensor], Choose, int | None, KnownPlan | None], list[Tensor]]
 # Facts that must be equal on all ranks in a batch
@@ -73,15 +76,6 @@ class Chosen:
 def as_list(tensors: Tensor | Sequence[Tensor]) -> list[Tensor]:
     """Return one entry per owned rank. Other types are rejected later, where the error reaches all ranks."""
     return list(tensors) if isinstance(tensors, list | tuple) else [tensors]  # type: ignore[list-item]
-
-
-class FetchesAhead(Protocol):
-    """Protocol of a stack that fetches weights in a layer's batch, see :class:`isoload.layer.two_stage.KnownBatch`."""
-
-    ready: int  # whether this batch's weights travel already, 0 or 1, the same on all ranks
-
-    def fetch(self, plan: Plan | None, chosen: Chosen) -> Borrowed | None:
-        """Return the weights of the plan's spare slots, on their way, and fetch those of the next plan."""
 
 
 class MoE(StoredExperts):
@@ -190,13 +184,13 @@ class MoE(StoredExperts):
         return self.balancer.exchange(*(other.balancer for other in others))
 
     def expert_counts(self, exchange: bool = False) -> Tensor:
-        """Return how often each routed expert was chosen in training mode since the last call, [E] int64, and reset the
+        """Return how often each routed expert was chosen in training since the last call, [E] int64, and reset the
         sums.
 
         Args:
             exchange: gather the counts of batches whose loads were not gathered, on all ranks together: of a placement
-                without replicas and spare slots, below min_tokens, and with loads="own" or "node". False: raise for
-                such batches.
+                without replicas and spare slots, below min_tokens, and with loads="own" or "node"; False raises for
+                these.
         """
         if self._counts_alone and not exchange:
             raise ValueError(
@@ -266,10 +260,8 @@ class MoE(StoredExperts):
         self, rows: list[Tensor], choose: Choose, num_tokens: int | None, plan: KnownPlan | None = None
     ) -> list[Tensor]:
         """Run the stages, or those of a LibraStack, for every owned rank's rows and choices, see :meth:`compute`."""
-        if infers_shapes():
-            return [
-                row + 0 * self.handle for row in rows
-            ]  # the handle requires a gradient, as the experts do
+        if infers_shapes():  # the handle requires a gradient, as the experts do
+            return [row + 0 * self.handle for row in rows]
         run = self.stages if self.run_by is None else self.run_by
         outputs = run(rows, choose, num_tokens, plan)
         if not torch.is_grad_enabled() and any(p.grad is not None for p in self.weights.parameters()):
@@ -282,7 +274,7 @@ class MoE(StoredExperts):
         choose: Choose,
         num_tokens: int | None,
         plan: KnownPlan | None,
-        ahead: FetchesAhead | None = None,
+        ahead: KnownBatch | None = None,
     ) -> list[Tensor]:
         """Run the stages of a batch that is planned now or was planned ahead; `ahead` fetches for known plans."""
         borrowed = None

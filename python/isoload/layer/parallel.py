@@ -240,5 +240,4 @@ def copies_in(mesh: DeviceMesh, layers: Mapping[str, StoredExperts]) -> dist.Pro
         return None
     if len(others) == 1:
         return groups[others[0]]
-    names = mesh.mesh_dim_names or ()
-    return mesh[tuple(names[dim] for dim in others)]._flatten().get_group()
+    return mesh[tuple((mesh.mesh_dim_names or ())[dim] for dim in others)]._flatten().get_group()

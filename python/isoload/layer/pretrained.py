@@ -37,13 +37,9 @@ def is_writer() -> bool:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    while True:
-        inner = (
-            model.module if isinstance(model, DistributedDataParallel) else getattr(model, "_orig_mod", None)
-        )
-        if not isinstance(inner, nn.Module):
-            return model
-        model = inner
+    name = "module" if isinstance(model, DistributedDataParallel) else "_orig_mod"
+    inner = getattr(model, name, None)
+    return unwrapped(inner) if isinstance(inner, nn.Module) else model
 
 
 def plain_name(name: str) -> str:
@@ -57,8 +53,6 @@ def stored_layers(model: nn.Module) -> dict[str, StoredExperts]:
 
 
 def check_layers(layers: dict[str, StoredExperts], processes: Group) -> None:
-    if not layers:
-        raise ValueError("model must have isoload layers (isoload.MoE, isoload.balance), got none")
     size = processes.topology.num_ranks
     for name, layer in layers.items():
         group = layer.group
@@ -172,16 +166,15 @@ def save_pretrained(
         return
     processes, layers = all_processes("save_pretrained"), stored_layers(model)
     with processes.agreeing("save_pretrained"):
+        target = Path(save_directory)
         check_layers(layers, processes)
         if push_to_hub:
             raise ValueError("push_to_hub must be False over processes: save, then push the folder, got True")
-        if is_writer():
-            check_folder(Path(save_directory))
-    target = Path(save_directory)
+        if is_writer() and target.exists() and not target.is_dir():
+            raise ValueError(f"save_directory must be a folder, got a file: {target}")
     written = target.with_name(f"{target.name}.{os.getpid()}.written")
-    call = Call(
-        processes, "save_pretrained"
-    )  # raised later if the writer fails, because the other ranks are in exchanges
+    # Raised later if the writer fails, because the other ranks are in exchanges.
+    call = Call(processes, "save_pretrained")
     with ExitStack() as aside:
         parts: list[Path] = []
         for number, part in enumerate(whole_parts(model)):
@@ -200,14 +193,10 @@ def save_pretrained(
                 take_files(target, written)
 
 
-def check_folder(target: Path) -> None:
-    if target.exists() and not target.is_dir():
-        raise ValueError(f"save_directory must be a folder, got a file: {target}")
-
-
 def join_parts(parts: list[Path], variant: str | None) -> None:
     """Move the weights of all parts into the first part's folder, with the names and the index of one checkpoint."""
-    stem = "model" if variant is None else f"model.{variant}"
+    suffix = "" if variant is None else f".{variant}"
+    stem = f"model{suffix}"
     files = [file for part in parts for file in sorted(part.glob(f"{stem}*.safetensors"))]
     weight_map: dict[str, str] = {}
     size = 0
@@ -222,9 +211,7 @@ def join_parts(parts: list[Path], variant: str | None) -> None:
         file.rename(file.with_suffix(""))
     for part in parts[1:]:
         shutil.rmtree(part)
-    index = parts[0] / (
-        "model.safetensors.index.json" if variant is None else f"model.safetensors.index.{variant}.json"
-    )
+    index = parts[0] / f"model.safetensors.index{suffix}.json"
     content = {"metadata": {"total_size": size}, "weight_map": weight_map}
     index.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 

@@ -58,8 +58,8 @@ class ProgramState:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state with DTensors [E, ...] for experts, on the memory of the model if possible, and with
-        optimizer state that does not exist yet, so that a checkpoint can be read into it. "facts" are bytes that
-        torch.load reads.
+        optimizer state that does not exist yet, so that a checkpoint can be read into it. "facts" are bytes of
+        torch.save.
         """
         model, optimizer = unwrapped(self.model), self.optimizer
         layers = stored_layers(model)
@@ -116,27 +116,21 @@ class ProgramState:
         assert self.optimizer is not None
         model = unwrapped(self.model)
         names, experts = names_of(model), expert_ids(model)
-        by_id, unused = self._states()
+        by_id: dict[int, dict[str, Any]] = {}
+        unused = set()  # names of trained Parameters without state in the optimizer
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                values = self.optimizer.state.get(parameter)
+                if not values and parameter.requires_grad:
+                    unused.add(names[id(parameter)])
+                    values = first_state(self.optimizer, group, parameter)
+                if values:
+                    by_id[id(parameter)] = dict(values)
         state = {names[i]: values for i, values in by_id.items() if i not in experts}
         for name, layer in layers.items():
             state |= {f"{name}.{FULL}{stack}": v for stack, v in expert_states(layer, by_id).items()}
         groups = [{**g, "params": group_names(g, names)} for g in self.optimizer.param_groups]
-        return state, {"groups": groups, "unused": sorted({names[i] for i in unused})}
-
-    def _states(self) -> tuple[dict[int, dict[str, Any]], set[int]]:
-        """Return the state of every trained Parameter by id, and the ids of Parameters without one in the optimizer."""
-        assert self.optimizer is not None
-        by_id: dict[int, dict[str, Any]] = {}
-        unused = set()
-        for group in self.optimizer.param_groups:
-            for parameter in group["params"]:
-                state = self.optimizer.state.get(parameter)
-                if not state and parameter.requires_grad:
-                    unused.add(id(parameter))
-                    state = first_state(self.optimizer, group, parameter)
-                if state:
-                    by_id[id(parameter)] = dict(state)
-        return by_id, unused
+        return state, {"groups": groups, "unused": sorted(unused)}
 
     def _load_optimizer(
         self, layers: Mapping[str, StoredExperts], facts: Mapping[str, Any], saved: Mapping[str, Any]
@@ -200,14 +194,25 @@ def slices(layer: StoredExperts, homes: Sequence[Sequence[Tensor]]) -> list[Tens
     group, num_experts = layer.group, layer.placement.num_experts
     if group.owns_all:
         return gather_rows(group, layer.layouts, homes)
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor import Shard as Split
+
     parts = list(homes[0])
     if moves := slice_moves(layer):
         size = slice_size(layer)
         count = min(size, max(0, num_experts - group.ranks[0] * size))
         parts = [stack.new_zeros(count, *stack.shape[1:]) for stack in parts]
         move_rows(group, "state", moves, [list(homes[0])], [parts])
-    mesh = mesh_of(layer)
-    return [as_distributed(part, num_experts, mesh) for part in parts]
+    assert isinstance(group, CollectiveGroup)
+    processes = group.process_group or dist.group.WORLD
+    assert processes is not None
+    mesh = DeviceMesh.from_group(processes, layer._device().type)
+    whole = [torch.empty(num_experts, *part.shape[1:], device="meta") for part in parts]
+    return [
+        DTensor.from_local(part, mesh, [Split(0)], run_check=False, shape=like.shape, stride=like.stride())
+        for part, like in zip(parts, whole, strict=True)
+    ]
 
 
 def put_slices(layer: StoredExperts, stacks: Sequence[Tensor], homes: Sequence[Sequence[Tensor]]) -> None:
@@ -220,25 +225,6 @@ def put_slices(layer: StoredExperts, stacks: Sequence[Tensor], homes: Sequence[S
     with torch.no_grad():
         for home, part in zip(homes[0], parts[0], strict=True):
             home.copy_(part)
-
-
-def mesh_of(layer: StoredExperts) -> Any:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    group = layer.group
-    assert isinstance(group, CollectiveGroup)
-    processes = group.process_group or dist.group.WORLD
-    assert processes is not None
-    return DeviceMesh.from_group(processes, layer._device().type)
-
-
-def as_distributed(part: Tensor, num_experts: int, mesh: Any) -> Tensor:
-    from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor import Shard as Split
-
-    shape = torch.Size([num_experts, *part.shape[1:]])
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(part, mesh, [Split(0)], run_check=False, shape=shape, stride=stride)
 
 
 def expert_states(layer: StoredExperts, by_id: Mapping[int, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:

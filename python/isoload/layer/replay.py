@@ -33,13 +33,8 @@ class Replay(TorchFunctionMode):
         self, block: str, ids: Tensor, num_experts: int, plan: KnownPlan | None, failure: ValueError | None
     ) -> None:
         super().__init__()
-        self.block, self.ids, self.num_experts, self.plan, self.failure = (
-            block,
-            ids,
-            num_experts,
-            plan,
-            failure,
-        )
+        self.block, self.ids, self.num_experts = block, ids, num_experts
+        self.plan, self.failure = plan, failure
         self.present = ids.clamp(0, num_experts - 1)  # masked tokens get weights, too, which nothing reads
         self.ambiguous = False  # the recompute of another call draws the same number
         self.replaced = False
@@ -110,10 +105,13 @@ class BlockReplay:
                 torch.set_rng_state(state)  # the first call had no routes
                 return
             replay = self.again(earlier, block)
-        elif self.model.routes is None:
+        elif (routes := self.model.routes) is None:
             return
         else:
-            replay, number = self.model.replay_of(self.position, block), _draw()
+            model, number = self.model, _draw()
+            plan = None if model.plans is None or model.failure is not None else model.plans[self.position]
+            experts = block.experts.layer.placement.num_routed
+            replay = Replay(type(block).__name__, routes[:, self.position], experts, plan, model.failure)
             same = self.calls.get(number)
             if same is not None and not same.ids.equal(replay.ids):
                 replay.ambiguous = self.has_dropped = True
@@ -170,12 +168,6 @@ class ModelReplay:
 
     def end(self, model: nn.Module, args: Any, output: Any) -> None:
         self.routes = self.plans = self.failure = None
-
-    def replay_of(self, position: int, block: Any) -> Replay:
-        assert self.routes is not None
-        plan = None if self.plans is None or self.failure is not None else self.plans[position]
-        num_experts = block.experts.layer.placement.num_routed
-        return Replay(type(block).__name__, self.routes[:, position], num_experts, plan, self.failure)
 
     def _checked(self, routes: Any) -> Tensor:
         layers = len(self.blocks)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from math import inf
 from typing import Any
@@ -20,7 +20,16 @@ from isoload.layer.compiled import Choose
 from isoload.layer.moe import MoE
 from isoload.layer.predictor_inputs import PredictorInputs
 from isoload.layer.routers import Gate
-from isoload.layer.two_stage import Batch, KnownStages, Span, run_held, run_planned, runs_apart
+from isoload.layer.two_stage import (
+    Batch,
+    Fetched,
+    KnownBatch,
+    KnownStages,
+    Span,
+    run_held,
+    run_planned,
+    runs_apart,
+)
 from isoload.placement.placed_layers import PlacedLayers
 from isoload.placement.placement import Placement
 from isoload.policies.borrowing import may_keep_local
@@ -136,21 +145,16 @@ def make_predictor(
             f"predict must be of {len(layers)} layers and {num_experts} experts as the stack, "
             f"got {predict.num_layers} and {predict.num_experts}"
         )
-    if isinstance(predict, Lookahead):
-        check_lookahead(predict, layers)
-    return predict.to(layers[0]._ranks()[0].row_of_slot.device) if isinstance(predict, Linear) else predict
-
-
-def check_lookahead(predict: Lookahead, layers: Sequence[MoE]) -> None:
-    num_experts, hidden = layers[0].placement.num_routed, layers[0]._ranks()[0].stored_down.shape[1]
-    for i, gate in enumerate(predict.gates):
+    hidden = layers[0]._ranks()[0].stored_down.shape[1]
+    for i, gate in enumerate(predict.gates if isinstance(predict, Lookahead) else ()):
         if isinstance(gate, Gate) and gate.weight.shape != (num_experts, hidden):
             raise ValueError(
                 f"gates must be [{num_experts}, {hidden}] as the layers, got {list(gate.weight.shape)} for layer {i}"
             )
-    for i, norm in enumerate(predict.norms or ()):
+    for i, norm in enumerate((predict.norms or ()) if isinstance(predict, Lookahead) else ()):
         if not isinstance(norm, nn.Module):
             raise ValueError(f"norms must be modules, whose input is kept, got {norm!r:.60} for layer {i}")
+    return predict.to(layers[0]._ranks()[0].row_of_slot.device) if isinstance(predict, Linear) else predict
 
 
 def refuse_cost(cost: object) -> None:
@@ -219,24 +223,6 @@ NORMS = (
 AFTER = "post_feedforward_layernorm"
 
 
-@dataclass(frozen=True, eq=False)
-class Fetched:
-    """Prefetched spare slots of one layer."""
-
-    layer: MoE
-    filled: PlacedLayers  # experts of all slots
-    borrowed: Borrowed | None  # weights of the spare slots, if any
-    marks: list[list[tuple[Tensor, int]]]  # RankWeights.marks() of the owned ranks when the weights were sent
-
-    def check(self) -> None:
-        ranks = self.layer._ranks()
-        if not all(rank.is_marked(marks) for rank, marks in zip(ranks, self.marks, strict=True)):
-            raise ValueError(
-                "expert Parameters must stay as they are while their weights travel ahead: call forget() of the "
-                "stack on all ranks after a change, got Parameters that changed since"
-            )
-
-
 class LibraStack:
     """Stack of MoE layers that runs each layer in two stages and prefetches borrowed experts, see docs/transformers.md.
 
@@ -302,7 +288,7 @@ class LibraStack:
         self.known = KnownStages(self.layers) if predict == KNOWN else None
         self.events: list[dict[str, Span]] = [{} for _ in self.layers]
         self._next = 0
-        self._fetched: Fetched | None = None
+        self._fetched: Fetched[PlacedLayers] | None = None
         self._runs = [partial(self._run, index) for index in range(len(self.layers))]
         for layer, run in zip(self.layers, self._runs, strict=True):
             layer.run_by = run
@@ -390,7 +376,8 @@ class LibraStack:
     ) -> list[Tensor]:
         try:
             if self.known is not None:
-                return self.known.run(index, rows, choose, num_tokens, plan)
+                batch, layer = KnownBatch(self.known, index, plan), self.layers[index]
+                return layer.stages(rows, partial(batch.checked, choose), num_tokens, plan, batch)
             if plan is not None:
                 raise ValueError(
                     "plan needs a LibraStack with predict='known', or no stack, got a plan: close() the stack first"
@@ -406,11 +393,11 @@ class LibraStack:
         layer, fetched = self.layers[index], self._take(index)
         chosen = layer.choices(rows, partial(self._checked, index, fetched, choose))
         predicted = None if self.predictor_inputs is None else self.predictor_inputs.count(index, chosen)
-        chosen.call.in_gather[AHEAD] = fact_of(None if fetched is None else fetched.filled)
+        chosen.call.in_gather[AHEAD] = fact_of(None if fetched is None else fetched.source)
         gathered = layer.gather(chosen, num_tokens, predicted)
         filled, borrowed = None, None
         if gathered.planned and fetched is not None:
-            filled, borrowed = fetched.filled, fetched.borrowed
+            filled, borrowed = fetched.source, fetched.borrowed
         elif gathered.planned and (self._fills_ahead(layer) or self.local == "held"):
             filled = layer.balancer.placed_on(gathered.loads.device)
         if borrowed is not None:
@@ -421,20 +408,20 @@ class LibraStack:
         layer.count(gathered)
         return outputs
 
-    def _take(self, index: int) -> Fetched | None:
+    def _take(self, index: int) -> Fetched[PlacedLayers] | None:
         """Return the prefetched slots of a layer, if it is called in order and its placement has not changed."""
         fetched, self._fetched = self._fetched, None
         in_order, self._next = index == self._next, (index + 1) % len(self.layers)
         if self.predictor_inputs is not None and (index == 0 or not in_order):
             self.predictor_inputs.restart()
-        if not in_order or fetched is None or fetched.filled.host is not fetched.layer.placement:
+        if not in_order or fetched is None or fetched.source.host is not fetched.layer.placement:
             return None
-        if index == 0 and capturing(fetched.filled.slot_to_expert.device):  # replays do not have them
+        if index == 0 and capturing(fetched.source.slot_to_expert.device):  # replays do not have them
             return None
         return fetched
 
     def _checked(
-        self, index: int, fetched: Fetched | None, choose: Choose
+        self, index: int, fetched: Fetched[PlacedLayers] | None, choose: Choose
     ) -> Sequence[tuple[Tensor, Tensor]]:
         """Check that the layer and the following fetch can run on this rank, and return the layer's choices."""
         if torch.is_grad_enabled():
@@ -449,23 +436,25 @@ class LibraStack:
                 "predict must not read earlier batches while a CUDA graph is captured, which would replay them, "
                 f"got {predictor.describe()}"
             )
-        if fetched is not None:
-            fetched.check()
+        if fetched is not None and not fetched.is_current():
+            raise ValueError(
+                "expert Parameters must stay as they are while their weights travel ahead: call forget() of the "
+                "stack on all ranks after a change, got Parameters that changed since"
+            )
         self.layers[self._next]._check_weights()
         return choose()
 
     def _fills_ahead(self, layer: MoE) -> bool:
         return self.predictor_inputs is not None and layer.policy.ahead
 
-    def _replays(self, device: torch.device) -> bool:
-        """Return whether a CUDA graph is being captured, or replays may overwrite the buffers between batches."""
-        borrowing = self.layers[0].borrowing
-        return capturing(device) or (borrowing is not None and borrowing.pool.in_graphs)
-
     def _fetch(self, index: int, gathered: Gathered, in_use: Borrowed | None) -> Borrowed | None:
-        layer, filled = self.layers[self._next], None
-        if self.predictor_inputs is None or (self._next == 0 and self._replays(gathered.loads.device)):
+        layer, filled, first = self.layers[self._next], None, self.layers[0].borrowing
+        if self.predictor_inputs is None:
             return None
+        if self._next == 0 and (
+            capturing(gathered.loads.device) or (first is not None and first.pool.in_graphs)
+        ):
+            return None  # replays of CUDA graphs may overwrite the buffers between batches
         call = Call(layer.group, "plan", gathered.loads.device, {AHEAD: 0})
         with call:
             loads = self.predictor_inputs.predict(index, gathered)
@@ -482,7 +471,7 @@ class LibraStack:
             return None
         assert layer.borrowing is not None
         borrowed = layer.borrowing.borrow(filled, in_use, layer.dtype_now())
-        self._fetched = Fetched(layer, filled, borrowed, [rank.marks() for rank in layer._ranks()])
+        self._fetched = Fetched(layer, filled, borrowed)
         return borrowed
 
 

@@ -78,7 +78,15 @@ def full_optimizer_state(layer: StoredExperts, optimizer: Optimizer, reader: int
 
 @torch.no_grad()
 def load_full_optimizer_state(layer: StoredExperts, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Load the result of :func:`full_optimizer_state`, for any placement and number of ranks, each rank by itself."""
+    """Load the result of :func:`full_optimizer_state`, for any placement and number of ranks, each rank by itself.
+
+    Options such as the learning rate do not change. Errors are raised before anything changes.
+
+    Args:
+        layer: layer whose expert Parameters the optimizer updates.
+        optimizer: this process's optimizer.
+        state: state by stack and key, with rows [E, ...].
+    """
     ranks, num_experts = layer._ranks(), layer.placement.num_experts
     check_plain(ranks)
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from types import FrameType
 from typing import Any, Literal
 
 import torch
@@ -25,7 +24,6 @@ from isoload.weights.shard import (
     Shard,
     ShardWeights,
     check_move,
-    check_no_state,
     move_facts,
     move_state,
     move_weights,
@@ -40,7 +38,6 @@ from isoload.weights.storage import (
     check_kind,
     new_stack,
     no_distributed_checkpoint,
-    part_name,
     refresh_replicas,
     without_part,
 )
@@ -54,9 +51,7 @@ class StoredExperts(nn.Module):
     layouts: list[Layout]  # expert of every row on all ranks
     num_rows: list[int]  # for which each rank has memory
     borrowing: Borrowing | None  # fetches the weights of spare slots; None without spare slots
-    compute_dtype: (
-        torch.dtype | None
-    )  # in which experts compute; None: autocast's, or their own without autocast
+    compute_dtype: torch.dtype | None  # in which experts compute; None: autocast's, else their own
 
     def named_modules(self, *how: Any, **options: Any) -> Iterator[tuple[str, nn.Module]]:
         if not torch.compiler.is_compiling():  # no wrapper is constructed there, and frames cannot be traced
@@ -135,7 +130,7 @@ class StoredExperts(nn.Module):
     def part_name(self) -> str:
         """Mark in the keys of this process's part of a state, or "" if the process owns all ranks."""
         group = self.group
-        return "" if group.owns_all else part_name(group.ranks[0], group.topology.num_ranks)
+        return "" if group.owns_all else f"rank_{group.ranks[0]}_of_{group.topology.num_ranks}."
 
     def expert_parameters(self) -> list[nn.Parameter]:
         """Return the expert Parameters of the owned ranks. Their gradients are sums over the tokens of all ranks, so
@@ -151,9 +146,8 @@ class StoredExperts(nn.Module):
         if self.compute_dtype is not None:
             return self.compute_dtype
         device = down.device.type
-        follows = down.dtype != torch.float64 and torch.is_autocast_enabled(
-            device
-        )  # autocast does not apply to float64
+        # Autocast does not apply to float64.
+        follows = down.dtype != torch.float64 and torch.is_autocast_enabled(device)
         return torch.get_autocast_dtype(device) if follows else down.dtype
 
     def refresh_replicas(self) -> None:
@@ -238,9 +232,7 @@ class StoredExperts(nn.Module):
             self._check_weights()
             placed = placement.layer(self.layer, "cpu")
             after = layouts(placed, before)
-            facts = move_facts(placed, before, after, self.num_rows, size, ranks, moved)
-            if optimizer is None:
-                check_no_state(before, after, ranks)
+            facts = move_facts(placed, before, after, self.num_rows, size, ranks, optimizer)
             write = self.balancer.prepare_load(placement)
         call.agree("placement", FACTS, facts)
         self.meet_readers()
@@ -275,16 +267,12 @@ class OwnedRanks(nn.ModuleList):
     part = ""  # mark in the keys of this process's part of a state; "" if the process owns all ranks
 
     def __getattr__(self, name: str) -> Any:
-        if self.part and is_checkpoint_lookup(sys._getframe(1)):
+        # torch.distributed.checkpoint looks up every Parameter by name before it reads an optimizer's state.
+        module = sys.modules.get("torch.distributed.checkpoint.state_dict") if self.part else None
+        lookup = getattr(module, "_get_fqns", None)
+        if lookup is not None and sys._getframe(1).f_code is lookup.__code__:
             raise AttributeError(no_distributed_checkpoint(f"weights.{self.part}"))
         return super().__getattr__(name)
-
-
-def is_checkpoint_lookup(caller: FrameType) -> bool:
-    """Return whether torch.distributed.checkpoint looks up a Parameter by name, before reading optimizer state."""
-    module = sys.modules.get("torch.distributed.checkpoint.state_dict")
-    lookup = getattr(module, "_get_fqns", None)
-    return lookup is not None and caller.f_code is lookup.__code__
 
 
 def _mark_part(layer: StoredExperts, state: dict[str, Any], prefix: str, metadata: Any) -> None:

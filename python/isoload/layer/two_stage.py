@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Generic, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
@@ -217,38 +218,33 @@ def held_slots(filled: PlacedLayers) -> Tensor:
     return lowest.masked_fill(lowest == size, -1)
 
 
-@dataclass(frozen=True, eq=False)
-class FetchedPlan:
-    """Weights that travel ahead for a known plan."""
+Source = TypeVar("Source")
 
-    layer: MoE
-    plan: KnownPlan
-    borrowed: Borrowed  # weights of the spare slots
-    marks: list[list[tuple[Tensor, int]]]  # RankWeights.marks() of the owned ranks when the weights were sent
 
-    def serves(self, plan: KnownPlan | None) -> bool:
-        unchanged = zip(self.layer._ranks(), self.marks, strict=True)
-        return plan is self.plan and all(rank.is_marked(marks) for rank, marks in unchanged)
+class Fetched(Generic[Source]):
+    """Weights of a layer's spare slots (None: nothing is borrowed) that travel ahead, for filled slots or a plan."""
+
+    def __init__(self, layer: MoE, source: Source, borrowed: Borrowed | None) -> None:
+        self.layer, self.source, self.borrowed = layer, source, borrowed
+        self._marks = [rank.marks() for rank in layer._ranks()]
+
+    def is_current(self) -> bool:
+        """Return whether the layer's Parameters are unchanged since the weights were sent."""
+        marked = zip(self.layer._ranks(), self._marks, strict=True)
+        return all(rank.is_marked(marks) for rank, marks in marked)
 
 
 class KnownStages:
     """Runs the layers of a stack by plans that were made ahead, and fetches the experts of the plan that comes next.
     After the last layer comes the next micro-batch's first layer or, if gradients are recorded, the backward of the
-    same layer, whose weights are still there. In backward the order is reversed. Weights for another plan are fetched
-    again.
+    same layer, whose weights are still there. In backward the order is reversed. Weights for another plan are fetched.
     """
 
     def __init__(self, layers: Sequence[MoE]) -> None:
         self.layers = layers
-        self.fetched: FetchedPlan | None = None
+        self.fetched: Fetched[KnownPlan] | None = None
         # Backward and a recompute use the weights that the forward fetched, as long as autograd keeps them.
-        self._by_plan: WeakValueDictionary[KnownPlan, Borrowed] = WeakValueDictionary()
-
-    def run(
-        self, index: int, rows: list[Tensor], choose: Choose, num_tokens: int | None, plan: KnownPlan | None
-    ) -> list[Tensor]:
-        batch = KnownBatch(self, index, plan)
-        return self.layers[index].stages(rows, partial(batch.checked, choose), num_tokens, plan, batch)
+        self.by_plan: WeakValueDictionary[KnownPlan, Borrowed] = WeakValueDictionary()
 
     def following(self, index: int, plan: KnownPlan) -> tuple[int, KnownPlan] | None:
         """Return the layer and the plan that are expected next; None: the backward of this layer, or nothing."""
@@ -262,19 +258,9 @@ class KnownStages:
         known = plan.near(self.layers[index].balancer.layer, batches)
         return None if known is None else (index, known)
 
-    def take(self, plan: KnownPlan) -> Borrowed | None:
-        """Return the weights of a plan that were fetched ahead or before, None if they must be fetched now."""
-        fetched, self.fetched = self.fetched, None
-        borrowed = self._by_plan.get(plan) if in_backward() else None
-        if borrowed is None and fetched is not None and fetched.serves(plan):
-            borrowed = fetched.borrowed
-        if borrowed is not None:
-            borrowed.begin("borrow")  # fetches again if other layers have used the buffer
-        return borrowed
-
     def note(self, index: int, plan: KnownPlan, borrowed: Borrowed, dtype: torch.dtype | None) -> None:
         """Record the weights of a plan for its backward, which then fetches those of the plan before."""
-        self._by_plan[plan] = borrowed
+        self.by_plan[plan] = borrowed
         borrowed.then = partial(self.fetch_next, index, plan, dtype)
 
     def fetch_next(
@@ -286,7 +272,7 @@ class KnownStages:
             return
         index, known = after
         layer = self.layers[index]
-        borrowed = self._by_plan.get(known) if in_backward() else None
+        borrowed = self.by_plan.get(known) if in_backward() else None
         if borrowed is None:
             filled = known.placed_in(layer.balancer.placed_on(known.loads.device)).placed
             if layer.borrowing is None or filled.unfilled is None:
@@ -300,7 +286,7 @@ class KnownStages:
             return
         elif in_use is None or not borrowed.shares_buffer(in_use):
             borrowed.begin("borrow backward")
-        self.fetched = FetchedPlan(layer, known, borrowed, [rank.marks() for rank in layer._ranks()])
+        self.fetched = Fetched(layer, known, borrowed)
 
 
 @dataclass(eq=False)
@@ -313,8 +299,8 @@ class KnownBatch:
     ready: int = 0
 
     def checked(self, choose: Choose) -> Sequence[Choice]:
-        stages = self.stages
-        if stages.fetched is not None and not stages.fetched.serves(self.plan):
+        stages, fetched = self.stages, self.stages.fetched
+        if fetched is not None and not (fetched.source is self.plan and fetched.is_current()):
             stages.fetched = None
         self.ready = int(stages.fetched is not None)
         if isinstance(self.plan, KnownPlan) and (after := stages.following(self.index, self.plan)):
@@ -326,8 +312,13 @@ class KnownBatch:
     def fetch(self, plan: Plan | None, chosen: Chosen) -> Borrowed | None:
         assert self.plan is not None
         layer, dtype = self.stages.layers[self.index], self.stages.layers[self.index]._dtype_of(chosen.rows)
-        borrowed = self.stages.take(self.plan)
-        if borrowed is None:
+        fetched, self.stages.fetched = self.stages.fetched, None
+        borrowed = self.stages.by_plan.get(self.plan) if in_backward() else None
+        if borrowed is None and fetched is not None and fetched.source is self.plan and fetched.is_current():
+            borrowed = fetched.borrowed
+        if borrowed is not None:
+            borrowed.begin("borrow")  # fetches again if other layers have used the buffer
+        else:
             borrowed = layer.borrow(plan, chosen)
             if borrowed is not None:
                 self.stages.note(self.index, self.plan, borrowed, dtype)

@@ -143,22 +143,19 @@ class _WeightedSum(torch.autograd.Function):
         to_weights = None
         for copies, copy, position in zip(tensors[::3], tensors[1::3], tensors[2::3], strict=True):
             to_copies, to_these = sum_rows_backward(grad, copies, weights, position, copy)
-            to_weights = (
-                to_these if to_weights is None else to_weights + to_these
-            )  # 0 for copies of another part
+            # 0 for copies of another part
+            to_weights = to_these if to_weights is None else to_weights + to_these
             gradients += [to_copies, None, None]
         return None, to_weights, *gradients
 
 
-def _fake_count(a: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+@op("count")
+def _count(a: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     T, K = a.topk_ids.shape
     shape, experts = (T, K + a.num_shared), a.num_experts + a.num_shared
     parts = ints(a.topk_ids, (T + PART_ROWS - 1) // PART_ROWS, experts)
     columns = a.topk_ids.new_empty(shape if a.num_shared else (0, 0))
     return columns, ints(a.topk_ids, experts), ints(a.topk_ids, *shape), parts
-
-
-_count = op("count", _fake_count)
 
 
 def count(topk_ids: Tensor, num_experts: int, num_shared: int = 0) -> Counted:
@@ -174,12 +171,10 @@ def count(topk_ids: Tensor, num_experts: int, num_shared: int = 0) -> Counted:
     return Counted(columns if num_shared else topk_ids, *outputs)
 
 
-def _fake_number_rows(a: Any) -> tuple[Tensor, Tensor, Tensor]:
+@op("number_rows")
+def _number_rows(a: Any) -> tuple[Tensor, Tensor, Tensor]:
     shape = (a.slots.shape[0], min(a.slots.shape[1], a.num_ranks))
     return ints(a.slots, *shape), ints(a.slots, *shape), longs(a.slots, 2, a.num_ranks)
-
-
-_number_rows = op("number_rows", _fake_number_rows)
 
 
 def number_rows(slots: Tensor, slots_per_rank: int, num_ranks: int) -> RowNumbers:
@@ -193,20 +188,17 @@ def number_rows(slots: Tensor, slots_per_rank: int, num_ranks: int) -> RowNumber
     return RowNumbers(*call(_number_rows, slots, slots_per_rank, num_ranks))
 
 
-def _fake_group_copies(a: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+@op("group_copies")
+def _group_copies(a: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     copy, slot = longs(a.slots, a.num_places), longs(a.slots, a.num_places)
     return copy, slot, ints(a.slots, a.num_slots), longs(a.slots, *a.slots.shape)
 
 
-_group_copies = op("group_copies", _fake_group_copies)
-
-
 def group_copies(slots: Tensor, first: int, num_slots: int, num_places: int | None = None) -> Grouping:
-    """Sort the copies of local slots ``first .. first + num_slots - 1`` by slot, then row, then k; others count as
-    absent.
+    """Sort the copies of local slots ``first .. first + num_slots - 1`` by slot, then row, then k.
 
     Args:
-        slots: [N, K] int32 or int64 local slots; -1 = absent.
+        slots: [N, K] int32 or int64 local slots; -1 = absent, as are the slots of other groups.
         first: the group's first local slot.
         num_slots: S.
         num_places: C, the most copies of the group; None = N*K. More raise ValueError on CPU; on CUDA they count as
@@ -216,12 +208,10 @@ def group_copies(slots: Tensor, first: int, num_slots: int, num_places: int | No
     return Grouping(*call(_group_copies, slots, first, num_slots, places))
 
 
-def _fake_pack_rows(a: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+@op("pack_rows")
+def _pack_rows(a: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     payload = a.slots.new_empty((a.num_rows, a.bytes), dtype=torch.uint8)
     return payload, longs(a.slots, a.num_rows), longs(a.slots, a.num_rows), longs(a.slots, *a.ranks.shape)
-
-
-_pack_rows = op("pack_rows", _fake_pack_rows)
 
 
 def pack_rows(

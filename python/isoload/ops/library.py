@@ -15,28 +15,28 @@ from torch import Tensor
 T = TypeVar("T")
 
 
-def _load_library() -> ctypes.CDLL:
-    paths = sorted(Path(__file__).parents[1].glob("_C*.so"))
-    if not paths:
-        raise ImportError("isoload's compiled ops are missing: run `make build` (or reinstall isoload)")
-    torch.ops.load_library(str(paths[0]))
-    return ctypes.CDLL(str(paths[0]))
-
-
-LIBRARY = _load_library()  # for its C functions
+if not (_paths := sorted(Path(__file__).parents[1].glob("_C*.so"))):
+    raise ImportError("isoload's compiled ops are missing: run `make build` (or reinstall isoload)")
+torch.ops.load_library(str(_paths[0]))
+LIBRARY = ctypes.CDLL(str(_paths[0]))  # for its C functions
 LIBRARY.isoload_fault_rules.restype = ctypes.c_char_p
 RULES = tuple(LIBRARY.isoload_fault_rules().decode().splitlines())  # one per bit of a device's error word
 library = torch.ops.isoload
 
 
-def op(name: str, fake: Callable[[Any], T]) -> Callable[..., T]:
-    """Return the op of a name. fake maps the arguments, by the schema's names, to results that have shapes only."""
-    function: Callable[..., T] = getattr(library, name).default
-    names = [argument.name for argument in getattr(library, name).default._schema.arguments]
-    torch.library.register_fake(
-        f"isoload::{name}", lambda *args: fake(SimpleNamespace(**dict(zip(names, args, strict=True))))
-    )
-    return function
+def op(name: str) -> Callable[[Callable[[Any], T]], Callable[..., T]]:
+    """Replace a function by the op of a name: it maps the arguments to results that have shapes only (fake kernel)."""
+    function: Any = getattr(library, name).default
+    names = [argument.name for argument in function._schema.arguments]
+
+    def register(fake: Callable[[Any], T]) -> Callable[..., T]:
+        torch.library.register_fake(
+            f"isoload::{name}", lambda *args: fake(SimpleNamespace(**dict(zip(names, args, strict=True))))
+        )
+        result: Callable[..., T] = function
+        return result
+
+    return register
 
 
 def ints(like: Tensor, *shape: int) -> Tensor:
@@ -51,15 +51,14 @@ def like(tensor: Tensor) -> Tensor:
     return tensor.new_empty(tensor.shape)
 
 
-_device_errors = op("device_errors", lambda a: ints(a.like))
+_device_errors = op("device_errors")(lambda a: ints(a.like))
 
 
 def device_errors(device: torch.device | str) -> int:
     """Return and clear the rules that ops on a device found broken since the last call: bit i for RULES[i].
 
     On CUDA an op with a wrong value continues (an id out of range counts as -1) and sets its bit in a word of the
-    device's memory, whose address captured graphs contain. The host waits for the current stream. On the CPU ops raise
-    at once.
+    device's memory, whose address captured graphs contain. The host waits for the current stream.
     """
     return int(error_word(device))
 

@@ -22,12 +22,10 @@ def fake_split(a: Any, like: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return ints(like, *batch, a.num_slots), longs(like, *batch), longs(like, *batch), ints(like, *batch, 4)
 
 
-def _fake_planning(a: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+@op("plan_exact")
+def _plan_exact(a: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     sent = 0 if a.rank is None else a.num_slots
     return *fake_split(a, a.loads), ints(a.loads, *a.tables.shape[:-1], sent)
-
-
-_plan_exact = op("plan_exact", _fake_planning)
 
 
 def plan_exact(
@@ -46,8 +44,8 @@ def plan_exact(
 ) -> ExactSplit:
     """Split every replicated expert's copies so that the busiest rank's cost is the least that integers allow.
 
-    Over-relaxed balancing sweeps, then shortest augmenting paths on ranks towards a Newton target: LPLB (papers/001),
-    for integers. Ends with ``peak == bound`` unless a tolerance or a budget ends it earlier.
+    Runs over-relaxed balancing sweeps, then shortest augmenting paths on ranks towards a Newton target: LPLB
+    (papers/001) for integers. Ends with ``peak == bound`` unless a tolerance or a budget ends it earlier.
 
     Args:
         loads: [E] or [R, E] int32 copies (leading L as the tables), summed over sources; "local" and rank need [R, E].
@@ -92,12 +90,10 @@ def split_options(
     )
 
 
-def _fake_plan_waterfill(a: Any) -> tuple[Tensor, Tensor, Tensor]:
+@op("plan_waterfill")
+def _plan_waterfill(a: Any) -> tuple[Tensor, Tensor, Tensor]:
     batch = a.copies.shape[:-2]
     return like(a.copies), longs(a.copies, *batch), longs(a.copies, *batch)
-
-
-_plan_waterfill = op("plan_waterfill", _fake_plan_waterfill)
 
 
 def plan_waterfill(
@@ -109,12 +105,10 @@ def plan_waterfill(
     ticks: Tensor | None = None,
     limits: Tensor | None = None,
 ) -> WaterfillSplit:
-    """Distribute the shared copies over the ranks' routed loads, up to the lowest level that holds them (peak ==
-    bound).
+    """Distribute the shared copies over the ranks' routed loads, up to the lowest level that holds them.
 
     As few copies as possible move, as many of these as possible to ranks that their source visits: at most 3/4 of its
-    routed copies there if it has a choice. Other copies stay in the node if possible. Waterfill (papers/001), for
-    integers.
+    routed copies there if it has a choice. Generalises Waterfill (papers/001) to integers; peak and bound are equal.
 
     Args:
         copies: [R, R] or [L, R, R] int32 routed copies that source s sends to rank d, R in 1..1024.
@@ -133,14 +127,12 @@ def plan_waterfill(
 LIMITS = {torch.float32: (1e-4, 12), torch.float64: (1e-8, 20)}
 
 
-def _fake_plan_lp(a: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+@op("plan_lp")
+def _plan_lp(a: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     batch, real = a.tables.shape[:-1], torch.float64 if a.float64 else torch.float32
     shapes = ((*batch, a.num_slots), batch, batch)
     split, primal, dual = (a.loads.new_empty(shape, dtype=real) for shape in shapes)
     return split, primal, dual, ints(a.loads, *batch), ints(a.loads, *batch)
-
-
-_plan_lp = op("plan_lp", _fake_plan_lp)
 
 
 def plan_lp(
@@ -154,8 +146,8 @@ def plan_lp(
 ) -> LpSplit:
     """Split every replicated expert's copies, in real numbers, so that the largest rank load is the least possible.
 
-    The linear program of LPLB (papers/001), by Mehrotra's method with a dense Cholesky factorisation, with the same
-    bits on every rank and device. All ranks have the same speed.
+    Solves the linear program of LPLB (papers/001) by Mehrotra's method with a dense Cholesky factorisation; the bits
+    are the same on every rank and device. All ranks have the same speed.
 
     Args:
         loads: [E] or [R, E] int32 copies (leading L as the tables), summed over sources.
@@ -174,7 +166,7 @@ def plan_lp(
     return LpSplit(*call(_plan_lp, loads, *layout, base, dtype == torch.float64, tolerance, iterations))
 
 
-_plan_own = op("plan_own", lambda a: ints(a.counts, *a.tables.shape[:-1], a.num_slots))
+_plan_own = op("plan_own")(lambda a: ints(a.counts, *a.tables.shape[:-1], a.num_slots))
 
 
 def plan_own(
@@ -190,12 +182,11 @@ def plan_own(
     layer: int = 0,
     sweeps: int = 6,
 ) -> Tensor:
-    """Split one source rank's own copies over the slots, without any exchange in the batch: [P] int32, for
-    :func:`route`.
+    """Split one source rank's own copies over the slots [P] int32, without any exchange in the batch.
 
-    An integer split near the least sum over ranks of ``ticks_r * (base_r + y_r) ** 2``, by sweeps, not proved. ``y_r``
-    is the number of the source's copies on rank r; ``base_r`` is its offset plus fixed copies plus a rotation in 0..1,
-    so that many sources with few copies do not round to the same rank.
+    The result is an integer split near the least sum over ranks of ``ticks_r * (base_r + y_r) ** 2``, not proved.
+    ``y_r`` is the number of the source's copies on rank r; ``base_r`` is its offset plus fixed copies plus a rotation
+    in 0..1, so that many sources with few copies do not round to the same rank.
 
     Args:
         counts: [E] int32 this source's copies (leading L as the tables), together at most 2^31 / (R + 2).
@@ -205,8 +196,7 @@ def plan_own(
         source: this rank, 0..R-1.
         fixed: [R] int32 copies of this source that each rank carries in addition (leading L as above).
         ticks: [R] int32 cost of one copy per rank, 1..2^20 (1024 = nominal); None = 1 each.
-        recent: [E] int64 (leading L as above), decayed sums of the counts in 2^-16 copies (half-life eight batches),
-            updated.
+        recent: [E] int64 (leading L as above), decayed sums of the counts in 2^-16 copies (half-life: 8 batches).
         sent: [3, R] int64 (leading L as above), written in place: decayed sums of the copies sent to every rank and of
             the fixed copies, then this batch's copies of both kinds to every rank.
         layer: number of the first of these layers; selects the rotation.
@@ -216,7 +206,7 @@ def plan_own(
     return call(_plan_own, counts, *layout, offset, fixed, ticks, recent, sent, source, layer, sweeps)
 
 
-_round_split = op("round_split", lambda a: ints(a.split, *a.split.shape))
+_round_split = op("round_split")(lambda a: ints(a.split, *a.split.shape))
 
 
 def round_split(split: Tensor, loads: Tensor, tables: ReplicaTables) -> Tensor:
@@ -231,13 +221,13 @@ def round_split(split: Tensor, loads: Tensor, tables: ReplicaTables) -> Tensor:
     return call(_round_split, split, loads, tables.data, tables.num_ranks, tables.num_slots)
 
 
-_plan_active = op("plan_active", lambda a: fake_split(a, a.loads))
+_plan_active = op("plan_active")(lambda a: fake_split(a, a.loads))
 
 
 def plan_active(loads: Tensor, tables: ReplicaTables) -> ActiveSplit:
     """Put all copies of an expert on one of its replicas, so that the busiest rank has the fewest active slots.
 
-    For decode batches, whose time is that of reading active slots' weights. The peak in copies is not proved the least.
+    It is for decode batches, whose time is that of reading active slots' weights. The peak in copies may be higher.
 
     Args:
         loads: [E] or [R, E] int32 copies (leading L as the tables), summed over sources.
@@ -246,13 +236,11 @@ def plan_active(loads: Tensor, tables: ReplicaTables) -> ActiveSplit:
     return ActiveSplit(*call(_plan_active, loads, tables.data, tables.num_ranks, tables.num_slots))
 
 
-def _fake_plan_joint(a: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+@op("plan_joint")
+def _plan_joint(a: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     batch = a.tables.shape[:-1]
     share = ints(a.loads, *batch, a.num_ranks, a.num_ranks)
     return *fake_split(a, a.loads), ints(a.loads, *batch, a.num_slots), share
-
-
-_plan_joint = op("plan_joint", _fake_plan_joint)
 
 
 def plan_joint(
@@ -271,7 +259,7 @@ def plan_joint(
 ) -> JointSplit:
     """Split the routed experts exactly, with the shared copies distributed above them, in one kernel.
 
-    The bits of :func:`plan_exact` with ``pour``, :func:`share_by_rank`, :func:`plan_waterfill` and :func:`share`.
+    Returns the bits of :func:`plan_exact` with ``pour``, :func:`share_by_rank`, :func:`plan_waterfill`, :func:`share`.
 
     Args:
         loads: [R, E + n] or [L, R, E + n] int32 copies per source rank, the last n columns of the shared experts.

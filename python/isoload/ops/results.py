@@ -17,9 +17,8 @@ class Counted(NamedTuple):
 
     ids: Tensor  # [T, K] that were counted, with the shared experts' columns if they were added
     counts: Tensor  # [E] int32 copies of every expert
-    numbers: (
-        Tensor  # [T, K] int32, how many copies of the expert precede this one in its part; -1 where masked
-    )
+    # [T, K] int32, how many copies of the expert precede this one in its part; -1 where masked
+    numbers: Tensor
     parts: Tensor  # [C, E] int32 copies of every expert in each part
 
     def routed(self, num_shared: int) -> Counted:
@@ -45,9 +44,8 @@ class ExactSplit(NamedTuple):
     peak: Tensor  # [] int64 largest rank cost
     bound: Tensor  # [] int64 proved lower bound over all integer quotas
     telemetry: Tensor  # [4] int32: sweeps, augmentations, Newton steps, 1 if the budget ended the solve
-    send_counts: (
-        Tensor  # [P] int32, the requested rank's row of share() in the order "locality"; [0] without a rank
-    )
+    # [P] int32, the requested rank's row of share() in the order "locality"; [0] without a rank
+    send_counts: Tensor
 
 
 class JointSplit(NamedTuple):
@@ -67,9 +65,8 @@ class ActiveSplit(NamedTuple):
     quota: Tensor  # [P] int32 copies per slot: an expert's load in one of its slots, 0 elsewhere
     active_peak: Tensor  # [] int64 largest number of active slots of a rank
     active_bound: Tensor  # [] int64 proved lower bound of it, always equal
-    telemetry: (
-        Tensor  # [4] int32: sweeps, augmentations, Newton steps, moves that lowered the peak cost of copies
-    )
+    # [4] int32: sweeps, augmentations, Newton steps, moves that lowered the peak cost of copies
+    telemetry: Tensor
 
 
 class LpSplit(NamedTuple):

@@ -14,8 +14,8 @@ from isoload.ops.tables import ReplicaTables
 
 Order = Literal["locality", "rank_major"]
 
-_share = op("share", lambda a: ints(a.loads, *a.loads.shape[: -2 if a.rank >= 0 else -1], a.quota.shape[-1]))
-_share_by_rank = op("share_by_rank", lambda a: ints(a.loads, *a.loads.shape[:-1], a.loads.shape[-2]))
+_share = op("share")(lambda a: ints(a.loads, *a.loads.shape[: -2 if a.rank >= 0 else -1], a.quota.shape[-1]))
+_share_by_rank = op("share_by_rank")(lambda a: ints(a.loads, *a.loads.shape[:-1], a.loads.shape[-2]))
 
 
 def share(
@@ -28,7 +28,7 @@ def share(
 ) -> Tensor:
     """Return how many copies each source rank sends to each slot, so that over all ranks slot p gets quota[p].
 
-    [P] int32 for one rank, [R, P] for all (with a leading L if loads have one).
+    The result is [P] int32 for one rank, [R, P] for all (leading L as the loads).
 
     Args:
         loads: [R, E] or [L, R, E] int32 copies per source rank; for every expert their sum is its quotas' sum.
@@ -47,13 +47,15 @@ def share(
 
 
 def share_by_rank(
-    loads: Tensor,
-    quota: Tensor,
-    tables: ReplicaTables,
-    ranks_per_node: int,
-    order: Order = "locality",
+    loads: Tensor, quota: Tensor, tables: ReplicaTables, ranks_per_node: int, order: Order = "locality"
 ) -> Tensor:
-    """Return how many copies each source rank sends to each rank, [R, R] int32: the sums of :func:`share` per rank."""
+    """Return how many copies each source rank sends to each rank: the sums of :func:`share` per rank.
+
+    The result is [R, R] int32, source by destination (leading L as the loads).
+
+    Args:
+        loads, quota, tables, ranks_per_node, order: as in :func:`share`.
+    """
     check_share(loads, tables, order)
     return call(_share_by_rank, loads, quota, tables.data, ranks_per_node, order == "locality")
 
@@ -70,19 +72,16 @@ def check_share(loads: Tensor, tables: ReplicaTables, order: Order) -> None:
 
 NO_COLUMNS = SharedColumns(0, 0, 0)
 
-_route = op("route", lambda a: like(a.topk_ids))
-_route_sampled = op("route_sampled", lambda a: like(a.topk_ids))
+_route = op("route")(lambda a: like(a.topk_ids))
+_route_sampled = op("route_sampled")(lambda a: like(a.topk_ids))
 
 
 def route(
-    counted: Counted,
-    send_counts: Tensor,
-    tables: ReplicaTables,
-    shared: SharedColumns | None = None,
+    counted: Counted, send_counts: Tensor, tables: ReplicaTables, shared: SharedColumns | None = None
 ) -> Tensor:
     """Choose the slot of every copy on this rank, each slot exactly as often as send_counts states.
 
-    [T, K] in the dtype of the ids, -1 where they are -1: DeepEP's ``topk_idx``. Stable: the i-th copy of an expert
+    The result [T, K] has the dtype of the ids, -1 where they are -1: DeepEP's ``topk_idx``. The i-th copy of an expert
     (token order) goes to the first replica whose cumulative count exceeds i.
 
     Args:
@@ -123,26 +122,20 @@ def route_sampled(
     return call(_route_sampled, topk_ids, weights, tables.data, tables.num_experts, seed, step, rank)
 
 
-_route_shared = op("route_shared", lambda a: ints(a.slots, a.slots.shape[0], a.num_shared))
+_route_shared = op("route_shared")(lambda a: ints(a.slots, a.slots.shape[0], a.num_shared))
 
 
 def route_shared(
-    slots: Tensor,
-    source_quota: Tensor,
-    slots_per_rank: int,
-    rank: int,
-    num_shared: int = 1,
+    slots: Tensor, source_quota: Tensor, slots_per_rank: int, rank: int, num_shared: int = 1
 ) -> Tensor:
     """Choose the rank of every shared copy on this rank, each rank exactly as often as the rank's share states.
 
-    [T, num_shared] int32; -1 for a token without a slot. Ranks choose among the tokens that visit them, those first
-    with the fewest visitors to spare. Remaining tokens stay on this rank up to its share, then go to ranks that lack
-    copies.
+    The result is [T, num_shared] int32; -1 for a token without a slot. Ranks choose among the tokens that visit them,
+    those first with the fewest visitors to spare. Remaining tokens stay on this rank up to its share, then fill others.
 
     Args:
         slots: [T, K] int32 or int64 routed slots of this rank's tokens; -1 = absent.
-        source_quota: [R] int32, this rank's row of :func:`plan_waterfill`: num_shared times the tokens that have a
-            slot.
+        source_quota: [R] int32, this rank's row of :func:`plan_waterfill`: num_shared times the tokens with a slot.
         slots_per_rank: S; slot p is on rank p // S.
         rank: this rank, the source of the tokens.
         num_shared: shared experts, 1..1024; each gets its part of every rank's copies.
@@ -152,7 +145,7 @@ def route_shared(
 
 SharedRule = Literal["static", "dynamic", "blog", "blog_all"]
 
-_route_shared_sampled = op("route_shared_sampled", lambda a: ints(a.slots, a.slots.shape[0], 1))
+_route_shared_sampled = op("route_shared_sampled")(lambda a: ints(a.slots, a.slots.shape[0], 1))
 
 
 def route_shared_sampled(
@@ -165,8 +158,7 @@ def route_shared_sampled(
     seed: int = 0,
     step: Tensor | None = None,
 ) -> Tensor:
-    """Draw the rank [T, 1] int32 of each token's shared expert, as Waterfill was published (papers/001), for
-    comparison.
+    """Draw the rank [T, 1] int32 of each token's shared expert as Waterfill was published (papers/001).
 
     Every rank below a target is drawn in proportion to its slack target - load; the own rank is preferred 11 to 10. If
     no candidate has a weight, the own rank keeps the copy, unless a candidate's load times 11 is below the own rank's
@@ -199,7 +191,7 @@ def route_shared_sampled(
     return call(_route_shared_sampled, slots, load, tokens, slots_per_rank, rank, rule, seed, step)
 
 
-_balance_own = op("balance_own", lambda a: (like(a.topk_ids), ints(a.topk_ids, a.num_experts)))
+_balance_own = op("balance_own")(lambda a: (like(a.topk_ids), ints(a.topk_ids, a.num_experts)))
 
 
 def balance_own(
@@ -228,11 +220,9 @@ def balance_own(
     return call(_balance_own, topk_ids, *layout, offset, ticks, recent, sent, source, layer, sweeps)
 
 
-def _fake_balance_same(a: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+@op("balance_same")
+def _balance_same(a: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     return like(a.topk_ids), ints(a.topk_ids, a.num_ranks, a.num_experts), *fake_split(a, a.topk_ids)
-
-
-_balance_same = op("balance_same", _fake_balance_same)
 
 
 def balance_same(
@@ -262,12 +252,10 @@ def balance_same(
     return slots, loads, ExactSplit(quota, peak, bound, telemetry, quota)
 
 
-def _fake_append_shared_expert(a: Any) -> tuple[Tensor, Tensor]:
+@op("append_shared_expert")
+def _append_shared_expert(a: Any) -> tuple[Tensor, Tensor]:
     shape = (a.slots.shape[0], a.slots.shape[1] + a.ranks.shape[1])
     return a.slots.new_empty(shape), a.weights.new_empty(shape)
-
-
-_append_shared_expert = op("append_shared_expert", _fake_append_shared_expert)
 
 
 def append_shared_expert(
@@ -278,8 +266,7 @@ def append_shared_expert(
     slots_per_rank: int | None = None,
     weight: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """Append a column per shared expert to slots and weights, and renumber slots: shared ones follow every rank's
-    routed ones.
+    """Append a column per shared expert, and renumber slots: shared ones follow every rank's routed ones.
 
     Routed slot p becomes ``p // routed_per_rank * S + p % routed_per_rank``; shared expert j on rank r is slot ``r * S
     + routed_per_rank + j``, SGLang's layout (PR 20089). Absent copies weigh 0; a token without a routed copy has no

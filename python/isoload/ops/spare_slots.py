@@ -25,7 +25,7 @@ def fake_fill(slots: Tensor) -> tuple[Tensor, Tensor]:
     return like(slots), ints(slots, *slots.shape[:-1], 5)
 
 
-_top_up = op("top_up", lambda a: fake_fill(a.slot_to_expert))
+_top_up = op("top_up")(lambda a: fake_fill(a.slot_to_expert))
 
 
 def top_up(
@@ -58,14 +58,14 @@ def top_up(
     return SlotFill(*call(_top_up, loads, *placement, fixed, alive, is_within_node(within)))
 
 
-_borrow, _borrow_backward = op("borrow", lambda a: None), op("borrow_backward", lambda a: None)
+_borrow, _borrow_backward = op("borrow")(lambda a: None), op("borrow_backward")(lambda a: None)
 
 
 def addresses(stacks_per_rank: Sequence[Sequence[Tensor]]) -> Tensor:
     """Return the table [R, W] int64 by which :func:`borrow` reaches the stacks of ranks in this process; 0 = no rows.
 
     Args:
-        stacks_per_rank: ``[R][W]`` contiguous tensors [rows, ...], to be kept alive; stack w has equal rows on all
+        stacks_per_rank: ``[R][W]`` contiguous tensors [rows, ...] to be kept alive; stack w has equal rows on all
             ranks.
     """
     first = stacks_per_rank[0] if stacks_per_rank else []
@@ -150,7 +150,7 @@ def borrow_backward(
     increment_version(totals)
 
 
-_plan_fill = op("plan_fill", lambda a: fake_fill(a.slot_to_expert))
+_plan_fill = op("plan_fill")(lambda a: fake_fill(a.slot_to_expert))
 MILLION = 1_000_000
 
 

@@ -54,7 +54,7 @@ class ReplicaTables:
         return torch.logical_or(self.field("solo") >= 0, self.field("split") >= 0)
 
 
-_replica_tables = op("replica_tables", lambda a: None)
+_replica_tables = op("replica_tables")(lambda a: None)
 
 
 def replica_tables(slot_to_expert: Tensor, num_ranks: int, num_experts: int) -> ReplicaTables:

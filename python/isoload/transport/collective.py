@@ -213,8 +213,7 @@ class CollectiveGroup(Group):
         with self.agreeing("construction") as facts:
             facts["topology"] = self.topology
         if self.topology.num_ranks != size:
-            num_ranks = self.topology.num_ranks
-            raise ValueError(f"topology must have the group's {size} ranks, got {num_ranks}")
+            raise ValueError(f"topology must have the group's {size} ranks, got {self.topology.num_ranks}")
 
     @classmethod
     def own(cls, topology: Topology | int, like: dist.ProcessGroup | None = None) -> CollectiveGroup:

@@ -31,17 +31,14 @@ class Received:
     """Rows that one rank received, in the dispatcher's order; all slots of a padding row are -1."""
 
     rows: Tensor  # [N, H] in the dtype of x
-    slots: (
-        Tensor  # [N, K] int32 or int64, local slots 0..S-1 of the row's copies; -1 = that copy went elsewhere
-    )
+    # [N, K] int32 or int64, local slots 0..S-1 of the row's copies; -1 = that copy went elsewhere
+    slots: Tensor
     weights: Tensor  # [N, K] gate weights, which the experts' side multiplies by; 0 where slots is -1
     handle: object  # for combine of the dispatcher that made it
-    max_copies: int | None = (
-        None  # upper bound of the copies, if the host has one: limits the experts' memory
-    )
-    ends: Sequence[int] | None = (
-        None  # [S] if K = 1 and rows are sorted by slot: rows of slot s end at ends[s]
-    )
+    # Upper bound of the copies, if the host has one: limits the experts' memory
+    max_copies: int | None = None
+    # [S] if K = 1 and rows are sorted by slot: rows of slot s end at ends[s]
+    ends: Sequence[int] | None = None
 
 
 class Dispatcher(Shared, ABC):
@@ -50,9 +47,8 @@ class Dispatcher(Shared, ABC):
     """
 
     group: Group
-    max_tokens_per_rank: int | None = (
-        None  # the fixed capacity: most tokens of a rank in a batch; None = any number
-    )
+    # The fixed capacity: most tokens of a rank in a batch; None = any number
+    max_tokens_per_rank: int | None = None
     host_waits: bool = True  # once in a dispatch, for the number of received rows
     # Whether combine multiplies by the gate weights: then Received has a row per copy and weights of 1.
     weights_at_source: bool = False

@@ -134,8 +134,7 @@ class Group(Exchanges):
             counts: [E] int32 each, see :func:`isoload.count`.
             errors: :func:`error_code` of the stage that failed on each rank, 0 = none; sent in place of its counts.
             facts: integers that must be equal on all ranks, by name; compared only on CPU or under ISOLOAD_CHECK=1.
-            in_node: gather in the node only, after :meth:`join_node`; counts must have equal lengths. Other nodes' rows
-                are 0.
+            in_node: gather in the node only, after :meth:`join_node`; counts must have equal lengths. Other rows are 0.
         """
         if len(counts) != len(self.ranks) or (errors is not None and len(errors) != len(self.ranks)):
             self.check_owned("counts", counts)

@@ -123,7 +123,13 @@ class RowDispatcher(Dispatcher):
         if values_readable(like):
             call.agree("dispatch", FACTS, facts)
             group.note_agreed(FACTS, facts)
-            self._check_copies([kinds[1] for kinds in counts])
+            if (limit := self.max_copies_per_rank) is not None:
+                total = group.gather("dispatch agreement", [kinds[1] for kinds in counts]).sum(0)
+                if (worst := int(total.max())) > limit:
+                    raise ValueError(
+                        f"max_copies_per_rank must be at least the copies that rank {int(total.argmax())} gets "
+                        f"({worst}), got {limit}"
+                    )
         else:
             call.raise_failure()
             group.agree_new("dispatch", FACTS, facts, like.device)
@@ -155,8 +161,7 @@ class RowDispatcher(Dispatcher):
         self, maps: Sequence[RowMap], link: Tensor, values: Sequence[Tensor], slots_per_rank: int, packed: Any
     ) -> list[Received]:
         """Return Received of every owned rank. values: rows [N, H] of each, then slots [N, K], then weights."""
-        handles = [RowHandle(row_map, link) for row_map in maps]
-        return received(values, handles, packed)
+        return received(values, [RowHandle(row_map, link) for row_map in maps], packed)
 
     def _check_given(
         self, tensors: Given, slots_per_rank: int, call: Call | None, forward_only: bool
@@ -181,17 +186,6 @@ class RowDispatcher(Dispatcher):
             ]
             numbers = [number_rows(s, slots_per_rank, num_ranks) for s in slots]
         return call, facts, numbers
-
-    def _check_copies(self, copies: Owned) -> None:
-        limit = self.max_copies_per_rank
-        if limit is None:
-            return
-        total = self.group.gather("dispatch agreement", copies).sum(0)
-        if (worst := int(total.max())) > limit:
-            raise ValueError(
-                f"max_copies_per_rank must be at least the copies that rank {int(total.argmax())} gets ({worst}), "
-                f"got {limit}"
-            )
 
 
 def pack_hop(
@@ -222,18 +216,11 @@ def received(
     return [Received(*fields) for fields in zip(*columns, handles, max_copies, strict=True)]
 
 
-class Hop(NamedTuple):
-    """Rows sent and got, [R] of every owned rank."""
-
-    sent: PerRank
-    got: PerRank
-
-
 class Hops(NamedTuple):
-    """Row counts of every owned rank to its leaders and within its node, and the limit of copies that it gets."""
+    """Rows sent and got, [R] of every owned rank, by leaders and within its node, and the limit of copies."""
 
-    across: Hop
-    inside: Hop
+    across: tuple[PerRank, PerRank]
+    inside: tuple[PerRank, PerRank]
     max_copies: list[int | None]
 
 
@@ -272,9 +259,8 @@ class NodeDispatcher(RowDispatcher):
             away = numbered.counts.select(0, 0).clone()
             away.narrow(0, node, 1).zero_()
             self._leaders(group.traffic.rows.select(0, rank), rank).add_(away)
-        tokens, across = (x, slots, weights, to_nodes), hops.across
-        capacity = self.max_tokens_per_rank
-        return *pack_hop(tokens, slots_per_node, across.sent, across.got, nodes, capacity), hops
+        tokens = x, slots, weights, to_nodes
+        return *pack_hop(tokens, slots_per_node, *hops.across, nodes, self.max_tokens_per_rank), hops
 
     def _receive(
         self,
@@ -294,11 +280,10 @@ class NodeDispatcher(RowDispatcher):
             inside.add_(numbered.counts.select(0, 0))
         capacity = None if self.max_tokens_per_rank is None else self.max_tokens_per_rank * topology.num_nodes
         places = [rank % per_node for rank in group.ranks]
-        tokens, hop = (rows, slots, weights, numbers), packed.inside
-        inner, payload = pack_hop(tokens, slots_per_rank, hop.sent, hop.got, places, capacity)
+        tokens = rows, slots, weights, numbers
+        inner, payload = pack_hop(tokens, slots_per_rank, *packed.inside, places, capacity)
         last, *parts = Dispatch.apply(group, inner, payload, link, *rows, *weights)
-        before = [RowHandle(row_map, link) for row_map in maps]
-        handles = [RowHandle(row_map, last, first) for row_map, first in zip(inner, before, strict=True)]
+        handles = [RowHandle(m, last, RowHandle(first, link)) for m, first in zip(inner, maps, strict=True)]
         return received(parts, handles, packed.max_copies)
 
     def _leaders(self, of_ranks: Tensor, rank: int) -> Tensor:
@@ -317,8 +302,7 @@ class NodeDispatcher(RowDispatcher):
         return torch.cat([counts, to_leaders.unsqueeze(0), fanned.repeat_interleave(per_node, dim=1)])
 
     def _hops(self, sent: list[PerRank], arriving: list[PerRank]) -> Hops:
-        topology = self.group.topology
-        per_node = topology.ranks_per_node
+        per_node = self.group.topology.ranks_per_node
         outward, back = PerRank(), PerRank()
         for rank, of_kind in zip(self.group.ranks, arriving, strict=True):
             # Rows that came to this rank as the leader of the sources in its position.
@@ -326,8 +310,8 @@ class NodeDispatcher(RowDispatcher):
             came = [sum(of_kind[0][place::per_node]) for place in range(per_node)]
             outward.append(self._in_node(rank, fanned))
             back.append(self._in_node(rank, came))
-        across = Hop([kinds[2] for kinds in sent], [kinds[2] for kinds in arriving])
-        return Hops(across, Hop(outward, back), [sum(kinds[1]) for kinds in arriving])
+        across = [kinds[2] for kinds in sent], [kinds[2] for kinds in arriving]
+        return Hops(across, (outward, back), [sum(kinds[1]) for kinds in arriving])
 
     def _fixed_hops(self) -> Hops:
         topology, capacity = self.group.topology, self.max_tokens_per_rank
@@ -339,7 +323,7 @@ class NodeDispatcher(RowDispatcher):
             across.append([capacity if flag else 0 for flag in alike])
             inside.append(self._in_node(rank, [capacity * topology.num_nodes] * per_node))
         max_copies: list[int | None] = [self.max_copies_per_rank] * len(across)
-        return Hops(Hop(across, across), Hop(inside, inside), max_copies)
+        return Hops((across, across), (inside, inside), max_copies)
 
     def _in_node(self, rank: int, by_place: list[int]) -> list[int]:
         """Return [R] numbers of the ranks of a rank's node, 0 for all other ranks."""

@@ -11,7 +11,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar
 
 import torch
@@ -31,9 +31,8 @@ from isoload.wording import not_one_of
 class BorrowPlan:
     """Experts that one batch and layer borrows, the same on every rank: from home rows to places in the spare pools."""
 
-    slot_to_expert: (
-        Tensor  # [P] int32 of the plan: its last spare_slots of every rank hold the borrowed experts
-    )
+    # [P] int32 of the plan: its last spare_slots of every rank hold the borrowed experts
+    slot_to_expert: Tensor
     home: Tensor  # [E, 2] int32 rank and weight row of every expert's home slot
     home_rows: Mapping[int, Address]  # the same on the host
     num_ranks: int
@@ -141,7 +140,7 @@ class DeepEPBorrow(Backend):
         self._sent: dict[tuple[object, ...], Tensor] = {}  # gradients in memory that DeepEP reads, by layout
 
     def start(self, stage: str, plan: BorrowPlan, sources: Stacks, pools: Stacks) -> Wait:
-        padded_stacks = [padded(as_many(stack, plan.rows)) for stack in sources[0]]
+        padded_stacks = [padded(stack, plan.rows) for stack in sources[0]]
         whole = [self._whole[stack.data_ptr()] for stack in pools[0]]
         event = self.buffer.lb_prefetch_weights(whole, padded_stacks, redundancy_mapping(plan))
         return lambda: event.current_stream_wait()
@@ -149,7 +148,10 @@ class DeepEPBorrow(Backend):
     def add_back(self, stage: str, plan: BorrowPlan, grads: Stacks, totals: Stacks) -> None:
         mapping = redundancy_mapping(plan)
         for w, (grad, total) in enumerate(zip(grads[0], totals[0], strict=True)):
-            sent, size = self._region(w, grad), grad.shape[1:].numel()
+            key, size = (w, grad.shape), grad.shape[1:].numel()
+            if key not in self._sent:
+                self._sent[key] = self._take(len(grad), size * torch.float32.itemsize).view(torch.float32)
+            sent = self._sent[key]
             sent[:, :size] = grad.flatten(1)
             # The same number of rows on every rank, as the mapping counts them.
             sums = sent.new_zeros(plan.rows, sent.shape[1])
@@ -181,26 +183,14 @@ class DeepEPBorrow(Backend):
         self._taken += rows * size
         return taken.zero_()
 
-    def _region(self, w: int, like: Tensor) -> Tensor:
-        """Return [spare_slots, F] float32 for the gradients of stack w, and padding; the same memory at every call."""
-        key = w, like.shape
-        if key not in self._sent:
-            size = like.shape[1:].numel() * torch.float32.itemsize
-            self._sent[key] = self._take(len(like), size).view(torch.float32)
-        return self._sent[key]
 
-
-def padded(stack: Tensor) -> Tensor:
-    """Return the rows of a contiguous stack, copied with padding if DeepEP does not support their size."""
+def padded(stack: Tensor, rows: int) -> Tensor:
+    """Return [rows, ...], contiguous, as many on every rank; padded if DeepEP does not support the rows' size."""
+    if len(stack) < rows:
+        stack = torch.cat([stack, stack.new_zeros(rows - len(stack), *stack.shape[1:])])
+    stack = stack.narrow(0, 0, rows).contiguous()
     missing = -(stack.shape[1:].numel() * stack.itemsize) % ALIGNMENT
     return F.pad(as_bytes(stack), (0, missing)) if missing else stack
-
-
-def as_many(stack: Tensor, rows: int) -> Tensor:
-    """Return [rows, ...], contiguous, the same number on every rank; a copy only if a rank has fewer homes."""
-    if len(stack) >= rows:
-        return stack.narrow(0, 0, rows).contiguous()
-    return torch.cat([stack, stack.new_zeros(rows - len(stack), *stack.shape[1:])])
 
 
 def redundancy_mapping(plan: BorrowPlan) -> Tensor:
@@ -256,9 +246,7 @@ class Pull(Backend):
         self._reads = False  # whether any rank has read weights since the last barrier
         self._in_graphs = False  # whether replays of CUDA graphs read weights
         self._side: torch.cuda.Stream | None = None
-        self._shown: dict[
-            tuple[object, ...], Stacks
-        ] = {}  # gradients in memory that peers can read, by layout
+        self._shown: dict[tuple[object, ...], Stacks] = {}  # gradients that peers can read, by layout
         self._tables: dict[tuple[int, ...], Tensor] = {}
 
     def start(self, stage: str, plan: BorrowPlan, sources: Stacks, pools: Stacks) -> Wait:
@@ -266,29 +254,15 @@ class Pull(Backend):
         peers = reach_all(self.peers, sources)
         self._reads = True
         self._in_graphs |= capturing(pools[0][0].device)
-
-        def copy() -> None:
-            self._copy(plan, peers, pools)
-
         self._count(stage, plan, pools)
-        return self._on_side_stream(copy, pools)
+        return self._on_side_stream(partial(self._copy, plan, peers, pools), pools)
 
     def add_back(self, stage: str, plan: BorrowPlan, grads: Stacks, totals: Stacks) -> None:
-        shown = self._show(grads)
-        peers = reach_all(self.peers, shown)
+        peers = reach_all(self.peers, self._show(grads))
         self.peers.meet()
-        table = self._table(peers)
+        table, pools = self._table(peers), (plan.spare_slots, grads[0][0].dtype)
         for rank, sums in zip(self.group.ranks, totals, strict=True):
-            ops.borrow_backward(
-                plan.slot_to_expert,
-                plan.home,
-                table,
-                sums,
-                plan.num_ranks,
-                rank,
-                plan.spare_slots,
-                grads[0][0].dtype,
-            )
+            ops.borrow_backward(plan.slot_to_expert, plan.home, table, sums, plan.num_ranks, rank, *pools)
         self._count(stage, plan, grads)
         self.peers.meet()
         self._reads = False  # the weights that this rank reads in backward were waited for

@@ -78,10 +78,8 @@ class Borrowing:
     def pool(self) -> SparePool:
         dtype, spare = self.dtype, self.spare_slots
         stacks = [rank.stored_rows() for rank in self.ranks]
-        if dtype is not None:
-            stacks = [
-                [stack[:0].to(dtype) for stack in rank_stacks] for rank_stacks in stacks
-            ]  # only sizes and dtype are read
+        if dtype is not None:  # only sizes and dtype are read
+            stacks = [[stack[:0].to(dtype) for stack in rank_stacks] for rank_stacks in stacks]
         key = ("spare pool", self.backend.name, spare, *((s.shape[1:], s.dtype, s.device) for s in stacks[0]))
         return self.group.memo(key, lambda: SparePool(stacks, spare, self.backend))
 
@@ -356,9 +354,8 @@ def join_rows(
         homes.append(rank_stacks)
         resident.append(stored if lie_in(rank_stacks, stored) else [*rank_stacks, *rank.replica_rows()])
     trained = trained_stacks(homes)
-    passes = (
-        bool(replicas) or borrowed is not None or not any(trained) or dtype is torch.float16
-    )  # otherwise the weights keep the node alive
+    # Otherwise the weights keep the node alive.
+    passes = bool(replicas) or borrowed is not None or not any(trained) or dtype is torch.float16
     passed = list(rows) if passes else []
     inputs = [*passed, *(stack for rank_stacks in homes for stack in rank_stacks)]
     out: Iterator[Tensor] = iter(

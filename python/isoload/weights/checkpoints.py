@@ -180,9 +180,7 @@ class DeepSeekV3Layout:
                 place.copy_(self.tensors.read(key, [out, columns], dtype))
                 if dtype != FP8 and not place.isfinite().all():
                     raise ValueError(f"{key} in {self.tensors.where(key)} must be finite, got nan or inf")
-        if name == "gate_up_scale":
-            return stack
-        return stack.flatten(1, 2)
+        return stack if name == "gate_up_scale" else stack.flatten(1, 2)
 
 
 BLOCK = 32  # values that share a scale
@@ -262,11 +260,8 @@ class Checkpoint:
 
     @cached_property
     def layout(self) -> Layout:
-        tensors: Tensors
-        if isinstance(self.source, Mapping):
-            tensors = StateTensors(self.source)
-        else:
-            tensors = FileTensors(Path(self.source))
+        source = self.source
+        tensors: Tensors = StateTensors(source) if isinstance(source, Mapping) else FileTensors(Path(source))
         names = tensors.keys()
         if f"{self.prefix}0.gate_proj.weight" in names:
             return DeepSeekV3Layout(tensors, self.prefix)

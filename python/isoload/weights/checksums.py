@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -43,18 +43,13 @@ def slot_checksums(weights: Sequence[Tensor]) -> Tensor:
         parts = [tensor] if tensor.is_contiguous() else tensor.split(1)
         for first, part in enumerate(parts):
             slot_sums = sums[first : first + len(part)]
-            words = 0
-            for chunk in _words(as_bytes(part.detach().contiguous())):
-                slot_sums += _mixed(chunk, position + words).sum(1)
-                words += chunk.shape[1]
+            words, width = 0, max(CHUNK_BYTES // len(part) // WORD, 1) * WORD
+            for chunk in as_bytes(part.detach().contiguous()).split(width, dim=1):
+                copy = pad(chunk, (0, -chunk.shape[1] % WORD)).view(torch.int64)  # zeros fill the last word
+                slot_sums += _mixed(copy, position + words).sum(1)
+                words += copy.shape[1]
         position += words
     return sums
-
-
-def _words(rows: Tensor) -> Iterator[Tensor]:
-    width = max(CHUNK_BYTES // len(rows) // WORD, 1) * WORD
-    for chunk in rows.split(width, dim=1):
-        yield pad(chunk, (0, -chunk.shape[1] % WORD)).view(torch.int64)
 
 
 def _mixed(words: Tensor, first: int) -> Tensor:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -213,22 +213,17 @@ def run_sorted(
         for group in groups:
             start, end = bounds[first], bounds[first + group.num_slots]
             if end > start:
-                grouping = as_they_lie(bounds[first : first + group.num_slots + 1], rows.device)
+                counts = [b - a for a, b in pairwise(bounds[first : first + group.num_slots + 1])]
+                copy = torch.arange(end - start, device=rows.device)
+                slot = torch.arange(len(counts), device=rows.device)
+                slot = slot.repeat_interleave(put_on(rows.device, counts), output_size=len(copy))
+                last = put_on(rows.device, list(accumulate(counts))).to(torch.int32)
+                grouping = Grouping(copy, slot, last, copy.unsqueeze(1))
                 to_inner, to_hidden = projections(group, rows.dtype)
                 inner = activate(activation, to_inner(rows[start:end], grouping), grouping)
                 parts.append((to_hidden(inner, grouping) * weights[start:end]).to(rows.dtype))
             first += group.num_slots
         return torch.cat(parts) if parts else rows * weights.to(rows.dtype)
-
-
-def as_they_lie(bounds: Sequence[int], device: torch.device) -> Grouping:
-    """Return the grouping of rows that are sorted by slot: slot s has rows bounds[s] to bounds[s + 1] of [S + 1]."""
-    place = torch.arange(bounds[-1] - bounds[0], device=device)
-    counts = [end - start for start, end in pairwise(bounds)]
-    slot = torch.arange(len(counts), device=device)
-    slot = slot.repeat_interleave(put_on(device, counts), output_size=len(place))
-    ends = put_on(device, [end - bounds[0] for end in bounds[1:]]).to(torch.int32)
-    return Grouping(place, slot, ends, place.unsqueeze(1))
 
 
 def count_copies(slots: Tensor, groups: Sequence[ExpertWeights]) -> list[int]:
@@ -283,9 +278,8 @@ def _check_arguments(
         raise ValueError("groups must hold at least one stack of weights, got none")
     hidden, dtype = groups[0].down.shape[1], groups[0].down.dtype
     for g, group in enumerate(groups):
-        same = (
-            isinstance(group, BorrowedWeights) or group.down.dtype == dtype
-        )  # borrowed weights are cast where they are used
+        # Borrowed weights are cast where they are used.
+        same = isinstance(group, BorrowedWeights) or group.down.dtype == dtype
         if group.down.shape[1] != hidden or not same:
             raise ValueError(
                 f"groups[{g}] must have the width and dtype of groups[0] ({hidden}, {dtype}), "

@@ -86,7 +86,12 @@ class ExpertWeights:
             )
         if shape[1] % per_element(dtype):
             raise ValueError(f"down must have an even number of rows H in {dtype}, got {list(shape)}")
-        self._check_format()
+        known = {scale: form for (weight, scale), form in FORMATS.items() if weight == dtype}
+        if known and self.format is None:
+            names = " or ".join(f"{scale} ({form.name})" for scale, form in known.items())
+            raise ValueError(
+                f"down_scale must be {names} with down {_kind(self.down)}, got {_kind(self.down_scale)}"
+            )
         wanted = self._wanted()
         for name in NAMES:
             sizes, dtypes = wanted.get(name, (None, ()))
@@ -101,25 +106,16 @@ class ExpertWeights:
                     f"{_kind(self.down)}, got {_kind(stack)}"
                 )
 
-    def _check_format(self) -> None:
-        known = {scale: form for (weight, scale), form in FORMATS.items() if weight == self.down.dtype}
-        if known and self.format is None:
-            names = " or ".join(f"{scale} ({form.name})" for scale, form in known.items())
-            raise ValueError(
-                f"down_scale must be {names} with down {_kind(self.down)}, got {_kind(self.down_scale)}"
-            )
-
     def _wanted(self) -> dict[str, SizesAndDtypes]:
         slots, hidden, inner = *self.down.shape[:2], self.intermediate
         form, dtype = self.format, self.down.dtype
         biases = (dtype,) if form is None else DTYPES
-        scales = {} if form is None else scales_of(form, slots, hidden, inner)
         return {
             "gate_up": ([slots, 2 * inner, hidden // per_element(dtype)], (dtype,)),
             "down": (list(self.down.shape), (dtype,)),
             "gate_up_bias": ([slots, 2 * inner], biases),
             "down_bias": ([slots, hidden], biases),
-            **scales,
+            **({} if form is None else scales_of(form, slots, hidden, inner)),
         }
 
     @property
@@ -203,6 +199,5 @@ def compute_path(weights: ExpertWeights, dtype: torch.dtype | None = None) -> Li
     dense = weights.quantised or all(
         s.is_contiguous() or s.transpose(1, 2).is_contiguous() for s in (weights.gate_up, weights.down)
     )
-    return (
-        "grouped_mm" if dtype != torch.float64 and aligned and dense else "loop"
-    )  # grouped_mm has no float64
+    # grouped_mm has no float64
+    return "grouped_mm" if dtype != torch.float64 and aligned and dense else "loop"

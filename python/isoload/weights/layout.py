@@ -1,8 +1,7 @@
 """Layout: the expert in each weight row of each rank; Move: a copy of one row into another.
 
 Both are the same on every rank. Home rows come first, then replica rows; a new placement keeps rows in place where it
-can. Empty slots, and second slots of one expert on one rank, have no row. Stacks are every owned rank's tensors [rows,
-...].
+can. Empty slots, and second slots of one expert on one rank, have no row. Stacks are owned ranks' tensors [rows, ...].
 """
 
 from __future__ import annotations
@@ -109,7 +108,19 @@ def add_back(group: Group, stage: str, moves: Sequence[Move], grads: Stacks, tot
             first = sum(part.sent[:rank])
             rows = [*rows[:first], *part.copied, *rows[first:]]
             buffer = torch.cat([buffer[:first], pack_rows(stacks, part.filled), buffer[first:]])
-        add_rows(sums, rows, unpack_rows(stacks, buffer))
+        columns = unpack(buffer, [(stack.shape[1:].numel(), stack.dtype) for stack in stacks])
+        for total, values in zip(sums, columns, strict=True):
+            add_rows(total, rows, values.view(-1, *total.shape[1:]))
+
+
+def add_rows(total: Tensor, rows: Sequence[int], values: Tensor) -> None:
+    """Add values [n, ...] to the rows of a total, in order, in max(float32, dtype); every row is rounded once."""
+    exact = torch.promote_types(total.dtype, torch.float32)
+    for row in dict.fromkeys(rows):
+        added = total[row].to(exact)
+        for i in (i for i, other in enumerate(rows) if other == row):
+            added = added + values[i]
+        total[row] = added
 
 
 def parts_of(group: Group, moves: Sequence[Move]) -> list[RankMoves]:
@@ -134,26 +145,10 @@ def put_rows(stacks: Sequence[Tensor], rows: Sequence[int], buffer: Tensor) -> N
         as_bytes(stack).index_copy_(0, index, part)
 
 
-def unpack_rows(like: Sequence[Tensor], buffer: Tensor) -> list[Tensor]:
-    parts = unpack(buffer, [(stack.shape[1:].numel(), stack.dtype) for stack in like])
-    return [part.view(-1, *stack.shape[1:]) for part, stack in zip(parts, like, strict=True)]
-
-
 def as_bytes(stack: Tensor) -> Tensor:
     """Return [rows, bytes] uint8, a view of a contiguous stack: copies are the same for every dtype."""
     # Via one dimension: a contiguous stack of single elements may have stride 0.
     return stack.view(-1).view(torch.uint8).view(len(stack), stack.shape[1:].numel() * stack.itemsize)
-
-
-def add_rows(totals: Sequence[Tensor], rows: Sequence[int], parts: Sequence[Tensor]) -> None:
-    """Add parts [n, ...] to the rows of totals, in order, in max(float32, dtype); every row is rounded once."""
-    for total, values in zip(totals, parts, strict=True):
-        exact = torch.promote_types(total.dtype, torch.float32)
-        for row in dict.fromkeys(rows):
-            added = total[row].to(exact)
-            for i in (i for i, other in enumerate(rows) if other == row):
-                added = added + values[i]
-            total[row] = added
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -55,26 +55,12 @@ class HostMemory:
         return torch.frombuffer(self._memory, dtype=torch.uint8, count=num_bytes)
 
 
-class Driver(Protocol):
-    """Protocol of a GPU's virtual memory, of which tests have a stand-in on the CPU."""
-
-    page_bytes: int
-
-    def reserve(self, num_bytes: int) -> int: ...
-    def create(self) -> int: ...
-    def map(self, address: int, page: int) -> None: ...
-    def unmap(self, address: int) -> None: ...
-    def allow(self, address: int, num_bytes: int) -> None: ...
-    def tensor(self, address: int, num_bytes: int, owner: object) -> Tensor: ...
-    def wait(self) -> None: ...
-
-
 class GpuPages:
     """Physical pages of one GPU. Those that a tensor gives back are kept for the tensors that grow. All absent pages
     show one page of zeros, because warm-up, autotuning and masked GEMMs read rows of all slots.
     """
 
-    def __init__(self, driver: Driver) -> None:
+    def __init__(self, driver: CudaDriver) -> None:
         self.driver, self.page_bytes = driver, driver.page_bytes
         self.unused: list[int] = []
         self.created = 0  # pages that take memory, without the page of zeros
@@ -144,8 +130,7 @@ class PagedTensor:
         self._memory.take(0, present)
         if present < num:
             self._memory.give(present, num)
-        whole = self._memory.tensor(values.nbytes)
-        self.tensor = whole.view(values.dtype).view(values.shape)
+        self.tensor = self._memory.tensor(values.nbytes).view(values.dtype).view(values.shape)
         self.rows = rows
         self.tensor[:rows] = values[:rows]
 
@@ -283,8 +268,7 @@ class CudaDriver:
 
     def tensor(self, address: int, num_bytes: int, owner: object) -> Tensor:
         """Return a uint8 tensor over mapped memory; the tensor keeps the owner alive."""
-        view = _ArrayInterface(owner, address, num_bytes)
-        tensor = torch.as_tensor(view, device=self.device)
+        tensor = torch.as_tensor(_ArrayInterface(owner, address, num_bytes), device=self.device)
         if tensor.data_ptr() != address:
             raise RuntimeError(f"torch copied pages of {self.device} instead of using them")
         return tensor

@@ -64,7 +64,13 @@ def dequantise(weight: Tensor, scale: Tensor, scale_2: Tensor | None = None, *, 
     `weight` is [..., out, in] e4m3, or [..., out, in / 2] bytes. If `scale` [..., blocks of out, blocks of in] has one
     dimension more, out is numbered through its matrices. `scale_2` [..., n] is for n equal parts of out.
     """
-    form, values = FORMATS[weight.dtype, scale.dtype], _open_weights(weight)
+    form = FORMATS[weight.dtype, scale.dtype]
+    if weight.dtype == FP8:
+        values = weight.float()
+    else:
+        halves = torch.stack([weight & 15, weight >> 4], dim=-1).flatten(-2)
+        # e4m3 with the same sign, exponent and mantissa is smaller by the difference of the biases, subnormals too.
+        values = ((halves & 8) << 4 | (halves & 7) << 2).view(FP8).float().mul_(2.0**6)
     shape = values.shape
     values = values.reshape(*scale.shape[:-2], -1, shape[-1])
     wide = (scale.view(torch.float8_e8m0fnu) if scale.dtype == BYTES else scale).float()
@@ -73,14 +79,6 @@ def dequantise(weight: Tensor, scale: Tensor, scale_2: Tensor | None = None, *, 
     if scale_2 is not None:
         values = values.view(*scale_2.shape, -1, shape[-1]).mul_(scale_2.unsqueeze(-1).unsqueeze(-1))
     return values.to(dtype).view(shape)
-
-
-def _open_weights(weight: Tensor) -> Tensor:
-    if weight.dtype == FP8:
-        return weight.float()
-    halves = torch.stack([weight & 15, weight >> 4], dim=-1).flatten(-2)
-    # e4m3 with the same sign, exponent and mantissa is smaller by the difference of the biases, subnormals too.
-    return ((halves & 8) << 4 | (halves & 7) << 2).view(FP8).float().mul_(2.0**6)
 
 
 def check_no_gradients() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -67,7 +67,9 @@ class ShardWeights(RankWeights):
         self._shard = None if isinstance(weights, ExpertWeights) else shard
         self.reads_elsewhere = self._shard is not None
         for name in NAMES:
-            parameter = as_parameter(getattr(weights, name)) if isinstance(weights, ExpertWeights) else None
+            parameter = getattr(weights, name) if isinstance(weights, ExpertWeights) else None
+            if parameter is not None and not isinstance(parameter, nn.Parameter):
+                parameter = nn.Parameter(parameter, requires_grad=False)  # on the same memory
             self.register_parameter(name, parameter)
             stack: Tensor | None = getattr(local, name)
             stored = None if stack is None else new_stack(stack.detach(), num_rows - len(layout.homes))
@@ -128,13 +130,6 @@ class ShardWeights(RankWeights):
         return super().__getstate__()
 
 
-def as_parameter(stack: Tensor | None) -> nn.Parameter | None:
-    """Return the Parameter itself, or a new one on the memory of a tensor without gradients."""
-    if stack is None or isinstance(stack, nn.Parameter):
-        return stack
-    return nn.Parameter(stack, requires_grad=False)
-
-
 def check_shard(shard: Shard, homes: Sequence[int], rank: int) -> ExpertWeights:
     if list(shard.experts) != list(homes):
         raise ValueError(
@@ -156,15 +151,6 @@ def check_shard(shard: Shard, homes: Sequence[int], rank: int) -> ExpertWeights:
     return local
 
 
-def check_homes_stay(before: Sequence[Layout], after: Sequence[Layout]) -> None:
-    for rank, (now, new) in enumerate(zip(before, after, strict=True)):
-        if now.homes != new.homes:
-            raise ValueError(
-                f"placement must keep the homes of experts given as shards, on rank {rank} {sorted(now.homes)}, "
-                f"got {sorted(new.homes)}"
-            )
-
-
 # Facts that every rank must give load_placement identically, in the order of move_facts.
 FACTS = (
     "layer",
@@ -184,15 +170,6 @@ def check_move(now: Placement, new: Placement, rows_per_chunk: int, ranks: Seque
         rank.check_move()
 
 
-def check_no_state(before: Sequence[Layout], after: Sequence[Layout], ranks: Sequence[RankWeights]) -> None:
-    moved = any(now.homes != new.homes for now, new in zip(before, after, strict=True))
-    if moved and any(rank.had_gradients for rank in ranks):
-        raise ValueError(
-            "optimizer must be given if experts that had gradients move, because it may keep state by row; pass 'none' "
-            "if no optimizer keeps state, got None"
-        )
-
-
 def move_facts(
     placed: PlacedLayers,
     before: Sequence[Layout],
@@ -200,7 +177,7 @@ def move_facts(
     num_rows: Sequence[int],
     rows_per_chunk: int,
     ranks: Sequence[RankWeights],
-    optimizer: Optimizer | None,
+    optimizer: Optimizer | Literal["none"] | None,
 ) -> list[list[int]]:
     for rank, (layout, rows) in enumerate(zip(after, num_rows, strict=True)):
         if len(layout.experts) > rows:
@@ -208,12 +185,24 @@ def move_facts(
                 f"placement must fit in the {rows} weight rows of rank {rank}, got {len(layout.experts)} experts "
                 "(see weight_rows)"
             )
-    if isinstance(ranks[0], ShardWeights):
-        check_homes_stay(before, after)
+    for rank, (now, new) in enumerate(zip(before, after, strict=True)):
+        if isinstance(ranks[0], ShardWeights) and now.homes != new.homes:
+            raise ValueError(
+                f"placement must keep the homes of experts given as shards, on rank {rank} {sorted(now.homes)}, "
+                f"got {sorted(new.homes)}"
+            )
     assert placed.layer is not None
     slots, homes = (array[placed.layer].tolist() for array in placed.host.arrays)
     shared = [placed.layer, rows_per_chunk, *map(checksum, (slots, homes, [r.experts for r in before]))]
-    return [[*shared, checksum(optimizer and state_fields(optimizer, rank))] for rank in ranks]
+    moved = None if isinstance(optimizer, str) else optimizer
+    facts = [[*shared, checksum(moved and state_fields(moved, rank))] for rank in ranks]
+    homes_move = any(now.homes != new.homes for now, new in zip(before, after, strict=True))
+    if optimizer is None and homes_move and any(rank.had_gradients for rank in ranks):
+        raise ValueError(
+            "optimizer must be given if experts that had gradients move, because it may keep state by row; pass 'none' "
+            "if no optimizer keeps state, got None"
+        )
+    return facts
 
 
 def move_weights(
@@ -257,9 +246,7 @@ def move_state(
         counts = [len(after[rank].homes) for rank in group.ranks]
         stacks = [_resized(state[key], count) for state, count in zip(states, counts, strict=True)]
         for chunk in chunks:
-            move_rows(
-                group, "placement state", chunk, [[stack] for stack in stacks], [[stack] for stack in stacks]
-            )
+            move_rows(group, "placement state", chunk, [[s] for s in stacks], [[s] for s in stacks])
         for state, stack, count in zip(states, stacks, counts, strict=True):
             state[key] = stack if len(stack) == count else stack[:count].clone()
 

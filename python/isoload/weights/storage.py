@@ -37,10 +37,6 @@ WHOLE = (
 )
 
 
-def part_name(rank: int, num_ranks: int) -> str:
-    return f"rank_{rank}_of_{num_ranks}."
-
-
 def without_part(key: str) -> str:
     return PART.sub("", key, count=1)
 
@@ -237,9 +233,7 @@ class RankWeights(nn.Module):
     def homes(self) -> dict[str, Tensor]:
         """Return the home rows [homes, ...] by stack: the Parameters."""
         homes: dict[str, Tensor] = {}
-        for (
-            name
-        ) in NAMES:  # a loop: this runs several times in every batch, and a comprehension is one call more
+        for name in NAMES:  # a loop, because this runs in every batch, and a comprehension is one call more
             if (parameter := getattr(self, name)) is not None:
                 homes[name] = parameter
         return homes

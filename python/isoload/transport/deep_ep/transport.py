@@ -6,7 +6,6 @@ import importlib
 import importlib.metadata
 import importlib.util
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,8 +49,7 @@ class DeepEPDispatcher(Dispatcher):
         buffer: an EPBuffer, ElasticBuffer or Buffer, or an object with Buffer's methods, made for at least this shape.
         shape: of a batch.
         waits: whether the host waits for the number of received rows; else N = R * C (low latency: S * R * C) always.
-        expert_major: whether a row comes once per copy, sorted by slot (EPBuffer, ElasticBuffer); DeepEP adds the
-            copies.
+        expert_major: whether a row comes once per copy, by slot (EPBuffer, ElasticBuffer); DeepEP adds the copies.
     """
 
     group: CollectiveGroup
@@ -221,7 +219,20 @@ class Package:
 
 def installed() -> list[Package]:
     """Return the installed packages, the one with the preferred buffer first; one without buffers is not DeepSeek's."""
-    packages = list(_read(MODULES))
+    packages = []
+    for module in MODULES:
+        spec = importlib.util.find_spec(module)
+        if spec is None or not spec.submodule_search_locations:
+            continue
+        sources = [p.read_text() for p in Path(next(iter(spec.submodule_search_locations))).rglob("*.py")]
+        text = "\n".join(sources)
+        buffers = tuple(name for name in BUFFERS if re.search(rf"^class {name}\b", text, re.M))
+        written = re.search(r"^__version__ = ['\"](.+)['\"]", text, re.M)
+        name, version = module, written.group(1) if written else "of unknown version"
+        if names := importlib.metadata.packages_distributions().get(module):
+            name, version = names[0], importlib.metadata.version(names[0])
+        borrows = "EPBuffer" in buffers and "def lb_prefetch_weights" in text
+        packages.append(Package(module, name, version, buffers, borrows))
     return sorted(packages, key=lambda p: min(map(BUFFERS.index, p.buffers), default=len(BUFFERS)))
 
 
@@ -246,22 +257,6 @@ def _start(package: Package) -> Any:
     if str(bits) not in ("torch.int64", "None"):
         raise ValueError(f"DeepEP must be built with topk_idx_t of torch.int64, got {bits} in {package}")
     return module
-
-
-def _read(modules: tuple[str, ...]) -> Iterator[Package]:
-    for module in modules:
-        spec = importlib.util.find_spec(module)
-        if spec is None or not spec.submodule_search_locations:
-            continue
-        sources = [p.read_text() for p in Path(next(iter(spec.submodule_search_locations))).rglob("*.py")]
-        text = "\n".join(sources)
-        buffers = tuple(name for name in BUFFERS if re.search(rf"^class {name}\b", text, re.M))
-        written = re.search(r"^__version__ = ['\"](.+)['\"]", text, re.M)
-        name, version = module, written.group(1) if written else "of unknown version"
-        if names := importlib.metadata.packages_distributions().get(module):
-            name, version = names[0], importlib.metadata.version(names[0])
-        borrows = "EPBuffer" in buffers and "def lb_prefetch_weights" in text
-        yield Package(module, name, version, buffers, borrows)
 
 
 ALLOCATION = 2 * 2**20  # DeepEP 2.5 sizes its regions in steps of this
