@@ -108,16 +108,13 @@ def call_on_any(op: Callable[..., T], *args: Any) -> T:
     checked = device_to_check(args)
     if checked is None:
         return call_on_cpu(op, *args)
-    check_tables(op, args)
+    # An op that reads tables runs on the host first: invalid tables would make a kernel access memory out of bounds.
+    arguments = op._schema.arguments  # type: ignore[attr-defined]
+    if any(a.name == "tables" and a.alias_info is None for a in arguments):
+        call_on_cpu(op, *(arg.cpu() if isinstance(arg, Tensor) else arg for arg in args))
     result = call_on_cpu(op, *args)
     check_device(checked)
     return result
-
-
-def check_tables(op: Any, args: tuple[Any, ...]) -> None:
-    """Run an op that reads tables on the host first: invalid tables would make a kernel access memory out of bounds."""
-    if any(a.name == "tables" and a.alias_info is None for a in op._schema.arguments):
-        call_on_cpu(op, *(arg.cpu() if isinstance(arg, Tensor) else arg for arg in args))
 
 
 call = call_on_any if ON_CUDA else call_on_cpu

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -228,47 +229,35 @@ class CudaDriver:
         location = _Location(1, self.device.index)  # CU_MEM_LOCATION_TYPE_DEVICE
         self._allocation = _Allocation(1, 0, location)  # CU_MEM_ALLOCATION_TYPE_PINNED, not exported
         self._access = _Access(location, 3)  # CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-        size = ctypes.c_size_t()
-        recommended = ctypes.c_int(1)
-        self._call(
-            "cuMemGetAllocationGranularity", ctypes.byref(size), ctypes.byref(self._allocation), recommended
-        )
+        size, recommended = ctypes.c_size_t(), ctypes.c_int(1)
+        allocation = ctypes.byref(self._allocation)
+        self._call("cuMemGetAllocationGranularity", ctypes.byref(size), allocation, recommended)
         self.page_bytes = size.value
 
     def reserve(self, num_bytes: int) -> int:
-        address, none = ctypes.c_uint64(), ctypes.c_uint64(0)
-        self._call(
-            "cuMemAddressReserve",
-            ctypes.byref(address),
-            *(ctypes.c_size_t(number) for number in (num_bytes, self.page_bytes)),
-            *(none, none),
-        )
+        address = ctypes.c_uint64()
+        self._call("cuMemAddressReserve", ctypes.byref(address), num_bytes, self.page_bytes, 0, 0)
         return address.value
 
     def create(self) -> int:
-        page, size = ctypes.c_uint64(), ctypes.c_size_t(self.page_bytes)
-        self._call(
-            "cuMemCreate", ctypes.byref(page), size, ctypes.byref(self._allocation), ctypes.c_uint64(0)
-        )
+        page = ctypes.c_uint64()
+        self._call("cuMemCreate", ctypes.byref(page), self.page_bytes, ctypes.byref(self._allocation), 0)
         return page.value
 
     def map(self, address: int, page: int) -> None:
-        size, offset = ctypes.c_size_t(self.page_bytes), ctypes.c_size_t(0)
-        self._call(
-            "cuMemMap", ctypes.c_uint64(address), size, offset, ctypes.c_uint64(page), ctypes.c_uint64(0)
-        )
+        self._call("cuMemMap", address, self.page_bytes, 0, page, 0)
 
     def unmap(self, address: int) -> None:
-        self._call("cuMemUnmap", ctypes.c_uint64(address), ctypes.c_size_t(self.page_bytes))
+        self._call("cuMemUnmap", address, self.page_bytes)
 
     def allow(self, address: int, num_bytes: int) -> None:
-        count = ctypes.c_size_t(1)
-        access = ctypes.byref(self._access)
-        self._call("cuMemSetAccess", ctypes.c_uint64(address), ctypes.c_size_t(num_bytes), access, count)
+        self._call("cuMemSetAccess", address, num_bytes, ctypes.byref(self._access), 1)
 
     def tensor(self, address: int, num_bytes: int, owner: object) -> Tensor:
         """Return a uint8 tensor over mapped memory; the tensor keeps the owner alive."""
-        tensor = torch.as_tensor(_ArrayInterface(owner, address, num_bytes), device=self.device)
+        array = {"shape": (num_bytes,), "typestr": "|u1", "data": (address, False), "version": 3}
+        view = SimpleNamespace(owner=owner, __cuda_array_interface__=array)
+        tensor = torch.as_tensor(view, device=self.device)
         if tensor.data_ptr() != address:
             raise RuntimeError(f"torch copied pages of {self.device} instead of using them")
         return tensor
@@ -277,27 +266,16 @@ class CudaDriver:
         torch.cuda.synchronize(self.device)
 
     def _call(self, name: str, *arguments: Any) -> None:
+        """Call a function of the driver; an int is one of its 64-bit addresses, sizes, handles and flags."""
+        values = [ctypes.c_uint64(value) if isinstance(value, int) else value for value in arguments]
         with torch.cuda.device(self.device):
-            status = getattr(self._library, name)(*arguments)
+            status = getattr(self._library, name)(*values)
         if status == 2:
             raise RuntimeError(
                 f"{name}: {self.device} has no memory left for a page of {self.page_bytes} bytes of expert weights"
             )
         if status:
             raise RuntimeError(f"{name} failed on {self.device} with CUDA driver error {status}")
-
-
-class _ArrayInterface:
-    """Bytes at an address of a GPU, as torch.as_tensor accepts them without a copy."""
-
-    def __init__(self, owner: object, address: int, num_bytes: int) -> None:
-        self.owner = owner
-        self.__cuda_array_interface__ = {
-            "shape": (num_bytes,),
-            "typestr": "|u1",
-            "data": (address, False),
-            "version": 3,
-        }
 
 
 def resident_slots(table: Tensor, num_ranks: int) -> Tensor:
