@@ -53,7 +53,7 @@ def test_any_number_of_layers_takes_the_buffers_in_turn(num_layers: int, local: 
         assert matches(model, layers, batch)
         fetched = [la.last_plan.slot_to_expert for la in layers[1:]]
         if stack._fetched is not None:  # for the first layer of the next batch
-            fetched.append(stack._fetched.filled.slot_to_expert)
+            fetched.append(stack._fetched.source.slot_to_expert)
         assert traffic.bytes["borrow"] - before == one * sum(map(borrowed, fetched))
 
 

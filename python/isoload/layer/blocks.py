@@ -1,9 +1,6 @@
 """BlockExperts replaces the ``experts`` of a Hugging Face MoE block; the router and the saved keys do not change.
 
-Blocks are recognised by their attributes, not by their names, and without importing transformers. Experts that
-transformers fuses (``use_experts_implementation``) declare the layout of their Parameters (``is_transposed``,
-``has_bias``, ``has_gate``) and compute the activation in ``_apply_gate``. A BlockGate calls the block's own router.
-Shapes: T tokens, K experts per token, E experts, H width of a row, I intermediate width.
+Works without importing transformers. Shapes: T tokens, K experts per token, E experts, H and I widths.
 """
 
 from __future__ import annotations
@@ -39,14 +36,7 @@ NOISE = ("jitter_noise", "input_jitter_noise", "router_jitter_noise")
 
 
 class BlockGate:
-    """Gate that calls a block's own router: rows [T, H] -> ids [T, K] and weights [T, K], as the experts get them.
-
-    The router's hooks do not run, because transformers would record router logits twice.
-
-    Raises:
-        ValueError: the router needs more than rows and a bias of the block. In a call: the router adds noise in
-            training, or returns something else.
-    """
+    """Gate that calls a block's own router, without its hooks: transformers would record router logits twice."""
 
     def __init__(self, block: nn.Module) -> None:
         name = type(block).__name__
@@ -97,7 +87,6 @@ def block_experts(block: nn.Module) -> tuple[ExpertWeights, Activation]:
 
 
 def own_experts(block: nn.Module) -> nn.Module:
-    """Return a block's experts. Raise ValueError for experts with adapters or already balanced ones."""
     experts = getattr(block, "experts", None)
     if not isinstance(experts, nn.Module):
         raise ValueError(f"block must have experts, got a {type(block).__name__} without")
@@ -116,12 +105,10 @@ def own_experts(block: nn.Module) -> nn.Module:
 
 
 def is_fused(experts: nn.Module) -> bool:
-    """Return whether a module has the attributes of experts that transformers fuses."""
     return hasattr(experts, "is_transposed") and hasattr(experts, "has_bias")
 
 
 def check_unwatched(block: nn.Module) -> None:
-    """Raise ValueError if a Recorder watches a block's experts, which no longer run once isoload replaces them."""
     experts = getattr(block, "experts", None)
     hooks = experts._forward_pre_hooks.values() if isinstance(experts, nn.Module) else ()
     if watched := [hook.watches for hook in hooks if hasattr(hook, "watches")]:
@@ -132,12 +119,10 @@ def check_unwatched(block: nn.Module) -> None:
 
 
 def saved_names(experts: nn.Module) -> dict[str, str]:
-    """Return the module's Parameter name of every stack, by isoload's name."""
     return {**STACKS, **(BIASES if experts.has_bias else {})}
 
 
 def check_fused(experts: nn.Module) -> None:
-    """Raise ValueError unless MoE can compute a module's experts."""
     name = type(experts).__name__
     flags = {"has_gate": True, "has_post_expert_norm": False}
     missing = [flag for flag in (*flags, "is_transposed", "has_bias") if not hasattr(experts, flag)]
@@ -181,7 +166,11 @@ def fused_activation(experts: Any) -> Activation:
     activations: list[Activation] = [SwiGLU()]
     if hasattr(experts, "alpha") and hasattr(experts, "limit"):
         activations.append(ClampedGLU(float(experts.alpha), float(experts.limit)))
-    probe = probe_pairs()
+    # Gates and ups of every sign, also beyond any clamping limit, in both arrangements; products of two stay finite.
+    size = torch.logspace(-2, 15, 52, dtype=torch.float32, device="cpu")
+    values = torch.cat([-size.flip(0), size.new_zeros(1), size])
+    gate, up = torch.meshgrid(values, values, indexing="ij")
+    probe = torch.cat([torch.cat([gate, up], dim=1), torch.stack([gate, up], dim=2).flatten(1)])
     with torch.no_grad():
         expected = module_activation(probe)
         for activation in activations:
@@ -190,33 +179,21 @@ def fused_activation(experts: Any) -> Activation:
     return module_activation
 
 
-def probe_pairs() -> Tensor:
-    """Return gates and ups of every sign, also beyond any clamping limit, side by side and then interleaved."""
-    size = torch.logspace(-2, 15, 52, dtype=torch.float32, device="cpu")  # products of two stay finite
-    values = torch.cat([-size.flip(0), size.new_zeros(1), size])
-    gate, up = torch.meshgrid(values, values, indexing="ij")
-    return torch.cat([torch.cat([gate, up], dim=1), torch.stack([gate, up], dim=2).flatten(1)])
-
-
 SPARE_SLOTS = 2  # per rank, if a policy that borrows is given without a placement
 
 
 class BlockExperts(nn.Module):
     """Balanced experts that replace ``block.experts``, with the same arguments and the same result.
 
-    The tokens of the process are split evenly over the ranks that it owns: one with torch.distributed, all virtual
-    ranks with a LocalTransport. If the process owns all ranks, ``state_dict()`` has the keys and experts of the
-    replaced module. Over processes the keys contain the rank (``rank_1_of_4``) and have that rank's experts, which
-    ``home_experts`` lists. Both can be loaded, as can a checkpoint of the model; then refresh the replicas.
+    Tokens are split evenly over the ranks that the process owns. If it owns all ranks, ``state_dict()`` has the keys
+    and experts of the replaced module; else keys contain the rank (``rank_1_of_4``) and have its experts
+    (``home_experts``). Both can be loaded, as can a checkpoint of the model; then refresh the replicas.
 
     Args:
         block: MoE block whose ``experts`` transformers fuses. The weights of all experts are copied to their ranks.
         transport: connects the ranks.
         placement: experts of every slot, without shared experts.
         **options: arguments of :class:`MoE` except gate and experts.
-
-    Raises:
-        ValueError: as MoE, or for experts that are not fused or that MoE cannot compute.
     """
 
     replay: Replay | None = None  # of the current call
@@ -260,11 +237,9 @@ class BlockExperts(nn.Module):
 
     @property
     def part_keys(self) -> str:
-        """Prefix of the keys of this module's state that belong to the experts."""
         return ""
 
     def whole_experts(self) -> dict[str, Tensor]:
-        """Return the stacks of all experts on the writer, by the model's key. All ranks call it together."""
         stacks = self.layer.full_experts(self.layer.writer)
         return {saved: self.turn(stacks[name]) for name, saved in self._names.items()}
 
@@ -282,34 +257,31 @@ def balance(
     spare_slots: int | None = None,
     **options: Any,
 ) -> list[MoE]:
-    """Replace the experts of every MoE block of a Hugging Face model by balanced ones.
+    """Replace the experts of every MoE block of a Hugging Face model by balanced ones, and return the layers in order.
 
-    Calls of the model then take ``routes=``, the experts of every token ([T, L, K] or [B, S, L, K] for L MoE blocks, -1
-    = masked): the routers compute their own weights of these experts, with gradients. With ``plans=`` (of
-    :meth:`isoload.balancing.known_routes.KnownPlans.layers`) the layers gather and plan nothing.
-
-    Call it before creating an optimizer, because the Parameters change. Over processes call ``model.save_pretrained``
-    on all ranks afterwards: it gathers all experts, and rank 0 writes.
+    Call it before creating an optimizer, ``refresh_replicas()`` of the layers after every optimizer step, and
+    ``model.save_pretrained`` on all ranks. Calls of the model then take ``routes=``, the experts of every token ([T, L,
+    K] or [B, S, L, K] for L MoE blocks, -1 = masked), for which the routers compute weights with gradients; and
+    ``plans=`` (:meth:`isoload.balancing.known_routes.KnownPlans.layers`). After a ValueError no block has changed.
 
     Args:
         model: model or one of its blocks, with the weights of all experts in every process.
         topology: the ranks, or their number R.
         transport: one transport for all blocks. None: all ranks are virtual ranks of this process.
-        placement: placement of the routed experts. It has the model's MoE layers by number, or one layer per MoE block
-            in order if it does not state layer numbers. None: experts in order (placer ``trivial``).
-        spare_slots: experts that a rank can borrow at a time, if no placement is given. None: SPARE_SLOTS if the
-            policy borrows, else 0.
+        placement: of the routed experts: the model's MoE layers by number, or one layer per MoE block in order without
+            layer numbers. None: experts in order (placer ``trivial``).
+        spare_slots: experts that a rank can borrow at a time, if no placement is given. None: 2 if the policy borrows.
         **options: policy, its options, and other arguments of :class:`MoE`.
-
-    Returns:
-        The layers in the model's order. Call their ``refresh_replicas()`` after every optimizer step.
-
-    Raises:
-        ValueError: the model cannot be balanced. No block has changed then.
     """
     blocks = [block for _, block in find_blocks([model], "model")]
-    if placement is not None and (numbers := layer_numbers(model, blocks)) is not None:
-        placement = placement.for_model(numbers)
+    if (
+        placement is not None
+    ):  # the model's numbers of the decoder layers with blocks, if module names have them
+        names = {id(module): name for name, module in model.named_modules()}
+        matches = [re.search(r"(?:^|\.)layers\.(\d+)\.", f"{names[id(block)]}.") for block in blocks]
+        numbers = [int(match[1]) for match in matches if match]
+        if len(numbers) == len(blocks) == len(set(numbers)):
+            placement = placement.for_model(numbers)
     balanced = take_over(blocks, topology, transport, placement, spare_slots, **options)
     if hasattr(model, "save_pretrained") and not balanced[0].layer.group.owns_all:
         model.save_pretrained = MethodType(save_pretrained, model)  # type: ignore[assignment]
@@ -317,16 +289,7 @@ def balance(
     return put_in(blocks, balanced)
 
 
-def layer_numbers(model: nn.Module, blocks: Sequence[nn.Module]) -> list[int] | None:
-    """Return the model's numbers of the decoder layers that contain the blocks; None if module names have none."""
-    names = {id(module): name for name, module in model.named_modules()}
-    matches = [re.search(r"(?:^|\.)layers\.(\d+)\.", f"{names[id(block)]}.") for block in blocks]
-    numbers = [int(match[1]) for match in matches if match]
-    return numbers if len(numbers) == len(blocks) == len(set(numbers)) else None
-
-
 def spare_count(policy: str | Policy, spare_slots: int | None) -> int:
-    """Return the spare slots of a rank without a placement: spare_slots, else SPARE_SLOTS if the policy borrows."""
     if spare_slots is not None:
         return spare_slots
     registered = isinstance(policy, Policy) or policy in POLICIES  # else the layer rejects it
@@ -334,7 +297,6 @@ def spare_count(policy: str | Policy, spare_slots: int | None) -> int:
 
 
 def check_spare(placement: Placement, spare_slots: int | None) -> None:
-    """Raise ValueError if spare_slots differs from the placement's number."""
     if spare_slots not in (None, placement.spare_slots):
         raise ValueError(f"spare_slots must be the placement's {placement.spare_slots}, got {spare_slots}")
 
@@ -363,18 +325,13 @@ def take_over(
 
 
 def put_in(blocks: Sequence[nn.Module], balanced: Sequence[BlockExperts]) -> list[MoE]:
-    """Replace the experts of the blocks, and return the layers."""
     for block, experts in zip(blocks, balanced, strict=True):
         block.experts = experts
     return [experts.layer for experts in balanced]
 
 
 def find_blocks(parts: Iterable[nn.Module], argument: str) -> list[tuple[nn.Module, nn.Module]]:
-    """Return each part with its MoE blocks, in order.
-
-    Raises:
-        ValueError: there is no MoE block; the message names `argument`.
-    """
+    """Return each part with its MoE blocks, in order. Raises ValueError, which names `argument`, if there are none."""
     parts = list(parts)
     pairs = [(part, block) for part in parts for block in part.modules() if is_known(block)]
     if not pairs:
@@ -388,7 +345,6 @@ def find_blocks(parts: Iterable[nn.Module], argument: str) -> list[tuple[nn.Modu
 
 
 def is_known(block: nn.Module) -> bool:
-    """Return whether a module has experts that transformers fuses, or BlockExperts instead."""
     experts = getattr(block, "experts", None)
     if not isinstance(experts, nn.Module):
         return False
@@ -421,5 +377,4 @@ def _rename_loaded(experts: BlockExperts, state: dict[str, Any], prefix: str, *u
 
 
 def no_gate(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Raise RuntimeError: the gate of a layer whose block keeps the router."""
     raise RuntimeError("experts must be called with the block's choices, see BlockExperts.forward")

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
@@ -29,18 +29,13 @@ Experts = Sequence[ExpertWeights | Checkpoint | Shard]  # one per owned rank: al
 
 
 def experts_by_rank(experts: ExpertWeights | Checkpoint | Shard | Sequence[Shard], num_ranks: int) -> Experts:
-    """Return the experts argument of a layer as a list with one entry per owned rank."""
     if isinstance(experts, ExpertWeights | Checkpoint):
         return [experts] * num_ranks
     return [experts] if isinstance(experts, Shard) else list(experts)
 
 
 def check_parts(experts: Experts, group: Group, placement: Placement, layer: int) -> str:
-    """Check the experts of the owned ranks, and return a description that all ranks compare.
-
-    Raises:
-        ValueError: the experts do not fit the placement, or differ between ranks of this process.
-    """
+    """Check the experts of the owned ranks, and return a description that all ranks compare."""
     if placement.topology.num_ranks != group.topology.num_ranks:
         raise ValueError(
             f"placement must be for the transport's {group.topology.num_ranks} ranks, "
@@ -80,13 +75,9 @@ def read_weights(part: ExpertWeights | Checkpoint | Shard) -> ExpertWeights:
 
 
 def check_halves(experts: Experts, activation: Activation) -> None:
-    """Raise ValueError if gate and up have different global scales but alternate in the rows (ClampedGLU).
-
-    Each scale applies to one half of the rows, so it would scale rows of both.
-    """
+    """Raise ValueError if gate and up alternate in the rows but have different global scales, which apply to halves."""
     for part in experts if isinstance(activation, ClampedGLU) else ():
-        weights = part.read() if isinstance(part, Shard) else part
-        scales = None if isinstance(weights, Checkpoint) else weights.gate_up_scale_2
+        scales = read_weights(part).gate_up_scale_2
         if scales is not None and bool((scales[:, 0] != scales[:, 1]).any()):
             raise ValueError(
                 "gate_up_scale_2 must be the same for both halves of the rows with ClampedGLU, whose gate and up "
@@ -95,23 +86,19 @@ def check_halves(experts: Experts, activation: Activation) -> None:
 
 
 def check_compute_dtype(computes: torch.dtype | None, experts: Experts) -> None:
-    """Raise ValueError unless the experts can compute in a dtype (None: always)."""
     if computes is None:
         return
     if computes not in DTYPES:
         raise ValueError(
             f"compute_dtype must be one of {', '.join(map(str, DTYPES))} or None, got {computes}"
         )
-    for part in experts:
-        weights = read_weights(part)
-        if weights.quantised:
-            raise ValueError(
-                f"compute_dtype must be None for quantised experts, which compute in the rows' dtype, got {computes}"
-            )
+    if any(read_weights(part).quantised for part in experts):
+        raise ValueError(
+            f"compute_dtype must be None for quantised experts, which compute in the rows' dtype, got {computes}"
+        )
 
 
 def device_of(experts: Experts) -> torch.device:
-    """Return the device of the experts' weights."""
     first = experts[0]
     if isinstance(first, Checkpoint):
         return torch.device(first.device)
@@ -145,7 +132,6 @@ COPIES: WeakKeyDictionary[RankWeights, dist.ProcessGroup] = WeakKeyDictionary()
 
 
 def num_copies(weights: RankWeights) -> int:
-    """Return how many ranks hold the same experts and average their gradients."""
     return COPIES[weights].size() if weights in COPIES else 1
 
 
@@ -177,13 +163,7 @@ NOT_IGNORED = (
 
 
 def check_traversal(group: Group, ranks: Sequence[RankWeights]) -> None:
-    """Act on what traverses a layer's modules: DistributedDataParallel's constructor, or clipping of gradients.
-
-    The call stack shows both. Clipping by torch or accelerate counts only this rank's experts.
-
-    Raises:
-        ValueError: ignore_in_ddp was not called for the layer, or ranks would clip by different norms.
-    """
+    """Act on what traverses a layer's modules by the call stack: DistributedDataParallel's constructor, or clipping."""
     if group.owns_all:
         return
     accelerate = getattr(sys.modules.get("accelerate.accelerator"), "Accelerator", None)
@@ -204,17 +184,8 @@ def check_traversal(group: Group, ranks: Sequence[RankWeights]) -> None:
 
 
 def ignore_in_construction(frame: FrameType, ranks: Sequence[RankWeights]) -> None:
-    """Exclude a layer's experts from the DistributedDataParallel that is being constructed around it.
-
-    A wrapper may have renamed the experts since ignore_in_ddp, or wrapped the module for which it was called. torch
-    reads the Parameters' names before it broadcasts.
-
-    Args:
-        frame: the call of the constructor.
-        ranks: the weights of the layer.
-
-    Raises:
-        ValueError: ignore_in_ddp was not called for the layer.
+    """Exclude a layer's experts from the DistributedDataParallel whose constructor runs in `frame`, under their present
+    names, which wrappers may have changed since ignore_in_ddp. torch reads the names before it broadcasts.
     """
     ddp, module = frame.f_locals["self"], frame.f_locals["module"]
     done = _PREPARED.setdefault(ddp, WeakSet())
@@ -235,10 +206,7 @@ _PREPARED: WeakKeyDictionary[DistributedDataParallel, WeakSet[RankWeights]] = We
 
 
 def _check_ddp(group: Group, ranks: Sequence[RankWeights]) -> None:
-    """Raise ValueError if an active DistributedDataParallel reduces experts, or runs over other ranks.
-
-    A rank that has all experts is an ordinary replica of data parallelism.
-    """
+    """Raise ValueError if an active DistributedDataParallel reduces experts, or runs over other ranks."""
     ddp = DistributedDataParallel._active_ddp_module
     if ddp is None or group.owns_all or all(weights in _CHECKED.get(ddp, ()) for weights in ranks):
         return
@@ -261,10 +229,8 @@ _CHECKED: WeakKeyDictionary[DistributedDataParallel, WeakSet[RankWeights]] = Wea
 
 
 def _check_fsdp(group: Group, ranks: Sequence[RankWeights]) -> None:
-    """Raise ValueError if fully_shard and isoload divide gradients by different numbers.
-
-    A divide factor applies to one wrapped module and not to the modules inside, so every module is checked, once, in
-    the first forward that records gradients.
+    """Raise ValueError if fully_shard and isoload divide gradients by different numbers. A divide factor does not apply
+    to modules inside, so every wrapped module is checked, once, in the first forward with gradients.
     """
     fsdp = sys.modules.get("torch.distributed.fsdp")  # imported if fully_shard is in use
     if fsdp is None or not torch.is_grad_enabled():
@@ -274,10 +240,9 @@ def _check_fsdp(group: Group, ranks: Sequence[RankWeights]) -> None:
     for weights in ranks:
         if _FACTORS_CHECKED.get(weights) == len(wrapped):
             continue
-        states = _fsdp_states(fsdp.FSDPModule, list(wrapped), weights)
         copies, layer_ranks = num_copies(weights), group.topology.num_ranks
         divisor = weights.gradient_divisor * copies
-        for name, factor, num_ranks in _divide_factors(states):
+        for name, factor, num_ranks in _divide_factors(fsdp.FSDPModule, list(wrapped), weights):
             if num_ranks > 1 and num_ranks > layer_ranks * copies:
                 raise ValueError(
                     f"expert gradients must be averaged over all {num_ranks} ranks that fully_shard reduces over, but "
@@ -296,18 +261,13 @@ def _check_fsdp(group: Group, ranks: Sequence[RankWeights]) -> None:
         _FACTORS_CHECKED[weights] = len(wrapped)
 
 
-def _fsdp_states(kind: type, modules: Sequence[nn.Module], weights: RankWeights) -> list[Any]:
-    """Return FSDP's states of all wrapped modules in the model that contains these weights."""
-    for module in modules:
-        if isinstance(module, kind) and any(inner is weights for inner in module.modules()):
-            wrapped: Any = module
-            return list(wrapped._get_fsdp_state()._state_ctx.all_states)
-    return []
-
-
-def _divide_factors(states: Sequence[Any]) -> Iterator[tuple[str, float | None, int]]:
-    """Yield name, divide factor and number of ranks of every wrapped module with trained Parameters."""
-    for state in states:
+def _divide_factors(
+    kind: Any, modules: Sequence[Any], weights: RankWeights
+) -> Iterator[tuple[str, float | None, int]]:
+    """Yield name, divide factor and number of ranks of the wrapped modules in the model with these weights."""
+    outer = (m for m in modules if isinstance(m, kind) and any(inner is weights for inner in m.modules()))
+    first = next(outer, None)
+    for state in () if first is None else first._get_fsdp_state()._state_ctx.all_states:
         groups = getattr(state, "_fsdp_param_groups", None)  # several per module since torch 2.12
         for group in [state._fsdp_param_group] if groups is None else groups:
             if group is None or not any(param.sharded_param.requires_grad for param in group.fsdp_params):
@@ -325,11 +285,7 @@ SHAPE_PASSES = ("_forward_metadata_inference", "_shape_inference")
 
 
 def infers_shapes() -> bool:
-    """Return whether torch.distributed.pipelining runs this forward only to infer shapes.
-
-    That forward has uninitialised inputs, in memory like that of a batch, and torch sets no flag. The call stack shows
-    it: torch's own method runs.
-    """
+    """Return whether torch.distributed.pipelining runs this forward only to infer shapes, by the call stack."""
     stage = sys.modules.get("torch.distributed.pipelining.stage")  # imported if pipelining is in use
     if stage is None:
         return False
@@ -342,7 +298,6 @@ def infers_shapes() -> bool:
 
 
 def check_overflow(group: Group, ranks: Sequence[RankWeights]) -> None:
-    """Raise ValueError if a rank trains in float16 without experts of its own, whose gradients show overflows."""
     if group.owns_all or not torch.is_grad_enabled():
         return
     if any(not rank.layout.homes and home.requires_grad for rank in ranks for home in rank.home_rows()):
@@ -355,11 +310,6 @@ def check_overflow(group: Group, ranks: Sequence[RankWeights]) -> None:
 def check_rows(
     rows: list[Tensor], max_tokens: int | None, down: Tensor, computes: torch.dtype | None
 ) -> None:
-    """Raise ValueError if rows [T, H] do not fit experts down [S, H, I], or exceed the transport's capacity.
-
-    Rows have the experts' dtype or the dtype in which the experts compute. With quantised experts rows may have any
-    dtype, and no gradients may be recorded.
-    """
     quantised = down.dtype not in DTYPES
     if quantised:
         check_no_gradients()

@@ -1,8 +1,6 @@
-"""The layer under torch.compile: one op from choices to outputs, which calls the eager layer.
-
-Compiled code therefore has everything that eager code has: exchanges whose sizes the host reads, errors that reach
-every rank, and checks of the current Parameters and replicas. Tracing could record none of these. The op is
-``cudagraph_unsafe``, because ranks would otherwise capture their exchanges at different times.
+"""The layer under torch.compile: one op from choices to outputs, which calls the eager layer, because tracing could not
+record exchanges whose sizes the host reads, errors that reach every rank, and checks. ``cudagraph_unsafe``: ranks would
+capture their exchanges at different times.
 """
 
 from __future__ import annotations
@@ -51,10 +49,8 @@ def between_graphs(reason: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
 
 
 def handle_of(layer: MoE) -> Tensor:
-    """Return a new number, [] float64 on the CPU, by which compiled code finds the layer.
-
-    It is a tensor, so that one graph serves all equal layers. It requires a gradient, so that every rank enters the
-    backward of its layers.
+    """Return a new number, [] float64 on the CPU, by which compiled code finds the layer: a tensor, so that one graph
+    serves all equal layers, with a gradient, so that every rank enters the backward of its layers.
     """
     number = next(_numbers)
     _layers[number] = layer
@@ -64,7 +60,6 @@ def handle_of(layer: MoE) -> Tensor:
 def run_in_graph(
     layer: MoE, rows: list[Tensor], chosen: Sequence[Choice], num_tokens: int | None
 ) -> list[Tensor]:
-    """Return the layer's outputs [T, H] for choices that the graph computed; see :meth:`isoload.MoE.run`."""
     parameters = layer.expert_parameters()
     whole = all(type(parameter) in (nn.Parameter, ExpertParameter) for parameter in parameters)  # no DTensor
     if not whole or any(weights.reads_elsewhere for weights in layer.weights):
@@ -93,14 +88,12 @@ def _run_apart(
 class Recording(bytearray):
     """Inputs and outputs of one training call, for its backward; kept alive by the memory of its ticket."""
 
-    computing = (
-        0  # backwards of recordings that run now; an outer backward adds their gradients to the Parameters
-    )
+    # Backwards of recordings that run now; an outer backward adds their gradients to the Parameters
+    computing = 0
     outputs: list[Tensor]
     inputs: list[Tensor]
 
     def ticket(self) -> Tensor:
-        """Return [8] uint8 on this memory, which the graph keeps."""
         return torch.frombuffer(self, dtype=torch.uint8)
 
 
@@ -116,20 +109,17 @@ def run_layer(
     autocast: torch.dtype | None,
     records: bool,
 ) -> list[Tensor]:
-    """Return a layer's outputs [T, H] per owned rank, then the ticket of the recording (empty if none is made).
-
-    Args:
-        handle: the layer's number, see :func:`handle_of`.
-        rows, topk_ids, weights: [T, H], [T, K] and [T, K] per owned rank.
-        trained, frozen: the layer's own expert Parameters, with and without gradients.
-        num_tokens: see :meth:`isoload.MoE.forward`.
-        autocast: dtype of autocast; None: autocast is off.
-        records: whether gradients are recorded.
-    """
+    """Return a layer's outputs [T, H] per owned rank, then the ticket of the recording (empty if none is made)."""
     layer = _layers[int(handle)]
 
     def choose() -> list[Choice]:
-        _check_own(layer, [*trained, *frozen])
+        parameters = sorted(layer.expert_parameters(), key=lambda parameter: not parameter.requires_grad)
+        for mine, other in zip(parameters, [*trained, *frozen], strict=True):
+            if (mine.data_ptr(), mine.shape) != (other.data_ptr(), other.shape):
+                raise ValueError(
+                    "expert Parameters in compiled code must be those of the layer, unchanged in that code, got "
+                    "others (functional_call, or an in-place change)"
+                )
         return list(zip(topk_ids, gates, strict=True))
 
     with _outside_of_ops(records):
@@ -153,7 +143,6 @@ def _(_handle: Tensor, rows: list[Tensor], *others: Any) -> list[Tensor]:
 
 @torch.library.custom_op("isoload::run_layer_backward", mutates_args=(), tags=torch.Tag.cudagraph_unsafe)
 def run_layer_backward(ticket: Tensor, grads: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:
-    """Return the gradients of a recording's inputs (rows, weights, trained Parameters)."""
     recording = _recordings[int.from_bytes(bytes(ticket.tolist()), "little")]
     with _outside_of_ops(records=True):
         # Backward may run again until the ticket is freed. A rank without experts has Parameters with zero rows, which
@@ -202,14 +191,3 @@ def _outside_of_ops(records: bool) -> Iterator[None]:
     on = guard(key.AutogradFunctionality, False), guard(key.ADInplaceOrView, False)
     with on[0], on[1], torch.set_grad_enabled(records):
         yield
-
-
-def _check_own(layer: MoE, inputs: Sequence[Tensor]) -> None:
-    """Raise ValueError if compiled code computes with other Parameters than the layer's current ones."""
-    parameters = sorted(layer.expert_parameters(), key=lambda parameter: not parameter.requires_grad)
-    for mine, other in zip(parameters, inputs, strict=True):
-        if (mine.data_ptr(), mine.shape) != (other.data_ptr(), other.shape):
-            raise ValueError(
-                "expert Parameters in compiled code must be those of the layer, unchanged in that code, got others "
-                "(functional_call, or an in-place change)"
-            )

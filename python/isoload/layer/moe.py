@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +40,9 @@ from isoload.weights.experts import Activation, ExpertWeights, SwiGLU
 from isoload.weights.layout import count_rows, layouts, shard_layouts
 from isoload.weights.shard import Shard
 
+if TYPE_CHECKING:
+    from isoload.layer.two_stage import KnownBatch
+
 Gate = Callable[[Tensor], tuple[Tensor, Tensor]]
 RunBy = Callable[[list[Tensor], Choose, int | None, KnownPlan | None], list[Tensor]]
 # Facts that must be equal on all ranks in a batch
@@ -58,12 +61,10 @@ class Chosen:
 
     @property
     def ids(self) -> list[Tensor]:
-        """Chosen experts [T, K] of each owned rank."""
         return [ids for ids, _ in self.routings]
 
     @property
     def weights(self) -> list[Tensor]:
-        """Gate weights [T, K] of each owned rank."""
         return [weights for _, weights in self.routings]
 
     def kept(self, slots: list[Tensor]) -> list[Received]:
@@ -77,54 +78,32 @@ def as_list(tensors: Tensor | Sequence[Tensor]) -> list[Tensor]:
     return list(tensors) if isinstance(tensors, list | tuple) else [tensors]  # type: ignore[list-item]
 
 
-class FetchesAhead(Protocol):
-    """Protocol of a stack that fetches weights in a layer's batch, see :class:`isoload.layer.two_stage.KnownBatch`.
-
-    ready  whether this batch's weights travel already, 0 or 1, the same on all ranks
-    """
-
-    ready: int
-
-    def fetch(self, plan: Plan | None, chosen: Chosen) -> Borrowed | None:
-        """Return the weights of the plan's spare slots, on their way, and fetch those of the next plan."""
-
-
 class MoE(StoredExperts):
     """Expert-parallel MoE layer that rebalances every batch, with the dense layer's result under every policy.
 
     Lists have one entry per rank that this process owns: one with torch.distributed, all ranks with a LocalTransport. A
-    process that owns one rank may pass plain tensors, and gets plain tensors back.
+    process that owns one rank may pass and get plain tensors. Arguments that differ between ranks raise on all ranks.
 
     Args:
         gate: maps rows [T, H] to topk_ids [T, K] int64 and weights [T, K] float32, see isoload.layer.routers.Gate.
-        experts: the stacks of all E experts, shared experts last, from which each rank copies its own. Or a Checkpoint,
-            from which each rank reads its own. Or a Shard of the rank's home experts (a list of them in rank order),
-            which stay in their memory.
+        experts: the stacks of all E experts, shared experts last, or a Checkpoint of them, of which each rank takes its
+            own. Or a Shard of the rank's home experts (a list of them in rank order), which stay in their memory.
         transport: connects the ranks.
         placement: slots of every expert.
         layer: position of this layer in the placement.
         layer_id: the model's own number of this layer, instead of layer.
-        policy: name in isoload.POLICIES with its options, or a Policy. Sampling policies draw again in every batch.
+        policy: name in isoload.POLICIES with its options, or a Policy.
         activation: SwiGLU, or gpt-oss's ClampedGLU. None: the checkpoint's, else SwiGLU.
-        shared: module that runs on all local rows without dispatch; its output is added. Shared experts of the
-            placement need no module: the layer adds them to every token's choices, with weight 1.
-        min_tokens: batches with fewer tokens over all ranks are neither gathered nor planned. Each expert then uses its
-            ``static`` replica, shared experts stay local, and last_plan is None. The number of tokens must be known on
-            the host, see num_tokens of :meth:`forward`. The same on all ranks.
+        shared: module that runs on all local rows; its output is added. The placement's shared experts need none.
+        min_tokens: batches with fewer tokens over all ranks (num_tokens of :meth:`forward`) are not planned: each
+            expert uses its ``static`` replica, shared experts stay local. The same on all ranks.
         loads: loads by which a batch is planned, see :class:`isoload.Balancer`. "node" and "own" need regular calls of
             :meth:`exchange`; their policy is ``exact``, which borrows nothing and keeps shared experts local.
-        weight_rows: experts for which every rank has memory, for :meth:`load_placement`. None: as many as the
-            placement assigns to the rank.
-        borrow: back end that fetches the weights of spare slots: "pull", "copy", "all_to_all" or, with a
-            DeepEPTransport, "deep_ep", see isoload.weights.backends. None: "pull" if ranks can read each other's
-            memory, else "all_to_all"; ``borrowing.backend.name`` is the choice.
-        compute_dtype: dtype in which rows travel, experts compute and borrowed weights travel. Parameters and gradients
-            keep their dtype. None: autocast's dtype if autocast is on (except for float64 experts), else the experts'.
-            "pull" and "copy" fetch weights in the experts' dtype. Quantised experts compute in the rows' dtype.
-
-    Raises:
-        ValueError: an argument is wrong, or differs between ranks. The rank at fault names argument, rule and value,
-            other ranks name that rank and the stage.
+        weight_rows: experts for which every rank has memory, for :meth:`load_placement`. None: those of the placement.
+        borrow: what fetches the weights of spare slots: "pull", "copy", "all_to_all" or, with a DeepEPTransport,
+            "deep_ep". None: "pull" if ranks can read each other's memory, else "all_to_all".
+        compute_dtype: dtype in which rows and borrowed weights (except by "pull" and "copy") travel and experts
+            compute. Parameters and gradients keep their dtype. None: autocast's dtype, else the experts'.
     """
 
     def __init__(
@@ -201,28 +180,17 @@ class MoE(StoredExperts):
         return self.balancer.last_plan
 
     def exchange(self, *others: MoE) -> Exchanged:
-        """Renew the targets of this layer and of other layers, see :func:`isoload.balancing.targets.exchange`.
-
-        All ranks call it together, for loads="own" and loads="node", outside of CUDA graphs.
-        """
+        """Renew the targets of these layers, on all ranks together: :func:`isoload.balancing.targets.exchange`."""
         return self.balancer.exchange(*(other.balancer for other in others))
 
     def expert_counts(self, exchange: bool = False) -> Tensor:
-        """Return how many copies chose each routed expert since the last call, and reset the sums.
-
-        The sums cover all ranks of the layer and every forward in training mode (``layer.train()``). A recomputed
-        forward counts once, masked copies do not count.
+        """Return how often each routed expert was chosen in training since the last call, [E] int64, and reset the
+        sums.
 
         Args:
-            exchange: whether to gather the counts of batches whose loads were not gathered; all ranks call it together.
-                Loads are not gathered for a placement without replicas and spare slots, below min_tokens, and with
-                loads="own" or "node".
-
-        Returns:
-            [E] int64, the same on all ranks.
-
-        Raises:
-            ValueError: exchange is False, and the loads of a batch since construction were not gathered.
+            exchange: gather the counts of batches whose loads were not gathered, on all ranks together: of a placement
+                without replicas and spare slots, below min_tokens, and with loads="own" or "node"; False raises for
+                these.
         """
         if self._counts_alone and not exchange:
             raise ValueError(
@@ -239,21 +207,14 @@ class MoE(StoredExperts):
     def forward(
         self, x: Tensor | Sequence[Tensor], num_tokens: int | None = None, plan: KnownPlan | None = None
     ) -> Tensor | list[Tensor]:
-        """Return the layer's output [T, H] for rows [T, H] on every owned rank.
+        """Return the layer's output [T, H], in the dtype of x, for rows [T, H] on every owned rank.
 
         Args:
-            x: [T, H] of the owned ranks; T may differ between ranks and be 0. In the experts' dtype, or the dtype in
-                which they compute.
-            num_tokens: tokens over all ranks or an upper bound, the same on all ranks, compared with min_tokens.
-                None: R times max_tokens_per_rank, or unknown; then the batch is planned.
-            plan: made ahead for this batch by :class:`isoload.KnownRoutes`, on all ranks or on none. Then no loads are
-                gathered, nothing is planned, and a token may choose an expert twice.
-
-        Returns:
-            [T, H] in the dtype of x.
-
-        Raises:
-            ValueError: on all ranks, with the rank at fault and its error.
+            x: [T, H] of the owned ranks; T may differ between ranks and be 0. In the experts' or the computing dtype.
+            num_tokens: tokens over all ranks or an upper bound, the same on all ranks, compared with min_tokens. None:
+                R times max_tokens_per_rank, or unknown; then the batch is planned.
+            plan: made ahead for this batch by :class:`isoload.KnownRoutes`, on all ranks or on none. Then nothing is
+                gathered or planned, and a token may choose an expert twice.
         """
         rows = as_list(x)
         combined = self._run(rows, lambda: [self.gate(row) for row in rows], num_tokens, plan)
@@ -272,10 +233,9 @@ class MoE(StoredExperts):
         """Return the experts' output [T, H] for choices that were made elsewhere, without gate and `shared`.
 
         Args:
-            x: [T, H] of the owned ranks, as in :meth:`forward`.
+            x, num_tokens, plan: as in :meth:`forward`.
             topk_ids: [T, K] routed experts, -1 = masked; a list if x is a list.
             weights: [T, K] gate weights; a list if x is a list.
-            num_tokens, plan: as in :meth:`forward`.
         """
         rows, ids, gates = map(as_list, (x, topk_ids, weights))
         combined = self._run(rows, lambda: list(zip(ids, gates, strict=True)), num_tokens, plan)
@@ -294,20 +254,14 @@ class MoE(StoredExperts):
     def _run_apart(
         self, rows: list[Tensor], chosen: Sequence[Choice], num_tokens: int | None, plan: KnownPlan
     ) -> list[Tensor]:
-        """Run the layer between two graphs."""
         return self.run(rows, lambda: chosen, num_tokens, plan)
 
     def run(
         self, rows: list[Tensor], choose: Choose, num_tokens: int | None, plan: KnownPlan | None = None
     ) -> list[Tensor]:
-        """Run the stages for the rows and choices of every owned rank, see :meth:`compute`.
-
-        A LibraStack runs the same stages in another order. A forward that only infers shapes is no batch.
-        """
-        if infers_shapes():
-            return [
-                row + 0 * self.handle for row in rows
-            ]  # the handle requires a gradient, as the experts do
+        """Run the stages, or those of a LibraStack, for every owned rank's rows and choices, see :meth:`compute`."""
+        if infers_shapes():  # the handle requires a gradient, as the experts do
+            return [row + 0 * self.handle for row in rows]
         run = self.stages if self.run_by is None else self.run_by
         outputs = run(rows, choose, num_tokens, plan)
         if not torch.is_grad_enabled() and any(p.grad is not None for p in self.weights.parameters()):
@@ -320,14 +274,9 @@ class MoE(StoredExperts):
         choose: Choose,
         num_tokens: int | None,
         plan: KnownPlan | None,
-        ahead: FetchesAhead | None = None,
+        ahead: KnownBatch | None = None,
     ) -> list[Tensor]:
-        """Run the stages of a batch that is planned now or was planned ahead.
-
-        Args:
-            rows, choose, num_tokens, plan: see :meth:`run`.
-            ahead: a stack of layers that take plans, which fetches this batch's weights and those of the next plan.
-        """
+        """Run the stages of a batch that is planned now or was planned ahead; `ahead` fetches for known plans."""
         borrowed = None
         chosen = self.choices(rows, choose, repeats=plan is not None)  # [T, K] ids and weights
         if plan is None and ahead is None:
@@ -352,9 +301,7 @@ class MoE(StoredExperts):
 
     def choices(self, rows: list[Tensor], choose: Choose, repeats: bool = False) -> Chosen:
         """Return every owned rank's choices, or the failure that prevented them; repeats: a token may repeat an expert.
-
-        A failure reaches the other ranks in the gather or, without a gather, in dispatch. On a GPU with
-        max_tokens_per_rank dispatch reads nothing on the host, and the other ranks wait until the group's timeout.
+        On a GPU with max_tokens_per_rank and without a gather, other ranks wait for a failed one until the timeout.
         """
         ranks, routings = self._ranks(), list[Routing]()
         device, facts = ranks[0].row_of_slot.device, {TRAINED: 0}
@@ -434,7 +381,6 @@ class MoE(StoredExperts):
     def _compute(
         self, received: list[Received], loads: Tensor, slots: list[Tensor], borrowed: Borrowed | None
     ) -> list[Tensor]:
-        """Run resident experts while borrowed weights travel, then borrowed ones."""
         noted = {f"route of rank {r}": s for r, s in zip(self.group.ranks, slots, strict=True)}
         noted = {"loads": loads, **noted} if values_readable(loads) else {}
         rows = [got.rows for got in received]
@@ -445,7 +391,6 @@ class MoE(StoredExperts):
         return outputs if borrowed is None else list(BringAgain.apply(borrowed, *outputs))
 
     def _complete(self, topk_ids: Tensor, weights: Tensor, repeats: bool) -> Routing:
-        """Return one rank's choices, checked, followed by the shared experts."""
         placement = self.placement
         routing = given_choices(topk_ids, weights, placement.num_routed, repeats)
         if not placement.num_shared:

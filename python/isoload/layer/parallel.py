@@ -1,7 +1,7 @@
 """Data parallelism and gradient clipping for models whose experts are distributed over ranks.
 
-All other Parameters are replicated. Clipping therefore sums only the experts' norms over ranks, and data-parallel
-wrappers must neither broadcast, shard nor reduce experts. Ranks that hold the same experts average their gradients.
+All other Parameters are replicated: clipping sums only the experts' norms over ranks, and data-parallel wrappers must
+neither broadcast, shard nor reduce experts. Ranks that hold the same experts average their gradients.
 """
 
 from __future__ import annotations
@@ -28,22 +28,14 @@ if TYPE_CHECKING:
 
 @torch.no_grad()
 def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
-    """Scale all gradients so that their total norm is at most max_norm. All ranks call it together.
+    """Scale all gradients so that their total norm is at most max_norm, on all ranks together; return the norm before.
 
-    The norm counts each expert once, on its home rank. It counts each other Parameter once, although every rank has a
-    copy or a shard (fully_shard, over any mesh). All ranks therefore scale by the same number, and copies remain
-    equal. With data parallelism around the layer's ranks every copy of an expert has the same, complete gradient.
+    The norm counts each expert once and each other Parameter once, although every rank has a copy or a shard
+    (fully_shard): all ranks scale by the same number. Not for experts of a Shard given as a function.
 
     Args:
-        model: model with isoload layers, after backward and after the all-reduce of replicated gradients, also those of
-            experts that several data-parallel ranks hold.
+        model: model with isoload layers, after backward and after the all-reduce of replicated gradients.
         max_norm: largest norm afterwards.
-
-    Returns:
-        The norm before clipping, [], the same on all ranks.
-
-    Raises:
-        ValueError: the experts of a layer are a Shard given as a function.
     """
     squares, experts = list[Tensor](), set[int]()
     by_group: dict[Group, list[list[Tensor]]] = {}  # gradients of every owned rank
@@ -73,10 +65,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
 
 
 def by_mesh(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Return Parameters with gradients in groups whose gradients torch computes with together.
-
-    torch computes neither with DTensors of several meshes together, nor with DTensors and plain tensors.
-    """
+    """Return groups whose gradients torch computes with together: not DTensors of several meshes, nor plain tensors."""
     groups: dict[object, list[nn.Parameter]] = {}
     for parameter in parameters:
         groups.setdefault(getattr(parameter.grad, "device_mesh", None), []).append(parameter)
@@ -87,26 +76,16 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def ignore_in_ddp(model: Model, copies: dist.ProcessGroup | None = None) -> Model:
-    """Exclude the experts of all MoE layers of a model from DistributedDataParallel. Call it before wrapping.
+    """Exclude a model's experts from DistributedDataParallel, before the model is wrapped; return the model.
 
-        ddp = DistributedDataParallel(isoload.layer.ignore_in_ddp(model))
-
-    The gradients of experts are sums over the tokens of all ranks. From now on the layers divide them by the number of
-    ranks, as DistributedDataParallel divides the other gradients. All gradients then belong to the mean of the ranks'
-    losses, and no loss has to be divided. Layers over virtual ranks (LocalTransport) do not change, because each
-    process has all of their experts.
+    From now on the layers divide the gradients of experts, which are sums over the tokens of all ranks, by the number
+    of ranks, as DistributedDataParallel divides the other gradients: no loss has to be divided. Layers over virtual
+    ranks do not change. Not for a Shard given as a function.
 
     Args:
         model: module that will be wrapped, or a module inside of it. Parameters that it ignored before remain ignored.
-        copies: group of the ranks that hold the same experts as this rank, if the layers' ranks are fewer than those of
-            the wrapper (:func:`parallelize` passes it). Each backward averages the experts' gradients over it.
-
-    Returns:
-        The model.
-
-    Raises:
-        ValueError: the experts of a layer are a Shard given as a function, so that its Parameters are unknown. On all
-            ranks: copies of an expert differ.
+        copies: group of the ranks that hold the same experts, if the wrapper has more ranks than the layers
+            (:func:`parallelize` passes it). Each backward averages the experts' gradients over it.
     """
     owned: set[int] = set()
     for name, layer in stored_layers(model).items():
@@ -129,7 +108,6 @@ def ignore_in_ddp(model: Model, copies: dist.ProcessGroup | None = None) -> Mode
 
 
 def note_copies(name: str, layer: StoredExperts, copies: dist.ProcessGroup) -> None:
-    """Compare a layer's experts over the ranks that hold them, and average their gradients from now on."""
     for weights in layer._ranks():
         COPIES[weights] = copies
     with layer.group.agreeing("copies"):
@@ -138,11 +116,9 @@ def note_copies(name: str, layer: StoredExperts, copies: dist.ProcessGroup) -> N
 
 
 def average_in_backward(parameters: Sequence[nn.Parameter], copies: dist.ProcessGroup) -> None:
-    """Average the gradients of Parameters over ranks at the end of every backward that changes them.
-
-    The mean of gradients that earlier backwards averaged is the same, so gradients may be accumulated. The exchange
-    waits for the end of backward, because ranks must not wait for copies while others wait for the layer's ranks.
-    Gradients that torch.autograd.grad returns are refused, because their owner adds them only after that.
+    """Average the gradients of Parameters over ranks at the end of every backward that changes them, because ranks must
+    not wait for copies while others wait for the layer's ranks. Gradients may be accumulated. Those that
+    torch.autograd.grad returns are refused, because their owner adds them only after that.
     """
     computed, changed, last = set[int](), set[int](), -1
 
@@ -188,8 +164,9 @@ def parallelize(
 ) -> nn.Module:
     """Wrap a model for training over more ranks than those that share its experts, or over the same ranks.
 
-    The gradients of all Parameters belong to the mean of the ranks' losses; no loss has to be divided. Create the
-    optimizer afterwards. Call ``refresh_replicas()`` of the layers after each of its steps.
+    Return a DistributedDataParallel, or the model itself. Gradients belong to the mean of the ranks' losses; no loss
+    has to be divided. Create the optimizer afterwards; call ``refresh_replicas()`` of the layers after each of its
+    steps.
 
     Args:
         model: model with isoload layers, with the same values on all ranks.
@@ -199,13 +176,6 @@ def parallelize(
             None: DistributedDataParallel over all ranks.
         hybrid: shard over the last dimension of a mesh [N, M] only (HSDP). False: over all ranks.
         **options: of DistributedDataParallel, or of fully_shard.
-
-    Returns:
-        The wrapped model: a DistributedDataParallel, or the model itself.
-
-    Raises:
-        ValueError: the layers' ranks are not a dimension of the mesh, the wrapper cannot use the mesh or the model's
-            Parameters, or copies of experts differ.
     """
     layers = stored_layers(model)
     if not layers:
@@ -270,5 +240,4 @@ def copies_in(mesh: DeviceMesh, layers: Mapping[str, StoredExperts]) -> dist.Pro
         return None
     if len(others) == 1:
         return groups[others[0]]
-    names = mesh.mesh_dim_names or ()
-    return mesh[tuple(names[dim] for dim in others)]._flatten().get_group()
+    return mesh[tuple((mesh.mesh_dim_names or ())[dim] for dim in others)]._flatten().get_group()

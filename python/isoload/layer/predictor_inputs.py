@@ -43,11 +43,7 @@ class Residuals:
         self._given.append(rows.detach().flatten(0, -2))
 
     def take(self, layer: int, rows: Sequence[Tensor]) -> list[Tensor]:
-        """Return the last inputs [T, H] of a layer's norm for every owned rank, and drop them.
-
-        Raises:
-            ValueError: the norm had another number of rows than the layer.
-        """
+        """Return the last inputs [T, H] of a layer's norm for every owned rank, and drop them."""
         sizes, parts, count = [len(row) for row in rows], list[Tensor](), 0
         left = self._given if layer == self._of else []
         while left and count < sum(sizes):
@@ -61,7 +57,6 @@ class Residuals:
         return list(torch.cat(parts).split(sizes)) if parts else list(rows)
 
     def drop(self) -> None:
-        """Drop the stored inputs."""
         self._of, self._given = -1, []
 
     def close(self) -> None:
@@ -70,14 +65,8 @@ class Residuals:
 
 
 class PredictorInputs:
-    """A predictor together with its inputs from the layers of a stack. All ranks make the same calls.
-
-    The first layer is predicted from its loads in the previous batch (:class:`isoload.balancing.prediction.Last`).
-
-    Args:
-        predictor: for all layers but the first.
-        num_routed: number E of routed experts.
-        num_shared: columns of shared experts, after those of the routed experts, in choices and loads.
+    """A predictor with its inputs from the layers of a stack; the first layer is predicted from the previous batch. All
+    ranks make the same calls. Shared experts have the last columns of choices and loads.
     """
 
     def __init__(self, predictor: Predictor, num_routed: int, num_shared: int) -> None:
@@ -92,11 +81,9 @@ class PredictorInputs:
         self._residuals = None if norms is None else Residuals(norms)  # type: ignore[arg-type]
 
     def restart(self) -> None:
-        """Drop the inputs so far, because the next layer does not follow them."""
         self._loads, self._choices = [], []
 
     def close(self) -> None:
-        """Remove the hooks."""
         if self._residuals is not None:
             self._residuals.close()
 
@@ -113,7 +100,6 @@ class PredictorInputs:
         return (counts or [torch.zeros(self.num_routed, dtype=torch.int32)]) if travels else None
 
     def _reaches(self, target: int, before: int) -> bool:
-        """Return whether this layer and `before` earlier ones suffice to predict the target layer."""
         return target != 0 and before + 1 >= self.predictor.depth_of(target)
 
     def _count(self, layer: int, rows: list[Tensor]) -> list[Tensor]:

@@ -1,7 +1,4 @@
-"""save_pretrained for transformers models whose experts are distributed over processes.
-
-Rank 0 of the default process group writes. Stacks of all experts exist for one layer at a time.
-"""
+"""save_pretrained for transformers models with experts on several processes; rank 0 writes, layer by layer."""
 
 from __future__ import annotations
 
@@ -36,37 +33,26 @@ def all_processes(call: str) -> Group:
 
 
 def is_writer() -> bool:
-    """Return whether this process writes the files."""
     return not dist.is_available() or not dist.is_initialized() or dist.get_rank() == 0
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the model inside DistributedDataParallel and torch.compile; saved programs use its names."""
-    while True:
-        inner = (
-            model.module if isinstance(model, DistributedDataParallel) else getattr(model, "_orig_mod", None)
-        )
-        if not isinstance(inner, nn.Module):
-            return model
-        model = inner
+    name = "module" if isinstance(model, DistributedDataParallel) else "_orig_mod"
+    inner = getattr(model, name, None)
+    return unwrapped(inner) if isinstance(inner, nn.Module) else model
 
 
 def plain_name(name: str) -> str:
-    """Return the name of a module or Parameter without the names of wrappers."""
     for wrapper in WRAPPERS:
         name = name.replace(wrapper, "")
     return name
 
 
 def stored_layers(model: nn.Module) -> dict[str, StoredExperts]:
-    """Return the layers of a model by name, in order."""
     return {plain_name(n): m for n, m in model.named_modules() if isinstance(m, StoredExperts)}
 
 
 def check_layers(layers: dict[str, StoredExperts], processes: Group) -> None:
-    """Raise ValueError unless this process can save all experts together with the other processes."""
-    if not layers:
-        raise ValueError("model must have isoload layers (isoload.MoE, isoload.balance), got none")
     size = processes.topology.num_ranks
     for name, layer in layers.items():
         group = layer.group
@@ -80,7 +66,6 @@ def check_layers(layers: dict[str, StoredExperts], processes: Group) -> None:
 
 
 def check_parameters(layers: Mapping[str, StoredExperts]) -> None:
-    """Raise ValueError unless all layers have their experts' Parameters."""
     if not layers:
         raise ValueError("model must have isoload layers (isoload.MoE, isoload.balance), got none")
     for name, layer in layers.items():
@@ -98,10 +83,7 @@ def whole_tensor(value: Any) -> Any:
 
 
 def whole_state(model: nn.Module) -> dict[str, Any]:
-    """Return a model's state_dict with the experts of all ranks, in host memory, on the process that writes.
-
-    All processes call it together; the other processes get no tensors.
-    """
+    """Return a model's state_dict with the experts of all ranks, in host memory, on the process that writes."""
     return {key: value for part in whole_parts(model) for key, value in part.items()}
 
 
@@ -124,7 +106,6 @@ def other_state(model: nn.Module) -> dict[str, Any]:
 
 
 def other_entries(model: nn.Module) -> dict[str, Any]:
-    """Return the entries of this process's state_dict except experts."""
     prefixes = tuple(name + module.part_keys for name, module in holders(model).items())
     experts = {id(p) for layer in stored_layers(model).values() for p in layer.weights.parameters()}
     return {
@@ -173,20 +154,9 @@ def save_pretrained(
 ) -> None:
     """Write a checkpoint with all experts, which stock transformers loads. All ranks call it together; rank 0 writes.
 
-    Every rank needs host memory for the experts of one layer. Each layer's experts have their own files of at most
-    ``max_shard_size``. Files appear in the folder once all of them are written.
-
-    Args:
-        model: transformers model, see :func:`isoload.balance`.
-        save_directory: folder of the checkpoint, created if missing.
-        is_main_process: not used if the state is gathered.
-        state_dict: complete state that was gathered before; each process then writes as in transformers.
-        push_to_hub: must be False if the state is gathered.
-        **options: other arguments of transformers' save_pretrained.
-
-    Raises:
-        ValueError: on all ranks: state_dict is one rank's part, or the state cannot be gathered.
-        RuntimeError: other ranks have not called it within the timeout of the default process group.
+    Every rank needs host memory for the experts of one layer, which have their own files of at most ``max_shard_size``.
+    Files appear in the folder once all of them are written. Given a complete state_dict, each process writes it as in
+    transformers; otherwise is_main_process is not used, and push_to_hub must be False.
     """
     kind: Any = type(model)  # the instance attribute save_pretrained is this function
     write = kind.save_pretrained
@@ -196,16 +166,15 @@ def save_pretrained(
         return
     processes, layers = all_processes("save_pretrained"), stored_layers(model)
     with processes.agreeing("save_pretrained"):
+        target = Path(save_directory)
         check_layers(layers, processes)
         if push_to_hub:
             raise ValueError("push_to_hub must be False over processes: save, then push the folder, got True")
-        if is_writer():
-            check_folder(Path(save_directory))
-    target = Path(save_directory)
+        if is_writer() and target.exists() and not target.is_dir():
+            raise ValueError(f"save_directory must be a folder, got a file: {target}")
     written = target.with_name(f"{target.name}.{os.getpid()}.written")
-    call = Call(
-        processes, "save_pretrained"
-    )  # raised later if the writer fails, because the other ranks are in exchanges
+    # Raised later if the writer fails, because the other ranks are in exchanges.
+    call = Call(processes, "save_pretrained")
     with ExitStack() as aside:
         parts: list[Path] = []
         for number, part in enumerate(whole_parts(model)):
@@ -224,15 +193,10 @@ def save_pretrained(
                 take_files(target, written)
 
 
-def check_folder(target: Path) -> None:
-    """Raise ValueError if the target is a file."""
-    if target.exists() and not target.is_dir():
-        raise ValueError(f"save_directory must be a folder, got a file: {target}")
-
-
 def join_parts(parts: list[Path], variant: str | None) -> None:
     """Move the weights of all parts into the first part's folder, with the names and the index of one checkpoint."""
-    stem = "model" if variant is None else f"model.{variant}"
+    suffix = "" if variant is None else f".{variant}"
+    stem = f"model{suffix}"
     files = [file for part in parts for file in sorted(part.glob(f"{stem}*.safetensors"))]
     weight_map: dict[str, str] = {}
     size = 0
@@ -247,9 +211,7 @@ def join_parts(parts: list[Path], variant: str | None) -> None:
         file.rename(file.with_suffix(""))
     for part in parts[1:]:
         shutil.rmtree(part)
-    index = parts[0] / (
-        "model.safetensors.index.json" if variant is None else f"model.safetensors.index.{variant}.json"
-    )
+    index = parts[0] / f"model.safetensors.index{suffix}.json"
     content = {"metadata": {"total_size": size}, "weight_map": weight_map}
     index.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 

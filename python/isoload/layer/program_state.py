@@ -1,9 +1,7 @@
 """ProgramState: a whole program for torch.distributed.checkpoint, for any placement and number of ranks.
 
-A rank's Parameters have the experts of its home slots, in an order of their own. torch.distributed.checkpoint needs
-slices of tensors that are the same on all ranks. Each stack of experts is therefore a DTensor [E, ...] in the order of
-the experts, split evenly over the ranks of the layer. It uses the Parameter's memory if the placement assigns the homes
-in this order. Otherwise rows travel to the ranks of the slices and back.
+Each stack of experts is a DTensor [E, ...] in the order of the experts, on the Parameter's memory if the placement
+assigns the homes in this order. Otherwise rows travel to the ranks of the slices and back.
 """
 
 from __future__ import annotations
@@ -45,11 +43,7 @@ from isoload.weights.storage import FULL
 
 
 class ProgramState:
-    """A model and its optimizer as torch.distributed.checkpoint saves and loads them.
-
-        program = isoload.layer.ProgramState(model, optimizer)
-        torch.distributed.checkpoint.save({"program": program}, checkpoint_id=folder)
-        torch.distributed.checkpoint.load({"program": program}, checkpoint_id=folder)
+    """A model and its optimizer, for ``torch.distributed.checkpoint.save({"program": program}, checkpoint_id=folder)``.
 
     A saved program can be loaded under any placement and number of ranks, by ``async_save`` too, with or without
     fully_shard. The methods are those of torch's protocol ``Stateful``, which torch calls on all ranks.
@@ -63,14 +57,9 @@ class ProgramState:
         self.model, self.optimizer = model, optimizer
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state with DTensors [E, ...] for experts. All ranks call it together.
-
-        Tensors use the memory of the model and the optimizer if possible. The optimizer does not change. State that
-        it has not created yet is present, so that a checkpoint can be read into it. "facts" holds the layers, the
-        parameter groups and the names of Parameters without state, as bytes that torch.load reads.
-
-        Raises:
-            ValueError: on all ranks, with the rank at fault and the reason.
+        """Return the state with DTensors [E, ...] for experts, on the memory of the model if possible, and with
+        optimizer state that does not exist yet, so that a checkpoint can be read into it. "facts" are bytes of
+        torch.save.
         """
         model, optimizer = unwrapped(self.model), self.optimizer
         layers = stored_layers(model)
@@ -92,11 +81,8 @@ class ProgramState:
         return {"facts": as_bytes({**described, **groups}), "model": entries, "optimizer": states}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a state in the form that state_dict returns, replicas included. All ranks call it together.
-
-        Raises:
-            ValueError: on all ranks: the state does not fit the model or the optimizer. If torch has read the state
-                into the memory of the model before, the model's values are undefined.
+        """Load a result of :meth:`state_dict`, replicas included. If it does not fit, all ranks raise; if torch has
+        read the state into the memory of the model before, the model's values are undefined.
         """
         model, optimizer = unwrapped(self.model), self.optimizer
         layers, values = stored_layers(model), state["model"]
@@ -127,36 +113,28 @@ class ProgramState:
             check_plain(layer._ranks())
 
     def _optimizer_state(self, layers: Mapping[str, StoredExperts]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the optimizer's state by the names of Parameters, and its groups with these names."""
         assert self.optimizer is not None
         model = unwrapped(self.model)
         names, experts = names_of(model), expert_ids(model)
-        by_id, unused = self._states()
+        by_id: dict[int, dict[str, Any]] = {}
+        unused = set()  # names of trained Parameters without state in the optimizer
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                values = self.optimizer.state.get(parameter)
+                if not values and parameter.requires_grad:
+                    unused.add(names[id(parameter)])
+                    values = first_state(self.optimizer, group, parameter)
+                if values:
+                    by_id[id(parameter)] = dict(values)
         state = {names[i]: values for i, values in by_id.items() if i not in experts}
         for name, layer in layers.items():
             state |= {f"{name}.{FULL}{stack}": v for stack, v in expert_states(layer, by_id).items()}
         groups = [{**g, "params": group_names(g, names)} for g in self.optimizer.param_groups]
-        return state, {"groups": groups, "unused": sorted({names[i] for i in unused})}
-
-    def _states(self) -> tuple[dict[int, dict[str, Any]], set[int]]:
-        """Return the state of every trained Parameter by id, and the ids of Parameters without one in the optimizer."""
-        assert self.optimizer is not None
-        by_id: dict[int, dict[str, Any]] = {}
-        unused = set()
-        for group in self.optimizer.param_groups:
-            for parameter in group["params"]:
-                state = self.optimizer.state.get(parameter)
-                if not state and parameter.requires_grad:
-                    unused.add(id(parameter))
-                    state = first_state(self.optimizer, group, parameter)
-                if state:
-                    by_id[id(parameter)] = dict(state)
-        return by_id, unused
+        return state, {"groups": groups, "unused": sorted(unused)}
 
     def _load_optimizer(
         self, layers: Mapping[str, StoredExperts], facts: Mapping[str, Any], saved: Mapping[str, Any]
     ) -> None:
-        """Load the groups' options and the state of every Parameter."""
         assert self.optimizer is not None
         model, optimizer = unwrapped(self.model), self.optimizer
         names, experts = names_of(model), expert_ids(model)
@@ -176,7 +154,6 @@ class ProgramState:
 
 
 def as_bytes(facts: Mapping[str, Any]) -> bytes:
-    """Return facts as bytes, which torch.distributed.checkpoint stores as one entry."""
     file = io.BytesIO()
     torch.save(facts, file)
     return file.getvalue()
@@ -211,23 +188,31 @@ def slice_moves(layer: StoredExperts) -> list[Move]:
 
 
 def slices(layer: StoredExperts, homes: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    """Return stacks of all experts, from stacks [homes, ...] of every owned rank. All ranks call it together.
-
-    Returns:
-        DTensors [E, ...], which use the memory of the home rows if possible; plain tensors [E, ...] if the process
-        owns all ranks.
+    """Return stacks [E, ...] of all experts, from stacks [homes, ...] of every owned rank. All ranks call it together.
+    DTensors, on the memory of the home rows if possible; plain tensors if the process owns all ranks.
     """
     group, num_experts = layer.group, layer.placement.num_experts
     if group.owns_all:
         return gather_rows(group, layer.layouts, homes)
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor import Shard as Split
+
     parts = list(homes[0])
     if moves := slice_moves(layer):
         size = slice_size(layer)
         count = min(size, max(0, num_experts - group.ranks[0] * size))
         parts = [stack.new_zeros(count, *stack.shape[1:]) for stack in parts]
         move_rows(group, "state", moves, [list(homes[0])], [parts])
-    mesh = mesh_of(layer)
-    return [as_distributed(part, num_experts, mesh) for part in parts]
+    assert isinstance(group, CollectiveGroup)
+    processes = group.process_group or dist.group.WORLD
+    assert processes is not None
+    mesh = DeviceMesh.from_group(processes, layer._device().type)
+    whole = [torch.empty(num_experts, *part.shape[1:], device="meta") for part in parts]
+    return [
+        DTensor.from_local(part, mesh, [Split(0)], run_check=False, shape=like.shape, stride=like.stride())
+        for part, like in zip(parts, whole, strict=True)
+    ]
 
 
 def put_slices(layer: StoredExperts, stacks: Sequence[Tensor], homes: Sequence[Sequence[Tensor]]) -> None:
@@ -240,27 +225,6 @@ def put_slices(layer: StoredExperts, stacks: Sequence[Tensor], homes: Sequence[S
     with torch.no_grad():
         for home, part in zip(homes[0], parts[0], strict=True):
             home.copy_(part)
-
-
-def mesh_of(layer: StoredExperts) -> Any:
-    """Return the device mesh of a layer's ranks."""
-    from torch.distributed.device_mesh import DeviceMesh
-
-    group = layer.group
-    assert isinstance(group, CollectiveGroup)
-    processes = group.process_group or dist.group.WORLD
-    assert processes is not None
-    return DeviceMesh.from_group(processes, layer._device().type)
-
-
-def as_distributed(part: Tensor, num_experts: int, mesh: Any) -> Tensor:
-    """Return a DTensor [E, ...] with this rank's slice."""
-    from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor import Shard as Split
-
-    shape = torch.Size([num_experts, *part.shape[1:]])
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(part, mesh, [Split(0)], run_check=False, shape=shape, stride=stride)
 
 
 def expert_states(layer: StoredExperts, by_id: Mapping[int, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:

@@ -1,8 +1,7 @@
 """Router replay for blocks of transformers: the experts are given, the gate weights are the router's own.
 
-A block's router chooses by ``torch.topk``. During a call with ``routes=`` a :class:`Replay` answers this topk with the
-given experts and the router's scores of these experts, so every family's own arithmetic makes the weights, with
-gradients. Shapes: T tokens, L MoE blocks, K experts per token, E experts.
+A :class:`Replay` answers the router's ``torch.topk`` with the given experts and the router's scores of these, so every
+family's own arithmetic makes the weights. Shapes: T tokens, L MoE blocks, K experts per token, E experts.
 """
 
 from __future__ import annotations
@@ -28,27 +27,14 @@ LOST = (
 
 
 class Replay(TorchFunctionMode):
-    """One call of a block whose experts are given.
-
-    Args:
-        block: name of the block's class, for errors.
-        ids: [T, K] experts, -1 = masked.
-        num_experts: number E of routed experts.
-        plan: of the layer, made ahead; None: the layer plans.
-        failure: error of the arguments, which the layer raises on all ranks.
-    """
+    """One call of a block whose experts [T, K] are given; -1 = masked. The layer raises a failure on all ranks."""
 
     def __init__(
         self, block: str, ids: Tensor, num_experts: int, plan: KnownPlan | None, failure: ValueError | None
     ) -> None:
         super().__init__()
-        self.block, self.ids, self.num_experts, self.plan, self.failure = (
-            block,
-            ids,
-            num_experts,
-            plan,
-            failure,
-        )
+        self.block, self.ids, self.num_experts = block, ids, num_experts
+        self.plan, self.failure = plan, failure
         self.present = ids.clamp(0, num_experts - 1)  # masked tokens get weights, too, which nothing reads
         self.ambiguous = False  # the recompute of another call draws the same number
         self.replaced = False
@@ -74,26 +60,16 @@ class Replay(TorchFunctionMode):
         return torch.return_types.topk((input.gather(-1, best), best))
 
     def enter(self) -> None:
-        """Begin to answer the block's topk."""
         self.entered = True
         self.__enter__()
 
     def leave(self) -> None:
-        """End :meth:`enter`, once."""
         if self.entered:
             self.entered = False
             self.__exit__(None, None, None)
 
     def choices(self, num_rows: int, topk_ids: Tensor) -> Tensor:
-        """Return the given experts [T, K] int64, -1 = masked.
-
-        Args:
-            num_rows: rows of the block's experts.
-            topk_ids: [T, K] experts that the block passes on.
-
-        Raises:
-            ValueError: the arguments of the call were wrong, or the block does not use the given experts.
-        """
+        """Return the given experts [T, K] int64; raise ValueError if the block did not pass on these experts."""
         if self.failure is not None:
             raise self.failure
         if len(self.ids) != num_rows:
@@ -110,10 +86,8 @@ class Replay(TorchFunctionMode):
 
 
 class BlockReplay:
-    """Hooks of one block: the routes of its calls, also of those that a checkpoint recomputes.
-
-    A recomputed call is found by a random number that both calls draw, because checkpoints restore the generator. Where
-    the number is not that of one call, the recompute raises: it would use another call's experts.
+    """Hooks of one block: the routes of its calls, also of those that a checkpoint recomputes, which draw the same
+    random number. A recompute raises where it could use another call's experts.
     """
 
     def __init__(self, block: Any, position: int, model: ModelReplay) -> None:
@@ -131,10 +105,13 @@ class BlockReplay:
                 torch.set_rng_state(state)  # the first call had no routes
                 return
             replay = self.again(earlier, block)
-        elif self.model.routes is None:
+        elif (routes := self.model.routes) is None:
             return
         else:
-            replay, number = self.model.replay_of(self.position, block), _draw()
+            model, number = self.model, _draw()
+            plan = None if model.plans is None or model.failure is not None else model.plans[self.position]
+            experts = block.experts.layer.placement.num_routed
+            replay = Replay(type(block).__name__, routes[:, self.position], experts, plan, model.failure)
             same = self.calls.get(number)
             if same is not None and not same.ids.equal(replay.ids):
                 replay.ambiguous = self.has_dropped = True
@@ -146,7 +123,6 @@ class BlockReplay:
         replay.enter()
 
     def again(self, earlier: Replay | None, block: Any) -> Replay:
-        """Return the replay of a recomputed call; None: its routes were dropped."""
         if earlier is None or earlier.ambiguous:
             none = torch.zeros(0, 1, dtype=torch.int64)
             return Replay(type(block).__name__, none, 1, None, ValueError(LOST))
@@ -163,12 +139,7 @@ def _draw() -> int:
 
 
 class ModelReplay:
-    """Hooks of a model: take ``routes=`` and ``plans=`` from a call, for its MoE blocks, which raise their errors.
-
-    Args:
-        model: module that is called with the arguments.
-        blocks: the model's MoE blocks, balanced, in order.
-    """
+    """Hooks of a model: take ``routes=`` and ``plans=`` from a call, for its MoE blocks, which raise their errors."""
 
     def __init__(self, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
         self.blocks, self.hooks = list(blocks), list[BlockReplay]()
@@ -198,15 +169,7 @@ class ModelReplay:
     def end(self, model: nn.Module, args: Any, output: Any) -> None:
         self.routes = self.plans = self.failure = None
 
-    def replay_of(self, position: int, block: Any) -> Replay:
-        """Return the replay of a block in the current call."""
-        assert self.routes is not None
-        plan = None if self.plans is None or self.failure is not None else self.plans[position]
-        num_experts = block.experts.layer.placement.num_routed
-        return Replay(type(block).__name__, self.routes[:, position], num_experts, plan, self.failure)
-
     def _checked(self, routes: Any) -> Tensor:
-        """Return the routes [T, L, K] int64."""
         layers = len(self.blocks)
         if not isinstance(routes, Tensor) or routes.dim() not in (3, 4) or routes.dtype not in DTYPES:
             got = (

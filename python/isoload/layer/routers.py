@@ -1,7 +1,4 @@
-"""Routers: from logits to each token's logical experts and gate weights.
-
-Shapes: T tokens, E logical experts, K experts per token. Ties go to the lowest expert on every device.
-"""
+"""Routers: from logits to each token's experts and gate weights. Ties go to the lowest expert on every device."""
 
 from __future__ import annotations
 
@@ -36,15 +33,11 @@ class Router:
         top_k: number K of experts per token.
         style: "softmax_topk": the K largest of softmax(logits) (Qwen3-MoE, OLMoE; Mixtral renormalises).
             "topk_softmax": softmax over the K largest logits (gpt-oss). "sigmoid": the K largest of sigmoid(logits) +
-            score_bias in the best groups. The bias affects only the choice; weights are the unbiased scores
-            (DeepSeek-V3).
+            score_bias in the best groups; weights are the unbiased scores (DeepSeek-V3).
         renormalise: whether to divide a token's weights by their sum.
         routed_scaling_factor: factor of all weights, applied last.
-        num_groups, top_groups: for "sigmoid": the experts are divided into num_groups groups of neighbours. A token
-            uses the top_groups groups with the largest sum of the two best biased scores.
-
-    Raises:
-        ValueError: an argument is out of range or does not fit the style.
+        num_groups, top_groups: for "sigmoid": a token uses the top_groups groups of neighbouring experts with the
+            largest sum of the two best biased scores.
     """
 
     num_experts: int
@@ -76,18 +69,7 @@ class Router:
             )
 
     def __call__(self, logits: Tensor, score_bias: Tensor | None = None) -> Routing:
-        """Return choices and weights of every token.
-
-        Args:
-            logits: [T, E] floating point; -inf excludes an expert.
-            score_bias: [E], for style "sigmoid" only.
-
-        Returns:
-            Choices [T, K] and weights [T, K] in max(float32, dtype of logits), differentiable in the logits.
-
-        Raises:
-            ValueError: wrong shapes or dtypes; nan and inf where values are readable (CPU, or ISOLOAD_CHECK=1).
-        """
+        """Return choices and weights [T, K] in max(float32, dtype) for logits [T, E] and score_bias [E] ("sigmoid")."""
         self._check(logits, score_bias)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if self.style == "topk_softmax":
@@ -136,9 +118,6 @@ class Gate(nn.Module):
         bias: [E] added to the logits (gpt-oss), or None.
         score_bias: [E] for style "sigmoid", or None. A buffer, which is set by loading and not by gradients.
         project_in_fp32: whether the projection is computed in float32 (DeepSeek-V3) or in the weight's dtype.
-
-    Raises:
-        ValueError: a tensor has another shape.
     """
 
     bias: nn.Parameter | None
@@ -176,20 +155,7 @@ def _as_parameter(tensor: Tensor) -> nn.Parameter:
 
 
 def given_choices(topk_ids: Tensor, weights: Tensor, num_experts: int, repeats: bool = False) -> Routing:
-    """Check choices that were made elsewhere.
-
-    Args:
-        topk_ids: [T, K] int32 or int64 logical experts, none twice in a token; -1 = masked.
-        weights: [T, K] floating point gate weights.
-        num_experts: number E of logical experts.
-        repeats: whether a token may choose an expert twice.
-
-    Returns:
-        The choices as int64, and the weights in max(float32, their dtype).
-
-    Raises:
-        ValueError: wrong shapes or dtypes; wrong expert numbers where values are readable (CPU, or ISOLOAD_CHECK=1).
-    """
+    """Check choices that were made elsewhere, ids and weights [T, K]; return them as int64 and max(float32, dtype)."""
     if topk_ids.dim() != 2 or topk_ids.dtype not in (torch.int32, torch.int64):
         raise ValueError(
             f"topk_ids must be [T, K] int32 or int64, got {list(topk_ids.shape)} {topk_ids.dtype}"

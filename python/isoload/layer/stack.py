@@ -1,12 +1,9 @@
-"""LibraStack: MoE layers called in order; each layer's borrowed experts travel while the previous layer computes.
-
-At construction a stack rejects layers that cannot share a stack and predictors for other layers.
-"""
+"""LibraStack: MoE layers called in order; each layer's borrowed experts travel while the previous layer computes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from math import inf
 from typing import Any
@@ -23,7 +20,16 @@ from isoload.layer.compiled import Choose
 from isoload.layer.moe import MoE
 from isoload.layer.predictor_inputs import PredictorInputs
 from isoload.layer.routers import Gate
-from isoload.layer.two_stage import Batch, KnownStages, Span, run_held, run_planned, runs_apart
+from isoload.layer.two_stage import (
+    Batch,
+    Fetched,
+    KnownBatch,
+    KnownStages,
+    Span,
+    run_held,
+    run_planned,
+    runs_apart,
+)
 from isoload.placement.placed_layers import PlacedLayers
 from isoload.placement.placement import Placement
 from isoload.policies.borrowing import may_keep_local
@@ -41,7 +47,6 @@ KNOWN = "known"  # predict= of a stack whose layers take plans that were made ah
 
 
 def check_layers(layers: Sequence[MoE]) -> None:
-    """Raise ValueError unless the layers can share a stack."""
     facts, ids = facts_of(layers[0]), set[int]()
     for i, layer in enumerate(layers):
         if layer.run_by is not None or id(layer) in ids:
@@ -62,7 +67,6 @@ def check_layers(layers: Sequence[MoE]) -> None:
 
 
 def facts_of(layer: MoE) -> dict[str, object]:
-    """Return the facts that must be equal in all layers, by name."""
     placement, stored = layer.placement, layer._ranks()[0].stored()
     shapes = ", ".join(f"{name} {list(stack.shape[1:])}" for name, stack in stored.items())
     return {
@@ -76,7 +80,6 @@ def facts_of(layer: MoE) -> dict[str, object]:
 
 
 def check_local(local: str, layers: Sequence[MoE], predicts: bool) -> None:
-    """Raise ValueError unless the layers can run in this order of the two stages."""
     if local not in LOCALS:
         raise ValueError(not_one_of("local", LOCALS, local))
     if local == "planned":
@@ -119,7 +122,6 @@ def check_host_plans(local: str, layers: Sequence[MoE], predicts: bool) -> None:
 def make_predictor(
     predict: str | Predictor | None, layers: Sequence[MoE], norms: Sequence[nn.Module] | None
 ) -> Predictor | None:
-    """Return the predictor of a stack, on the layers' device; None without prediction and for known plans."""
     if norms is not None and predict != "lookahead":
         raise ValueError(f"norms must be None unless predict is 'lookahead', got {len(norms)}")
     if predict is None or predict == KNOWN:
@@ -143,21 +145,16 @@ def make_predictor(
             f"predict must be of {len(layers)} layers and {num_experts} experts as the stack, "
             f"got {predict.num_layers} and {predict.num_experts}"
         )
-    if isinstance(predict, Lookahead):
-        check_lookahead(predict, layers)
-    return predict.to(layers[0]._ranks()[0].row_of_slot.device) if isinstance(predict, Linear) else predict
-
-
-def check_lookahead(predict: Lookahead, layers: Sequence[MoE]) -> None:
-    num_experts, hidden = layers[0].placement.num_routed, layers[0]._ranks()[0].stored_down.shape[1]
-    for i, gate in enumerate(predict.gates):
+    hidden = layers[0]._ranks()[0].stored_down.shape[1]
+    for i, gate in enumerate(predict.gates if isinstance(predict, Lookahead) else ()):
         if isinstance(gate, Gate) and gate.weight.shape != (num_experts, hidden):
             raise ValueError(
                 f"gates must be [{num_experts}, {hidden}] as the layers, got {list(gate.weight.shape)} for layer {i}"
             )
-    for i, norm in enumerate(predict.norms or ()):
+    for i, norm in enumerate((predict.norms or ()) if isinstance(predict, Lookahead) else ()):
         if not isinstance(norm, nn.Module):
             raise ValueError(f"norms must be modules, whose input is kept, got {norm!r:.60} for layer {i}")
+    return predict.to(layers[0]._ranks()[0].row_of_slot.device) if isinstance(predict, Linear) else predict
 
 
 def refuse_cost(cost: object) -> None:
@@ -226,66 +223,32 @@ NORMS = (
 AFTER = "post_feedforward_layernorm"
 
 
-@dataclass(frozen=True, eq=False)
-class Fetched:
-    """Prefetched spare slots of one layer.
-
-    layer     layer of the spare slots
-    filled    experts of all slots
-    borrowed  weights of the spare slots; None if nothing is borrowed
-    marks     versions of the owned ranks' Parameters when they were sent, see
-              :meth:`isoload.weights.storage.RankWeights.marks`
-    """
-
-    layer: MoE
-    filled: PlacedLayers
-    borrowed: Borrowed | None
-    marks: list[list[tuple[Tensor, int]]]
-
-    def check(self) -> None:
-        """Raise ValueError if the layer's Parameters have changed since."""
-        ranks = self.layer._ranks()
-        if not all(rank.is_marked(marks) for rank, marks in zip(ranks, self.marks, strict=True)):
-            raise ValueError(
-                "expert Parameters must stay as they are while their weights travel ahead: call forget() of the "
-                "stack on all ranks after a change, got Parameters that changed since"
-            )
-
-
 class LibraStack:
-    """Stack of MoE layers that runs each layer in two stages and prefetches borrowed experts. For inference, and with
-    predict="known" for training.
+    """Stack of MoE layers that runs each layer in two stages and prefetches borrowed experts, see docs/transformers.md.
 
-    The model calls its layers in order, and each call goes through the stack until :meth:`close`. While layer i
-    computes, the spare slots of layer i + 1 are filled from predicted loads, and their weights travel into the buffer
-    that layer i does not use. The first layer's weights travel while the last layer computes. Spare slots without
-    prefetched weights stay empty: in a layer that is called out of order, and in the first layer of the first batch.
+    The model calls its layers in order, through the stack until :meth:`close`. While layer i computes, the spare slots
+    of layer i + 1 are filled from predicted loads, and their weights travel; the first layer's while the last layer
+    computes. Spare slots without prefetched weights stay empty: in a layer that is called out of order, and in the
+    first layer of the first batch. For inference, and with predict="known" for training. Equal arguments on all ranks.
 
     Args:
         layers: layers of one transport, with equal experts and spare slots.
         predict: "lookahead" (each layer's gate on the rows of the previous layer), "last" (the previous batch) or a
             Predictor. None: no prefetching; policies that borrow fill from the batch's loads. "known": every call has
-            its plan (``layer(x, plan=plans[micro_batch, layer])``), whose successor's experts are fetched, in backward
-            too. The layers run their own stages, and gradients may be recorded.
+            its plan (``layer(x, plan=plans[micro_batch, layer])``), whose successor's experts are fetched.
         norms: for "lookahead": for every layer the module that computes its rows from the residual right before the
             layer. The gate then reads the next norm of the residual.
-        local: "planned": plan, start dispatch, compute local copies, then received ones. "held" (the paper's): rows,
-            choices and weights go to all ranks, and local copies are computed before the plan, which keeps them local.
-            Needs a transport with max_tokens_per_rank.
+        local: "planned": plan, start dispatch, compute local copies, then received ones. "held" (the paper's): rows go
+            to all ranks, and local copies are computed before the plan. Needs a transport with max_tokens_per_rank.
         slots: most spare slots of a rank that are filled. None: the policy's option. "auto": as many as can travel
-            while a rank computes copies_per_rank copies, by `times`, and fit into `memory`.
+            while a rank computes copies_per_rank copies, by `times`, and fit into `memory`. As an attribute the number.
         times: for "auto": measured times of experts of this size, from isoload.times.load(file).
         copies_per_rank: for "auto": copies that a rank computes in a layer.
         memory: for "auto": bytes of a rank for the borrowed weights of two layers. None: no limit.
 
     Attributes:
-        slots: the argument, with "auto" as a number.
         bounded_by: limit of "auto": "time", "memory" or "spare slots"; else None.
         events: for every layer the begin and end of the stages of its last batch, by stage, see :class:`Span`.
-
-    Raises:
-        ValueError: an argument is wrong, or differs between ranks. The rank at fault names argument, rule and value,
-            other ranks name that rank and the stage.
     """
 
     def __init__(
@@ -325,7 +288,7 @@ class LibraStack:
         self.known = KnownStages(self.layers) if predict == KNOWN else None
         self.events: list[dict[str, Span]] = [{} for _ in self.layers]
         self._next = 0
-        self._fetched: Fetched | None = None
+        self._fetched: Fetched[PlacedLayers] | None = None
         self._runs = [partial(self._run, index) for index in range(len(self.layers))]
         for layer, run in zip(self.layers, self._runs, strict=True):
             layer.run_by = run
@@ -350,8 +313,8 @@ class LibraStack:
     ) -> LibraStack:
         """Create the stack of a Hugging Face decoder whose experts transformers fuses, see docs/transformers.md.
 
-        BlockExperts replace the `experts` of each MoE block. Router, auxiliary loss, outputs and the keys of
-        state_dict() do not change. For "lookahead", hooks on the norms before the blocks store the residual.
+        BlockExperts replace the `experts` of each MoE block; all else and the keys of state_dict() do not change. For
+        "lookahead", hooks on the norms before the blocks store the residual. An error changes no block.
 
         Args:
             layers: ``model.model.layers``, with the weights of all experts in every process; dense layers are skipped.
@@ -361,9 +324,6 @@ class LibraStack:
             spare_slots: experts that a rank can borrow at a time, if no placement is given. None: 2.
             predict, local, slots, times, copies_per_rank, memory: as for the class.
             **options: policy (default "hedge"), its options, and other arguments of :class:`MoE`.
-
-        Raises:
-            ValueError: before any block has changed, with the argument, the rule and the value.
         """
         refuse_cost(cost)
         if predict == KNOWN:
@@ -414,10 +374,10 @@ class LibraStack:
     def _run(
         self, index: int, rows: list[Tensor], choose: Choose, num_tokens: int | None, plan: KnownPlan | None
     ) -> list[Tensor]:
-        """Run one layer's batch, instead of the layer's own stages."""
         try:
             if self.known is not None:
-                return self.known.run(index, rows, choose, num_tokens, plan)
+                batch, layer = KnownBatch(self.known, index, plan), self.layers[index]
+                return layer.stages(rows, partial(batch.checked, choose), num_tokens, plan, batch)
             if plan is not None:
                 raise ValueError(
                     "plan needs a LibraStack with predict='known', or no stack, got a plan: close() the stack first"
@@ -433,11 +393,11 @@ class LibraStack:
         layer, fetched = self.layers[index], self._take(index)
         chosen = layer.choices(rows, partial(self._checked, index, fetched, choose))
         predicted = None if self.predictor_inputs is None else self.predictor_inputs.count(index, chosen)
-        chosen.call.in_gather[AHEAD] = fact_of(None if fetched is None else fetched.filled)
+        chosen.call.in_gather[AHEAD] = fact_of(None if fetched is None else fetched.source)
         gathered = layer.gather(chosen, num_tokens, predicted)
         filled, borrowed = None, None
         if gathered.planned and fetched is not None:
-            filled, borrowed = fetched.filled, fetched.borrowed
+            filled, borrowed = fetched.source, fetched.borrowed
         elif gathered.planned and (self._fills_ahead(layer) or self.local == "held"):
             filled = layer.balancer.placed_on(gathered.loads.device)
         if borrowed is not None:
@@ -448,20 +408,20 @@ class LibraStack:
         layer.count(gathered)
         return outputs
 
-    def _take(self, index: int) -> Fetched | None:
+    def _take(self, index: int) -> Fetched[PlacedLayers] | None:
         """Return the prefetched slots of a layer, if it is called in order and its placement has not changed."""
         fetched, self._fetched = self._fetched, None
         in_order, self._next = index == self._next, (index + 1) % len(self.layers)
         if self.predictor_inputs is not None and (index == 0 or not in_order):
             self.predictor_inputs.restart()
-        if not in_order or fetched is None or fetched.filled.host is not fetched.layer.placement:
+        if not in_order or fetched is None or fetched.source.host is not fetched.layer.placement:
             return None
-        if index == 0 and capturing(fetched.filled.slot_to_expert.device):  # replays do not have them
+        if index == 0 and capturing(fetched.source.slot_to_expert.device):  # replays do not have them
             return None
         return fetched
 
     def _checked(
-        self, index: int, fetched: Fetched | None, choose: Choose
+        self, index: int, fetched: Fetched[PlacedLayers] | None, choose: Choose
     ) -> Sequence[tuple[Tensor, Tensor]]:
         """Check that the layer and the following fetch can run on this rank, and return the layer's choices."""
         if torch.is_grad_enabled():
@@ -476,24 +436,25 @@ class LibraStack:
                 "predict must not read earlier batches while a CUDA graph is captured, which would replay them, "
                 f"got {predictor.describe()}"
             )
-        if fetched is not None:
-            fetched.check()
+        if fetched is not None and not fetched.is_current():
+            raise ValueError(
+                "expert Parameters must stay as they are while their weights travel ahead: call forget() of the "
+                "stack on all ranks after a change, got Parameters that changed since"
+            )
         self.layers[self._next]._check_weights()
         return choose()
 
     def _fills_ahead(self, layer: MoE) -> bool:
         return self.predictor_inputs is not None and layer.policy.ahead
 
-    def _replays(self, device: torch.device) -> bool:
-        """Return whether a CUDA graph is being captured, or replays may overwrite the buffers between batches."""
-        borrowing = self.layers[0].borrowing
-        return capturing(device) or (borrowing is not None and borrowing.pool.in_graphs)
-
     def _fetch(self, index: int, gathered: Gathered, in_use: Borrowed | None) -> Borrowed | None:
-        """Fetch weights for the next layer."""
-        layer, filled = self.layers[self._next], None
-        if self.predictor_inputs is None or (self._next == 0 and self._replays(gathered.loads.device)):
+        layer, filled, first = self.layers[self._next], None, self.layers[0].borrowing
+        if self.predictor_inputs is None:
             return None
+        if self._next == 0 and (
+            capturing(gathered.loads.device) or (first is not None and first.pool.in_graphs)
+        ):
+            return None  # replays of CUDA graphs may overwrite the buffers between batches
         call = Call(layer.group, "plan", gathered.loads.device, {AHEAD: 0})
         with call:
             loads = self.predictor_inputs.predict(index, gathered)
@@ -510,16 +471,12 @@ class LibraStack:
             return None
         assert layer.borrowing is not None
         borrowed = layer.borrowing.borrow(filled, in_use, layer.dtype_now())
-        self._fetched = Fetched(layer, filled, borrowed, [rank.marks() for rank in layer._ranks()])
+        self._fetched = Fetched(layer, filled, borrowed)
         return borrowed
 
 
 def norm_before(layer: nn.Module, block: nn.Module) -> nn.Module:
-    """Return the norm of a decoder layer whose output is the block's rows.
-
-    Raises:
-        ValueError: no such norm is known.
-    """
+    """Return the norm of a decoder layer whose output is the block's rows; ValueError if no such norm is known."""
     name = next((n for n in NORMS if isinstance(getattr(layer, n, None), nn.Module)), "")
     # FlexOlmo normalises the outputs of attention and of the block, not the block's rows.
     of_attention = name == NORMS[-1] and hasattr(layer, AFTER)

@@ -43,19 +43,13 @@ State = dict[str, dict[str, Any]]  # optimizer state by stack and key
 def full_optimizer_state(layer: StoredExperts, optimizer: Optimizer, reader: int | None = None) -> State:
     """Return the optimizer state of a layer's experts, independent of the placement. All ranks call it together.
 
-    ``optimizer.state_dict()`` stores the state by row, and rows belong to other experts under another placement.
+    By stack (``experts.gate_up``) and key (``exp_avg``): [E, ...] on every process, or a copy of other state
+    (``step``).
 
     Args:
         layer: layer whose expert Parameters the optimizer updates.
         optimizer: this process's optimizer; names and dtypes of its state are the same on all ranks.
         reader: the only rank that gets rows; other ranks get [0, ...]. None: every process gets them.
-
-    Returns:
-        State by stack (for example ``experts.gate_up``) and key (``exp_avg``). State of the Parameter's shape is
-        [E, ...] on every process; other state (``step``) is copied. Before the first step each stack is empty.
-
-    Raises:
-        ValueError: on all ranks, with the rank at fault and its error.
     """
     ranks, fields = layer._ranks(), list[list[tuple[str, str, str]]]()
     call = Call(layer.group, "placement", ranks[0].row_of_slot.device)
@@ -84,17 +78,14 @@ def full_optimizer_state(layer: StoredExperts, optimizer: Optimizer, reader: int
 
 @torch.no_grad()
 def load_full_optimizer_state(layer: StoredExperts, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Load the result of :func:`full_optimizer_state`, for any placement and number of ranks.
+    """Load the result of :func:`full_optimizer_state`, for any placement and number of ranks, each rank by itself.
 
-    Each rank loads by itself. Options such as the learning rate, and the state of other Parameters, do not change.
+    Options such as the learning rate do not change. Errors are raised before anything changes.
 
     Args:
         layer: layer whose expert Parameters the optimizer updates.
         optimizer: this process's optimizer.
         state: state by stack and key, with rows [E, ...].
-
-    Raises:
-        ValueError: before anything changes: a missing stack, another shape, or Parameters that the optimizer lacks.
     """
     ranks, num_experts = layer._ranks(), layer.placement.num_experts
     check_plain(ranks)
@@ -129,7 +120,6 @@ def single_value(value: Any, parameter: Tensor, options: Mapping[str, Any]) -> A
 
 
 def trained(ranks: list[RankWeights]) -> Iterator[tuple[RankWeights, str, nn.Parameter]]:
-    """Yield rank, name and Parameter of every stack with requires_grad."""
     for rank in ranks:
         for name, parameter in rank.named_parameters(recurse=False):
             if parameter.requires_grad:
@@ -137,7 +127,6 @@ def trained(ranks: list[RankWeights]) -> Iterator[tuple[RankWeights, str, nn.Par
 
 
 def check_plain(ranks: list[RankWeights]) -> None:
-    """Raise ValueError unless all stacks are plain Parameters of the layer."""
     for rank in ranks:
         plain = [name for name, p in rank.named_parameters(recurse=False) if not hasattr(p, "to_local")]
         if len(plain) != len(rank.stored()):
@@ -155,17 +144,12 @@ def save(model: nn.Module, optimizer: Optimizer | None, folder: str | Path) -> N
     """Save a model and its optimizer's state for :func:`load` on any number of ranks. All ranks call it together.
 
     Rank 0 writes and needs memory for the experts of one layer and their optimizer state. The folder appears once it is
-    complete, and replaces a folder of an earlier call.
+    complete, and replaces a folder of an earlier call. Errors are raised on all ranks.
 
     Args:
         model: model with isoload layers. Other Parameters are equal on all ranks, or DTensors (fully_shard).
         optimizer: optimizer of these Parameters. None: no optimizer state is saved.
         folder: folder to write, on a file system that all ranks can read.
-
-    Raises:
-        ValueError: on all ranks and before anything is written, with the rank at fault and the reason.
-        OSError: on rank 0 if files cannot be written; other ranks raise a ValueError.
-        RuntimeError: other ranks have not called it within the timeout of the default process group.
     """
     model, target = unwrapped(model), Path(folder)
     processes, layers = all_processes("isoload.save"), stored_layers(model)
@@ -193,17 +177,12 @@ def save(model: nn.Module, optimizer: Optimizer | None, folder: str | Path) -> N
 def load(model: nn.Module, optimizer: Optimizer | None, folder: str | Path) -> None:
     """Load a program that :func:`save` wrote, for any placement and number of ranks. All ranks call it together.
 
-    Replicas are refreshed too.
+    Errors are raised on all ranks and before anything changes, but a damaged file leaves an undefined model.
 
     Args:
         model: model whose layers have the same names, sizes and dtypes as the saved ones.
         optimizer: optimizer with the same parameter groups as the saved one. None: no optimizer state is loaded.
         folder: the saved program, the same on all ranks.
-
-    Raises:
-        ValueError: on all ranks and before anything changes: the folder is not a saved program, differs between ranks,
-            or does not fit the model or the optimizer. If a file is damaged, the state of the model is undefined.
-        RuntimeError: other ranks have not called it within the timeout of the default process group.
     """
     model, source = unwrapped(model), Path(folder)
     processes, layers = all_processes("isoload.load"), stored_layers(model)
@@ -259,14 +238,12 @@ def file_of(number: int) -> str:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Return the content of a file. Its tensors are memory-mapped."""
     open_regular(path).close()  # a pipe would block
     content: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     return content
 
 
 def describe(layers: Mapping[str, StoredExperts]) -> dict[str, Any]:
-    """Return number, sizes and dtypes of the experts of every layer, as values for JSON."""
     return {
         name: {
             "experts": layer.placement.num_experts,
@@ -277,7 +254,6 @@ def describe(layers: Mapping[str, StoredExperts]) -> dict[str, Any]:
 
 
 def check_described(saved: Mapping[str, Any], described: Mapping[str, Any]) -> None:
-    """Raise ValueError unless the layers have the names, sizes and dtypes of the saved ones."""
     if list(saved) != list(described):
         raise ValueError(f"model must have the layers {list(saved)}, as saved, got {list(described)}")
     for name, value in saved.items():
@@ -292,7 +268,6 @@ def check_target(target: Path) -> None:
 
 
 def manifest_of(folder: Path) -> dict[str, Any]:
-    """Return the manifest of a saved program."""
     path = folder / MANIFEST
     if not path.is_file():
         advice = ": a state that one rank saved is loaded by model.load_state_dict on that rank"
@@ -309,7 +284,6 @@ def manifest_of(folder: Path) -> dict[str, Any]:
 
 
 def expert_ids(model: nn.Module) -> set[int]:
-    """Return the ids of the expert Parameters that this process owns."""
     return {id(p) for layer in stored_layers(model).values() for p in layer.weights.parameters()}
 
 
@@ -323,7 +297,6 @@ def names_of(model: nn.Module) -> dict[int, str]:
 
 
 def group_names(group: Mapping[str, Any], names: Mapping[int, str]) -> list[str]:
-    """Return the distinct names of a parameter group's Parameters."""
     if strange := [list(p.shape) for p in group["params"] if id(p) not in names]:
         raise ValueError(
             f"optimizer must hold only Parameters of the model, got another of shape {strange[0]}"
@@ -347,7 +320,6 @@ def optimizer_facts(model: nn.Module, optimizer: Optimizer | None) -> dict[str, 
 
 
 def check_groups(model: nn.Module, optimizer: Optimizer, saved: Mapping[str, Any] | None) -> None:
-    """Raise ValueError unless an optimizer has the saved parameter groups."""
     if saved is None:
         raise ValueError("optimizer must be None for a program that was saved without one")
     names = names_of(model)
@@ -360,7 +332,6 @@ def check_groups(model: nn.Module, optimizer: Optimizer, saved: Mapping[str, Any
 
 
 def load_groups(model: nn.Module, optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
-    """Load the options of all parameter groups, and the state of all Parameters except experts."""
     names, experts = names_of(model), expert_ids(model)
     for group, saved_group in zip(optimizer.param_groups, saved["groups"], strict=True):
         group.update({key: value for key, value in saved_group.items() if key != "params"})

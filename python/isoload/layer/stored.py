@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from types import FrameType
 from typing import Any, Literal
 
 import torch
@@ -25,7 +24,6 @@ from isoload.weights.shard import (
     Shard,
     ShardWeights,
     check_move,
-    check_no_state,
     move_facts,
     move_state,
     move_weights,
@@ -40,27 +38,20 @@ from isoload.weights.storage import (
     check_kind,
     new_stack,
     no_distributed_checkpoint,
-    part_name,
     refresh_replicas,
     without_part,
 )
 
 
 class StoredExperts(nn.Module):
-    """Base of :class:`isoload.MoE` with the weight rows of every owned rank, arranged by the placement.
-
-    layouts, replica_moves  expert of every row on all ranks, and the moves from home rows to replicas
-    num_rows                number of weight rows for which each rank has memory
-    borrowing               fetches the weights of spare slots; None without spare slots
-    compute_dtype           dtype in which experts compute; None: autocast's dtype, or their own without autocast
-    """
+    """Base of :class:`isoload.MoE` with the weight rows of every owned rank, arranged by the placement."""
 
     group: Group
     balancer: Balancer
-    layouts: list[Layout]
-    num_rows: list[int]
-    borrowing: Borrowing | None
-    compute_dtype: torch.dtype | None
+    layouts: list[Layout]  # expert of every row on all ranks
+    num_rows: list[int]  # for which each rank has memory
+    borrowing: Borrowing | None  # fetches the weights of spare slots; None without spare slots
+    compute_dtype: torch.dtype | None  # in which experts compute; None: autocast's, else their own
 
     def named_modules(self, *how: Any, **options: Any) -> Iterator[tuple[str, nn.Module]]:
         if not torch.compiler.is_compiling():  # no wrapper is constructed there, and frames cannot be traced
@@ -70,7 +61,6 @@ class StoredExperts(nn.Module):
 
     @property
     def has_replicas(self) -> bool:
-        """Whether any expert has slots on several ranks."""
         return bool(self.replica_moves)
 
     @property
@@ -113,7 +103,6 @@ class StoredExperts(nn.Module):
         self._replicated = {move.source.rank for move in self.replica_moves}
 
     def _hold(self, experts: Experts, borrow: str | None) -> None:
-        """Allocate the ranks' weights and, with spare slots, the memory for borrowed weights."""
         spare, group, new, self.borrowing = self.placement.spare_slots, self.group, new_stack, None
         if spare:
             with group.agreeing("construction"):
@@ -141,13 +130,11 @@ class StoredExperts(nn.Module):
     def part_name(self) -> str:
         """Mark in the keys of this process's part of a state, or "" if the process owns all ranks."""
         group = self.group
-        return "" if group.owns_all else part_name(group.ranks[0], group.topology.num_ranks)
+        return "" if group.owns_all else f"rank_{group.ranks[0]}_of_{group.topology.num_ranks}."
 
     def expert_parameters(self) -> list[nn.Parameter]:
-        """Return the expert Parameters of the owned ranks.
-
-        Their gradients are sums over the tokens of all ranks, so data parallelism must not reduce them. Those of all
-        other Parameters are sums over the rank's own tokens and need an all-reduce: docs/training.md.
+        """Return the expert Parameters of the owned ranks. Their gradients are sums over the tokens of all ranks, so
+        data parallelism must not reduce them; those of all other Parameters need an all-reduce: docs/training.md.
         """
         return list(self.weights.parameters())
 
@@ -159,16 +146,12 @@ class StoredExperts(nn.Module):
         if self.compute_dtype is not None:
             return self.compute_dtype
         device = down.device.type
-        follows = down.dtype != torch.float64 and torch.is_autocast_enabled(
-            device
-        )  # autocast does not apply to float64
+        # Autocast does not apply to float64.
+        follows = down.dtype != torch.float64 and torch.is_autocast_enabled(device)
         return torch.get_autocast_dtype(device) if follows else down.dtype
 
     def refresh_replicas(self) -> None:
-        """Copy home rows to their replicas. All ranks call it together after every optimizer step.
-
-        With ISOLOAD_CHECK=1 ranks that hold the same experts also compare them (:func:`isoload.parallelize`).
-        """
+        """Copy home rows to their replicas. All ranks call it together after every optimizer step."""
         if os.environ.get("ISOLOAD_CHECK") == "1":
             with self.group.agreeing("refresh"):
                 check_copies(f"layer {self.layer}", self._ranks())
@@ -181,21 +164,14 @@ class StoredExperts(nn.Module):
             self.borrowing.backend.meet()
 
     def full_state_dict(self) -> dict[str, Any]:
-        """Return the state of all experts on every rank, independent of the placement. All ranks call it together.
-
-        Entries such as ``experts.gate_up`` are stacks [E, ...]. A rank's state_dict() has only its home slots.
-        """
+        """Return the state of all experts (``experts.gate_up`` [E, ...] etc.) on every rank. All ranks together."""
         entries = {
             name: value for name, value in self.state_dict().items() if not name.startswith("weights.")
         }
         return entries | {FULL + name: stack for name, stack in self.full_experts().items()}
 
     def full_experts(self, reader: int | None = None) -> dict[str, Tensor]:
-        """Return every stack [E, ...]. All ranks call it together.
-
-        Args:
-            reader: the only rank that gets rows; other ranks get [0, ...]. None: every process gets them.
-        """
+        """Return every stack [E, ...], with rows on the rank `reader` only, or on all. All ranks call it together."""
         ranks = self._ranks()
         homes = [rank.home_rows() for rank in ranks]
         return ranks[0].by_name(gather_rows(self.group, self.layouts, homes, reader))
@@ -217,14 +193,7 @@ class StoredExperts(nn.Module):
         return {FULL + name: stack for name, stack in self.full_experts(self.writer).items()}
 
     def load_full_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the result of :meth:`full_state_dict` for any number of ranks, replicas included.
-
-        Args:
-            state: entries of the layer, and stacks [E, ...] of its experts.
-
-        Raises:
-            ValueError: before anything is copied: a missing or unknown key, or another shape.
-        """
+        """Load the result of :meth:`full_state_dict` for any number of ranks, replicas included."""
         entries = {name: value for name, value in state.items() if not name.startswith(FULL)}
         names = {name for name in self.state_dict() if not name.startswith("weights.")}
         if entries.keys() != names:
@@ -242,22 +211,16 @@ class StoredExperts(nn.Module):
     ) -> None:
         """Move the layer to a new placement. All ranks call it together, between batches.
 
-        Only rows that change travel. The Parameters remain the same objects on the same memory and get the rows of
-        their new experts; planning tables are written in place. Layers that share a Placement may be moved one by one,
-        with batches between.
+        Only rows that change travel; the Parameters remain the same objects on the same memory. Layers that share a
+        Placement may be moved one by one, with batches between. Errors are raised on all ranks before anything moves;
+        if a rank is gone (RuntimeError), the layer's weights are undefined.
 
         Args:
             placement: placement with the same topology, layers, experts and slots. Replicas must be up to date
                 (:meth:`refresh_replicas`), because any row of an expert may be copied.
-            rows_per_chunk: most rows, over all ranks, that are copied at a time, which limits temporary memory.
-                None: R, at least 2.
+            rows_per_chunk: most rows that are copied at a time, which limits temporary memory. None: R, at least 2.
             optimizer: optimizer whose state of the expert Parameters moves too, if it has their shape. "none": no
                 optimizer keeps such state. None: the same, but rejected if experts move that have had gradients.
-
-        Raises:
-            ValueError: on all ranks and before anything moves. The rank at fault names argument, rule and value, other
-                ranks name that rank or the fact that differs.
-            RuntimeError: a rank is gone; the message names the stage. The layer's weights are then undefined.
         """
         ranks, before = self._ranks(), self.layouts
         moved = None if isinstance(optimizer, str) else optimizer
@@ -269,9 +232,7 @@ class StoredExperts(nn.Module):
             self._check_weights()
             placed = placement.layer(self.layer, "cpu")
             after = layouts(placed, before)
-            facts = move_facts(placed, before, after, self.num_rows, size, ranks, moved)
-            if optimizer is None:
-                check_no_state(before, after, ranks)
+            facts = move_facts(placed, before, after, self.num_rows, size, ranks, optimizer)
             write = self.balancer.prepare_load(placement)
         call.agree("placement", FACTS, facts)
         self.meet_readers()
@@ -286,14 +247,12 @@ class StoredExperts(nn.Module):
         write()
 
     def _device(self) -> torch.device:
-        """Return the device of the experts."""
         return self._ranks()[0].row_of_slot.device
 
     def _ranks(self) -> list[RankWeights]:
         return list(self.weights)  # type: ignore[arg-type]
 
     def _check_weights(self) -> None:
-        """Raise ValueError if the Parameters of an owned rank are stale, replaced or changed by a wrapper."""
         ranks = self._ranks()
         check_wrappers(self.group, ranks)
         for rank, weights in zip(self.group.ranks, ranks, strict=True):
@@ -303,27 +262,17 @@ class StoredExperts(nn.Module):
 
 
 class OwnedRanks(nn.ModuleList):
-    """The weights of every owned rank.
+    """The weights of every owned rank."""
 
-    part: mark in the keys of this process's part of a state, or "" if the process owns all ranks.
-    """
-
-    part = ""
+    part = ""  # mark in the keys of this process's part of a state; "" if the process owns all ranks
 
     def __getattr__(self, name: str) -> Any:
-        if self.part and is_checkpoint_lookup(sys._getframe(1)):
+        # torch.distributed.checkpoint looks up every Parameter by name before it reads an optimizer's state.
+        module = sys.modules.get("torch.distributed.checkpoint.state_dict") if self.part else None
+        lookup = getattr(module, "_get_fqns", None)
+        if lookup is not None and sys._getframe(1).f_code is lookup.__code__:
             raise AttributeError(no_distributed_checkpoint(f"weights.{self.part}"))
         return super().__getattr__(name)
-
-
-def is_checkpoint_lookup(caller: FrameType) -> bool:
-    """Return whether get_state_dict or a similar function of torch.distributed.checkpoint looks up a Parameter.
-
-    These functions look up every Parameter by name before they read an optimizer's state, which has no marks.
-    """
-    module = sys.modules.get("torch.distributed.checkpoint.state_dict")
-    lookup = getattr(module, "_get_fqns", None)
-    return lookup is not None and caller.f_code is lookup.__code__
 
 
 def _mark_part(layer: StoredExperts, state: dict[str, Any], prefix: str, metadata: Any) -> None:
@@ -348,13 +297,8 @@ def _read_part(layer: StoredExperts, state: dict[str, Any], prefix: str, *unused
 def gather_rows(
     group: Group, layouts: Sequence[Layout], homes: Sequence[Sequence[Tensor]], reader: int | None = None
 ) -> list[Tensor]:
-    """Return stacks [E, ...] of all experts, from stacks [homes, ...] of every rank. All ranks call it together.
-
-    Args:
-        group: connects the ranks.
-        layouts: experts of the rows of all ranks.
-        homes: stacks of the home rows of every owned rank.
-        reader: the only rank that gets rows; other ranks get [0, ...]. None: every process gets them.
+    """Return stacks [E, ...] of all experts, from stacks [homes, ...] of the owned ranks. All ranks call it together.
+    reader: the only rank that gets rows; other ranks get [0, ...]. None: every process gets them.
     """
     home = home_addresses(layouts)
     # A process that owns all ranks needs one copy.
@@ -370,7 +314,6 @@ def gather_rows(
 
 @torch.no_grad()
 def load_full(ranks: Sequence[RankWeights], num_experts: int, state: Mapping[str, Any]) -> None:
-    """Copy every rank's rows, replicas included, from a full state."""
     for rank in ranks:
         rank.check_load()
         for name in NAMES:

@@ -1,10 +1,7 @@
 """The two stages of a layer's batch: local copies are computed while other copies travel (Libra, papers/004).
 
 A copy is local ("held") if its expert has a slot on its token's rank. Both orders make the same calls and the same sums
-as MoE's pipeline: combine adds a rank's own part in that rank's position. :func:`run_held` is the paper's order
-(section 3.1): rows, choices and weights go to all ranks and need not wait for the plan; every rank then routes all
-copies. :class:`KnownStages` runs layers whose plans were made ahead in MoE's own order, also while gradients are
-recorded, and fetches the next plan's experts.
+as MoE's pipeline: combine adds a rank's own part in that rank's position.
 """
 
 from __future__ import annotations
@@ -14,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Generic, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
@@ -44,21 +42,15 @@ class Span:
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """One layer's batch during the stages.
-
-    chosen, gathered  rows and choices, and loads
-    filled            slots for the plan; None: the policy fills them from the loads
-    borrowed          weights of filled slots
-    ahead             fetches for the next layer; called once, when this batch's rows have been sent
-    spans             times by stage: dispatch (until rows have arrived), fetch, local, remote, combine
-    """
+    """One layer's batch during the stages."""
 
     layer: MoE
     chosen: Chosen
     gathered: Gathered
-    filled: PlacedLayers | None
-    borrowed: Borrowed | None
-    ahead: Ahead
+    filled: PlacedLayers | None  # slots for the plan; None: the policy fills them from the loads
+    borrowed: Borrowed | None  # weights of filled slots
+    ahead: Ahead  # called once, when this batch's rows have been sent
+    # Times by stage: dispatch (until rows have arrived), fetch, local, remote, combine.
     spans: dict[str, Span] = field(default_factory=dict)
 
     @contextmanager
@@ -84,15 +76,9 @@ def runs_apart(device: torch.device) -> bool:
 
 
 class Beside:
-    """Context whose kernels run on a side stream, after all kernels that the current stream had at construction.
-
-    On exit the current stream waits for the side stream, so only work that was enqueued meanwhile overlaps. Until then
-    the caller keeps the inputs of these kernels alive. Their results belong to the side stream, whose memory is reused
-    only after the next fork, and so after all uses. Forks and joins are events, which a CUDA graph captures.
-
-    Args:
-        group: stores one side stream for each stream that layers run on.
-        device: on a device without streams the context does nothing.
+    """Context whose kernels run on a side stream, after all kernels that the current stream had at construction. On
+    exit the current stream waits for the side stream. Until then the caller keeps the inputs of these kernels alive.
+    Their results belong to the side stream, whose memory is reused only after the next fork, and so after all uses.
     """
 
     def __init__(self, group: Group, device: torch.device) -> None:
@@ -164,14 +150,8 @@ def run_held(batch: Batch) -> list[Tensor]:
 
 
 def run_local_first(batch: Batch, bring: Callable[[Tensor], list[Received]]) -> list[Tensor]:
-    """Return [T, H] of every owned rank: compute local copies, plan and fetch the rest, compute the rest.
-
-    On a GPU planning overlaps local compute, and the next layer's weights are fetched after the rest has been sent.
-    On the CPU they are fetched before any computation.
-
-    Args:
-        batch: batch whose slots were filled before.
-        bring: maps local slots, see :func:`held_slots`, to the received rows of all copies without a local slot.
+    """Return [T, H] of every owned rank: compute local copies, plan and fetch the rest, compute the rest. `bring` maps
+    local slots, see :func:`held_slots`, to the received rows of other copies.
     """
     layer, chosen, borrowed = batch.layer, batch.chosen, batch.borrowed
     assert batch.filled is not None
@@ -217,7 +197,6 @@ def take_gathered(
 
 
 def send_planned(batch: Batch, local_slots: Tensor) -> list[Received]:
-    """Plan by a policy that keeps local copies, and dispatch the rest."""
     layer, chosen = batch.layer, batch.chosen
     balanced = layer.balancer.plan(batch.gathered, batch.filled)
     of_ranks = zip(layer.group.ranks, chosen.ids, layer.balancer.route(balanced), strict=True)
@@ -227,10 +206,7 @@ def send_planned(batch: Batch, local_slots: Tensor) -> list[Received]:
 
 
 def held_slots(filled: PlacedLayers) -> Tensor:
-    """Return every rank's lowest local slot of an expert, shared ones included: [R, E + 1] int64, -1 = none.
-
-    The last column is -1, which index -1 of a masked copy selects.
-    """
+    """Return every rank's lowest local slot of an expert, [R, E + 1] int64, -1 = none and for masked copies."""
     host = filled.host
     experts = filled.slot_to_expert.view(host.topology.num_ranks, -1).long()
     num_ranks, size = experts.shape
@@ -242,47 +218,33 @@ def held_slots(filled: PlacedLayers) -> Tensor:
     return lowest.masked_fill(lowest == size, -1)
 
 
-@dataclass(frozen=True, eq=False)
-class FetchedPlan:
-    """Weights that travel ahead for a known plan.
+Source = TypeVar("Source")
 
-    layer, plan  for which they travel
-    borrowed     weights of the spare slots
-    marks        versions of the owned ranks' Parameters when the weights were sent
-    """
 
-    layer: MoE
-    plan: KnownPlan
-    borrowed: Borrowed
-    marks: list[list[tuple[Tensor, int]]]
+class Fetched(Generic[Source]):
+    """Weights of a layer's spare slots (None: nothing is borrowed) that travel ahead, for filled slots or a plan."""
 
-    def serves(self, plan: KnownPlan | None) -> bool:
-        """Return whether the weights are those of a plan and the Parameters have not changed since."""
-        unchanged = zip(self.layer._ranks(), self.marks, strict=True)
-        return plan is self.plan and all(rank.is_marked(marks) for rank, marks in unchanged)
+    def __init__(self, layer: MoE, source: Source, borrowed: Borrowed | None) -> None:
+        self.layer, self.source, self.borrowed = layer, source, borrowed
+        self._marks = [rank.marks() for rank in layer._ranks()]
+
+    def is_current(self) -> bool:
+        """Return whether the layer's Parameters are unchanged since the weights were sent."""
+        marked = zip(self.layer._ranks(), self._marks, strict=True)
+        return all(rank.is_marked(marks) for rank, marks in marked)
 
 
 class KnownStages:
     """Runs the layers of a stack by plans that were made ahead, and fetches the experts of the plan that comes next.
-
-    After a layer comes the next layer. After the last layer comes the next micro-batch's first layer or, if gradients
-    are recorded, the backward of the same layer, whose weights are still there. In backward the order is reversed, and
-    the next micro-batch follows the first layer. Weights that were fetched for another plan than the one that comes
-    are fetched again.
+    After the last layer comes the next micro-batch's first layer or, if gradients are recorded, the backward of the
+    same layer, whose weights are still there. In backward the order is reversed. Weights for another plan are fetched.
     """
 
     def __init__(self, layers: Sequence[MoE]) -> None:
         self.layers = layers
-        self.fetched: FetchedPlan | None = None
+        self.fetched: Fetched[KnownPlan] | None = None
         # Backward and a recompute use the weights that the forward fetched, as long as autograd keeps them.
-        self._by_plan: WeakValueDictionary[KnownPlan, Borrowed] = WeakValueDictionary()
-
-    def run(
-        self, index: int, rows: list[Tensor], choose: Choose, num_tokens: int | None, plan: KnownPlan | None
-    ) -> list[Tensor]:
-        """Run one layer's batch, see :meth:`isoload.MoE.run`."""
-        batch = KnownBatch(self, index, plan)
-        return self.layers[index].stages(rows, partial(batch.checked, choose), num_tokens, plan, batch)
+        self.by_plan: WeakValueDictionary[KnownPlan, Borrowed] = WeakValueDictionary()
 
     def following(self, index: int, plan: KnownPlan) -> tuple[int, KnownPlan] | None:
         """Return the layer and the plan that are expected next; None: the backward of this layer, or nothing."""
@@ -296,19 +258,9 @@ class KnownStages:
         known = plan.near(self.layers[index].balancer.layer, batches)
         return None if known is None else (index, known)
 
-    def take(self, plan: KnownPlan) -> Borrowed | None:
-        """Return the weights of a plan that were fetched ahead or before, None if they must be fetched now."""
-        fetched, self.fetched = self.fetched, None
-        borrowed = self._by_plan.get(plan) if in_backward() else None
-        if borrowed is None and fetched is not None and fetched.serves(plan):
-            borrowed = fetched.borrowed
-        if borrowed is not None:
-            borrowed.begin("borrow")  # fetches again if other layers have used the buffer
-        return borrowed
-
     def note(self, index: int, plan: KnownPlan, borrowed: Borrowed, dtype: torch.dtype | None) -> None:
         """Record the weights of a plan for its backward, which then fetches those of the plan before."""
-        self._by_plan[plan] = borrowed
+        self.by_plan[plan] = borrowed
         borrowed.then = partial(self.fetch_next, index, plan, dtype)
 
     def fetch_next(
@@ -320,7 +272,7 @@ class KnownStages:
             return
         index, known = after
         layer = self.layers[index]
-        borrowed = self._by_plan.get(known) if in_backward() else None
+        borrowed = self.by_plan.get(known) if in_backward() else None
         if borrowed is None:
             filled = known.placed_in(layer.balancer.placed_on(known.loads.device)).placed
             if layer.borrowing is None or filled.unfilled is None:
@@ -334,7 +286,7 @@ class KnownStages:
             return
         elif in_use is None or not borrowed.shares_buffer(in_use):
             borrowed.begin("borrow backward")
-        self.fetched = FetchedPlan(layer, known, borrowed, [rank.marks() for rank in layer._ranks()])
+        self.fetched = Fetched(layer, known, borrowed)
 
 
 @dataclass(eq=False)
@@ -347,9 +299,8 @@ class KnownBatch:
     ready: int = 0
 
     def checked(self, choose: Choose) -> Sequence[Choice]:
-        """Check that the layer and the following fetch can run on this rank, and return the layer's choices."""
-        stages = self.stages
-        if stages.fetched is not None and not stages.fetched.serves(self.plan):
+        stages, fetched = self.stages, self.stages.fetched
+        if fetched is not None and not (fetched.source is self.plan and fetched.is_current()):
             stages.fetched = None
         self.ready = int(stages.fetched is not None)
         if isinstance(self.plan, KnownPlan) and (after := stages.following(self.index, self.plan)):
@@ -359,11 +310,15 @@ class KnownBatch:
         return choose()
 
     def fetch(self, plan: Plan | None, chosen: Chosen) -> Borrowed | None:
-        """Return the weights of this batch, on their way, and fetch those of the next plan."""
         assert self.plan is not None
         layer, dtype = self.stages.layers[self.index], self.stages.layers[self.index]._dtype_of(chosen.rows)
-        borrowed = self.stages.take(self.plan)
-        if borrowed is None:
+        fetched, self.stages.fetched = self.stages.fetched, None
+        borrowed = self.stages.by_plan.get(self.plan) if in_backward() else None
+        if borrowed is None and fetched is not None and fetched.source is self.plan and fetched.is_current():
+            borrowed = fetched.borrowed
+        if borrowed is not None:
+            borrowed.begin("borrow")  # fetches again if other layers have used the buffer
+        else:
             borrowed = layer.borrow(plan, chosen)
             if borrowed is not None:
                 self.stages.note(self.index, self.plan, borrowed, dtype)

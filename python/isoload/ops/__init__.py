@@ -1,10 +1,8 @@
 """Typed wrappers and fake kernels of ``torch.ops.isoload.*``, one module per stage.
 
-Every op takes one layer or a batch of layers (a leading L), allocates only its results and never waits for a
-device. Shapes: R ranks, E logical experts, S slots per rank, P = R*S slots, T tokens, K experts per token.
-
-Raises (all ops): ValueError that names the argument, the rule and the value. Values are checked on CPU only; on CUDA
-:func:`check_device` raises for wrong values when it is called.
+Every op takes one layer or a batch of layers (a leading L), allocates only its results and never waits for a device.
+Shapes: R ranks, E logical experts, S slots per rank, P = R*S slots, T tokens, K experts per token. A wrong argument
+raises ValueError that names it, the rule and the value; on CUDA, wrong values raise in :func:`check_device`.
 """
 
 from isoload.ops.counting import count, group_copies, number_rows, pack_rows

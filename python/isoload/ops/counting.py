@@ -1,12 +1,8 @@
 """Count and number the copies of every expert, group copies by slot, and move rows to their copies and back.
 
-Experts permute copies by slot and transports permute them by destination rank; both use the functions below.
-Shapes: N rows of width H, at most K copies per row, C places. position [N, K] int64 is the place of each copy, and C
-or more for an absent copy; source [C] int64 maps a place back to its row. A place belongs to at most one copy.
-
-Each permutation is plain torch and, where isoload.kernels are available, one Triton kernel that reads and writes each
-row once. The permutations of a Grouping are differentiable. A buffer in slot order holds the present copies first;
-the rest of the buffer is never read back. Both directions gather, so sums have the same order on every device.
+Shapes: N rows of width H, at most K copies per row, C places. position [N, K] int64 is the place of each copy, and C or
+more for an absent copy; source [C] int64 maps a place back to its row. A place belongs to at most one copy. Both
+directions gather, so sums have the same order on every device.
 """
 
 from __future__ import annotations
@@ -24,21 +20,14 @@ from isoload.ops.results import PART_ROWS, Counted, Grouping, PackedRows, RowLay
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return max(fp32, dtype), the dtype in which sums over copies are accumulated."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def spread_rows(
     rows: Tensor, position: Tensor, source: Tensor, padded: bool = False, per_row: int = 1
 ) -> Tensor:
-    """Return [C, H], the row of every place, from rows [N, H].
-
-    Args:
-        rows: any stride between rows.
-        position: [N, K].
-        source: [C] the row at every place or, with per_row = K, its copy ``n * K + k``.
-        padded: places without a copy have source N and get 0; otherwise their result is undefined.
-        per_row: divisor of source.
+    """Return [C, H], the row of every place, from rows [N, H]. `source` [C] has the row at every place or, with per_row
+    = K, its copy ``n * K + k``. Places without a copy are undefined, or 0 with `padded`, where their source is N.
     """
     if kernels.fit(rows):
         from isoload.kernels import permutation  # imports Triton
@@ -57,15 +46,9 @@ def sum_rows(
     dtype: torch.dtype | None = None,
     more: Sequence[tuple[Tensor, Tensor]] = (),
 ) -> Tensor:
-    """Return [N, H]: every row's copies [C, H] added up by ascending k in max(fp32, dtype); 0 for a row without
-    copies.
-
-    Args:
-        copies: [C, H]; values at places without a copy are not read.
-        position: [N, K].
-        weights: [N, K], multiplied with the copies first; weights of absent copies are not used.
-        dtype: of the result; by default that of the copies.
-        more: further copies [C', H] with their position, at most two pairs: each copy is in one of all buffers.
+    """Return [N, H]: every row's copies [C, H], times their weights [N, K], added by ascending k in max(fp32, dtype).
+    Values at places without a copy are not read. `more`: at most two further pairs of copies and position. Result in
+    `dtype`, else that of the copies.
     """
     dtype = copies.dtype if dtype is None else dtype
     parts = [(copies, position), *more]
@@ -100,13 +83,8 @@ def sum_rows(
 def sum_rows_backward(
     grad: Tensor, copies: Tensor, weights: Tensor, position: Tensor, copy: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of a weighted :func:`sum_rows`, from grad [N, H] of its result.
-
-    Args:
-        copy: [C] the copy ``n * K + k`` at each place; any value if there is none.
-
-    Returns:
-        gradient of copies [C, H], undefined at places without a copy; gradient of weights [N, K], 0 for absent copies.
+    """Return the gradients of a weighted :func:`sum_rows` for copies [C, H], undefined at places without a copy, and
+    weights [N, K], 0 for absent copies. copy: ``n * K + k`` [C] at each place.
     """
     if kernels.fit(grad, copies, weights):
         from isoload.kernels import permutation  # imports Triton
@@ -131,13 +109,7 @@ def gather_copies(rows: Tensor, grouping: Grouping) -> Tensor:
 def weighted_sum(
     parts: Sequence[tuple[Tensor, Grouping]], weights: Tensor, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Return [N, H], the sum over k of ``weights[n, k] * copies[position[n, k]]``, ascending k, in max(fp32, dtype).
-
-    Args:
-        parts: at most three pairs of copies [C, H] in slot order and their grouping. Each copy is in one of them.
-        weights: [N, K] gate weights; those of absent copies are not used and get gradient 0.
-        dtype: to which the sum is rounded; None: no rounding.
-    """
+    """Return [N, H] :func:`sum_rows` of at most three parts, rounded to a dtype; None = no rounding."""
     exact = sum_dtype(parts[0][0].dtype)
     tensors = [tensor for copies, grouping in parts for tensor in (copies, grouping.copy, grouping.position)]
     result: Tensor = _WeightedSum.apply(dtype or exact, weights, *tensors)
@@ -171,14 +143,14 @@ class _WeightedSum(torch.autograd.Function):
         to_weights = None
         for copies, copy, position in zip(tensors[::3], tensors[1::3], tensors[2::3], strict=True):
             to_copies, to_these = sum_rows_backward(grad, copies, weights, position, copy)
-            to_weights = (
-                to_these if to_weights is None else to_weights + to_these
-            )  # 0 for copies of another part
+            # 0 for copies of another part
+            to_weights = to_these if to_weights is None else to_weights + to_these
             gradients += [to_copies, None, None]
         return None, to_weights, *gradients
 
 
-def _fake_count(a: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+@op("count")
+def _count(a: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     T, K = a.topk_ids.shape
     shape, experts = (T, K + a.num_shared), a.num_experts + a.num_shared
     parts = ints(a.topk_ids, (T + PART_ROWS - 1) // PART_ROWS, experts)
@@ -186,30 +158,23 @@ def _fake_count(a: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return columns, ints(a.topk_ids, experts), ints(a.topk_ids, *shape), parts
 
 
-_count = op("count", _fake_count)
-
-
 def count(topk_ids: Tensor, num_experts: int, num_shared: int = 0) -> Counted:
     """Count the copies of each logical expert, and number the copies of each expert.
-
-    The numbers do not depend on the plan, so :func:`route` needs no search once the plan is made.
 
     Args:
         topk_ids: [T, K] int32 or int64; -1 = masked, not counted.
         num_experts: E.
-        num_shared: n shared experts, with ids E and on; every token with a routed choice needs them. Their columns are
-            appended to the ids, with -1 for a token without a choice, and counted, as of E + n experts.
+        num_shared: n shared experts, with ids E and on, for every token with a routed choice: their columns are
+            appended to the ids (-1 for a token without one) and counted, as of E + n experts.
     """
     columns, *outputs = call(_count, topk_ids, num_experts, num_shared)
     return Counted(columns if num_shared else topk_ids, *outputs)
 
 
-def _fake_number_rows(a: Any) -> tuple[Tensor, Tensor, Tensor]:
+@op("number_rows")
+def _number_rows(a: Any) -> tuple[Tensor, Tensor, Tensor]:
     shape = (a.slots.shape[0], min(a.slots.shape[1], a.num_ranks))
     return ints(a.slots, *shape), ints(a.slots, *shape), longs(a.slots, 2, a.num_ranks)
-
-
-_number_rows = op("number_rows", _fake_number_rows)
 
 
 def number_rows(slots: Tensor, slots_per_rank: int, num_ranks: int) -> RowNumbers:
@@ -223,36 +188,30 @@ def number_rows(slots: Tensor, slots_per_rank: int, num_ranks: int) -> RowNumber
     return RowNumbers(*call(_number_rows, slots, slots_per_rank, num_ranks))
 
 
-def _fake_group_copies(a: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+@op("group_copies")
+def _group_copies(a: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     copy, slot = longs(a.slots, a.num_places), longs(a.slots, a.num_places)
     return copy, slot, ints(a.slots, a.num_slots), longs(a.slots, *a.slots.shape)
 
 
-_group_copies = op("group_copies", _fake_group_copies)
-
-
 def group_copies(slots: Tensor, first: int, num_slots: int, num_places: int | None = None) -> Grouping:
-    """Sort the copies of local slots ``first .. first + num_slots - 1``; other copies count as absent.
-
-    The sort is stable: by slot, then row, then k.
+    """Sort the copies of local slots ``first .. first + num_slots - 1`` by slot, then row, then k.
 
     Args:
-        slots: [N, K] int32 or int64 local slots; -1 = absent.
+        slots: [N, K] int32 or int64 local slots; -1 = absent, as are the slots of other groups.
         first: the group's first local slot.
         num_slots: S.
-        num_places: C, the largest number of copies of the group. None: N*K. More copies raise ValueError on CPU; on
-            CUDA they count as absent and set the device's error word.
+        num_places: C, the most copies of the group; None = N*K. More raise ValueError on CPU; on CUDA they count as
+            absent and set the device's error word.
     """
     places = slots.numel() if num_places is None else num_places
     return Grouping(*call(_group_copies, slots, first, num_slots, places))
 
 
-def _fake_pack_rows(a: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+@op("pack_rows")
+def _pack_rows(a: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     payload = a.slots.new_empty((a.num_rows, a.bytes), dtype=torch.uint8)
     return payload, longs(a.slots, a.num_rows), longs(a.slots, a.num_rows), longs(a.slots, *a.ranks.shape)
-
-
-_pack_rows = op("pack_rows", _fake_pack_rows)
 
 
 def pack_rows(

@@ -1,8 +1,4 @@
-"""The compiled library: its ops, its C functions and the errors of both (csrc/ops/list.h).
-
-An argument that csrc/check.h rejects raises ValueError. Ops on CUDA do not wait for values: a wrong value sets a
-bit of the device's error word, which :func:`check_device` reads.
-"""
+"""The compiled library: its ops, its C functions and the errors of both (csrc/ops/list.h)."""
 
 from __future__ import annotations
 
@@ -19,28 +15,28 @@ from torch import Tensor
 T = TypeVar("T")
 
 
-def _load_library() -> ctypes.CDLL:
-    paths = sorted(Path(__file__).parents[1].glob("_C*.so"))
-    if not paths:
-        raise ImportError("isoload's compiled ops are missing: run `make build` (or reinstall isoload)")
-    torch.ops.load_library(str(paths[0]))
-    return ctypes.CDLL(str(paths[0]))
-
-
-LIBRARY = _load_library()  # for its C functions
+if not (_paths := sorted(Path(__file__).parents[1].glob("_C*.so"))):
+    raise ImportError("isoload's compiled ops are missing: run `make build` (or reinstall isoload)")
+torch.ops.load_library(str(_paths[0]))
+LIBRARY = ctypes.CDLL(str(_paths[0]))  # for its C functions
 LIBRARY.isoload_fault_rules.restype = ctypes.c_char_p
 RULES = tuple(LIBRARY.isoload_fault_rules().decode().splitlines())  # one per bit of a device's error word
 library = torch.ops.isoload
 
 
-def op(name: str, fake: Callable[[Any], T]) -> Callable[..., T]:
-    """Return the op of a name. fake maps the arguments, by the schema's names, to results that have shapes only."""
-    function: Callable[..., T] = getattr(library, name).default
-    names = [argument.name for argument in getattr(library, name).default._schema.arguments]
-    torch.library.register_fake(
-        f"isoload::{name}", lambda *args: fake(SimpleNamespace(**dict(zip(names, args, strict=True))))
-    )
-    return function
+def op(name: str) -> Callable[[Callable[[Any], T]], Callable[..., T]]:
+    """Replace a function by the op of a name: it maps the arguments to results that have shapes only (fake kernel)."""
+    function: Any = getattr(library, name).default
+    names = [argument.name for argument in function._schema.arguments]
+
+    def register(fake: Callable[[Any], T]) -> Callable[..., T]:
+        torch.library.register_fake(
+            f"isoload::{name}", lambda *args: fake(SimpleNamespace(**dict(zip(names, args, strict=True))))
+        )
+        result: Callable[..., T] = function
+        return result
+
+    return register
 
 
 def ints(like: Tensor, *shape: int) -> Tensor:
@@ -55,15 +51,14 @@ def like(tensor: Tensor) -> Tensor:
     return tensor.new_empty(tensor.shape)
 
 
-_device_errors = op("device_errors", lambda a: ints(a.like))
+_device_errors = op("device_errors")(lambda a: ints(a.like))
 
 
 def device_errors(device: torch.device | str) -> int:
     """Return and clear the rules that ops on a device found broken since the last call: bit i for RULES[i].
 
     On CUDA an op with a wrong value continues (an id out of range counts as -1) and sets its bit in a word of the
-    device's memory, whose address captured graphs contain. This function reads the word and sets it to 0, after the
-    work on the current stream, and waits for it. Ops on the CPU raise at once, so for the CPU the result is 0.
+    device's memory, whose address captured graphs contain. The host waits for the current stream.
     """
     return int(error_word(device))
 
@@ -75,18 +70,13 @@ def error_word(device: torch.device | str) -> Tensor:
 
 
 def check_device(device: torch.device | str) -> None:
-    """Raise for the rules that ops on a device found broken since the last check; see :func:`device_errors`.
-
+    """Raise ValueError with op, argument and rule for what ops on a device found broken: see :func:`device_errors`.
     With ISOLOAD_CHECK=1 every op runs this check itself, except in a graph that is being captured.
-
-    Raises:
-        ValueError: names every op, its argument and the rule.
     """
     raise_broken(device_errors(device), device)
 
 
 def raise_broken(broken: int, device: torch.device | str) -> None:
-    """Raise ValueError for the rules of :func:`device_errors`; see :func:`check_device`."""
     if broken:
         rules = [rule for bit, rule in enumerate(RULES) if broken >> bit & 1]
         raise ValueError(f"{'; '.join(rules)} (found on {device}; ISOLOAD_CHECK=1 finds the call)")
@@ -118,16 +108,13 @@ def call_on_any(op: Callable[..., T], *args: Any) -> T:
     checked = device_to_check(args)
     if checked is None:
         return call_on_cpu(op, *args)
-    check_tables(op, args)
+    # An op that reads tables runs on the host first: invalid tables would make a kernel access memory out of bounds.
+    arguments = op._schema.arguments  # type: ignore[attr-defined]
+    if any(a.name == "tables" and a.alias_info is None for a in arguments):
+        call_on_cpu(op, *(arg.cpu() if isinstance(arg, Tensor) else arg for arg in args))
     result = call_on_cpu(op, *args)
     check_device(checked)
     return result
-
-
-def check_tables(op: Any, args: tuple[Any, ...]) -> None:
-    """Run an op that reads tables on the host first: invalid tables would make a kernel access memory out of bounds."""
-    if any(a.name == "tables" and a.alias_info is None for a in op._schema.arguments):
-        call_on_cpu(op, *(arg.cpu() if isinstance(arg, Tensor) else arg for arg in args))
 
 
 call = call_on_any if ON_CUDA else call_on_cpu

@@ -18,17 +18,14 @@ OBJECTIVES = ("spread", "local")  # in the order of the op's numbers
 
 
 def fake_split(a: Any, like: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return an op's quota, peak, bound and telemetry as fake tensors."""
     batch = a.tables.shape[:-1]
     return ints(like, *batch, a.num_slots), longs(like, *batch), longs(like, *batch), ints(like, *batch, 4)
 
 
-def _fake_planning(a: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+@op("plan_exact")
+def _plan_exact(a: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     sent = 0 if a.rank is None else a.num_slots
     return *fake_split(a, a.loads), ints(a.loads, *a.tables.shape[:-1], sent)
-
-
-_plan_exact = op("plan_exact", _fake_planning)
 
 
 def plan_exact(
@@ -47,26 +44,22 @@ def plan_exact(
 ) -> ExactSplit:
     """Split every replicated expert's copies so that the busiest rank's cost is the least that integers allow.
 
-    The op runs over-relaxed balancing sweeps, then shortest augmenting paths on ranks towards a Newton target. It ends
-    with ``peak == bound`` unless a tolerance or a budget ends it earlier. It generalises LPLB (papers/001) to
-    integers. Of the many splits with this peak, objective chooses one.
+    Runs over-relaxed balancing sweeps, then shortest augmenting paths on ranks towards a Newton target: LPLB
+    (papers/001) for integers. Ends with ``peak == bound`` unless a tolerance or a budget ends it earlier.
 
     Args:
-        loads: [E] or [R, E] int32 copies (with a leading L if the tables have one); sources are summed.
-            objective "local" and rank need [R, E].
+        loads: [E] or [R, E] int32 copies (leading L as the tables), summed over sources; "local" and rank need [R, E].
         tables: of the same layers.
         fixed: [R] int32 copies that each rank carries in addition (leading L as above).
         tolerance: stop at ``bound * (1 + tolerance)``; 0 = exact.
-        budget: largest number of augmentations; None = no limit. A smaller budget may leave a higher peak; the bound
-            remains valid.
+        budget: most augmentations; None = no limit. A smaller one may leave a higher peak; the bound remains valid.
         ticks: [R] int32 cost of one copy per rank, 1..2^20 (1024 = nominal); None = 1 each.
-        pour: [] int32 shared copies (leading L as above) that are distributed afterwards, each to any rank. peak and
-            bound then include them, and the split stops at the level at which all ranks together have capacity for
-            every copy.
-        objective: "spread" levels the other ranks too; "local" keeps copies on their source rank, else its node.
-            It acts through the start of the solve, so the result is near the optimum of the objective, not proved.
+        pour: [] int32 shared copies (leading L as above) to distribute afterwards, each to any rank: peak and bound
+            include them, and the split stops at the level at which all ranks have capacity for every copy.
+        objective: among splits with this peak, "spread" levels all ranks; "local" keeps copies on their source rank,
+            else its node, nearly as many as possible.
         ranks_per_node: divides R; None = R. Used by "local" and by send_counts.
-        sweeps: largest number of balancing sweeps; None = 4 for "spread", 0 for "local", whose start they would undo.
+        sweeps: most balancing sweeps; None = 4 for "spread", 0 for "local", whose start they would undo.
         rank: the source rank whose send_counts are returned; None = no rank.
     """
     options = split_options(tables, tolerance, budget, objective, ranks_per_node, sweeps)
@@ -82,7 +75,6 @@ def split_options(
     ranks_per_node: int | None,
     sweeps: int | None,
 ) -> tuple[int, int, int, int, int]:
-    """Return the op's objective, ranks_per_node, tolerance_ppm, sweeps and budget."""
     if objective not in OBJECTIVES:
         raise ValueError(not_one_of("objective", OBJECTIVES, objective))
     if not 0 <= tolerance <= 1000:
@@ -98,12 +90,10 @@ def split_options(
     )
 
 
-def _fake_plan_waterfill(a: Any) -> tuple[Tensor, Tensor, Tensor]:
+@op("plan_waterfill")
+def _plan_waterfill(a: Any) -> tuple[Tensor, Tensor, Tensor]:
     batch = a.copies.shape[:-2]
     return like(a.copies), longs(a.copies, *batch), longs(a.copies, *batch)
-
-
-_plan_waterfill = op("plan_waterfill", _fake_plan_waterfill)
 
 
 def plan_waterfill(
@@ -117,11 +107,8 @@ def plan_waterfill(
 ) -> WaterfillSplit:
     """Distribute the shared copies over the ranks' routed loads, up to the lowest level that holds them.
 
-    No integer share has a lower peak, so ``peak == bound``. Every rank keeps as many copies as fit under the level, so
-    as few copies as possible move. As many of these as possible go to ranks to which their source sends routed copies
-    anyway: at most as many as it sends, and at most 3/4 of them if it has a choice (about the number of distinct
-    tokens). All other moving copies stay in the node if possible. The op generalises Waterfill (papers/001) to
-    integers and whole batches without sampling.
+    As few copies as possible move, as many of these as possible to ranks that their source visits: at most 3/4 of its
+    routed copies there if it has a choice. Generalises Waterfill (papers/001) to integers; peak and bound are equal.
 
     Args:
         copies: [R, R] or [L, R, R] int32 routed copies that source s sends to rank d, R in 1..1024.
@@ -129,8 +116,7 @@ def plan_waterfill(
         per_token: number of shared experts, 1..1024: copies per token.
         ranks_per_node: divides R; None = all ranks are one node.
         ticks: [R] int32 cost of one copy per rank, 1..2^20 (1024 = nominal); None = 1 each.
-        limits: [R] int32 largest number of shared copies of a rank (0 = it has no shared slot); None = no limit. They
-            must add up to at least the number of shared copies.
+        limits: [R] int32 most shared copies of a rank (0 = it has no shared slot), together enough; None = no limit.
     """
     if ranks_per_node is None:
         ranks_per_node = copies.shape[-1] if copies.dim() else 1
@@ -141,14 +127,12 @@ def plan_waterfill(
 LIMITS = {torch.float32: (1e-4, 12), torch.float64: (1e-8, 20)}
 
 
-def _fake_plan_lp(a: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+@op("plan_lp")
+def _plan_lp(a: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     batch, real = a.tables.shape[:-1], torch.float64 if a.float64 else torch.float32
     shapes = ((*batch, a.num_slots), batch, batch)
     split, primal, dual = (a.loads.new_empty(shape, dtype=real) for shape in shapes)
     return split, primal, dual, ints(a.loads, *batch), ints(a.loads, *batch)
-
-
-_plan_lp = op("plan_lp", _fake_plan_lp)
 
 
 def plan_lp(
@@ -162,18 +146,16 @@ def plan_lp(
 ) -> LpSplit:
     """Split every replicated expert's copies, in real numbers, so that the largest rank load is the least possible.
 
-    Solves the linear program of LPLB (papers/001) by Mehrotra's predictor-corrector method with a dense Cholesky
-    factorisation of the normal equations. Every rank and device computes the same bits. All ranks have the same speed;
-    :func:`plan_exact` accepts ticks per rank.
+    Solves the linear program of LPLB (papers/001) by Mehrotra's method with a dense Cholesky factorisation; the bits
+    are the same on every rank and device. All ranks have the same speed.
 
     Args:
-        loads: [E] or [R, E] int32 copies (with a leading L if the tables have one); sources are summed.
+        loads: [E] or [R, E] int32 copies (leading L as the tables), summed over sources.
         tables: of the same layers.
         base: [R] of dtype, not negative: copies that each rank carries in addition (leading L as above).
         dtype: float32 or float64, of all real values.
         tolerance: relative, 0..1; None = 1e-4 for float32, 1e-8 for float64.
-        iterations: limit, 0..1000; None = 12 for float32, 20 for float64. 0 returns the start: every expert
-            evenly over its replicas.
+        iterations: limit, 0..1000; None = 12 for float32, 20 for float64; 0 = evenly over each expert's replicas.
     """
     if dtype not in LIMITS:
         raise ValueError(f"dtype must be torch.float32 or torch.float64, got {dtype}")
@@ -184,7 +166,7 @@ def plan_lp(
     return LpSplit(*call(_plan_lp, loads, *layout, base, dtype == torch.float64, tolerance, iterations))
 
 
-_plan_own = op("plan_own", lambda a: ints(a.counts, *a.tables.shape[:-1], a.num_slots))
+_plan_own = op("plan_own")(lambda a: ints(a.counts, *a.tables.shape[:-1], a.num_slots))
 
 
 def plan_own(
@@ -200,85 +182,65 @@ def plan_own(
     layer: int = 0,
     sweeps: int = 6,
 ) -> Tensor:
-    """Split one source rank's own copies over the slots, without any exchange in the batch.
+    """Split one source rank's own copies over the slots [P] int32, without any exchange in the batch.
 
-    The result is an integer split near the least sum over ranks of ``(base_r + y_r) ** 2``. ``y_r`` is the number of
-    the source's copies on rank r; ``base_r`` is its offset plus fixed copies plus a rotation in 0..1 that differs
-    between sources, ranks and layers, so that many sources with few copies do not round to the same rank. The op
-    sweeps over the replicated experts and does not prove the least sum; bench/bench_own_split.py counts the splits
-    that a move would improve. Every copy is sent, and only to slots of its expert. The sum over all sources is level
-    on average, without a proved bound.
+    The result is an integer split near the least sum over ranks of ``ticks_r * (base_r + y_r) ** 2``, not proved.
+    ``y_r`` is the number of the source's copies on rank r; ``base_r`` is its offset plus fixed copies plus a rotation
+    in 0..1, so that many sources with few copies do not round to the same rank.
 
     Args:
-        counts: [E] int32 this source's copies (with a leading L if the tables have one), together at most
-            2^31 / (R + 2).
+        counts: [E] int32 this source's copies (leading L as the tables), together at most 2^31 / (R + 2).
         tables: of the same layers.
         offset: [R] int32 (leading L as above) load that this source assumes on each rank, in 2^-20 of its copies,
-            0..2^20; see :func:`isoload.balancing.targets.offsets`. Zeros: level the source's own copies.
+            0..2^20 (:func:`isoload.balancing.targets.offsets`). Zeros: level the source's own copies.
         source: this rank, 0..R-1.
         fixed: [R] int32 copies of this source that each rank carries in addition (leading L as above).
-        ticks: [R] int32 cost of one copy per rank, 1..2^20 (1024 = nominal); None = 1 each. The sum is then that of
-            ``ticks_r * (base_r + y_r) ** 2``: ranks become equal in cost.
-        recent: [E] int64 (leading L as above), decayed sums of the counts of batches in 2^-16 copies, with a half-life
-            of eight batches: this batch's counts are added in place.
+        ticks: [R] int32 cost of one copy per rank, 1..2^20 (1024 = nominal); None = 1 each.
+        recent: [E] int64 (leading L as above), decayed sums of the counts in 2^-16 copies (half-life: 8 batches).
         sent: [3, R] int64 (leading L as above), written in place: decayed sums of the copies sent to every rank and of
             the fixed copies, then this batch's copies of both kinds to every rank.
         layer: number of the first of these layers; selects the rotation.
         sweeps: limit; the op ends earlier if a sweep moves no copy.
-
-    Returns:
-        [P] int32 (leading L as above): a row for :func:`route`.
     """
     layout = (tables.data, tables.num_ranks, tables.num_slots)
     return call(_plan_own, counts, *layout, offset, fixed, ticks, recent, sent, source, layer, sweeps)
 
 
-_round_split = op("round_split", lambda a: ints(a.split, *a.split.shape))
+_round_split = op("round_split")(lambda a: ints(a.split, *a.split.shape))
 
 
 def round_split(split: Tensor, loads: Tensor, tables: ReplicaTables) -> Tensor:
-    """Round a real-valued split to whole copies that add up to each expert's load exactly.
-
-    Largest remainder: the whole parts, then one copy each to the largest fractions, ties to the lowest slot. Every
-    quota differs from its split by less than one copy, as far as the split itself adds up to the load.
+    """Round a real-valued split to whole copies [P] int32 that add up to each expert's load, by largest remainders.
 
     Args:
-        split: [P] float32 or float64 copies per slot (leading L as the tables), as :func:`plan_lp` returns; for
-            every expert its sum is the load, up to one copy and a thousandth.
+        split: [P] float32 or float64 copies per slot (leading L as the tables), as :func:`plan_lp` returns; for every
+            expert its sum is the load, up to one copy and a thousandth.
         loads: [E] or [R, E] int32 copies from which the split was made.
         tables: of the same layers.
-
-    Returns:
-        [P] int32 quota.
     """
     return call(_round_split, split, loads, tables.data, tables.num_ranks, tables.num_slots)
 
 
-_plan_active = op("plan_active", lambda a: fake_split(a, a.loads))
+_plan_active = op("plan_active")(lambda a: fake_split(a, a.loads))
 
 
 def plan_active(loads: Tensor, tables: ReplicaTables) -> ActiveSplit:
     """Put all copies of an expert on one of its replicas, so that the busiest rank has the fewest active slots.
 
-    For decode batches: as long as reading weights takes longer than computing, a rank's time is its number of active
-    slots, and a replicated expert is read on every rank that computes a part of it. The number of active slots is the
-    least possible (the flow of :func:`plan_exact` with one unit per expert). The peak in copies is then lowered move
-    by move; it is not proved to be the least at this number.
+    It is for decode batches, whose time is that of reading active slots' weights. The peak in copies may be higher.
 
     Args:
-        loads: [E] or [R, E] int32 copies (with a leading L if the tables have one); sources are summed.
+        loads: [E] or [R, E] int32 copies (leading L as the tables), summed over sources.
         tables: of the same layers.
     """
     return ActiveSplit(*call(_plan_active, loads, tables.data, tables.num_ranks, tables.num_slots))
 
 
-def _fake_plan_joint(a: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+@op("plan_joint")
+def _plan_joint(a: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     batch = a.tables.shape[:-1]
     share = ints(a.loads, *batch, a.num_ranks, a.num_ranks)
     return *fake_split(a, a.loads), ints(a.loads, *batch, a.num_slots), share
-
-
-_plan_joint = op("plan_joint", _fake_plan_joint)
 
 
 def plan_joint(
@@ -295,21 +257,18 @@ def plan_joint(
     ranks_per_node: int | None = None,
     sweeps: int | None = None,
 ) -> JointSplit:
-    """Split the routed experts exactly, with the shared copies distributed above them.
+    """Split the routed experts exactly, with the shared copies distributed above them, in one kernel.
 
-    One kernel with the same bits as :func:`plan_exact` with ``pour`` = all shared copies, :func:`share_by_rank`,
-    :func:`plan_waterfill`, and :func:`share` of one source rank in the order "locality". With sweeps and budget 0 the
-    routed copies are spread evenly, and peak is the least possible above them.
+    Returns the bits of :func:`plan_exact` with ``pour``, :func:`share_by_rank`, :func:`plan_waterfill`, :func:`share`.
 
     Args:
-        loads: [R, E + n] or [L, R, E + n] int32 copies per source rank. The last n columns are those of the shared
-            experts, which every token needs; the op reads the first of them.
+        loads: [R, E + n] or [L, R, E + n] int32 copies per source rank, the last n columns of the shared experts.
         tables: of the routed experts.
         rank: the source rank whose send_counts are returned.
         num_shared: n, 1..1024; every rank holds all of them.
         first_shared: position of the first one among a rank's slots, 0..S-n.
         ranks_per_node: divides R; None = R.
-        tolerance, budget, ticks, objective, sweeps: as in :func:`plan_exact`.
+        tolerance, budget, ticks, objective, sweeps: as in :func:`plan_exact`. Sweeps and budget 0: spread evenly.
     """
     options = split_options(tables, tolerance, budget, objective, ranks_per_node, sweeps)
     layout = (tables.data, tables.num_ranks, tables.num_slots)

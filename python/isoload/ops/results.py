@@ -13,18 +13,13 @@ PART_ROWS = 128  # tokens of a part: kPartRows in csrc/cpu/cpu.h
 
 
 class Counted(NamedTuple):
-    """Result of :func:`isoload.ops.count`.
+    """Result of :func:`isoload.ops.count`. A part is a run of PART_ROWS tokens, C = ceil(T / PART_ROWS)."""
 
-    ids [T, K] that were counted, with the shared experts' columns if they were added; counts [E] int32 copies of every
-    expert; numbers [T, K] int32: how many copies of the same expert precede this one in its part, -1 where masked;
-    parts [C, E] int32 copies of every expert in each part. A part is a run of PART_ROWS tokens, so
-    C = ceil(T / PART_ROWS).
-    """
-
-    ids: Tensor
-    counts: Tensor
+    ids: Tensor  # [T, K] that were counted, with the shared experts' columns if they were added
+    counts: Tensor  # [E] int32 copies of every expert
+    # [T, K] int32, how many copies of the expert precede this one in its part; -1 where masked
     numbers: Tensor
-    parts: Tensor
+    parts: Tensor  # [C, E] int32 copies of every expert in each part
 
     def routed(self, num_shared: int) -> Counted:
         """Return views without the shared experts, which are in the last columns."""
@@ -34,126 +29,86 @@ class Counted(NamedTuple):
 
 
 class SharedColumns(NamedTuple):
-    """The shared experts in the last columns of topk_ids, and the ranks of one source rank's copies.
+    """The shared experts in the last columns of topk_ids, and the ranks of one source rank's copies."""
 
-    num_shared columns; first_shared: position of the first one among a rank's slots; home: the rank that computes them
-    unless row is given; row [R] int32: the rank's row of :func:`isoload.ops.plan_waterfill`, or None.
-    """
-
-    num_shared: int
-    first_shared: int
-    home: int
-    row: Tensor | None = None
+    num_shared: int  # columns
+    first_shared: int  # position of the first one among a rank's slots
+    home: int  # the rank that computes them unless row is given
+    row: Tensor | None = None  # [R] int32, the rank's row of plan_waterfill
 
 
 class ExactSplit(NamedTuple):
-    """Result of :func:`isoload.ops.plan_exact`, with the leading dimension of the tables.
+    """Result of :func:`isoload.ops.plan_exact`, leading L as the tables. Costs are copies, or ticks if given."""
 
-    quota [P] int32 copies per slot; peak [] int64 largest rank cost; bound [] int64 proved lower bound over all
-    integer quotas; telemetry [4] int32: sweeps, augmentations, Newton steps, 1 if the budget ended the solve.
-    Costs are copies, or ticks if ticks were given. send_counts [P] int32: the requested rank's part of the quota, as
-    :func:`isoload.ops.share` returns it in the order "locality"; [0] if no rank was requested.
-    """
-
-    quota: Tensor
-    peak: Tensor
-    bound: Tensor
-    telemetry: Tensor
+    quota: Tensor  # [P] int32 copies per slot
+    peak: Tensor  # [] int64 largest rank cost
+    bound: Tensor  # [] int64 proved lower bound over all integer quotas
+    telemetry: Tensor  # [4] int32: sweeps, augmentations, Newton steps, 1 if the budget ended the solve
+    # [P] int32, the requested rank's row of share() in the order "locality"; [0] without a rank
     send_counts: Tensor
 
 
 class JointSplit(NamedTuple):
-    """Result of :func:`isoload.ops.plan_joint`, with the leading dimension of the tables.
+    """Result of :func:`isoload.ops.plan_joint`, leading L as the tables."""
 
-    quota [P] int32 copies per slot, shared ones included; peak [] int64 largest rank cost; bound [] int64 proved lower
-    bound over all integer quotas and all places of the shared copies; telemetry [4] int32 as in :class:`ExactSplit`;
-    send_counts [P] int32 routed copies that the requested rank sends to each slot; share [R, R] int32 shared copies
-    that source s sends to rank d.
-    """
-
-    quota: Tensor
-    peak: Tensor
-    bound: Tensor
-    telemetry: Tensor
-    send_counts: Tensor
-    share: Tensor
+    quota: Tensor  # [P] int32 copies per slot, shared ones included
+    peak: Tensor  # [] int64 largest rank cost
+    bound: Tensor  # [] int64 proved lower bound over all integer quotas and all places of the shared copies
+    telemetry: Tensor  # [4] int32 as in ExactSplit
+    send_counts: Tensor  # [P] int32 routed copies that the requested rank sends to each slot
+    share: Tensor  # [R, R] int32 shared copies that source s sends to rank d
 
 
 class ActiveSplit(NamedTuple):
-    """Result of :func:`isoload.ops.plan_active`, with the leading dimension of the tables.
+    """Result of :func:`isoload.ops.plan_active`, leading L as the tables."""
 
-    quota [P] int32 copies per slot: an expert's load in one of its slots, 0 elsewhere; active_peak [] int64
-    largest number of active slots of a rank; active_bound [] int64 proved lower bound of it, always equal;
-    telemetry [4] int32: sweeps, augmentations, Newton steps, moves that lowered the peak cost of copies.
-    """
-
-    quota: Tensor
-    active_peak: Tensor
-    active_bound: Tensor
+    quota: Tensor  # [P] int32 copies per slot: an expert's load in one of its slots, 0 elsewhere
+    active_peak: Tensor  # [] int64 largest number of active slots of a rank
+    active_bound: Tensor  # [] int64 proved lower bound of it, always equal
+    # [4] int32: sweeps, augmentations, Newton steps, moves that lowered the peak cost of copies
     telemetry: Tensor
 
 
 class LpSplit(NamedTuple):
-    """Result of :func:`isoload.ops.plan_lp`, with the leading dimension of the tables.
+    """Result of :func:`isoload.ops.plan_lp`, leading L as the tables. primal and dual are valid for every status."""
 
-    split [P] copies per slot, every expert's adding up to its load; primal [] the largest rank cost of this split;
-    dual [] a lower bound over all real-valued splits. Both are valid up to the dtype's rounding for every status.
-    iterations [] int32; status [] int32: 0 = converged, ``primal - dual <= tolerance * primal``; 1 = the limit of
-    iterations was reached; 2 = a value exceeded the dtype's range, and the split is the start.
-    """
-
-    split: Tensor
-    primal: Tensor
-    dual: Tensor
-    iterations: Tensor
+    split: Tensor  # [P] copies per slot, every expert's adding up to its load
+    primal: Tensor  # [] the largest rank cost of this split, up to the dtype's rounding
+    dual: Tensor  # [] a lower bound over all real-valued splits, up to the dtype's rounding
+    iterations: Tensor  # [] int32
+    # [] int32: 0 = converged, ``primal - dual <= tolerance * primal``; 1 = the limit of iterations was reached; 2 = a
+    # value exceeded the dtype's range, and the split is the start.
     status: Tensor
 
 
 class SlotFill(NamedTuple):
-    """Result of the ops that fill spare slots, with the leading dimension of slot_to_expert.
+    """Result of :func:`isoload.ops.plan_fill` and :func:`isoload.ops.top_up`, leading L as slot_to_expert."""
 
-    The ops are :func:`isoload.ops.plan_fill` and :func:`isoload.ops.top_up`. slot_to_expert [P] int32, spare slots
-    filled from the first on; telemetry [5] int32 of all borrowed experts: imports, most imports of a rank, most
-    exports of a rank, imports from another node, flags.
-
-    Flags are set by plan_fill only: 1 = the loads are below the threshold, so nothing moved; 2 = a rank stays above
-    the capacity after the fill, which the exact split over the filled slots may still level.
-    """
-
-    slot_to_expert: Tensor
+    slot_to_expert: Tensor  # [P] int32, spare slots filled from the first on
+    # [5] int32 of all borrowed experts: imports, most imports of a rank, most exports of a rank, imports from another
+    # node, flags of plan_fill: 1 = the loads are below the threshold, so nothing moved; 2 = a rank stays above the
+    # capacity after the fill, which the exact split over the filled slots may still level.
     telemetry: Tensor
 
 
 class WaterfillSplit(NamedTuple):
-    """Result of :func:`isoload.ops.plan_waterfill`, with the leading dimension of the copies.
+    """Result of :func:`isoload.ops.plan_waterfill`, leading L as the copies. Costs are copies, or ticks if given."""
 
-    share [R, R] int32 shared copies that source s sends to rank d; peak [] int64 largest rank cost; bound [] int64
-    proved lower bound over all shares. Costs are copies, or ticks if ticks were given.
-    """
-
-    share: Tensor
-    peak: Tensor
-    bound: Tensor
+    share: Tensor  # [R, R] int32 shared copies that source s sends to rank d
+    peak: Tensor  # [] int64 largest rank cost
+    bound: Tensor  # [] int64 proved lower bound over all shares
 
 
 class RowNumbers(NamedTuple):
-    """Result of :func:`isoload.ops.number_rows`, for R ranks and D = min(K, R).
+    """Result of :func:`isoload.ops.number_rows`, for R ranks and D = min(K, R)."""
 
-    ranks [T, D] int32 the distinct ranks of a token's slots, ascending, then R; numbers [T, D] int32 the token's row
-    among those to each rank, by token, then -1; counts [2, R] int64 rows and copies to every rank.
-    """
-
-    ranks: Tensor
-    numbers: Tensor
-    counts: Tensor
+    ranks: Tensor  # [T, D] int32 the distinct ranks of a token's slots, ascending, then R
+    numbers: Tensor  # [T, D] int32 the token's row among those to each rank, by token, then -1
+    counts: Tensor  # [2, R] int64 rows and copies to every rank
 
 
 class RowLayout(NamedTuple):
-    """Byte offsets of the parts of a packed row: the token's values at 0, then int32 slots, then weights.
-
-    Rows are multiples of 64 bytes, at least 16 values, and their parts are aligned, because kernels read received rows
-    in place, 16 bytes at a time.
-    """
+    """Byte offsets of a packed row's parts: the token's values at 0, int32 slots, weights; multiples of 64 bytes."""
 
     slots_at: int
     weights_at: int
@@ -161,7 +116,6 @@ class RowLayout(NamedTuple):
 
     @classmethod
     def of(cls, x: Tensor, weights: Tensor) -> RowLayout:
-        """Return the layout of rows of x [T, H] with weights [T, K]."""
         top_k, weight_bytes = weights.shape[1], weights.element_size()
         slots_at = -(-x.shape[1] * x.element_size() // 4) * 4
         weights_at = -(-(slots_at + 4 * top_k) // weight_bytes) * weight_bytes
@@ -178,28 +132,18 @@ class RowLayout(NamedTuple):
 
 
 class PackedRows(NamedTuple):
-    """Result of :func:`isoload.ops.pack_rows`: n rows by destination, then token.
+    """Result of :func:`isoload.ops.pack_rows`: n rows by destination, then token."""
 
-    payload [n, bytes] uint8, see :class:`RowLayout`; row_to_token [n] int64, T where the row is padding;
-    row_to_rank [n] int64 destination, R where the row is padding; token_to_rows [T, D] int64 the token's rows by
-    ascending destination, then n.
-    """
-
-    payload: Tensor
-    row_to_token: Tensor
-    row_to_rank: Tensor
-    token_to_rows: Tensor
+    payload: Tensor  # [n, bytes] uint8, see RowLayout
+    row_to_token: Tensor  # [n] int64, T where the row is padding
+    row_to_rank: Tensor  # [n] int64 destination, R where the row is padding
+    token_to_rows: Tensor  # [T, D] int64 the token's rows by ascending destination, then n
 
 
 class Grouping(NamedTuple):
-    """Result of :func:`isoload.ops.group_copies`: C places, copies [N, K] sorted by slot, then row, then k.
+    """Result of :func:`isoload.ops.group_copies`: C places, copies [N, K] sorted by slot, then row, then k."""
 
-    copy [C] int64 the copy ``n * K + k`` at each place; slot [C] int64 its slot within the group; ends [S] int32 slot
-    s's copies end before place ``ends[s]``: the offsets of a grouped GEMM; position [N, K] int64 the place of copy
-    (n, k), C if it is absent from this group. Places after the present copies have copy 0 and slot S-1.
-    """
-
-    copy: Tensor
-    slot: Tensor
-    ends: Tensor
-    position: Tensor
+    copy: Tensor  # [C] int64 the copy ``n * K + k`` at each place, 0 after the present copies
+    slot: Tensor  # [C] int64 its slot within the group, S-1 after the present copies
+    ends: Tensor  # [S] int32: slot s's copies end before place ``ends[s]``, the offsets of a grouped GEMM
+    position: Tensor  # [N, K] int64 the place of copy (n, k), C if it is absent from this group

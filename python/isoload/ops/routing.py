@@ -14,8 +14,8 @@ from isoload.ops.tables import ReplicaTables
 
 Order = Literal["locality", "rank_major"]
 
-_share = op("share", lambda a: ints(a.loads, *a.loads.shape[: -2 if a.rank >= 0 else -1], a.quota.shape[-1]))
-_share_by_rank = op("share_by_rank", lambda a: ints(a.loads, *a.loads.shape[:-1], a.loads.shape[-2]))
+_share = op("share")(lambda a: ints(a.loads, *a.loads.shape[: -2 if a.rank >= 0 else -1], a.quota.shape[-1]))
+_share_by_rank = op("share_by_rank")(lambda a: ints(a.loads, *a.loads.shape[:-1], a.loads.shape[-2]))
 
 
 def share(
@@ -28,17 +28,16 @@ def share(
 ) -> Tensor:
     """Return how many copies each source rank sends to each slot, so that over all ranks slot p gets quota[p].
 
+    The result is [P] int32 for one rank, [R, P] for all (leading L as the loads).
+
     Args:
         loads: [R, E] or [L, R, E] int32 copies per source rank; for every expert their sum is its quotas' sum.
         quota: [P] or [L, P] int32.
         tables: of the same layers.
         ranks_per_node: divides R.
         rank: one source rank, or None for all.
-        order: "locality" matches own rank, own node, then all ranks (the most local and node-local copies that this
-            quota permits); "rank_major" gives each replica one range of the expert's copies in source order.
-
-    Returns:
-        [P] int32 for one rank, [R, P] for all (with a leading L if loads have one).
+        order: "locality" matches own rank, own node, then all ranks (the most local copies that this quota permits);
+            "rank_major" gives each replica one range of the expert's copies in source order.
     """
     check_share(loads, tables, order)
     if rank is not None and rank < 0:
@@ -48,19 +47,14 @@ def share(
 
 
 def share_by_rank(
-    loads: Tensor,
-    quota: Tensor,
-    tables: ReplicaTables,
-    ranks_per_node: int,
-    order: Order = "locality",
+    loads: Tensor, quota: Tensor, tables: ReplicaTables, ranks_per_node: int, order: Order = "locality"
 ) -> Tensor:
-    """Return how many copies each source rank sends to each rank: :func:`share` of all rows, summed per rank.
+    """Return how many copies each source rank sends to each rank: the sums of :func:`share` per rank.
+
+    The result is [R, R] int32, source by destination (leading L as the loads).
 
     Args:
         loads, quota, tables, ranks_per_node, order: as in :func:`share`.
-
-    Returns:
-        [R, R] int32, source by destination (with a leading L if loads have one).
     """
     check_share(loads, tables, order)
     return call(_share_by_rank, loads, quota, tables.data, ranks_per_node, order == "locality")
@@ -78,29 +72,24 @@ def check_share(loads: Tensor, tables: ReplicaTables, order: Order) -> None:
 
 NO_COLUMNS = SharedColumns(0, 0, 0)
 
-_route = op("route", lambda a: like(a.topk_ids))
-_route_sampled = op("route_sampled", lambda a: like(a.topk_ids))
+_route = op("route")(lambda a: like(a.topk_ids))
+_route_sampled = op("route_sampled")(lambda a: like(a.topk_ids))
 
 
 def route(
-    counted: Counted,
-    send_counts: Tensor,
-    tables: ReplicaTables,
-    shared: SharedColumns | None = None,
+    counted: Counted, send_counts: Tensor, tables: ReplicaTables, shared: SharedColumns | None = None
 ) -> Tensor:
     """Choose the slot of every copy on this rank, each slot exactly as often as send_counts states.
 
-    Stable: the i-th copy of an expert (token order) goes to the first replica whose cumulative count exceeds i.
+    The result [T, K] has the dtype of the ids, -1 where they are -1: DeepEP's ``topk_idx``. The i-th copy of an expert
+    (token order) goes to the first replica whose cumulative count exceeds i.
 
     Args:
         counted: :func:`count` of this rank's ids [T, K].
         send_counts: [P] int32, this rank's row of :func:`share`.
         tables: of this layer's routed experts.
-        shared: describes the last columns, which are the shared experts (ids E and on, or -1 where all routed choices
-            are -1), and the ranks of this rank's shared copies, chosen as :func:`route_shared` does.
-
-    Returns:
-        [T, K] slots in the dtype of the ids; -1 where they are -1. DeepEP's ``topk_idx``.
+        shared: the last columns, of the shared experts (ids E and on, or -1 where all routed choices are -1), and the
+            ranks of this rank's shared copies, chosen as :func:`route_shared` does.
     """
     num_shared, first_shared, home, row = NO_COLUMNS if shared is None else shared
     columns = (row, num_shared, first_shared, home)
@@ -116,61 +105,47 @@ def route_sampled(
     step: Tensor | None = None,
     rank: int = 0,
 ) -> Tensor:
-    """Draw a replica for every copy, independently, with probability proportional to its weight.
+    """Draw a replica for every copy with probability proportional to its weight: [T, K] slots in the dtype of topk_ids.
 
-    The published realisation of SGLang's ``dynamic`` and ``lp``. The generator is counter-based: copy i of the
-    flattened topk_ids uses word i of the stream ``seed``, so the draw is the same on every device.
+    Copy i of the flattened topk_ids uses word i of the stream ``seed``: the same draw on every device.
 
     Args:
         topk_ids: [T, K] int32 or int64 logical experts; -1 = masked.
         weights: [P] float32, not negative, positive for a replica of every routed expert.
         tables: of this layer.
         seed: 64-bit.
-        step: [1] or [] int64 on the device of topk_ids: number of the batch, read when the kernel runs, as a captured
-            graph requires. The stream is then that of seed, step and rank, as isoload.policies.sample_seed mixes them
-            on the host. None: seed alone.
+        step: [1] or [] int64 number of the batch on the device, read when the kernel runs: the stream is that of seed,
+            step and rank, as isoload.policies.sample_seed mixes them. None: seed alone.
         rank: this rank; read with step only.
-
-    Returns:
-        [T, K] slots in the dtype of topk_ids.
     """
     seed = (seed + 2**63) % 2**64 - 2**63
     return call(_route_sampled, topk_ids, weights, tables.data, tables.num_experts, seed, step, rank)
 
 
-_route_shared = op("route_shared", lambda a: ints(a.slots, a.slots.shape[0], a.num_shared))
+_route_shared = op("route_shared")(lambda a: ints(a.slots, a.slots.shape[0], a.num_shared))
 
 
 def route_shared(
-    slots: Tensor,
-    source_quota: Tensor,
-    slots_per_rank: int,
-    rank: int,
-    num_shared: int = 1,
+    slots: Tensor, source_quota: Tensor, slots_per_rank: int, rank: int, num_shared: int = 1
 ) -> Tensor:
     """Choose the rank of every shared copy on this rank, each rank exactly as often as the rank's share states.
 
-    Ranks choose among the tokens that visit them: first the rank with the fewest visitors to spare, and among its
-    tokens first those that the fewest other ranks can take. Remaining tokens stay on this rank up to its share, then
-    go to ranks that lack copies. Every shared expert gets its part of every rank's copies.
+    The result is [T, num_shared] int32; -1 for a token without a slot. Ranks choose among the tokens that visit them,
+    those first with the fewest visitors to spare. Remaining tokens stay on this rank up to its share, then fill others.
 
     Args:
         slots: [T, K] int32 or int64 routed slots of this rank's tokens; -1 = absent.
-        source_quota: [R] int32, this rank's row of :func:`plan_waterfill`; sums to num_shared times the tokens that
-            have a slot.
+        source_quota: [R] int32, this rank's row of :func:`plan_waterfill`: num_shared times the tokens with a slot.
         slots_per_rank: S; slot p is on rank p // S.
         rank: this rank, the source of the tokens.
-        num_shared: shared experts, 1..1024.
-
-    Returns:
-        [T, num_shared] int32 ranks; -1 for a token without a slot.
+        num_shared: shared experts, 1..1024; each gets its part of every rank's copies.
     """
     return call(_route_shared, slots, source_quota, slots_per_rank, rank, num_shared)
 
 
 SharedRule = Literal["static", "dynamic", "blog", "blog_all"]
 
-_route_shared_sampled = op("route_shared_sampled", lambda a: ints(a.slots, a.slots.shape[0], 1))
+_route_shared_sampled = op("route_shared_sampled")(lambda a: ints(a.slots, a.slots.shape[0], 1))
 
 
 def route_shared_sampled(
@@ -183,12 +158,11 @@ def route_shared_sampled(
     seed: int = 0,
     step: Tensor | None = None,
 ) -> Tensor:
-    """Draw the rank that computes each token's shared expert, as Waterfill was published (papers/001).
+    """Draw the rank [T, 1] int32 of each token's shared expert as Waterfill was published (papers/001).
 
-    For comparison: a draw meets no quota. Every rank below a target is drawn in proportion to its slack target - load;
-    the own rank is preferred 11 to 10. If no candidate has a weight, the own rank keeps the copy, unless a candidate's
-    load times 11 is below the own rank's times 10. Candidates are compared in rank order; visited ones of dynamic in
-    the order of the token's slots, as SGLang does.
+    Every rank below a target is drawn in proportion to its slack target - load; the own rank is preferred 11 to 10. If
+    no candidate has a weight, the own rank keeps the copy, unless a candidate's load times 11 is below the own rank's
+    times 10.
 
     ========  =====================================  ============================  ==========================
     rule      load of rank r                         target: the mean, up, of      candidates
@@ -199,12 +173,9 @@ def route_shared_sampled(
     blog      load of all ranks                      loads + sum(tokens)           visited + own
     ========  =====================================  ============================  ==========================
 
-    static and dynamic are SGLang's (PR 19290), without its two waits for the device and its limit of 32 ranks (here
-    1024). With fewer than 64 rows, padding included, all shared copies stay on the own rank. Weights are rounded down
-    after the preference. Row i draws ``((i ^ rank * 0x9E3779B9) * 1664525 + 1013904223) mod 2^32 mod total``, the same
-    in every layer and step. This is an arithmetic sequence: mostly more even than chance, but far off the weights if
-    its step and the total share factors. blog has no minimum of rows, weighs own slack 11 and other slack 10, and row
-    i draws word i of the stream ``seed`` (SplitMix64) mod total; the modulo's bias is below total / 2^64.
+    static and dynamic are SGLang's (PR 19290). With fewer than 64 rows all shared copies stay on the own rank. Row i
+    draws ``((i ^ rank * 0x9E3779B9) * 1664525 + 1013904223) mod 2^32 mod total``; with blog, word i of the stream
+    ``seed``.
 
     Args:
         slots: [T, K] int32 or int64 routed slots; -1 = absent. K counts absent copies too.
@@ -214,17 +185,13 @@ def route_shared_sampled(
         rank: this rank.
         rule: "static", "dynamic", "blog", or "blog_all": blog with all ranks as candidates.
         seed: 64-bit, used by blog and blog_all only.
-        step: number of the batch on the device, see :func:`isoload.ops.route_sampled`; the stream is then that of
-            seed, step and rank.
-
-    Returns:
-        [T, 1] int32; -1 for a token without a routed copy.
+        step: number of the batch on the device, see :func:`route_sampled`.
     """
     seed = (seed + 2**63) % 2**64 - 2**63
     return call(_route_shared_sampled, slots, load, tokens, slots_per_rank, rank, rule, seed, step)
 
 
-_balance_own = op("balance_own", lambda a: (like(a.topk_ids), ints(a.topk_ids, a.num_experts)))
+_balance_own = op("balance_own")(lambda a: (like(a.topk_ids), ints(a.topk_ids, a.num_experts)))
 
 
 def balance_own(
@@ -239,7 +206,7 @@ def balance_own(
     layer: int = 0,
     sweeps: int = 6,
 ) -> tuple[Tensor, Tensor]:
-    """Run :func:`count`, :func:`plan_own` and :func:`route` in one op with the same slots; on a GPU in one kernel.
+    """Run :func:`count`, :func:`plan_own` and :func:`route` in one op; on a GPU in one kernel.
 
     Args:
         topk_ids: [T, K] int32 or int64 logical experts, each with a replica; -1 = masked.
@@ -247,20 +214,15 @@ def balance_own(
         offset, source, ticks, recent, sent, layer, sweeps: see :func:`plan_own`.
 
     Returns:
-        [T, K] slots in the dtype of topk_ids, -1 where masked; and [E] int32 counts.
-
-    Raises:
-        ValueError: names the argument, the rule and the value; ``recent`` and ``sent`` are then unchanged.
+        [T, K] slots in the dtype of topk_ids, -1 where masked, and [E] int32 counts.
     """
     layout = (tables.data, tables.num_experts, tables.num_ranks, tables.num_slots)
     return call(_balance_own, topk_ids, *layout, offset, ticks, recent, sent, source, layer, sweeps)
 
 
-def _fake_balance_same(a: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+@op("balance_same")
+def _balance_same(a: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     return like(a.topk_ids), ints(a.topk_ids, a.num_ranks, a.num_experts), *fake_split(a, a.topk_ids)
-
-
-_balance_same = op("balance_same", _fake_balance_same)
 
 
 def balance_same(
@@ -276,19 +238,13 @@ def balance_same(
 ) -> tuple[Tensor, Tensor, ExactSplit]:
     """Run :func:`count`, :func:`plan_exact` and :func:`route` in one op, with all copies counted as rank 0's.
 
-    Rank 0's share of the quota is the whole quota: every rank computes the same slots, and nothing is exchanged.
-
     Args:
         topk_ids: [T, K] int32 or int64 logical experts, each with a replica; -1 = masked.
         tables: of this layer.
         tolerance, budget, ticks, objective, ranks_per_node, sweeps: see :func:`plan_exact`.
 
     Returns:
-        [T, K] slots in the dtype of topk_ids, -1 where masked; [R, E] int32 loads, 0 except in rank 0's row; the
-        split, whose send_counts are rank 0's.
-
-    Raises:
-        ValueError: names the argument, the rule and the value.
+        [T, K] slots in the dtype of topk_ids, the same on every rank; [R, E] int32 loads, all in row 0; the split.
     """
     options = split_options(tables, tolerance, budget, objective, ranks_per_node, sweeps)
     layout = (tables.data, tables.num_experts, tables.num_ranks, tables.num_slots)
@@ -296,12 +252,10 @@ def balance_same(
     return slots, loads, ExactSplit(quota, peak, bound, telemetry, quota)
 
 
-def _fake_append_shared_expert(a: Any) -> tuple[Tensor, Tensor]:
+@op("append_shared_expert")
+def _append_shared_expert(a: Any) -> tuple[Tensor, Tensor]:
     shape = (a.slots.shape[0], a.slots.shape[1] + a.ranks.shape[1])
     return a.slots.new_empty(shape), a.weights.new_empty(shape)
-
-
-_append_shared_expert = op("append_shared_expert", _fake_append_shared_expert)
 
 
 def append_shared_expert(
@@ -312,12 +266,11 @@ def append_shared_expert(
     slots_per_rank: int | None = None,
     weight: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """Append a column per shared expert, and renumber slots so that its slot follows every rank's routed ones.
+    """Append a column per shared expert, and renumber slots: shared ones follow every rank's routed ones.
 
     Routed slot p becomes ``p // routed_per_rank * S + p % routed_per_rank``; shared expert j on rank r is slot ``r * S
-    + routed_per_rank + j``. With one shared expert this is SGLang's layout (PR 20089). The same call appends the
-    *logical* ids of shared experts: slots = logical ids, ranks = 0 and routed_per_rank = E give E..E+n-1 and leave the
-    routed ids unchanged.
+    + routed_per_rank + j``, SGLang's layout (PR 20089). Absent copies weigh 0; a token without a routed copy has no
+    shared copies. For *logical* ids pass slots = logical ids, ranks = 0 and routed_per_rank = E.
 
     Args:
         slots: [T, K] int32 or int64 routed slots, routed_per_rank on every rank; -1 = absent.
@@ -325,12 +278,7 @@ def append_shared_expert(
         ranks: [T, n] int32, the rank that computes each of the token's n shared experts; -1 = none.
         routed_per_rank: routed slots per rank in the given ids.
         slots_per_rank: S of the returned ids. Default: routed_per_rank + n.
-        weight: gate weight of every shared copy, a constant. A model that scales the sum of its experts by
-            ``routed_scaling_factor`` afterwards needs 1 / that factor (1.0 if it is 0).
-
-    Returns:
-        slots [T, K + n] and weights [T, K + n] in the dtypes of the arguments. Absent copies weigh 0; a token without
-        any routed copy is padding, and its shared copies are absent too.
+        weight: gate weight of every shared copy: 1 / factor where a model scales the sum by ``routed_scaling_factor``.
     """
     return call(_append_shared_expert, slots, weights, ranks, routed_per_rank, slots_per_rank, weight)
 

@@ -22,11 +22,10 @@ def is_within_node(within: Within) -> bool:
 
 
 def fake_fill(slots: Tensor) -> tuple[Tensor, Tensor]:
-    """Return filled slots and telemetry as fake tensors."""
     return like(slots), ints(slots, *slots.shape[:-1], 5)
 
 
-_top_up = op("top_up", lambda a: fake_fill(a.slot_to_expert))
+_top_up = op("top_up")(lambda a: fake_fill(a.slot_to_expert))
 
 
 def top_up(
@@ -43,14 +42,13 @@ def top_up(
 ) -> SlotFill:
     """Fill the spare slots that are still empty with replicas of hot experts, against errors of a forecast.
 
-    One slot after another: the expert with most copies per replica goes to the least loaded live rank that lacks it
-    and has an empty spare slot. Every expert counts as split evenly over its replicas (in 1/65536 copies, rounded
-    down). Experts without copies are not placed.
+    One slot after another: the expert with most copies per replica goes to the least loaded live rank that lacks it and
+    has an empty spare slot. Experts without copies are not placed.
 
     Args:
-        loads: [E] or [R, E] int32 copies (leading L as slot_to_expert); sources are summed.
+        loads: [E] or [R, E] int32 copies (leading L as slot_to_expert), summed over sources.
         slot_to_expert: [P] or [L, P] int32, with empty or filled spare slots.
-        home_slot, num_ranks, fixed, alive: as in :func:`isoload.ops.plan_fill`.
+        home_slot, num_ranks, fixed, alive: as in :func:`plan_fill`.
         spare_slots: how many slots of every rank may be filled if they are -1, the last ones.
         ranks_per_node: divides R; None = R. Used in the telemetry, which covers all spare slots.
         within: "node": an expert goes only to ranks in the node of its home slot. "all": anywhere.
@@ -60,20 +58,15 @@ def top_up(
     return SlotFill(*call(_top_up, loads, *placement, fixed, alive, is_within_node(within)))
 
 
-_borrow, _borrow_backward = op("borrow", lambda a: None), op("borrow_backward", lambda a: None)
+_borrow, _borrow_backward = op("borrow")(lambda a: None), op("borrow_backward")(lambda a: None)
 
 
 def addresses(stacks_per_rank: Sequence[Sequence[Tensor]]) -> Tensor:
-    """Return the table of addresses by which :func:`borrow` reaches the stacks of ranks in this process.
-
-    The table does not keep memory alive: keep the stacks as long as the table is used.
+    """Return the table [R, W] int64 by which :func:`borrow` reaches the stacks of ranks in this process; 0 = no rows.
 
     Args:
-        stacks_per_rank: ``[R][W]`` contiguous tensors, [rows, ...] each; stack w has rows of one shape and dtype on
-            every rank.
-
-    Returns:
-        [R, W] int64 on the device of the first stack; 0 for a stack without rows.
+        stacks_per_rank: ``[R][W]`` contiguous tensors [rows, ...] to be kept alive; stack w has equal rows on all
+            ranks.
     """
     first = stacks_per_rank[0] if stacks_per_rank else []
     if not first:
@@ -109,20 +102,18 @@ def borrow(
 ) -> None:
     """Copy the weights of the experts in a rank's spare slots from their home slots, byte for byte.
 
-    One kernel per eight stacks reads the plan on the device. The home weights must be complete on every rank before
-    the kernel starts, and must not change until it ends; the op does not synchronise ranks.
+    Home weights must be complete on every rank before and must not change meanwhile; the op does not synchronise ranks.
+    CUDA does not write the row of an expert or home out of range, or of an address 0.
 
     Args:
         slot_to_expert: [P] int32, of a plan; the last spare_slots of every rank hold borrowed experts, -1 = empty.
         home: [E, 2] int32 rank and weight row of every expert's home slot; (-1, -1) = none.
         peers: [R, W] int64 address of row 0 of stack w on rank r, as this rank reaches it (:func:`addresses`); 0 =
-            none. Rows there are as long as those of ``spare[w]``.
-        spare: W stacks [spare_slots, ...] of any dtype, contiguous; rows of filled slots are written, others are not.
+            none.
+        spare: W stacks [spare_slots, ...] of any dtype, contiguous; only rows of filled slots are written.
         num_ranks: R, divides P.
         rank: this rank.
         blocks: limit of thread blocks on CUDA; the rest of the device stays free for kernels that run concurrently.
-
-    If an expert or its home is out of range, or an address is 0, CUDA does not write the row.
     """
     call(_borrow, slot_to_expert, home, peers, list(spare), num_ranks, rank, blocks)
     # Autograd must detect that saved rows are overwritten; the op alone does not report it.
@@ -141,27 +132,25 @@ def borrow_backward(
     *,
     blocks: int = 32,
 ) -> None:
-    """Add the gradients of a rank's lent experts to its home rows, by borrowing rank and then by slot.
+    """Add the gradients of a rank's lent experts to its home rows, by borrowing rank, then slot: always the same bits.
 
-    The order is fixed, so the sum has the same bits on every device and in every run (a NaN stays a NaN).
+    CUDA adds nothing for an expert or home out of range, or an address 0.
 
     Args:
         slot_to_expert, home, num_ranks, rank: as in :func:`borrow`.
         peers: [R, W] int64 address of row 0 of rank r's gradient pool of stack w, [spare_slots, ...]; 0 = none.
-        totals: W stacks [homes, ...], contiguous, read and written. Either of the pools' dtype: sums are then computed
-            in max(float32, dtype) and rounded once. Or float32 for bfloat16 and float16 pools.
+        totals: W stacks [homes, ...], contiguous, read and written, of the pools' dtype (sums are computed in
+            max(float32, dtype) and rounded once), or float32 for bfloat16 and float16 pools.
         spare_slots: rows of every pool.
         dtype: of the pools: float64, float32, bfloat16 or float16.
         blocks: limit of thread blocks on CUDA.
-
-    If an expert or its home is out of range, or an address is 0, CUDA adds nothing.
     """
     on = (num_ranks, rank, spare_slots, dtype, blocks)
     call(_borrow_backward, slot_to_expert, home, peers, list(totals), *on)
     increment_version(totals)
 
 
-_plan_fill = op("plan_fill", lambda a: fake_fill(a.slot_to_expert))
+_plan_fill = op("plan_fill")(lambda a: fake_fill(a.slot_to_expert))
 MILLION = 1_000_000
 
 
@@ -189,20 +178,19 @@ def plan_fill(
     For a level, the largest copies on each rank above the level go, whole if they fit, to the rank with the most free
     capacity below it that has a free spare slot or holds the expert already. The first level is the capacity. If the
     spare slots do not suffice for it, or if imports have a price, up to five higher levels are tried. The cheapest
-    level is returned: the cost of a level is its largest load plus the imports of the busiest importer plus the
-    exports of the busiest exporter. Nothing is imported if no level costs less than the copies at the start. A rank
-    gets an expert at most once.
+    level is returned: its largest load plus the imports of the busiest importer plus the exports of the busiest
+    exporter. Nothing is imported if no level costs less than the copies at the start.
 
     Args:
-        loads: [E] or [R, E] int32 copies (leading L as slot_to_expert); sources are summed.
-        slot_to_expert: [P] or [L, P] int32, the placement; -1 in the last spare_slots of every rank. Ids from E on
-            are no routed experts.
+        loads: [E] or [R, E] int32 copies (leading L as slot_to_expert), summed over sources.
+        slot_to_expert: [P] or [L, P] int32, the placement; -1 in the last spare_slots of every rank. Ids from E on are
+            no routed experts.
         home_slot: [E] int32 (leading L as above) slot that owns each expert's weights.
         num_ranks: R, divides P.
         spare_slots: how many experts a rank can import.
         fixed: [R] int32 copies that ranks carry in addition and cannot give away (leading L as above).
-        start: [P] int32 copies per slot before any import (leading L as above), e.g. the quota of the exact split
-            over replicas; adds up to the loads. None = all in home slots (plain EP).
+        start: [P] int32 copies per slot before any import (leading L as above), e.g. the quota of the exact split over
+            replicas; adds up to the loads. None = all in home slots (plain EP).
         alive: [R] bool; dead ranks import nothing. None = all are alive.
         ranks_per_node: divides R; None = R.
         capacity_factor: the lowest level, 1..1000 times the mean load of the live ranks, rounded up.

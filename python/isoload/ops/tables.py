@@ -9,25 +9,24 @@ from torch import Tensor
 
 from isoload.ops.library import call, op
 
-FIELDS = ("header", "offsets", "slots", "ranks", "solo", "split", "order", "classes")
+FIELDS = (  # all int32, with the leading dimension of the data
+    "header",  # [2] number of replicated experts, number of classes
+    "offsets",  # [E+1] expert e's replicas are ``slots[offsets[e]:offsets[e+1]]``
+    "slots",  # [P] replicas of every expert, ascending; unused entries are -1
+    "ranks",  # [P] ``slots // S``; unused entries are -1
+    "solo",  # [P] the expert whose only replica is slot p, else -1
+    "split",  # [P] index into ``order`` of the replicated expert in slot p, else -1
+    "order",  # [E] replicated experts, class by class; unused entries are -1
+    "classes",  # [E+1] class k is ``order[classes[k]:classes[k+1]]``; its experts share no rank
+)
 
 
 @dataclass(frozen=True)
 class ReplicaTables:
-    """The slots of every expert, read by planners and routers; made by :func:`isoload.ops.replica_tables`.
+    """The slots of every expert, from :func:`isoload.ops.replica_tables`: FIELDS after one another in ``data [...,
+    size]``.
 
-    ``data [..., size]`` holds the fields below one after another, per layer. Of two slots of one expert on one rank
-    only the lower counts. A *replicated* expert has replicas on two or more ranks.
-
-    Fields (all int32, with the leading dimension of ``data``):
-        header    [2]    number of replicated experts, number of classes
-        offsets   [E+1]  expert e's replicas are ``slots[offsets[e]:offsets[e+1]]``
-        slots     [P]    replicas of every expert, ascending; unused entries are -1
-        ranks     [P]    ``slots // S``; unused entries are -1
-        solo      [P]    the expert whose only replica is slot p, else -1
-        split     [P]    index into ``order`` of the replicated expert in slot p, else -1
-        order     [E]    replicated experts, class by class; unused entries are -1
-        classes   [E+1]  class k is ``order[classes[k]:classes[k+1]]``; its experts share no rank
+    Of two slots of one expert on one rank only the lower counts. A *replicated* expert has replicas on several ranks.
     """
 
     data: Tensor
@@ -41,7 +40,6 @@ class ReplicaTables:
         return 2 + 3 * num_experts + 2 + 4 * num_slots
 
     def field(self, name: str) -> Tensor:
-        """Return a view of one field, ``[..., length]``."""
         if name not in FIELDS:
             raise ValueError(f"name must be one of {', '.join(FIELDS)}, got {name!r}")
         experts, slots, at = self.num_experts, self.num_slots, FIELDS.index(name)
@@ -49,7 +47,6 @@ class ReplicaTables:
         return self.data.narrow(-1, sum(lengths[:at]), lengths[at])
 
     def __getitem__(self, layer: int) -> ReplicaTables:
-        """Return the tables of one layer of a batch."""
         return ReplicaTables(self.data.select(0, layer), self.num_ranks, self.num_experts, self.num_slots)
 
     def is_replica(self) -> Tensor:
@@ -57,7 +54,7 @@ class ReplicaTables:
         return torch.logical_or(self.field("solo") >= 0, self.field("split") >= 0)
 
 
-_replica_tables = op("replica_tables", lambda a: None)
+_replica_tables = op("replica_tables")(lambda a: None)
 
 
 def replica_tables(slot_to_expert: Tensor, num_ranks: int, num_experts: int) -> ReplicaTables:

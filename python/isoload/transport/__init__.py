@@ -2,7 +2,7 @@
 
 from isoload.transport.collective import CollectiveGroup, await_all
 from isoload.transport.dispatcher import Dispatcher, Received
-from isoload.transport.exchanges import SendCounts, Traffic
+from isoload.transport.exchanges import SendCounts
 from isoload.transport.group import DTYPES, STAGES, Call, Group, checksum, error_code
 from isoload.transport.row_dispatcher import NodeDispatcher, RowDispatcher
 from isoload.transport.transport import CollectiveTransport, LocalGroup, LocalTransport, Transport
@@ -21,7 +21,6 @@ __all__ = [
     "Received",
     "RowDispatcher",
     "SendCounts",
-    "Traffic",
     "Transport",
     "await_all",
     "checksum",

@@ -1,7 +1,4 @@
-"""CollectiveGroup: one rank per process over torch.distributed, gloo on CPU and NCCL on GPUs.
-
-A trial decides whether every rank of the group reads the memory of every other rank's GPU (symmetric memory).
-"""
+"""CollectiveGroup: one rank per process over torch.distributed, with symmetric memory where a trial of it succeeds."""
 
 from __future__ import annotations
 
@@ -57,7 +54,6 @@ def host_of() -> tuple[str, str]:
 
 
 def gpu_of(device: torch.device) -> str:
-    """Return the UUID of a GPU."""
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
@@ -108,17 +104,8 @@ def check_paths(sites: Sequence[Site], rank: int) -> None:
 def make_symmetric(
     group: Group, processes: dist.ProcessGroup, device: torch.device, timeout: timedelta, limit: timedelta
 ) -> SymmetricMemory:
-    """Make symmetric memory on all ranks, or raise on all ranks.
-
-    torch's rendezvous waits for file descriptors without a timeout and without releasing Python's lock. It must not
-    begin before all ranks have checked that the descriptors will arrive.
-
-    Args:
-        group: the ranks that read each other's memory.
-        processes: their process group.
-        device: this rank's GPU.
-        timeout: of the processes' exchanges.
-        limit: for which a rank waits for others in the trial.
+    """Make symmetric memory on all ranks, or raise on all ranks. torch's rendezvous waits for file descriptors without
+    a timeout and without releasing Python's lock: all ranks first check that the descriptors will arrive.
     """
     rank, path = group.ranks[0], path_of(os.getpid())
     try:
@@ -160,9 +147,6 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 def device_of(process_group: dist.ProcessGroup) -> torch.device:
-    """Return the device of a process group's exchanges: this process's GPU if the group has a backend for it, else
-    the CPU.
-    """
     if torch.cuda.is_available() and "cuda:" in dist.get_backend_config(process_group):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
@@ -181,17 +165,7 @@ TRIAL_WAIT = timedelta(seconds=30)  # for which a process waits for others in th
 
 
 def await_all(call: str, limit: timedelta | None = None) -> None:
-    """Wait until all processes of the default group have made a call, without a collective that could hang.
-
-    A process that waits longer than FIRST_WAIT warns and names the ranks that are missing.
-
-    Args:
-        call: name of the call, for messages.
-        limit: how long to wait. None: the group's timeout.
-
-    Raises:
-        RuntimeError: some processes have not made the call within the limit; names their ranks.
-    """
+    """Wait until all processes make a call, without a collective: warn after FIRST_WAIT, raise after the limit."""
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return
     store, rank, size = dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
@@ -224,17 +198,12 @@ _calls: WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = WeakKeyDictionary()
 
 
 class CollectiveGroup(Group):
-    """Owns this process's rank of a process group. All ranks of the group construct it together.
-
-    If a peer dies, each call fails with a RuntimeError that names the stage: at once if the backend detects the closed
-    connection, else after the process group's timeout.
+    """One rank per process. All ranks construct it together. If a peer dies, each call raises after the group's
+    timeout.
 
     Args:
-        topology: R ranks, or the number R, as many as the process group has.
+        topology: R ranks, or the number R, as many as the process group has. Must be the same on all ranks.
         process_group: None = the default group.
-
-    Raises:
-        ValueError: on all ranks, if the topology does not fit the process group or differs between the ranks.
     """
 
     def __init__(self, topology: Topology | int, process_group: dist.ProcessGroup | None = None) -> None:
@@ -244,19 +213,16 @@ class CollectiveGroup(Group):
         with self.agreeing("construction") as facts:
             facts["topology"] = self.topology
         if self.topology.num_ranks != size:
-            num_ranks = self.topology.num_ranks
-            raise ValueError(f"topology must have the group's {size} ranks, got {num_ranks}")
+            raise ValueError(f"topology must have the group's {size} ranks, got {self.topology.num_ranks}")
 
     @classmethod
     def own(cls, topology: Topology | int, like: dist.ProcessGroup | None = None) -> CollectiveGroup:
-        """Create a group over the processes of `like`, with a communicator that no other code uses.
-
-        All processes of the default group call it together, as :func:`torch.distributed.new_group` requires. The
-        timeout is that of the other group.
+        """Create a group with a communicator that no other code uses; all processes of the default group call it
+        together.
 
         Args:
-            topology: the ranks, or their number R. R must be the number of processes of `like`.
-            like: group whose processes join; None = all processes.
+            topology: R ranks, or the number R: as many as `like` has.
+            like: group whose processes join and whose timeout applies; None = all processes.
         """
         ranks = None if like is None else dist.get_process_group_ranks(like)
         process_group = dist.group.WORLD if like is None else like
@@ -335,20 +301,8 @@ class CollectiveGroup(Group):
         node: dist.ProcessGroup | None = None,
         row: Tensor | None = None,
     ) -> Tensor | None:
-        """Raise on all ranks (of a node), on CPU, unless all ranks are in this stage with rows of one size.
-
-        Without this check gloo would abort. A row that fits into the frame travels with it. On a GPU a frame would be
-        one more collective and a host wait, so there only the group's timeout applies.
-
-        Args:
-            stage: of the exchange that follows.
-            like: a tensor on the exchange's device.
-            size: bytes of a row.
-            node: the ranks of a node; None = all ranks.
-            row: [F] what this rank sends, where all ranks receive it.
-
-        Returns:
-            [n, F] the rows of all ranks; None if the rows are still to be exchanged.
+        """On CPU, raise on all ranks unless all are in this stage with rows of one size; gloo would abort. Return all
+        ranks' rows [n, F] if `row` [F] travelled along. On a GPU a frame would be one more collective and a host wait.
         """
         if not values_readable(like) or like.device.type != "cpu":
             return None
@@ -376,7 +330,6 @@ class CollectiveGroup(Group):
         return gathered
 
     def peers(self, device: torch.device) -> Peers | str:
-        """Return symmetric memory if a trial of it succeeds, else the reason as text; the same on all ranks."""
         if device.type != "cuda":
             return f"processes cannot read each other's memory on {device.type}"
         return self.memo(("symmetric memory",), lambda: self._try_symmetric(device))

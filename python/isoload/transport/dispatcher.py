@@ -1,9 +1,7 @@
 """Dispatcher: sends tokens to the ranks of their slots, and returns the results to the tokens.
 
-A token travels once to every rank that has one of its slots, and combine returns it by the same map. Dispatch and
-combine are each other's backward. Lists are indexed by the ranks that the process owns. A node of the autograd graph
-depends on both functions on every rank, whether or not that rank needs a gradient: a rank without the node would not
-enter the collectives for which all other ranks wait.
+Each of dispatch and combine is the other's backward. A node of the autograd graph depends on both on every rank:
+without it a rank that needs no gradient would not enter the collectives for which other ranks wait.
 """
 
 from __future__ import annotations
@@ -30,115 +28,82 @@ FACTS = ("hidden size of x", "dtype of x", "top-k of slots", "dtype of weights",
 
 @dataclass(frozen=True, eq=False)
 class Received:
-    """Rows that one rank received.
+    """Rows that one rank received, in the dispatcher's order; all slots of a padding row are -1."""
 
-    rows     [N, H]  in the dtype of x
-    slots    [N, K]  int32 or int64, local slot 0..S-1 of the row's copies; -1 = absent (that copy went elsewhere)
-    weights  [N, K]  gate weights, which the experts' side multiplies by; 0 where slots is -1
-    handle           for combine; only the dispatcher that made it reads it
-    max_copies       upper bound of the number of copies, if the host has one: limits the experts' memory
-    ends             [S] if every row is of one copy (K = 1) and rows are sorted by slot: rows of slot s end at ends[s]
-
-    A row whose slots are all -1 is padding. N, K and the order of rows depend on the dispatcher; rows, slots and
-    weights may be parts of one buffer, not contiguous.
-    """
-
-    rows: Tensor
+    rows: Tensor  # [N, H] in the dtype of x
+    # [N, K] int32 or int64, local slots 0..S-1 of the row's copies; -1 = that copy went elsewhere
     slots: Tensor
-    weights: Tensor
-    handle: object
+    weights: Tensor  # [N, K] gate weights, which the experts' side multiplies by; 0 where slots is -1
+    handle: object  # for combine of the dispatcher that made it
+    # Upper bound of the copies, if the host has one: limits the experts' memory
     max_copies: int | None = None
+    # [S] if K = 1 and rows are sorted by slot: rows of slot s end at ends[s]
     ends: Sequence[int] | None = None
 
 
 class Dispatcher(Shared, ABC):
-    """Moves rows between the ranks of a group; lists are indexed by the ranks that this process owns.
-
-    Every rank makes the same calls in the same order, T = 0 included. Where gradients are recorded, dispatch is
-    differentiable in x and weights and combine in y. Backward enters its exchanges on every rank whose combined result
-    takes part in the loss, even if nothing else requires a gradient.
-
-    max_tokens_per_rank  the fixed capacity: most tokens of a rank in a batch; None = any number
-    host_waits           whether the host waits once in a dispatch, for the number of received rows
-    weights_at_source    whether combine multiplies by the gate weights, as DeepEP's low-latency mode does; Received
-                         then has a row per copy and weights of 1
-    adds_by_rank         whether combine adds by ascending rank; otherwise by the place of a rank's last copy among a
-                         token's choices, own contributions first
-    adds_in_nodes        whether combine first adds inside nodes, by ascending rank, rounds to the dtype of the rows,
-                         and then adds the nodes, with the own contribution after the sum of the rank's node
-    dtypes               supported dtypes of rows
-    hidden_multiple      H must be a multiple of it
+    """Moves rows between the ranks of a group; lists are indexed by the ranks that this process owns. Every rank makes
+    the same calls in the same order, T = 0 included; backward too, if its combined result takes part in the loss.
     """
 
     group: Group
+    # The fixed capacity: most tokens of a rank in a batch; None = any number
     max_tokens_per_rank: int | None = None
-    host_waits: bool = True
+    host_waits: bool = True  # once in a dispatch, for the number of received rows
+    # Whether combine multiplies by the gate weights: then Received has a row per copy and weights of 1.
     weights_at_source: bool = False
+    # Whether combine adds by ascending rank; otherwise by the place of a rank's last copy among a token's choices,
+    # own contributions first.
     adds_by_rank: bool = True
+    # Whether combine first adds inside nodes, by ascending rank, rounds to the dtype of the rows, and then adds the
+    # nodes, with the own contribution after the sum of the rank's node.
     adds_in_nodes: bool = False
     dtypes: tuple[torch.dtype, ...] = DTYPES
-    hidden_multiple: int = 1
+    hidden_multiple: int = 1  # H must be a multiple of it
 
     @abstractmethod
     def dispatch(
         self, x: Owned, slots: Owned, weights: Owned, slots_per_rank: int, call: Call | None = None
     ) -> list[Received]:
-        """Send every token to each rank that has one of its slots.
+        """Send every token to each rank that has one of its slots. Differentiable in x and weights.
+
+        If an argument is wrong, all ranks raise; on a GPU without row counts only if ``gather_loads`` transmitted the
+        failure.
 
         Args:
             x: [T, H] float64, float32, bfloat16 or float16 each; T may differ and be 0.
             slots: [T, K] int32 or int64 each, global: the result of :func:`isoload.route`; -1 = absent.
             weights: [T, K] float32 each; with float64 x also float64, which keeps their gradients exact.
             slots_per_rank: S; slot p is on rank p // S.
-            call: its facts travel with the row counts. If the host does not wait for row counts, the facts are
-                compared where values are readable (on CPU; elsewhere under ISOLOAD_CHECK=1).
-
-        Raises:
-            ValueError: names the argument, the rule and the value. The other ranks raise too and name rank and stage;
-                if the host does not wait they do so on CPU, elsewhere only if ``gather_loads`` transmitted the
-                failure.
-            RuntimeError: names the stage, if a rank is gone.
+            call: its facts travel with the row counts, or are compared where values are readable.
         """
 
     @abstractmethod
     def combine(self, y: Owned, received: list[Received], own: Owned | None = None) -> Owned:
-        """Return every row to its token and add up.
+        """Return every row to its token and add up: [T, H] each, 0 for a token without copies. Differentiable in y.
+
+        Sums are accumulated in max(float32, dtype) and rounded once, by ascending rank unless the attributes differ.
 
         Args:
             y: [N, H] each, in the dtype of the received rows: weighted and summed over the row's local copies.
             received: result of dispatch.
-            own: [T, H] each, in the dtype of y: the rank's contribution to its own tokens, computed without dispatch,
-                0 for a token without one. It joins the sum in the position of the rank itself.
-
-        Returns:
-            [T, H] each: the plain sum, by ascending rank unless the dispatcher declares another order, accumulated in
-            max(float32, dtype) and rounded once; 0 for a token without copies.
-
-        Raises:
-            ValueError: names the argument, the rule and the value.
-            RuntimeError: names the stage, if a rank is gone.
+            own: [T, H] each: the rank's contribution to its own tokens without dispatch; added in the rank's position.
         """
 
     @abstractmethod
     def carry_failure(self, call: Call) -> None:
-        """Take part in the exchange of a dispatch, if there is one, so that the other ranks raise; then raise the
-        failure.
-        """
+        """Take part in the exchange of a dispatch, if any, so that the other ranks raise; then raise the failure."""
 
     def start_dispatch(
         self, x: Owned, slots: Owned, weights: Owned, slots_per_rank: int, call: Call | None = None
     ) -> Callable[[], list[Received]]:
-        """Begin :meth:`dispatch` and return a function that waits for the rows; call it once.
-
-        Other work and other exchanges may come before that. Forward only: raises ValueError if gradients are recorded.
-        A dispatcher without an implementation of its own has the rows at once.
-        """
+        """Begin :meth:`dispatch`, without gradients; return a function that waits for the rows, to be called once."""
         refuse_gradients()
         received = self.dispatch(x, slots, weights, slots_per_rank, call)
         return lambda: received
 
     def check_dispatch(self, x: Owned, slots: Owned, weights: Owned, call: Call | None) -> Call:
-        """Return the call after checking the arguments of all owned ranks; else raise ValueError."""
+        """Return the call after checking that all arguments have an entry per owned rank; else raise ValueError."""
         for name, tensors in (("x", x), ("slots", slots), ("weights", weights)):
             self.group.check_owned(name, tensors)
         return Call(self.group, device=x[0].device) if call is None else call
@@ -157,7 +122,6 @@ class Dispatcher(Shared, ABC):
         return handles
 
     def check_own(self, local: Owned | None, received: list[Received], num_tokens: Sequence[int]) -> None:
-        """Raise ValueError unless own contributions, if any, have one row per token of each owned rank."""
         if local is not None:
             self.group.check_owned("own", local)
             self._check_like("own", local, received, num_tokens, "the rank's tokens")
@@ -174,7 +138,6 @@ class Dispatcher(Shared, ABC):
 
 
 def refuse_gradients() -> None:
-    """Raise ValueError if gradients are recorded."""
     if torch.is_grad_enabled():
         raise ValueError("start_dispatch must run under torch.no_grad(), got gradients recorded")
 
@@ -182,12 +145,7 @@ def refuse_gradients() -> None:
 def dispatch_facts(
     rank: int, x: Tensor, slots: Tensor, weights: Tensor, slots_per_rank: int, num_ranks: int
 ) -> tuple[int, ...]:
-    """Return FACTS of one rank's arguments.
-
-    Raises:
-        ValueError: names the argument, the rule and the value. If the values of slots are not readable, a slot
-            out of range is an absent copy.
-    """
+    """Return FACTS of one rank's arguments, or raise ValueError. Slots are checked where values are readable."""
     if x.dim() != 2 or x.dtype not in DTYPES:
         raise ValueError(
             f"x of rank {rank} must be [T, H] of {', '.join(map(str, DTYPES))}, got {list(x.shape)} {x.dtype}"
@@ -223,25 +181,16 @@ Columns = list[tuple[Tensor, ...]]
 
 @dataclass(frozen=True, eq=False)
 class RowMap(SendCounts):
-    """The rows that a rank sends (n of them, by destination, then token) and how many it receives.
+    """The rows that a rank sends (n of them, by destination, then token) and how many it receives."""
 
-    row_to_token   [n] int64     T where the row is padding
-    row_to_rank    [n] int64     destination, R where the row is padding; where rows go to nodes, a node
-    token_to_rows  [T, D] int64  the token's rows by ascending destination, n for none
-    own            the destination to which the rank itself belongs
-    """
-
-    row_to_token: Tensor
-    row_to_rank: Tensor
-    token_to_rows: Tensor
-    own: int
+    row_to_token: Tensor  # [n] int64, T where the row is padding
+    row_to_rank: Tensor  # [n] int64, destination, R where the row is padding; where rows go to nodes, a node
+    token_to_rows: Tensor  # [T, D] int64, the token's rows by ascending destination, n for none
+    own: int  # the destination to which the rank itself belongs
 
 
 def with_own(map_: RowMap) -> Tensor:
-    """Return [T, D + 1] token_to_rows in which row n + t is the own contribution of token t, in the rank's position.
-
-    It follows the token's row from the rank itself, if there is one. n + T is no row.
-    """
+    """Return [T, D + 1] token_to_rows with row n + t, a token's own contribution, in the rank's own position."""
     num_rows, (tokens, _) = len(map_.row_to_rank), map_.token_to_rows.shape
     nowhere = len(map_.sent)
     row_to_rank = torch.cat([map_.row_to_rank, map_.row_to_rank.new_full((1,), nowhere)])
@@ -261,12 +210,10 @@ def as_bytes(rows: Tensor) -> Tensor:
 
 
 def pack(*columns: Tensor) -> Tensor:
-    """Return [n, bytes] uint8: contiguous columns [n, F], joined."""
     return torch.cat([as_bytes(column) for column in columns], dim=1)
 
 
 def unpack(buffer: Tensor, layout: Sequence[tuple[int, torch.dtype]]) -> list[Tensor]:
-    """Return the columns of a packed buffer, given their widths and dtypes."""
     parts = buffer.split([width * dtype.itemsize for width, dtype in layout], dim=1)
     # clone, not contiguous(): a single row is contiguous already, at an offset that may not be aligned for its dtype.
     return [
@@ -321,10 +268,7 @@ class Dispatch(torch.autograd.Function):
 
 
 class Combine(torch.autograd.Function):
-    """y [N, H] and optionally own contributions [T, H] -> [T, H].
-
-    The link makes dispatch's backward run even if no other tensor depends on it.
-    """
+    """y [N, H], optionally own [T, H] -> [T, H]. The link makes dispatch's backward run in every case."""
 
     @staticmethod
     def forward(

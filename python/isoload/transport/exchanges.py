@@ -1,8 +1,4 @@
-"""Exchanges: moves tensors between the ranks that share a layer, and counts rows and bytes.
-
-Virtual ranks share the memory of a process; GPUs may share symmetric memory. If every rank can read the memory of
-every other rank, rows are read in place.
-"""
+"""Exchanges: moves tensors between the ranks that share a layer, and counts rows and bytes."""
 
 from __future__ import annotations
 
@@ -26,16 +22,14 @@ OVERLAP = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 
 
 class Peers:
-    """Memory that all ranks of a group can read. Virtual ranks share a process, so they can read any tensor. Lists of
-    own tensors are indexed by the owned ranks.
-    """
+    """Memory that all ranks of a group read in place. Virtual ranks share a process, so they read any tensor."""
 
     def new(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return zeros that every rank can read, of one shape on all ranks. All ranks call it together."""
         return torch.zeros(*shape, dtype=dtype, device=device)
 
     def reach(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Return [R] every rank's tensor, given the own tensors from :meth:`new`."""
+        """Return [R] every rank's tensor, given the owned ranks' tensors from :meth:`new`."""
         return tensors
 
     def meet(self) -> None:
@@ -43,15 +37,8 @@ class Peers:
 
 
 class SymmetricMemory(Peers):
-    """Tensors on CUDA devices that the other ranks of a process group read in place. All make them in the same order.
-
-    Memory that one call of :meth:`new` shares is freed with the tensor that it returned.
-
-    Args:
-        group: processes that read each other's memory. Several of them on one device need OVERLAP=1.
-        device: this rank's GPU.
-        timeout: of barriers. After it the barrier kills the CUDA context.
-        masked: whether GPUs have the same device index in their processes, so that torch treats them as one GPU.
+    """Tensors on CUDA devices that other ranks read in place, made by all ranks in the same order. After `timeout` a
+    barrier kills the CUDA context. `masked`: GPUs share a device index, so that torch treats them as one GPU.
     """
 
     def __init__(
@@ -122,28 +109,20 @@ class Shared:
 
 @dataclass
 class Traffic:
-    """Rows and bytes that this process passed to the exchanges since the group was made.
+    """Rows and bytes that this process passed to the exchanges since the group was made."""
 
-    rows        [R, R] int64  rows dispatched, source x destination; only the process's own sources are filled.
-    DeepEP's
-                              rows are not counted: DeepEP numbers them itself
-    bytes                     by stage. Padding and bytes that a rank sends to itself are included; the frames that
-                              processes on CPU exchange to compare their stages are not
-    host_syncs                number of times the host waited for received values
-    """
-
+    # [R, R] int64 rows dispatched, source x destination; only own sources are filled, DeepEP's rows are not counted.
     rows: Tensor
+    # By stage, with padding and bytes that a rank sends to itself, without the frames that processes on CPU compare.
     bytes: Counter[str] = field(default_factory=Counter)
-    host_syncs: int = 0
+    host_syncs: int = 0  # how often the host waited for received values
 
     @classmethod
     def of(cls, num_ranks: int, device: torch.device) -> Traffic:
-        """Return empty counts."""
         with torch.inference_mode(False):  # otherwise only inference mode could add to it
             return cls(torch.zeros(num_ranks, num_ranks, dtype=torch.int64, device=device))
 
     def move_to(self, device: torch.device) -> None:
-        """Move the counts to the device of the rows."""
         with torch.inference_mode(False):
             self.rows = self.rows.to(device)
 
@@ -162,15 +141,8 @@ class SendCounts:
 
 
 class Exchanges(Shared, ABC):
-    """R ranks that exchange tensors; lists are indexed by ``ranks``, those that this process owns.
-
-    Every rank makes the same calls in the same order. Each exchange has a stage, which names it in errors and in
-    ``traffic.bytes``. A subclass moves the bytes: ``_gather``, ``_swap`` and ``gather_objects``, and optionally
-    ``_start_gather``.
-
-    Args:
-        topology: R ranks, or the number R.
-        ranks: the ranks that this process owns.
+    """R ranks that exchange tensors; lists are indexed by ``ranks``, those that this process owns. Every rank makes the
+    same calls in the same order. Each exchange has a stage, which names it in errors and in ``traffic.bytes``.
     """
 
     def __init__(self, topology: Topology | int, ranks: Sequence[int]) -> None:
@@ -187,14 +159,11 @@ class Exchanges(Shared, ABC):
 
     @property
     def owns_all(self) -> bool:
-        """Whether this process owns every rank."""
         return len(self.ranks) == self.topology.num_ranks
 
     @abstractmethod
     def _gather(self, stage: str, rows: Owned, in_node: bool = False) -> Tensor:
-        """Return [R, F], the row [F] of every rank. in_node: only of the ranks of the owned ranks' nodes, 0 for
-        others.
-        """
+        """Return [R, F], the row [F] of every rank. in_node: only ranks of the owned ranks' nodes, 0 for other rows."""
 
     @abstractmethod
     def _swap(
@@ -225,23 +194,10 @@ class Exchanges(Shared, ABC):
         return self._start_gather(stage, rows)
 
     def send(self, stage: str, buffers: Owned, counts: Sequence[SendCounts]) -> Owned:
-        """Exchange rows between all ranks (all-to-all).
-
-        Args:
-            stage: see :class:`Exchanges`.
-            buffers: [sum(sent), F] each, by destination; F and dtype are the same on all ranks.
-            counts: of every owned rank.
-
-        Returns:
-            [sum(got), F] each, by source.
-
-        Raises:
-            RuntimeError: names the stage, if a rank is gone.
-        """
+        """Exchange rows (all-to-all): [sum(sent), F] by destination -> [sum(got), F] by source."""
         return self.swap(stage, buffers, [c.sent for c in counts], [c.got for c in counts])()
 
     def start_send(self, stage: str, buffers: Owned, counts: Sequence[SendCounts]) -> Callable[[], Owned]:
-        """Begin :meth:`send` and return a function that waits for the rows; other exchanges may come before that."""
         return self.swap(stage, buffers, [c.sent for c in counts], [c.got for c in counts], True)
 
     def send_back(self, stage: str, buffers: Owned, counts: Sequence[SendCounts]) -> Owned:
@@ -251,7 +207,6 @@ class Exchanges(Shared, ABC):
     def swap(
         self, stage: str, buffers: Owned, sent: PerRank, got: PerRank, begun: bool = False
     ) -> Callable[[], Owned]:
-        """Exchange buffers [sum(sent), F] by destination -> [sum(got), F] by source, as :meth:`_swap`."""
         self.traffic.bytes[stage] += sum(map(num_bytes, buffers))
         return self._swap(stage, buffers, sent, got, begun)
 
@@ -271,7 +226,6 @@ class Exchanges(Shared, ABC):
         self.traffic = Traffic.of(self.topology.num_ranks, self.traffic.rows.device)
 
     def check_owned(self, name: str, entries: Sequence[object]) -> None:
-        """Raise ValueError unless a list has an entry per owned rank."""
         if len(entries) != len(self.ranks):
             raise ValueError(
                 f"{name} must have one entry per owned rank ({len(self.ranks)}), got {len(entries)}"

@@ -1,7 +1,4 @@
-"""Collective operations of an expert-parallel group, with error propagation: if one rank fails, every rank raises.
-
-A failure has a code for its stage. If ranks differ in a fact, the error names them.
-"""
+"""Collective operations of an expert-parallel group, with error propagation: if one rank fails, every rank raises."""
 
 from __future__ import annotations
 
@@ -42,10 +39,7 @@ def raise_failure(codes: Sequence[int]) -> None:
 
 @torch.library.custom_op("isoload::loads_of", mutates_args=())
 def loads_of(loads: Tensor, first: Tensor) -> Tensor:
-    """Return the loads [R, E] if no rank failed, else raise. In first [R], a failed rank has minus its code.
-
-    This is an op, so that compiled code on CPU reads the codes when it runs and not when it is traced.
-    """
+    """Return the loads [R, E] if no rank failed, else raise: an op, so that compiled code on CPU reads the codes."""
     raise_failure([max(-count, 0) for count in first.tolist()])
     return loads.clone()
 
@@ -60,7 +54,6 @@ def rank_failed(rank: int, stage: str) -> str:
 
 
 def raise_unlike(name: str, values: Sequence[object], first: int = 0, reason: str = "") -> None:
-    """Raise ValueError if the values of the ranks from first on differ, and name the first rank that does."""
     for rank, value in enumerate(values, first):
         if value != values[0]:
             raise ValueError(
@@ -83,7 +76,6 @@ def stage_header(stage: str, row_bytes: int) -> Tensor:
 
 
 def raise_other_stage(headers: Tensor, first: int = 0) -> None:
-    """Raise if stage_header [n, :] of the ranks from first on differ: ranks made different calls or another order."""
     rows = [bytes(row) for row in headers.tolist()]
     stages = [row[:STAGE_BYTES].rstrip(b"\0").decode(errors="replace") for row in rows]
     sizes = [int.from_bytes(row[STAGE_BYTES:], "little") for row in rows]
@@ -98,7 +90,6 @@ def checksum(value: object) -> int:
 
 
 def placement_facts(placement: Placement, layer: int) -> dict[str, int]:
-    """Return the facts of one layer's placement that all ranks must share."""
     slots, homes = placement.arrays
     weight = placement.weight_array
     tensors = {
@@ -133,23 +124,17 @@ class Group(Exchanges):
         facts: Mapping[str, int] | None = None,
         in_node: bool = False,
     ) -> Tensor:
-        """Gather every rank's counts and facts; a failed rank sends minus its error code.
+        """Gather every rank's counts and facts into loads [R, E] int32; raise the same ValueError on all ranks if one
+        failed.
+
+        On CPU at once; on a GPU at the next :meth:`Call.swap_counts` or :meth:`check`, also for every replay of a
+        graph.
 
         Args:
             counts: [E] int32 each, see :func:`isoload.count`.
-            errors: :func:`error_code` of the stage that failed on each rank, 0 = none.
-            facts: integers that must be equal on all ranks, by name, the same names on all ranks. Compared where
-                values are readable (on CPU; elsewhere under ISOLOAD_CHECK=1), otherwise not sent.
-            in_node: gather among the ranks of a node only, after :meth:`join_node`. Rows of other nodes are 0, and
-                their failures and facts are not received. The caller ensures equal lengths of counts.
-
-        Returns:
-            loads [R, E] int32, the same on all ranks.
-
-        Raises:
-            ValueError: the same on all ranks; names rank and stage if any rank has an error, or the first fact that
-                differs. At once on CPU. Errors on a GPU at the next :meth:`Call.swap_counts` or, for a dispatcher
-                without it, at the next :meth:`check`; in a CUDA graph in the same way, for every replay.
+            errors: :func:`error_code` of the stage that failed on each rank, 0 = none; sent in place of its counts.
+            facts: integers that must be equal on all ranks, by name; compared only on CPU or under ISOLOAD_CHECK=1.
+            in_node: gather in the node only, after :meth:`join_node`; counts must have equal lengths. Other rows are 0.
         """
         if len(counts) != len(self.ranks) or (errors is not None and len(errors) != len(self.ranks)):
             self.check_owned("counts", counts)
@@ -206,10 +191,7 @@ class Group(Exchanges):
         return loads
 
     def check(self) -> None:
-        """Raise the errors that :meth:`gather_loads` received and the host has not read yet.
-
-        Then, on a GPU, raise for wrong values that ops found on this rank: :func:`isoload.ops.check_device`.
-        """
+        """Raise errors of :meth:`gather_loads` that the host has not read, and those of isoload.ops.check_device."""
         first, device = self.take_unread(), self.traffic.rows.device
         if first is not None and first.device.type == "cpu":
             _raise_gathered(first.tolist(), first.device)
@@ -247,20 +229,11 @@ class Group(Exchanges):
         self.note_agreed(names, facts)
 
     def note_agreed(self, names: tuple[str, ...], facts: list[tuple[int, ...]]) -> None:
-        """Record that these facts have been compared, so that :meth:`agree_new` skips them."""
         self._agreed.add((names, *facts))
 
     @contextmanager
     def agreeing(self, stage: str) -> Iterator[dict[str, Any]]:
-        """Context in which a failure on one rank, or a fact (put into the dict) that differs, fails on all ranks.
-
-        For rare operations such as construction: it uses pickle, and the host waits.
-
-        Raises:
-            ValueError: on all ranks; names the first fact that differs, or the rank that failed, the stage and the
-                failure.
-            BaseException: the failure, on the process that has it.
-        """
+        """Context in which a failure or a differing fact (put into the dict) raises on all ranks. Slow: uses pickle."""
         call = Call(self, stage)
         with call:
             yield call.facts
@@ -288,17 +261,8 @@ class Call:
 
     As a context it catches every exception inside, KeyboardInterrupt included, because the other ranks must not wait
     for this one. The next exchange transmits the failure and raises: the failure here, and on the other ranks an error
-    that names the rank and the stage.
-
-    Args:
-        group: the ranks.
-        stage: named in the error of a failure.
-        device: of the group's exchanges.
-        facts: integers that must be equal on all ranks, by name, the same names on all ranks; part of every exchange.
-        failure: an exception that has already occurred.
-        later: runs the next exchange of the other ranks, in which they raise if the gather of loads did not transmit
-            the failure. None: there is no such exchange.
-        limit: [] int32; counts are reduced to it before the gather, so that a captured gather transmits a failure.
+    that names the rank and the stage. `later` runs the other ranks' next exchange, in which they raise if the gather of
+    loads did not transmit the failure. `limit` [] int32 bounds counts, so that a captured gather transmits a failure.
     """
 
     __slots__ = ("device", "facts", "failure", "group", "in_gather", "later", "limit", "stage")
@@ -333,7 +297,6 @@ class Call:
         return self
 
     def raise_failure(self) -> None:
-        """Raise the failure, if any."""
         if self.failure is not None:
             raise self.failure
 
@@ -367,21 +330,9 @@ class Call:
     def swap_counts(
         self, stage: str, counts: Owned, names: Sequence[str], facts: Sequence[Sequence[int]], kinds: int = 2
     ) -> tuple[list[PerRank], list[PerRank]]:
-        """Exchange row counts. The host waits once and raises all failures, also those from the gather of loads.
-
-        Args:
-            stage: see :class:`Group`.
-            counts: [kinds, R] int64 each: numbers for every destination. Like facts, not read if this process has
-                failed.
-            names: [F] of the facts that travel along, at no further cost; F is the same on all ranks.
-            facts: [F] integers each, which must be equal on all ranks.
-            kinds: number of kinds of counts, the same on all ranks: rows, copies and a dispatcher's own.
-
-        Returns:
-            For every owned rank: sent and got [kinds][R], the counts to every destination and from every source.
-
-        Raises:
-            ValueError: on all ranks; names the rank that failed and its stage, or the first fact that differs.
+        """Exchange row counts: sent and got [kinds][R] of every owned rank, to every destination and from every source.
+        The host waits once and raises all failures, also those from the gather of loads. `counts` are [kinds, R] int64;
+        `facts` [F] must be equal on all ranks. Counts and facts of a process that has failed are not read.
         """
         group, code = self.group, 0
         if self.failure is not None:
@@ -416,17 +367,7 @@ class Call:
     def agree(
         self, stage: str, names: Sequence[str] = (), facts: Sequence[Sequence[int]] | None = None
     ) -> None:
-        """Compare facts between all ranks, on each call; the host waits.
-
-        Args:
-            stage: named in errors.
-            names: [F] of more facts, which may differ between the ranks that a process owns.
-            facts: [F] integers of each of these; not read if this process has failed.
-
-        Raises:
-            ValueError: on all ranks; names the first fact that differs, or the rank that failed and the stage.
-            BaseException: the failure, on the rank that has it.
-        """
+        """Compare the call's facts and these [F] of every owned rank between all ranks, each time. The host waits."""
         code = 0 if self.failure is None else error_code(self.stage)
         names, facts = self._with_own(names, facts)
         rows = [torch.tensor([code, *f], dtype=torch.int64, device=self.device) for f in facts]

@@ -1,10 +1,8 @@
 """RowDispatcher sends a token once to every rank that has one of its slots, in one all-to-all.
 
-NodeDispatcher sends a token once to every node that has one of its slots, in two hops. In the first hop a rank sends
-to its *leaders*, the ranks with its own position on every node. In the second a leader sends the received rows to the
-ranks of its node. Combine uses the same hops in reverse, so one row per token leaves a node: the token's sum there.
-GRACE-MoE distributes tokens in this way (papers/002, implementation details); DeepEP's kernels between nodes use the
-same leaders.
+NodeDispatcher sends a token once to every node that has one of its slots: to the *leader* there, the rank with this
+rank's position, and from the leader to its node. Combine reverses both hops: one row per token leaves a node. GRACE-MoE
+distributes tokens in this way (papers/002), as do DeepEP's kernels between nodes.
 """
 
 from __future__ import annotations
@@ -40,10 +38,7 @@ Given = tuple[Owned, Owned, Owned]  # x, slots and weights of the owned ranks
 
 @dataclass(frozen=True, eq=False)
 class RowHandle:
-    """State of a hop for combine: the rank's row map, and the link that connects the functions in autograd.
-
-    before: the previous hop, which brought the rows to where this hop began; None for the first hop.
-    """
+    """State of a hop for combine: the rank's row map, the link in autograd, and the hop before it, if any."""
 
     row_map: RowMap
     link: Tensor
@@ -51,20 +46,15 @@ class RowHandle:
 
 
 class RowDispatcher(Dispatcher):
-    """Rows arrive by source rank, then token. All ranks of the group construct it together.
+    """Rows arrive by source rank, then token. All ranks of the group construct it together, with the same capacities.
 
     Args:
         group: the ranks.
-        max_tokens_per_rank: C. Every pair of ranks exchanges C rows, so shapes are fixed and the host never waits;
-            N = R * C, and the rows of source s start at s * C. None: exactly the existing rows are exchanged, and the
-            host waits once per dispatch.
-        max_copies_per_rank: with max_tokens_per_rank, the largest number of copies that a rank receives in a batch:
-            the experts' buffers then have this size and not N*K. More copies raise ValueError on all ranks on CPU; on
-            a GPU they are dropped, and :func:`isoload.ops.check_device` raises. Without max_tokens_per_rank the host
-            reads the number of copies together with that of the rows.
-
-    Raises:
-        ValueError: on all ranks, if a capacity is below 1 or differs between the ranks.
+        max_tokens_per_rank: C. Every pair of ranks exchanges C rows, so shapes are fixed and the host never waits; the
+            rows of source s start at s * C. None: only existing rows travel, and the host waits once per dispatch.
+        max_copies_per_rank: with max_tokens_per_rank, the most copies that a rank receives, which sizes the experts'
+            buffers. More copies raise ValueError on all ranks on CPU; on a GPU they are dropped and
+            :func:`isoload.ops.check_device` raises.
     """
 
     num_counts = 2  # rows and copies to every rank
@@ -126,22 +116,20 @@ class RowDispatcher(Dispatcher):
     def _exchange_counts(
         self, call: Call, counts: Owned, facts: list[tuple[int, ...]], like: Tensor
     ) -> tuple[list[PerRank], list[PerRank]] | None:
-        """Check that the arguments of all ranks fit, and return every owned rank's counts sent and got; None: fixed
-        shapes.
-
-        Args:
-            call: may have failed.
-            counts: [num_counts, R] int64 each, rows and copies to every destination first.
-            facts: FACTS of every owned rank.
-            like: a tensor on the device of the exchange.
-        """
+        """Check the arguments of all ranks; return every owned rank's counts sent and got, None for fixed shapes."""
         group = self.group
         if self.max_tokens_per_rank is None:
             return call.swap_counts(COUNTS_STAGE, counts, FACTS, facts, self.num_counts)
         if values_readable(like):
             call.agree("dispatch", FACTS, facts)
             group.note_agreed(FACTS, facts)
-            self._check_copies([kinds[1] for kinds in counts])
+            if (limit := self.max_copies_per_rank) is not None:
+                total = group.gather("dispatch agreement", [kinds[1] for kinds in counts]).sum(0)
+                if (worst := int(total.max())) > limit:
+                    raise ValueError(
+                        f"max_copies_per_rank must be at least the copies that rank {int(total.argmax())} gets "
+                        f"({worst}), got {limit}"
+                    )
         else:
             call.raise_failure()
             group.agree_new("dispatch", FACTS, facts, like.device)
@@ -150,9 +138,7 @@ class RowDispatcher(Dispatcher):
     def _pack(
         self, tensors: Given, slots_per_rank: int, call: Call | None, forward_only: bool = False
     ) -> tuple[list[RowMap], Owned, Any]:
-        """Return where every owned rank's tokens go, the buffers to send, and for :meth:`_receive` the limit of
-        copies.
-        """
+        """Return the owned ranks' row maps, the buffers to send, and the limits of copies for :meth:`_receive`."""
         group, num_ranks = self.group, self.group.topology.num_ranks
         call, facts, numbers = self._check_given(tensors, slots_per_rank, call, forward_only)
         x, slots, weights = tensors
@@ -175,8 +161,7 @@ class RowDispatcher(Dispatcher):
         self, maps: Sequence[RowMap], link: Tensor, values: Sequence[Tensor], slots_per_rank: int, packed: Any
     ) -> list[Received]:
         """Return Received of every owned rank. values: rows [N, H] of each, then slots [N, K], then weights."""
-        handles = [RowHandle(row_map, link) for row_map in maps]
-        return received(values, handles, packed)
+        return received(values, [RowHandle(row_map, link) for row_map in maps], packed)
 
     def _check_given(
         self, tensors: Given, slots_per_rank: int, call: Call | None, forward_only: bool
@@ -202,18 +187,6 @@ class RowDispatcher(Dispatcher):
             numbers = [number_rows(s, slots_per_rank, num_ranks) for s in slots]
         return call, facts, numbers
 
-    def _check_copies(self, copies: Owned) -> None:
-        """Raise ValueError on all ranks if a rank gets more than max_copies_per_rank, from copies [R] to each rank."""
-        limit = self.max_copies_per_rank
-        if limit is None:
-            return
-        total = self.group.gather("dispatch agreement", copies).sum(0)
-        if (worst := int(total.max())) > limit:
-            raise ValueError(
-                f"max_copies_per_rank must be at least the copies that rank {int(total.argmax())} gets ({worst}), "
-                f"got {limit}"
-            )
-
 
 def pack_hop(
     tokens: tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor], Sequence[RowNumbers]],
@@ -223,15 +196,7 @@ def pack_hop(
     own_destination: Sequence[int],
     capacity: int | None,
 ) -> tuple[list[RowMap], Owned]:
-    """Return where every owned rank's rows go, and the buffers to send.
-
-    Args:
-        tokens: rows [T, H], slots [T, K], weights [T, K] and the numbers of the rows to every destination.
-        slots_per_place: slots of a destination.
-        sent, got: [R] rows each.
-        own_destination: the destination to which a rank itself belongs.
-        capacity: see :func:`isoload.ops.pack_rows`.
-    """
+    """Return where every owned rank's rows go, and the buffers; tokens: rows, slots, weights and their numbers."""
     maps, payload = [], []
     for r, (rows, slots, weights, numbers) in enumerate(zip(*tokens, strict=True)):
         packed, *places = pack_rows(
@@ -251,35 +216,18 @@ def received(
     return [Received(*fields) for fields in zip(*columns, handles, max_copies, strict=True)]
 
 
-class Hop(NamedTuple):
-    """Rows sent and got, [R] of every owned rank."""
-
-    sent: PerRank
-    got: PerRank
-
-
 class Hops(NamedTuple):
-    """Row counts of every owned rank to its leaders and within its node, and the limit of copies that it gets."""
+    """Rows sent and got, [R] of every owned rank, by leaders and within its node, and the limit of copies."""
 
-    across: Hop
-    inside: Hop
+    across: tuple[PerRank, PerRank]
+    inside: tuple[PerRank, PerRank]
     max_copies: list[int | None]
 
 
 class NodeDispatcher(RowDispatcher):
-    """Rows arrive by leader, then source node, then token. All ranks of the group construct it together.
-
-    A token's sum in a node is rounded to the dtype of the rows before it leaves the node, as a rank's sum is in a
-    :class:`RowDispatcher`, and so is the gradient of x. ``traffic.rows`` has the rows of both hops, without those that
-    a rank sends to itself in the first hop: between ranks of two nodes, one row for every token and other node. The
-    second hop of a started dispatch begins when the caller waits for the first.
-
-    Args:
-        group: the ranks.
-        max_tokens_per_rank: C. Every rank exchanges C rows with each of its leaders and, inside of the node, C for
-            every node with each rank: N = R * C, as for RowDispatcher. None: as for RowDispatcher; the host waits
-            once.
-        max_copies_per_rank: as for RowDispatcher.
+    """Rows arrive by leader, then source node, then token; the arguments are those of RowDispatcher. A token's sum in a
+    node, and its gradient of x, is rounded to the dtype of the rows before it leaves the node. The second hop of a
+    started dispatch begins when the caller waits for the first.
     """
 
     adds_in_nodes = True
@@ -293,7 +241,6 @@ class NodeDispatcher(RowDispatcher):
     def _pack(
         self, tensors: Given, slots_per_rank: int, call: Call | None, forward_only: bool = False
     ) -> tuple[list[RowMap], Owned, Hops]:
-        """Return where every owned rank's tokens go, the buffers to its leaders, and the sizes of both hops."""
         group, topology = self.group, self.group.topology
         call, facts, numbers = self._check_given(tensors, slots_per_rank, call, forward_only)
         x, slots, weights = tensors
@@ -312,9 +259,8 @@ class NodeDispatcher(RowDispatcher):
             away = numbered.counts.select(0, 0).clone()
             away.narrow(0, node, 1).zero_()
             self._leaders(group.traffic.rows.select(0, rank), rank).add_(away)
-        tokens, across = (x, slots, weights, to_nodes), hops.across
-        capacity = self.max_tokens_per_rank
-        return *pack_hop(tokens, slots_per_node, across.sent, across.got, nodes, capacity), hops
+        tokens = x, slots, weights, to_nodes
+        return *pack_hop(tokens, slots_per_node, *hops.across, nodes, self.max_tokens_per_rank), hops
 
     def _receive(
         self,
@@ -324,9 +270,7 @@ class NodeDispatcher(RowDispatcher):
         slots_per_rank: int,
         packed: Hops,
     ) -> list[Received]:
-        """Run the second hop: rows [N, H], slots [N, K] in the node and weights [N, K] from leaders to their node's
-        ranks.
-        """
+        """Run the second hop: rows [N, H], slots [N, K] in the node and weights [N, K], as leaders received them."""
         group, topology, owned = self.group, self.group.topology, len(maps)
         rows, slots, weights = (values[i * owned : (i + 1) * owned] for i in range(3))
         per_node = topology.ranks_per_node
@@ -336,11 +280,10 @@ class NodeDispatcher(RowDispatcher):
             inside.add_(numbered.counts.select(0, 0))
         capacity = None if self.max_tokens_per_rank is None else self.max_tokens_per_rank * topology.num_nodes
         places = [rank % per_node for rank in group.ranks]
-        tokens, hop = (rows, slots, weights, numbers), packed.inside
-        inner, payload = pack_hop(tokens, slots_per_rank, hop.sent, hop.got, places, capacity)
+        tokens = rows, slots, weights, numbers
+        inner, payload = pack_hop(tokens, slots_per_rank, *packed.inside, places, capacity)
         last, *parts = Dispatch.apply(group, inner, payload, link, *rows, *weights)
-        before = [RowHandle(row_map, link) for row_map in maps]
-        handles = [RowHandle(row_map, last, first) for row_map, first in zip(inner, before, strict=True)]
+        handles = [RowHandle(m, last, RowHandle(first, link)) for m, first in zip(inner, maps, strict=True)]
         return received(parts, handles, packed.max_copies)
 
     def _leaders(self, of_ranks: Tensor, rank: int) -> Tensor:
@@ -349,10 +292,8 @@ class NodeDispatcher(RowDispatcher):
         return of_ranks.view(-1, per_node).select(1, rank % per_node)
 
     def _count_hops(self, rank: int, counts: Tensor, to_nodes: RowNumbers) -> Tensor:
-        """Return [3 + L, R], the counts that the other ranks need, for L ranks per node.
-
-        Rows and copies to every rank; the rows to each leader; and, for each position in the leader's node, how many
-        of these continue to the rank there. So the host waits once for both hops.
+        """Return [3 + L, R], the counts that other ranks need for both hops: rows and copies to every rank; the rows to
+        each leader; and, for each of the L positions in the leader's node, how many of these continue to it.
         """
         per_node = self.group.topology.ranks_per_node
         to_leaders = torch.zeros_like(counts[0])
@@ -361,9 +302,7 @@ class NodeDispatcher(RowDispatcher):
         return torch.cat([counts, to_leaders.unsqueeze(0), fanned.repeat_interleave(per_node, dim=1)])
 
     def _hops(self, sent: list[PerRank], arriving: list[PerRank]) -> Hops:
-        """Return the sizes of both hops from the exchanged results of :meth:`_count_hops`."""
-        topology = self.group.topology
-        per_node = topology.ranks_per_node
+        per_node = self.group.topology.ranks_per_node
         outward, back = PerRank(), PerRank()
         for rank, of_kind in zip(self.group.ranks, arriving, strict=True):
             # Rows that came to this rank as the leader of the sources in its position.
@@ -371,11 +310,10 @@ class NodeDispatcher(RowDispatcher):
             came = [sum(of_kind[0][place::per_node]) for place in range(per_node)]
             outward.append(self._in_node(rank, fanned))
             back.append(self._in_node(rank, came))
-        across = Hop([kinds[2] for kinds in sent], [kinds[2] for kinds in arriving])
-        return Hops(across, Hop(outward, back), [sum(kinds[1]) for kinds in arriving])
+        across = [kinds[2] for kinds in sent], [kinds[2] for kinds in arriving]
+        return Hops(across, (outward, back), [sum(kinds[1]) for kinds in arriving])
 
     def _fixed_hops(self) -> Hops:
-        """Return the sizes of both hops with max_tokens_per_rank."""
         topology, capacity = self.group.topology, self.max_tokens_per_rank
         assert capacity is not None
         per_node = topology.ranks_per_node
@@ -385,7 +323,7 @@ class NodeDispatcher(RowDispatcher):
             across.append([capacity if flag else 0 for flag in alike])
             inside.append(self._in_node(rank, [capacity * topology.num_nodes] * per_node))
         max_copies: list[int | None] = [self.max_copies_per_rank] * len(across)
-        return Hops(Hop(across, across), Hop(inside, inside), max_copies)
+        return Hops((across, across), (inside, inside), max_copies)
 
     def _in_node(self, rank: int, by_place: list[int]) -> list[int]:
         """Return [R] numbers of the ranks of a rank's node, 0 for all other ranks."""

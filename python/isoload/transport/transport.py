@@ -1,9 +1,4 @@
-"""Transport: a group and its dispatcher, as a layer takes them; the group of R virtual ranks of a process.
-
-:class:`GatheredTokens` brings the tokens of all ranks to every rank by one all-gather, which replaces a dispatch. A
-rank that has the slots of all copies then selects the rows that a dispatch would have sent to it. combine is that of
-RowDispatcher with max_tokens_per_rank: the rows are in the same places as after its dispatch.
-"""
+"""Transport: a group and its dispatcher, as a layer takes them; the group of R virtual ranks of a process."""
 
 from __future__ import annotations
 
@@ -67,7 +62,6 @@ class LocalGroup(Group):
 def make_dispatcher(
     group: Group, max_tokens_per_rank: int | None, max_copies_per_rank: int | None, dispatch: Dispatch
 ) -> RowDispatcher:
-    """Return the dispatcher of a transport from its arguments; all ranks of the group make it together."""
     with group.agreeing("construction") as facts:
         if dispatch not in get_args(Dispatch):
             raise ValueError(not_one_of("dispatch", get_args(Dispatch), dispatch))
@@ -82,8 +76,7 @@ class LocalTransport(Transport):
 
     Args:
         topology: R ranks, or the number R.
-        max_tokens_per_rank, max_copies_per_rank: see :class:`RowDispatcher`.
-        dispatch: see :class:`CollectiveTransport`.
+        max_tokens_per_rank, max_copies_per_rank, dispatch: see :class:`CollectiveTransport`.
     """
 
     def __init__(
@@ -98,18 +91,14 @@ class LocalTransport(Transport):
 
 
 class CollectiveTransport(Transport):
-    """One rank per process over torch.distributed. All ranks of the group construct it together.
+    """One rank per process over torch.distributed. All ranks construct it together, with the same arguments.
 
     Args:
         topology: R ranks, or the number R, as many as the process group has.
         group: the process group; None = the default group.
         max_tokens_per_rank, max_copies_per_rank: see :class:`RowDispatcher`.
-        dispatch: "rank": a token travels once to every rank that has one of its experts. "node": a token travels once
-            to every node and from there to its ranks, and each node returns one sum: :class:`NodeDispatcher`. On one
-            node, and on nodes of one rank, both are the same. Must be the same on all ranks.
-
-    Raises:
-        ValueError: on all ranks; names the argument that is wrong or differs.
+        dispatch: "rank": a token travels once to every rank that has one of its experts; "node": once to every node and
+            from there to its ranks, and each node returns one sum.
     """
 
     def __init__(
@@ -129,28 +118,16 @@ FACTS = ("hidden size of x", "dtype of x", "top-k", "dtype of weights")
 
 @dataclass(frozen=True, eq=False)
 class GatheredTokens:
-    """Tokens of all ranks, C each; rows after a rank's own tokens are zeros with no choices.
+    """Tokens of all ranks, C each, by one all-gather in place of a dispatch; zeros follow a rank's own tokens."""
 
-    rows     [R][C, H]
-    ids      [R][C, K] int64  experts, -1 = none
-    weights  [R][C, K]
-    """
-
-    rows: list[Tensor]
-    ids: list[Tensor]
-    weights: list[Tensor]
+    rows: list[Tensor]  # [R][C, H]
+    ids: list[Tensor]  # [R][C, K] int64 experts, -1 = none
+    weights: list[Tensor]  # [R][C, K]
 
     def received(
         self, ranks: Sequence[int], num_tokens: Sequence[int], slots: Sequence[Tensor], slots_per_rank: int
     ) -> list[Received]:
-        """Return what a dispatch would bring to ranks.
-
-        Args:
-            ranks: the owned ranks.
-            num_tokens: their T.
-            slots: [R][C, K] global slots of all ranks' copies, -1 = none.
-            slots_per_rank: S.
-        """
+        """Return what a dispatch of copies to `slots` [R][C, K] would bring to `ranks` with num_tokens own tokens."""
         num_ranks, capacity = len(self.rows), len(self.rows[0])
         equal = [capacity] * num_ranks
         sent = []
@@ -183,13 +160,7 @@ def take_part(rows: Tensor, weights: Tensor, sent: PackedRows, rank: int) -> tup
 def start_gather_tokens(
     group: Group, capacity: int, x: list[Tensor], ids: list[Tensor], weights: list[Tensor]
 ) -> Callable[[], GatheredTokens]:
-    """Begin to gather tokens and return a function that waits for them. All ranks call it together.
-
-    Args:
-        capacity: C, the largest number of tokens of a rank.
-        x: [T, H] of every owned rank, T at most C.
-        ids, weights: [T, K] of every owned rank.
-    """
+    """Begin to gather x [T, H], ids and weights [T, K] of all ranks, T <= C; return a function that waits for them."""
     facts: list[tuple[int, ...]] = [
         (row.shape[1], DTYPES.index(row.dtype), row_ids.shape[1], DTYPES.index(gates.dtype))
         for row, row_ids, gates in zip(x, ids, weights, strict=True)

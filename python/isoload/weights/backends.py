@@ -1,14 +1,7 @@
 """Backends of borrowing: how weights reach spare slots and gradients return; the choice of a backend.
 
-Lists are indexed by the ranks that the process owns. sources: a rank's W weight stacks [rows, ...]; pools: its W
-spare stacks [spare_slots, ...]; totals: its W gradients [homes, ...], in the pools' dtype or in max(float32, dtype).
-Gradients are added as :func:`isoload.weights.layout.add_back` states: by ascending borrowing rank, then place,
-rounded once.
-
-DeepEP 2.5's EPBuffer pushes experts into its peers' slots over NVLink and adds their gradients. A plan becomes
-DeepEP's ``redundancy_mapping`` [R, spare_slots] int32 on the device: home rank * rows of a rank + home row, -1
-where nothing is borrowed. Source: sgl-deep-ep-v25 0.1.0rc0 (``buffers/ep.py``, ``csrc/buffers/ep.hpp``,
-``include/deep_ep/layout/ep/eplb.cuh``).
+sources: every owned rank's W weight stacks [rows, ...]; pools: its W spare stacks [spare_slots, ...]; totals: its W
+gradients [homes, ...], in the pools' dtype or in max(float32, dtype). DeepEP's source: sgl-deep-ep-v25 0.1.0rc0.
 """
 
 from __future__ import annotations
@@ -18,7 +11,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar
 
 import torch
@@ -36,23 +29,18 @@ from isoload.wording import not_one_of
 
 @dataclass(eq=False)
 class BorrowPlan:
-    """Experts that one batch and layer borrows, the same on every rank: from home rows to places in the spare pools.
+    """Experts that one batch and layer borrows, the same on every rank: from home rows to places in the spare pools."""
 
-    slot_to_expert  [P] int32  of the plan: its last spare_slots of every rank hold the borrowed experts
-    home            [E, 2] int32 rank and weight row of every expert's home slot
-    home_rows       the same on the host
-    """
-
+    # [P] int32 of the plan: its last spare_slots of every rank hold the borrowed experts
     slot_to_expert: Tensor
-    home: Tensor
-    home_rows: Mapping[int, Address]
+    home: Tensor  # [E, 2] int32 rank and weight row of every expert's home slot
+    home_rows: Mapping[int, Address]  # the same on the host
     num_ranks: int
     spare_slots: int
     _copy: tuple[Tensor, torch.cuda.Event] | None = field(default=None, init=False)
 
     @property
     def on_host(self) -> bool:
-        """Whether the plan is on the host."""
         return self.slot_to_expert.device.type == "cpu"
 
     def start_copy(self) -> None:
@@ -68,7 +56,6 @@ class BorrowPlan:
 
     @property
     def has_arrived(self) -> bool:
-        """Whether :attr:`moves` can be read without a wait."""
         return self.on_host or (self._copy is not None and bool(self._copy[1].query()))
 
     @cached_property
@@ -99,13 +86,9 @@ class BorrowPlan:
 
 
 class Backend(ABC):
-    """How weights are borrowed; one backend for all layers of a group. All ranks make the same calls in the same
-    order.
+    """How weights are borrowed, for all layers of a group. All ranks make the same calls in the same order."""
 
-    why: the reason for the choice of this backend.
-    """
-
-    why = "the ranks read each other's memory"
+    why = "the ranks read each other's memory"  # the reason for the choice of this backend
     name: ClassVar[str]
     reads_moves: ClassVar[bool] = True  # whether the host needs the plan's moves
     # Whether it reads other ranks' memory, whose shape must be the same on all ranks.
@@ -116,20 +99,14 @@ class Backend(ABC):
 
     @abstractmethod
     def start(self, stage: str, plan: BorrowPlan, sources: Stacks, pools: Stacks) -> Wait:
-        """Begin to copy the experts that the owned ranks borrow into their pools, and return a function that waits
-        for it.
-
-        DeepEP calls this ``lb_prefetch_weights``, MoonEP ``prefetch_weights``.
-        """
+        """Begin to copy the experts that owned ranks borrow into their pools; return a function that waits for it."""
 
     @abstractmethod
     def add_back(self, stage: str, plan: BorrowPlan, grads: Stacks, totals: Stacks) -> None:
-        """Add the gradients of all places to the totals of their homes; others call this ``reduce_grad``."""
+        """Add the gradients of all places to the totals of their homes, in the order of :func:`layout.add_back`."""
 
     def meet(self) -> None:  # noqa: B027  # only backends that read peers' memory have a reader to wait for
-        """Make later writes of the current stream to home rows wait for peers that still read them. All ranks call it
-        together.
-        """
+        """Make later writes of the current stream to home rows wait for peers that read them; all ranks call it."""
 
     def new_stack(self, like: Tensor, rows: int) -> Tensor:
         """Return [rows, ...] zeros that this backend can read on every rank."""
@@ -148,11 +125,8 @@ NEEDS = {
 
 
 class DeepEPBorrow(Backend):
-    """Borrowing through DeepEP's EPBuffer. The host does not wait, for weights or for gradients.
-
-    Gradients are added in float32 in any order, so two runs may differ in the last bits. The pools and the gradients
-    on their way are in the region that EPBuffer keeps for this purpose (``borrow_bytes`` of
-    :class:`isoload.transport.deep_ep.DeepEPTransport`), allocated in the same order on every rank.
+    """Borrowing through DeepEP's EPBuffer over NVLink, without a host wait. Gradients are added in any order, so two
+    runs may differ. Pools are in EPBuffer's own region (``borrow_bytes``), allocated in the same order on every rank.
     """
 
     name = "deep_ep"
@@ -166,7 +140,7 @@ class DeepEPBorrow(Backend):
         self._sent: dict[tuple[object, ...], Tensor] = {}  # gradients in memory that DeepEP reads, by layout
 
     def start(self, stage: str, plan: BorrowPlan, sources: Stacks, pools: Stacks) -> Wait:
-        padded_stacks = [padded(as_many(stack, plan.rows)) for stack in sources[0]]
+        padded_stacks = [padded(stack, plan.rows) for stack in sources[0]]
         whole = [self._whole[stack.data_ptr()] for stack in pools[0]]
         event = self.buffer.lb_prefetch_weights(whole, padded_stacks, redundancy_mapping(plan))
         return lambda: event.current_stream_wait()
@@ -174,7 +148,10 @@ class DeepEPBorrow(Backend):
     def add_back(self, stage: str, plan: BorrowPlan, grads: Stacks, totals: Stacks) -> None:
         mapping = redundancy_mapping(plan)
         for w, (grad, total) in enumerate(zip(grads[0], totals[0], strict=True)):
-            sent, size = self._region(w, grad), grad.shape[1:].numel()
+            key, size = (w, grad.shape), grad.shape[1:].numel()
+            if key not in self._sent:
+                self._sent[key] = self._take(len(grad), size * torch.float32.itemsize).view(torch.float32)
+            sent = self._sent[key]
             sent[:, :size] = grad.flatten(1)
             # The same number of rows on every rank, as the mapping counts them.
             sums = sent.new_zeros(plan.rows, sent.shape[1])
@@ -183,7 +160,6 @@ class DeepEPBorrow(Backend):
             total.copy_(sums[: len(total), :size].reshape(total.shape))
 
     def new_spare(self, like: Tensor, rows: int) -> Tensor:
-        """See :meth:`Backend.new_spare`; raises ValueError for weights that DeepEP cannot move."""
         if like.dtype == torch.float64:
             raise ValueError(
                 f"experts must not be float64 for borrow='deep_ep', which adds gradients in float32, got {like.dtype}"
@@ -207,34 +183,18 @@ class DeepEPBorrow(Backend):
         self._taken += rows * size
         return taken.zero_()
 
-    def _region(self, w: int, like: Tensor) -> Tensor:
-        """Return [spare_slots, F] float32 for the gradients of stack w, and padding; the same memory at every call."""
-        key = w, like.shape
-        if key not in self._sent:
-            size = like.shape[1:].numel() * torch.float32.itemsize
-            self._sent[key] = self._take(len(like), size).view(torch.float32)
-        return self._sent[key]
 
-
-def padded(stack: Tensor) -> Tensor:
-    """Return the rows of a contiguous stack, copied with padding if DeepEP does not support their size."""
+def padded(stack: Tensor, rows: int) -> Tensor:
+    """Return [rows, ...], contiguous, as many on every rank; padded if DeepEP does not support the rows' size."""
+    if len(stack) < rows:
+        stack = torch.cat([stack, stack.new_zeros(rows - len(stack), *stack.shape[1:])])
+    stack = stack.narrow(0, 0, rows).contiguous()
     missing = -(stack.shape[1:].numel() * stack.itemsize) % ALIGNMENT
     return F.pad(as_bytes(stack), (0, missing)) if missing else stack
 
 
-def as_many(stack: Tensor, rows: int) -> Tensor:
-    """Return [rows, ...], contiguous, with the same number of rows on every rank; a copy only if a rank has fewer
-    homes.
-    """
-    if len(stack) >= rows:
-        return stack.narrow(0, 0, rows).contiguous()
-    return torch.cat([stack, stack.new_zeros(rows - len(stack), *stack.shape[1:])])
-
-
 def redundancy_mapping(plan: BorrowPlan) -> Tensor:
-    """Return [R, spare_slots] int32, contiguous: home rank * plan.rows + home row of every spare slot's expert; -1 =
-    none.
-    """
+    """Return [R, spare_slots] int32: home rank * plan.rows + home row of every spare slot's expert; -1 = none."""
     experts = plan.spare
     home = plan.home[experts.clamp(min=0).long()]
     ids = home.select(-1, 0) * plan.rows + home.select(-1, 1)
@@ -242,7 +202,6 @@ def redundancy_mapping(plan: BorrowPlan) -> Tensor:
 
 
 def check_deep_ep(group: Group) -> None:
-    """Raise ValueError unless the group's transport has an EPBuffer that reaches all ranks over NVLink."""
     buffer: Any = shared_buffer(group)
     if buffer is None:
         raise ValueError("borrow must not be deep_ep without a DeepEPTransport, got 'deep_ep'")
@@ -287,9 +246,7 @@ class Pull(Backend):
         self._reads = False  # whether any rank has read weights since the last barrier
         self._in_graphs = False  # whether replays of CUDA graphs read weights
         self._side: torch.cuda.Stream | None = None
-        self._shown: dict[
-            tuple[object, ...], Stacks
-        ] = {}  # gradients in memory that peers can read, by layout
+        self._shown: dict[tuple[object, ...], Stacks] = {}  # gradients that peers can read, by layout
         self._tables: dict[tuple[int, ...], Tensor] = {}
 
     def start(self, stage: str, plan: BorrowPlan, sources: Stacks, pools: Stacks) -> Wait:
@@ -297,29 +254,15 @@ class Pull(Backend):
         peers = reach_all(self.peers, sources)
         self._reads = True
         self._in_graphs |= capturing(pools[0][0].device)
-
-        def copy() -> None:
-            self._copy(plan, peers, pools)
-
         self._count(stage, plan, pools)
-        return self._on_side_stream(copy, pools)
+        return self._on_side_stream(partial(self._copy, plan, peers, pools), pools)
 
     def add_back(self, stage: str, plan: BorrowPlan, grads: Stacks, totals: Stacks) -> None:
-        shown = self._show(grads)
-        peers = reach_all(self.peers, shown)
+        peers = reach_all(self.peers, self._show(grads))
         self.peers.meet()
-        table = self._table(peers)
+        table, pools = self._table(peers), (plan.spare_slots, grads[0][0].dtype)
         for rank, sums in zip(self.group.ranks, totals, strict=True):
-            ops.borrow_backward(
-                plan.slot_to_expert,
-                plan.home,
-                table,
-                sums,
-                plan.num_ranks,
-                rank,
-                plan.spare_slots,
-                grads[0][0].dtype,
-            )
+            ops.borrow_backward(plan.slot_to_expert, plan.home, table, sums, plan.num_ranks, rank, *pools)
         self._count(stage, plan, grads)
         self.peers.meet()
         self._reads = False  # the weights that this rank reads in backward were waited for
@@ -351,16 +294,13 @@ class Pull(Backend):
         return self._shown[key]
 
     def _table(self, peers: Stacks) -> Tensor:
-        """Return [R, W] addresses, made once, because a copy to a device would make the host wait. The kernels only
-        read it.
-        """
+        """Return [R, W] addresses, made once, because a copy to a device would make the host wait."""
         key = tuple(stack.data_ptr() for stacks in peers for stack in stacks)
         if key not in self._tables:
             self._tables[key] = ops.addresses(peers)
         return self._tables[key]
 
     def _on_side_stream(self, copy: Callable[[], None], pools: Stacks) -> Wait:
-        """Run the copies on a device's own stream, after the work that is enqueued so far."""
         if pools[0][0].device.type == "cpu":
             copy()
             return lambda: None
@@ -375,7 +315,6 @@ class Pull(Backend):
         return lambda: torch.cuda.current_stream(device).wait_event(done)
 
     def _count(self, stage: str, plan: BorrowPlan, pools: Stacks) -> None:
-        """Count the bytes that the owned ranks read, if the plan is on the host anyway."""
         if plan.on_host:
             borrowed = sum(move.target.rank in self.group.ranks for move in plan.moves)
             self.group.traffic.bytes[stage] += borrowed * sum(num_bytes(s[0]) for s in pools[0])
@@ -399,11 +338,7 @@ BACKENDS: dict[str, type[Backend]] = {b.name: b for b in (Pull, Copy, AllToAll, 
 
 def make_backend(group: Group, name: str | None, device: torch.device, own_memory: bool = True) -> Backend:
     """Return the group's backend of a name; None: ``pull`` if ranks can read each other's memory, else ``all_to_all``.
-
-    Args:
-        name: in BACKENDS, or None.
-        device: of the weights.
-        own_memory: whether home rows are in memory of new_stack; other processes cannot read that of a Shard.
+    own_memory: whether home rows are in memory of new_stack; other processes cannot read that of a Shard.
     """
     if name == "p2p":
         raise ValueError(
@@ -436,6 +371,5 @@ def make_backend(group: Group, name: str | None, device: torch.device, own_memor
 
 
 def reach_all(peers: Peers, stacks: Stacks) -> Stacks:
-    """Return [R][W], the stacks of every rank, given the owned ones."""
     by_stack = [peers.reach(list(rank_stacks)) for rank_stacks in zip(*stacks, strict=True)]
     return [list(of_rank) for of_rank in zip(*by_stack, strict=True)]

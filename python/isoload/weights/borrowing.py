@@ -1,12 +1,9 @@
 """Borrowing: copies the weights of a plan's spare slots for one batch, and returns their gradients.
 
-The pool of spare slots is made once and shared by all layers of a group whose experts have the same shapes, so its
-memory does not depend on the routing. It has two buffers that layers use alternately. When backward starts, another
-layer may have overwritten the buffer: then backward copies the weights once more, into the same memory.
-
-In autograd, Parameters are inputs and all rows, replica and borrowed rows included, are outputs. Gradients of replica
-rows and of borrowed rows return to the home rows, so an optimizer updates each expert once. One function does this,
-and every rank enters it in every backward, so no exchange waits for a rank that has no gradient to send.
+All layers of a group with experts of the same shapes share one pool of two buffers, which they use alternately: if
+another layer has overwritten a buffer, backward copies the weights once more. In autograd, Parameters are inputs and
+all rows, replica and borrowed rows included, are outputs, so gradients return to the home rows and an optimizer updates
+each expert once. Every rank enters this function in every backward, so no exchange waits for a rank without a gradient.
 """
 
 from __future__ import annotations
@@ -54,7 +51,6 @@ class SparePool:
         self._next = 0
 
     def take(self, in_use: int | None = None) -> int:
-        """Return the next buffer in turn, except one that is in use."""
         self._next = (self._next + 1) % NUM_BUFFERS
         if self._next == in_use:
             self._next = (self._next + 1) % NUM_BUFFERS
@@ -80,33 +76,24 @@ class Borrowing:
 
     @property
     def pool(self) -> SparePool:
-        """The group's pool for experts of these shapes, as they are now."""
         dtype, spare = self.dtype, self.spare_slots
         stacks = [rank.stored_rows() for rank in self.ranks]
-        if dtype is not None:
-            stacks = [
-                [stack[:0].to(dtype) for stack in rank_stacks] for rank_stacks in stacks
-            ]  # only sizes and dtype are read
+        if dtype is not None:  # only sizes and dtype are read
+            stacks = [[stack[:0].to(dtype) for stack in rank_stacks] for rank_stacks in stacks]
         key = ("spare pool", self.backend.name, spare, *((s.shape[1:], s.dtype, s.device) for s in stacks[0]))
         return self.group.memo(key, lambda: SparePool(stacks, spare, self.backend))
 
     def _take_dtype(self, dtype: torch.dtype | None) -> None:
-        """Set the dtype in which weights travel; None: their own.
-
-        Peers read the weights in their home rank's memory and so in their own dtype; experts are then computed from a
-        cast copy.
-        """
+        """Set the dtype in which weights travel; None, and for peers that read them in place: their own."""
         self.dtype = None if self.backend.reads_peers else dtype
 
     def note_layouts(self, layouts: Sequence[Layout], num_experts: int) -> None:
-        """Set the layouts [R] of all ranks, which give every expert's home row."""
         self._home_rows = home_addresses(layouts)
         self._home_table = [self._home_rows.get(expert, (-1, -1)) for expert in range(num_experts)]
         for table in self._home.values():  # in place: captured graphs contain its address
             table.copy_(torch.tensor(self._home_table, dtype=torch.int32))
 
     def check(self, weights: RankWeights) -> None:
-        """Raise ValueError if other ranks would read home rows in memory that they cannot reach."""
         apart = len(self.group.ranks) < self.group.topology.num_ranks
         if apart and self.backend.reads_peers and not weights.shows_storage():
             raise ValueError(
@@ -122,12 +109,8 @@ class Borrowing:
     def borrow(
         self, filled: PlacedLayers, in_use: Borrowed | None = None, dtype: torch.dtype | None = None
     ) -> Borrowed | None:
-        """Begin to copy the experts of filled spare slots; return None if the host finds that there are none.
-
-        Args:
-            filled: the slots.
-            in_use: a batch whose buffer must not be overwritten, because a layer still computes with it.
-            dtype: in which experts compute; None: the weights' own.
+        """Begin to copy the experts of filled spare slots, not into the buffer of `in_use`, with which a layer still
+        computes; return None if the host finds that there are none. dtype: in which experts compute; None: their own.
         """
         self._take_dtype(dtype)
         slots, num_ranks = filled.slot_to_expert, self.group.topology.num_ranks
@@ -159,7 +142,6 @@ class Borrowed:
         self._finish: Callable[[], None] | None = None
 
     def shares_buffer(self, other: Borrowed) -> bool:
-        """Return whether both batches use the same buffer, so that one overwrites the other."""
         return self._buffer == other._buffer
 
     @property
@@ -186,15 +168,12 @@ class Borrowed:
             self.plan.start_copy()
 
     def _sources(self) -> Stacks:
-        """Return the home rows in the dtype in which they travel."""
         if (dtype := self._dtype) is None:
             return self._homes
         return [[stack.detach().to(dtype) for stack in rank_stacks] for rank_stacks in self._homes]
 
     def proceed(self) -> None:
-        """Continue without a wait: call it after the host has waited for work later than the plan, whose copy has
-        then arrived.
-        """
+        """Continue, without a wait if the host has waited for work later than the plan, whose copy has then arrived."""
         if self._start is None:
             return
         if self._borrowing.backend.reads_moves and not self.plan.has_arrived:
@@ -203,11 +182,8 @@ class Borrowed:
         self._finish = start()
 
     def wait(self) -> bool:
-        """Wait until the weights are in the pools, for later computations.
-
-        Returns:
-            Whether the weights are there. They may be overwritten in a backward that computes only gradients of
-            weights, after another backward computed those of the inputs (zero-bubble schedules).
+        """Wait until the weights are in the pools; return whether they are there. They may be overwritten in a backward
+        that computes only gradients of weights, after one that computed those of the inputs (zero-bubble schedules).
         """
         if not self._has_buffer():
             if torch._C._current_graph_task_id() not in (-1, self._backward) and self._backward != -1:
@@ -222,22 +198,19 @@ class Borrowed:
         return True
 
     def _has_buffer(self) -> bool:
-        """Whether the buffer holds this batch's experts."""
         holder = self._pool.holds[self._buffer]
         return holder is not None and holder() is self
 
     def add_back(self, grads: Stacks, totals: Stacks) -> None:
-        """Add the gradients [spare_slots, ...] of the pools to the homes' totals."""
         self._borrowing.backend.add_back("borrowed gradients", self.plan, grads, totals)
 
 
 class JoinRows(torch.autograd.Function):
     """Parameters in, weight rows and borrowed stacks out; the gradients of their rows return to the home rows.
 
-    Inputs, for all owned ranks: received rows (see :func:`join_rows`), then every rank's Parameters. Outputs: the same
-    rows, then every rank's weight rows, then every rank's spare stacks if any are borrowed, of stacks that train. Rows
-    pass through so that every rank, also one without weights, enters the exchange of the gradients. Weight rows are
-    whole storages or, if Parameters have other memory, the Parameters followed by the storages' replica rows.
+    Inputs: received rows, then every owned rank's Parameters. Outputs: the same rows, then every rank's weight rows and
+    spare stacks of stacks that train. Rows pass through so that every rank enters the exchange of the gradients. Weight
+    rows are whole storages or, if Parameters have other memory, the Parameters followed by the replica rows.
     """
 
     @staticmethod
@@ -315,10 +288,7 @@ def _totals(ctx: Any, stacks: Sequence[Tensor]) -> list[Tensor]:
 
 
 def share_overflow(group: Group, totals: Stacks) -> None:
-    """Make a gradient of every rank infinite if one of any rank is not finite. All ranks call it together.
-
-    A loss scaler then skips the step on all ranks. Otherwise ranks would continue with different Parameters and scales.
-    """
+    """Make a gradient of every rank infinite if one is not finite, so that a loss scaler skips on all ranks."""
     filled = [[total for total in rank_grads if len(total)] for rank_grads in totals]
     norms = [get_total_norm(rank_grads, math.inf).float().reshape(1) for rank_grads in filled]
     norms = [norm.to(totals[0][0].device) for norm in norms]  # torch returns the norm of nothing on the CPU
@@ -328,7 +298,6 @@ def share_overflow(group: Group, totals: Stacks) -> None:
 
 
 def in_dtype(stack: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Return a stack without gradients, in the dtype in which experts compute; None: its own."""
     return stack.detach() if dtype is None else stack.detach().to(dtype)
 
 
@@ -340,18 +309,12 @@ def home_gradient(stack: Tensor, count: int, dtype: torch.dtype, copy: bool) -> 
 
 
 def split(values: Sequence[Tensor], widths: Sequence[int]) -> list[list[Tensor]]:
-    """Return parts of these widths, in order; more values may follow."""
     remaining = iter(values)
     return [list(islice(remaining, width)) for width in widths]
 
 
 def check_recomputed(noted: dict[str, Tensor], saved: Sequence[Tensor]) -> None:
-    """Raise if a checkpoint (use_reentrant=False) recomputed the layer with other choices than in the first forward.
-
-    The node keeps the tensors that the first forward noted; saved tensors are the recompute's. Without a checkpoint
-    both are the same tensors, and the comparison costs nothing. The reentrant checkpoint keeps no node of the first
-    forward.
-    """
+    """Raise if a checkpoint (use_reentrant=False) recomputed the layer with other choices than in the first forward."""
     for (name, first), again in zip(noted.items(), saved, strict=False):
         if not torch.equal(first, again):
             raise RuntimeError(
@@ -381,17 +344,8 @@ def join_rows(
 ) -> tuple[list[Tensor], list[list[ExpertWeights]]]:
     """Return received rows and, for every owned rank, stacks of all its rows and borrowed rows, connected in autograd.
 
-    Stacks whose Parameters require no gradient get none, and neither do their replicas and borrowed rows; such
-    gradients do not travel.
-
-    Args:
-        rows: [N, H] of every owned rank.
-        replicas: the moves from home rows to all replica rows; if there are any, backward exchanges gradients, on
-            every rank.
-        borrowed: the borrowed experts of any rank; if given, backward exchanges gradients too.
-        noted: tensors that a recompute must reproduce, see :func:`check_recomputed`.
-        dtype: of the resident stacks, in which they compute; None: the Parameters' own. Gradients reach the Parameters
-            in the Parameters' dtype.
+    Stacks whose Parameters require no gradient get none. With `replicas` (the moves to all replica rows) or `borrowed`
+    experts of any rank, backward exchanges gradients on every rank. dtype: in which the resident stacks compute.
     """
     homes: list[list[Tensor]] = []
     resident: list[list[Tensor]] = []
@@ -400,9 +354,8 @@ def join_rows(
         homes.append(rank_stacks)
         resident.append(stored if lie_in(rank_stacks, stored) else [*rank_stacks, *rank.replica_rows()])
     trained = trained_stacks(homes)
-    passes = (
-        bool(replicas) or borrowed is not None or not any(trained) or dtype is torch.float16
-    )  # otherwise the weights keep the node alive
+    # Otherwise the weights keep the node alive.
+    passes = bool(replicas) or borrowed is not None or not any(trained) or dtype is torch.float16
     passed = list(rows) if passes else []
     inputs = [*passed, *(stack for rank_stacks in homes for stack in rank_stacks)]
     out: Iterator[Tensor] = iter(

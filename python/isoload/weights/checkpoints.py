@@ -1,15 +1,10 @@
 """Checkpoint: the experts of one layer in a published checkpoint, of which every rank reads its own.
 
-Tensors come from safetensors files or from a mapping; errors name the file and the key. Shapes: E experts, H width
-of a row, I intermediate width.
-
-DeepSeek-V3 has a matrix of e4m3 and its scales [ceil(out / 128), ceil(in / 128)] for each projection:
-``0.gate_proj.weight``, ``0.gate_proj.weight_scale_inv``, ``0.up_proj.weight`` etc. after a layer's prefix. The
-scale multiplies, although its name suggests division.
-
-gpt-oss has MXFP4, read as bytes or as bfloat16, which represents every value: ``gate_up_proj_blocks`` [E, 2I, H / 32,
-16] uint8 holds two e2m1 values per byte, the lower four bits first; ``gate_up_proj_scales`` [E, 2I, H / 32] uint8 is a
-power of two per 32 values, 127 for 1; ``gate_up_proj_bias`` [E, 2I] bfloat16; down_proj has the same three.
+Shapes: E experts, H width of a row, I intermediate width. DeepSeek-V3 has a matrix of e4m3 and its scales [ceil(out /
+128), ceil(in / 128)] for each projection, ``0.gate_proj.weight`` and ``0.gate_proj.weight_scale_inv`` etc., which
+multiply. gpt-oss has MXFP4: ``gate_up_proj_blocks`` [E, 2I, H / 32, 16] uint8 holds two e2m1 values per byte, the lower
+four bits first; ``gate_up_proj_scales`` [E, 2I, H / 32] uint8 is a power of two per 32 values, 127 for 1;
+``gate_up_proj_bias`` [E, 2I] bfloat16; down_proj has the same three. bfloat16 represents every value.
 """
 
 from __future__ import annotations
@@ -53,11 +48,9 @@ class Tensors(ABC):
         """Return an object that slices like the tensor, its shape and dtype; missing keys are rejected earlier."""
 
     def shape(self, key: str) -> list[int]:
-        """Return the shape of a tensor that must exist."""
         return self._checked(key)[1]
 
     def read(self, key: str, shape: list[int], dtype: torch.dtype, row: int | None = None) -> Tensor:
-        """Return a tensor on the CPU, or one row of it."""
         view, *kind = self._checked(key)
         if kind != [shape, dtype]:
             raise ValueError(f"{key} in {self.where(key)} must be {shape} {dtype}, got {kind[0]} {kind[1]}")
@@ -96,7 +89,6 @@ class FileTensors(Tensors):
 
     @cached_property
     def files(self) -> dict[str, Path]:
-        """The file of every tensor."""
         if self.path.is_file():
             return dict.fromkeys(self._open(self.path).keys(), self.path)
         if (index := self.path / INDEX).is_file():
@@ -172,7 +164,6 @@ class DeepSeekV3Layout:
         self.intermediate, self.hidden = shape
 
     def rows(self, name: str, experts: Sequence[int]) -> Tensor | None:
-        """Return the rows of a stack; None if fp8 experts have no such stack."""
         if name not in PARTS:
             return None
         dtype = torch.float32 if name.endswith("_scale") else FP8
@@ -189,9 +180,7 @@ class DeepSeekV3Layout:
                 place.copy_(self.tensors.read(key, [out, columns], dtype))
                 if dtype != FP8 and not place.isfinite().all():
                     raise ValueError(f"{key} in {self.tensors.where(key)} must be finite, got nan or inf")
-        if name == "gate_up_scale":
-            return stack
-        return stack.flatten(1, 2)
+        return stack if name == "gate_up_scale" else stack.flatten(1, 2)
 
 
 BLOCK = 32  # values that share a scale
@@ -216,7 +205,6 @@ class GptOssLayout:
             self.num_experts, self.sizes[name] = shape[0], (shape[1], shape[2] * BLOCK)
 
     def rows(self, name: str, experts: Sequence[int]) -> Tensor | None:
-        """Return the rows of a stack; None if such experts have no such stack."""
         is_scale = name.endswith("_scale")
         if name.endswith("_scale_2") or (is_scale and not self.as_bytes):
             return None
@@ -255,15 +243,14 @@ Layout = DeepSeekV3Layout | GptOssLayout
 class Checkpoint:
     """A layer's experts in a published checkpoint; :class:`isoload.MoE` accepts it in place of all stacks.
 
-    Each rank reads the experts that the placement gives it, homes and replicas, when the layer is made; errors in a
-    file are raised there, on all ranks. DeepSeek-V3's experts stay in fp8. gpt-oss's MXFP4 becomes bfloat16, exactly,
-    or stays MXFP4, for inference only.
+    Each rank reads its own experts when the layer is made; errors in a file are raised there, on all ranks.
+    DeepSeek-V3's experts stay in fp8. gpt-oss's MXFP4 becomes bfloat16, exactly.
 
     Args:
         source: a folder of safetensors files with their index, one such file, or a state_dict with the same names.
         prefix: of the layer's experts, "model.layers.3.mlp.experts." for example.
         device: for the weights.
-        as_bytes: whether gpt-oss's experts stay in MXFP4.
+        as_bytes: whether gpt-oss's experts stay in MXFP4, for inference only.
     """
 
     source: str | PathLike[str] | Mapping[str, Tensor]
@@ -273,12 +260,8 @@ class Checkpoint:
 
     @cached_property
     def layout(self) -> Layout:
-        """Layout of the experts in the checkpoint. Raises ValueError for an unknown layout."""
-        tensors: Tensors
-        if isinstance(self.source, Mapping):
-            tensors = StateTensors(self.source)
-        else:
-            tensors = FileTensors(Path(self.source))
+        source = self.source
+        tensors: Tensors = StateTensors(source) if isinstance(source, Mapping) else FileTensors(Path(source))
         names = tensors.keys()
         if f"{self.prefix}0.gate_proj.weight" in names:
             return DeepSeekV3Layout(tensors, self.prefix)
@@ -291,17 +274,15 @@ class Checkpoint:
 
     @property
     def num_slots(self) -> int:
-        """E, all experts."""
         return self.layout.num_experts
 
     @property
     def activation(self) -> Activation:
-        """Activation between the two projections of such experts."""
         return self.layout.activation
 
     @cached_property
     def checksum(self) -> str:
-        """Return a checksum of a small stack of expert 0, which differs between checkpoints of the same shapes."""
+        """Checksum of a small stack of expert 0, which differs between checkpoints of the same shapes."""
         sample = self.layout.rows(self.layout.sample, (0,))
         assert sample is not None
         return hashlib.sha256(sample.view(torch.uint8).numpy().tobytes()).hexdigest()[:14]
@@ -316,5 +297,4 @@ class Checkpoint:
         return self.rows("down_scale", ()) is None
 
     def read(self, experts: Sequence[int]) -> ExpertWeights:
-        """Return all stacks of these experts, in this order."""
         return ExpertWeights(**{name: self.rows(name, experts) for name in NAMES})  # type: ignore[arg-type]

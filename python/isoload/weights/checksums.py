@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -20,35 +20,19 @@ LAST_SHIFT = 31
 
 
 class WrongSlot(NamedTuple):
-    """A slot whose weights are not those of its expert in the layer's map.
+    """A slot whose weights are not those of its expert in the layer's map."""
 
-    layer   the layer's number
-    rank    rank of the slot
-    slot    of 0..P-1
-    expert  the expert that it should hold
-    holds   the expert whose weights it has; None: of no expert
-    """
-
-    layer: int
-    rank: int
-    slot: int
-    expert: int
-    holds: int | None
+    layer: int  # its number
+    rank: int  # of the slot
+    slot: int  # of 0..P-1
+    expert: int  # that the slot should hold
+    holds: int | None  # the expert whose weights the slot has; None: of no expert
 
 
 def slot_checksums(weights: Sequence[Tensor]) -> Tensor:
-    """Return [S] int64, a checksum of the bytes of every slot's weights, on their device without a host wait.
-
-    Integer arithmetic, so equal bytes have equal sums on every device. Each word of 8 bytes is mixed with its position
-    and then added modulo 2^64. A change of one word always changes the sum; an exchange of rows does except by chance,
-    1 in 2^64. Each byte is read once. Temporary memory is at most about 100 MB, plus a copy of one slot's part for a
-    tensor that is not contiguous.
-
-    Args:
-        weights: of one layer, [S, ...] each, of any dtype: weights and scales. Their order matters.
-
-    Raises:
-        ValueError: they have no slots, or not the same number.
+    """Return [S] int64, a checksum of the bytes of every slot's weights, on their device without a host wait. Each word
+    of 8 bytes is mixed with its position and added modulo 2^64: equal bytes have equal sums on every device, and a
+    change of one word always changes the sum. Temporary memory is about 100 MB for contiguous tensors.
     """
     rows = [len(tensor) if tensor.dim() else 0 for tensor in weights]
     if not rows or min(rows) < 1 or len(set(rows)) > 1:
@@ -59,19 +43,13 @@ def slot_checksums(weights: Sequence[Tensor]) -> Tensor:
         parts = [tensor] if tensor.is_contiguous() else tensor.split(1)
         for first, part in enumerate(parts):
             slot_sums = sums[first : first + len(part)]
-            words = 0
-            for chunk in _words(as_bytes(part.detach().contiguous())):
-                slot_sums += _mixed(chunk, position + words).sum(1)
-                words += chunk.shape[1]
+            words, width = 0, max(CHUNK_BYTES // len(part) // WORD, 1) * WORD
+            for chunk in as_bytes(part.detach().contiguous()).split(width, dim=1):
+                copy = pad(chunk, (0, -chunk.shape[1] % WORD)).view(torch.int64)  # zeros fill the last word
+                slot_sums += _mixed(copy, position + words).sum(1)
+                words += copy.shape[1]
         position += words
     return sums
-
-
-def _words(rows: Tensor) -> Iterator[Tensor]:
-    """Yield chunks [S, n] int64, copies, of byte rows [S, N]; zeros fill the last word."""
-    width = max(CHUNK_BYTES // len(rows) // WORD, 1) * WORD
-    for chunk in rows.split(width, dim=1):
-        yield pad(chunk, (0, -chunk.shape[1] % WORD)).view(torch.int64)
 
 
 def _mixed(words: Tensor, first: int) -> Tensor:
@@ -90,9 +68,7 @@ def _shifted(words: Tensor, bits: int) -> Tensor:
 
 
 def expert_checksums(sums: Tensor, slot_to_expert: Tensor, num_experts: int) -> Tensor:
-    """Return [L, E] int64, each expert's sum in its lowest slot, from sums [L, P] of slots that hold experts [L, P], -1
-    in absent slots.
-    """
+    """Return [L, E] int64, each expert's sum in its lowest slot, from sums and experts [L, P] of slots; -1 = absent."""
     checksums = sums.new_zeros(len(sums), num_experts)
     for slot in reversed(range(sums.shape[1])):
         layers = (slot_to_expert[:, slot] >= 0).nonzero().flatten()
@@ -103,15 +79,7 @@ def expert_checksums(sums: Tensor, slot_to_expert: Tensor, num_experts: int) -> 
 def wrong_slots(
     sums: Tensor, slot_to_expert: Tensor, expected: Tensor, layers: Sequence[int], num_ranks: int
 ) -> list[WrongSlot]:
-    """Return the slots whose sum differs from their expert's, by layer and slot.
-
-    Args:
-        sums: [L, P] int64 of every slot.
-        slot_to_expert: [L, P] expert that each should hold; -1: absent, or any.
-        expected: [L, E] :func:`expert_checksums`.
-        layers: their L numbers.
-        num_ranks: R; each rank has P/R consecutive slots.
-    """
+    """Return the slots whose sum [L, P] differs from their expert's [L, E]; slot_to_expert -1: absent, or any."""
     per_rank = sums.shape[1] // num_ranks
     wrong = []
     present = slot_to_expert >= 0

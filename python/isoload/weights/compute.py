@@ -1,15 +1,12 @@
-"""The experts of one rank: grouped GEMMs over the received copies, and the dense shared experts.
-
-A linear map of sorted copies is one grouped GEMM, or a loop over slots if grouped_mm does not support it. Shapes: N
-received rows of width H, at most K copies per row, S slots, I intermediate width, C sorted copies (see
-isoload.ops.counting).
+"""The experts of one rank: grouped GEMMs over the received copies. Shapes: N received rows of width H, at most K copies
+per row, S slots, I intermediate width, C sorted copies.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -80,10 +77,7 @@ _LINEAR: dict[str, Linear] = {"grouped_mm": _grouped_linear, "loop": _loop_linea
 
 
 class _BorrowedLinear(torch.autograd.Function):
-    """A linear map that does not save its weight: backward reads the memory where it was, see BorrowedWeights.
-
-    The weight may have another dtype than the copies; products are in the copies' dtype.
-    """
+    """A linear map, in the copies' dtype, that does not save its weight: backward reads the memory where it was."""
 
     @staticmethod
     def forward(
@@ -121,8 +115,8 @@ class _BorrowedLinear(torch.autograd.Function):
 
 
 class _AddBias(torch.autograd.Function):
-    """Return ``y + bias[slot]``, computed in y's own memory if the kernel applies, so nothing else may use y. It has
-    its own backward, because indexing would add the gradients after the last copy too, and in y's dtype.
+    """Return ``y + bias[slot]``, perhaps in y's own memory, so nothing else may use y. Its own backward leaves out rows
+    after the last copy, and adds in float32.
     """
 
     @staticmethod
@@ -143,17 +137,13 @@ class _AddBias(torch.autograd.Function):
 
 
 def _sum_per_slot(grad: Tensor, ends: Tensor) -> Tensor:
-    """Return [S, F], each slot's rows of grad [C, F] added up: a grouped product with ones, fp32 inside, in a fixed
-    order.
-    """
+    """Return [S, F], each slot's rows of grad [C, F] added by a grouped product with ones, in a fixed order."""
     ones = grad.new_ones(len(grad), ROW_BYTES // grad.element_size())
     return grouped_mm(ones.t(), grad, ends)[:, 0]
 
 
 def grouped_mm(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
-    """Multiply a [C, in] by b [S, in, out] to [C, out], or a [in, C] by b [C, out] to [S, in, out]; groups end at
-    ends [S].
-    """
+    """Multiply a [C, in] by b [S, in, out] to [C, out], or a [in, C] by b [C, out] to [S, in, out]."""
     return F.grouped_mm(a, b, offs=ends)
 
 
@@ -165,26 +155,16 @@ def run_experts(
     activation: Activation,
     max_copies: Sequence[int] | None = None,
 ) -> Tensor:
-    """Return for each row the sum over its local copies of ``weight * expert(row)``.
-
-    Groups are computed one after another; local slots are numbered through all groups. Gradients reach rows, gate
-    weights and every stack that requires them.
+    """Return [N, H] for each row the sum over its local copies of ``weight * expert(row)``, added in max(fp32, dtype).
 
     Args:
         rows: [N, H] in the first group's dtype; with quantised groups in any dtype, without gradients.
-        slots: [N, K] int32 or int64 local slot, -1 = absent.
+        slots: [N, K] int32 or int64 local slot, numbered through all groups; -1 = absent.
         weights: [N, K] float32 gate weights (float64 ones only with float64 rows).
         groups: stacks of weights: the resident rows, then the spare pool.
-        activation: between the two projections.
-        max_copies: per group, the largest number of present copies, which sizes the buffers. None: N*K. More copies
-            raise ValueError where values are readable; elsewhere they are dropped and set the device's error word.
-
-    Returns:
-        [N, H] in rows' dtype, summed in max(fp32, dtype). Autocast has no effect inside.
-
-    Raises:
-        ValueError: also for slot and copy numbers where values are readable (CPU, or ISOLOAD_CHECK=1); elsewhere an
-            out-of-range slot is absent.
+        activation: between the two projections. Autocast has no effect inside.
+        max_copies: most present copies per group, which sizes the buffers; None = N*K. More copies raise ValueError
+            where values are readable; elsewhere they are dropped and set the device's error word.
     """
     _check_arguments(rows, slots, weights, groups, max_copies)
     # Autocast would cast the operands of the loop, but not those of grouped_mm.
@@ -215,17 +195,8 @@ def run_sorted(
     groups: Sequence[ExpertWeights],
     activation: Activation,
 ) -> Tensor:
-    """Return for each row ``weight * expert(row)``, for rows of one copy each, sorted by slot: nothing is added up.
-
-    Args:
-        rows: [N, H] in the groups' dtype, by slot; with quantised groups in any dtype, without gradients.
-        weights: [N, 1] float32 gate weights.
-        ends: slot s's rows end before ends[s]; slots are numbered through the groups.
-        groups: stacks of weights: the resident rows, then the spare pool. Further ends must have no rows.
-        activation: between the two projections.
-
-    Returns:
-        [N, H] in rows' dtype. Autocast has no effect inside.
+    """Return [N, H] ``weight * expert(row)`` for rows of one copy each, sorted by slot: nothing is added up. Slot s's
+    rows end before ends[s], numbered through the groups; further ends have no rows. weights: [N, 1] float32.
     """
     slots = sum(group.num_slots for group in groups)
     bounds = [0, *ends[:slots]]
@@ -242,7 +213,12 @@ def run_sorted(
         for group in groups:
             start, end = bounds[first], bounds[first + group.num_slots]
             if end > start:
-                grouping = as_they_lie(bounds[first : first + group.num_slots + 1], rows.device)
+                counts = [b - a for a, b in pairwise(bounds[first : first + group.num_slots + 1])]
+                copy = torch.arange(end - start, device=rows.device)
+                slot = torch.arange(len(counts), device=rows.device)
+                slot = slot.repeat_interleave(put_on(rows.device, counts), output_size=len(copy))
+                last = put_on(rows.device, list(accumulate(counts))).to(torch.int32)
+                grouping = Grouping(copy, slot, last, copy.unsqueeze(1))
                 to_inner, to_hidden = projections(group, rows.dtype)
                 inner = activate(activation, to_inner(rows[start:end], grouping), grouping)
                 parts.append((to_hidden(inner, grouping) * weights[start:end]).to(rows.dtype))
@@ -250,18 +226,7 @@ def run_sorted(
         return torch.cat(parts) if parts else rows * weights.to(rows.dtype)
 
 
-def as_they_lie(bounds: Sequence[int], device: torch.device) -> Grouping:
-    """Return the grouping of rows that are sorted by slot: slot s has rows bounds[s] to bounds[s + 1] of [S + 1]."""
-    place = torch.arange(bounds[-1] - bounds[0], device=device)
-    counts = [end - start for start, end in pairwise(bounds)]
-    slot = torch.arange(len(counts), device=device)
-    slot = slot.repeat_interleave(put_on(device, counts), output_size=len(place))
-    ends = put_on(device, [end - bounds[0] for end in bounds[1:]]).to(torch.int32)
-    return Grouping(place, slot, ends, place.unsqueeze(1))
-
-
 def count_copies(slots: Tensor, groups: Sequence[ExpertWeights]) -> list[int]:
-    """Return the copies of every group, from local slots [N, K] that are numbered through the groups."""
     counts, first = [], 0
     for group in groups:
         end = first + group.num_slots
@@ -313,9 +278,8 @@ def _check_arguments(
         raise ValueError("groups must hold at least one stack of weights, got none")
     hidden, dtype = groups[0].down.shape[1], groups[0].down.dtype
     for g, group in enumerate(groups):
-        same = (
-            isinstance(group, BorrowedWeights) or group.down.dtype == dtype
-        )  # borrowed weights are cast where they are used
+        # Borrowed weights are cast where they are used.
+        same = isinstance(group, BorrowedWeights) or group.down.dtype == dtype
         if group.down.shape[1] != hidden or not same:
             raise ValueError(
                 f"groups[{g}] must have the width and dtype of groups[0] ({hidden}, {dtype}), "

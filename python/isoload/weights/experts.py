@@ -1,7 +1,4 @@
-"""ExpertWeights: the stacked weights of some slots, the activation, and how they are multiplied.
-
-Shapes: S slots, H width of a row, I intermediate width.
-"""
+"""ExpertWeights: the stacked weights of some slots, the activation, and how they are multiplied."""
 
 from __future__ import annotations
 
@@ -26,22 +23,18 @@ class SwiGLU:
     """``silu(gate) * up``; gate is the first half of the projection, up the second."""
 
     def __call__(self, gate_up: Tensor) -> Tensor:
-        """Map [..., 2I] -> [..., I]."""
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
 
 
 @dataclass(frozen=True)
 class ClampedGLU:
-    """gpt-oss: ``(up + 1) * gate * sigmoid(alpha * gate)``; gate is in even columns (<= limit), up in odd ones (within
-    +-limit).
-    """
+    """gpt-oss: ``(up + 1) * gate * sigmoid(alpha * gate)``; gate <= limit in even columns, up within +-limit in odd."""
 
     alpha: float = 1.702
     limit: float = 7.0
 
     def __call__(self, gate_up: Tensor) -> Tensor:
-        """Map [..., 2I] -> [..., I]."""
         gate = gate_up[..., ::2].clamp(max=self.limit)
         up = gate_up[..., 1::2].clamp(-self.limit, self.limit)
         return (up + 1) * gate * torch.sigmoid(self.alpha * gate)
@@ -54,15 +47,10 @@ Activation = SwiGLU | ClampedGLU
 class ExpertWeights:
     """The weights of S slots, stacked. A row is one output, as in nn.Linear, so checkpoints need no transposing.
 
-    Quantised weights (inference only) have scales, which multiply their values. Rows and columns of a matrix that
-    share a scale (the last block of a side may be smaller):
-
-    - fp8: e4m3 and float32, 128 and 128;
-    - MXFP8: e4m3 and e8m0, 1 and 32;
-    - MXFP4: e2m1 and e8m0, 1 and 32;
-    - NVFP4: e2m1 and e4m3, 1 and 16, and a float32 scale for a whole matrix.
-
-    e4m3 is float8_e4m3fn. uint8 holds e8m0, or two neighbouring e2m1 values of a row, the first in the lower half.
+    Quantised weights (inference only) have scales, which multiply blocks of a matrix, rows by columns; the last block
+    of a side may be smaller: fp8, e4m3 and float32, 128 by 128; MXFP8, e4m3 and e8m0, 1 by 32; MXFP4, e2m1 and e8m0, 1
+    by 32; NVFP4, e2m1 and e4m3, 1 by 16, and a float32 scale for a whole matrix. e4m3 is float8_e4m3fn. uint8 holds
+    e8m0, or two neighbouring e2m1 values of a row, the first in the lower half.
 
     A layer trains a stack that is a Parameter if it requires a gradient, and other stacks unless they are quantised.
 
@@ -71,11 +59,11 @@ class ExpertWeights:
         down: [S, H, I] or [S, H, I / 2].
         gate_up_bias: [S, 2I] or None; with quantised weights in any of the other dtypes, rounded to the rows'.
         down_bias: [S, H] or None.
-        gate_up_scale: in fp8 [S, 2, ceil(I / 128), ceil(H / 128)], the blocks of the first half of the rows (SwiGLU's
-            gate), then those of the second. Else [S, 2I, ceil(H / 32)] or [S, 2I, ceil(H / 16)].
+        gate_up_scale: fp8 [S, 2, ceil(I / 128), ceil(H / 128)], the blocks of the first half of the rows (SwiGLU's
+            gate), then of the second. Else [S, 2I, ceil(H / 32)] or [S, 2I, ceil(H / 16)].
         down_scale: [S, ceil(H / 128), ceil(I / 128)], [S, H, ceil(I / 32)] or [S, H, ceil(I / 16)].
-        gate_up_scale_2: [S, 2] float32 of NVFP4, for the same halves of the rows. It multiplies, as
-            ModelOpt's ``weight_scale_2``; compressed-tensors' ``weight_global_scale`` divides.
+        gate_up_scale_2: [S, 2] float32 of NVFP4, for the same halves of the rows. It multiplies, as ModelOpt's
+            ``weight_scale_2``; compressed-tensors' ``weight_global_scale`` divides.
         down_scale_2: [S, 1] float32 of NVFP4.
     """
 
@@ -98,7 +86,12 @@ class ExpertWeights:
             )
         if shape[1] % per_element(dtype):
             raise ValueError(f"down must have an even number of rows H in {dtype}, got {list(shape)}")
-        self._check_format()
+        known = {scale: form for (weight, scale), form in FORMATS.items() if weight == dtype}
+        if known and self.format is None:
+            names = " or ".join(f"{scale} ({form.name})" for scale, form in known.items())
+            raise ValueError(
+                f"down_scale must be {names} with down {_kind(self.down)}, got {_kind(self.down_scale)}"
+            )
         wanted = self._wanted()
         for name in NAMES:
             sizes, dtypes = wanted.get(name, (None, ()))
@@ -113,42 +106,28 @@ class ExpertWeights:
                     f"{_kind(self.down)}, got {_kind(stack)}"
                 )
 
-    def _check_format(self) -> None:
-        """Raise ValueError if the dtypes of down and its scales are not those of a supported format."""
-        known = {scale: form for (weight, scale), form in FORMATS.items() if weight == self.down.dtype}
-        if known and self.format is None:
-            names = " or ".join(f"{scale} ({form.name})" for scale, form in known.items())
-            raise ValueError(
-                f"down_scale must be {names} with down {_kind(self.down)}, got {_kind(self.down_scale)}"
-            )
-
     def _wanted(self) -> dict[str, SizesAndDtypes]:
-        """Return sizes and dtypes of all stacks that such weights may have; all stacks except biases are required."""
         slots, hidden, inner = *self.down.shape[:2], self.intermediate
         form, dtype = self.format, self.down.dtype
         biases = (dtype,) if form is None else DTYPES
-        scales = {} if form is None else scales_of(form, slots, hidden, inner)
         return {
             "gate_up": ([slots, 2 * inner, hidden // per_element(dtype)], (dtype,)),
             "down": (list(self.down.shape), (dtype,)),
             "gate_up_bias": ([slots, 2 * inner], biases),
             "down_bias": ([slots, hidden], biases),
-            **scales,
+            **({} if form is None else scales_of(form, slots, hidden, inner)),
         }
 
     @property
     def format(self) -> Format | None:
-        """Format of quantised weights, else None."""
         return None if self.down_scale is None else FORMATS.get((self.down.dtype, self.down_scale.dtype))
 
     @property
     def quantised(self) -> bool:
-        """Whether the weights have scales."""
         return self.down.dtype not in DTYPES
 
     @property
     def intermediate(self) -> int:
-        """I."""
         return self.down.shape[2] * per_element(self.down.dtype)
 
     @property
@@ -195,24 +174,17 @@ class ExpertWeights:
 
 
 def _kind(stack: Tensor | None) -> str:
-    """Return a stack's shape, dtype and device, for messages."""
     return "None" if stack is None else f"{list(stack.shape)} {stack.dtype} {stack.device}"
 
 
 @dataclass(frozen=True)
 class BorrowedWeights(ExpertWeights):
-    """Stacks that arrive while other weights are used, in memory that backward may find overwritten.
-
-    Args:
-        wait: returns once the weights have arrived. It is called before they are used, in forward and in backward,
-            which reads the same memory. So no computation saves them for backward.
-    """
+    """Stacks that arrive while other weights are used: call `wait` before their use, in forward and in backward."""
 
     wait: Callable[[], object] = field(kw_only=True)
 
 
 def describe(weights: ExpertWeights, first: int = 0) -> str:
-    """Return shapes from a dimension on, dtypes and kind of device, for messages and comparisons."""
     dtype, stacks = weights.down.dtype, weights.stacks().items()
     kinds = {name: "" if stack.dtype == dtype else f" {stack.dtype}" for name, stack in stacks}
     shapes = ", ".join(f"{name} {list(stack.shape[first:])}{kinds[name]}" for name, stack in stacks)
@@ -220,16 +192,12 @@ def describe(weights: ExpertWeights, first: int = 0) -> str:
 
 
 def compute_path(weights: ExpertWeights, dtype: torch.dtype | None = None) -> Literal["grouped_mm", "loop"]:
-    """Return the path that :func:`run_experts` takes for these weights, which depends on dtype and layout only.
-
-    dtype: of the rows, in which quantised weights are multiplied; None: the weights'.
-    """
+    """Return the path of :func:`run_experts` for these weights and rows of a dtype; None: the weights'."""
     dtype = weights.down.dtype if dtype is None else dtype
     sizes = weights.down.shape[1], weights.intermediate
     aligned = all(size * dtype.itemsize % ROW_BYTES == 0 for size in sizes)
     dense = weights.quantised or all(
         s.is_contiguous() or s.transpose(1, 2).is_contiguous() for s in (weights.gate_up, weights.down)
     )
-    return (
-        "grouped_mm" if dtype != torch.float64 and aligned and dense else "loop"
-    )  # grouped_mm has no float64
+    # grouped_mm has no float64
+    return "grouped_mm" if dtype != torch.float64 and aligned and dense else "loop"

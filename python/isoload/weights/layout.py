@@ -1,12 +1,7 @@
 """Layout: the expert in each weight row of each rank; Move: a copy of one row into another.
 
-A layout is made on the host from a placement and is the same on every rank. Home rows come first, then replica rows,
-each by ascending slot initially; a new placement keeps rows in place where it can. Empty slots, and second slots of
-one expert on one rank, have no row.
-
-A list of moves, the same on every rank, describes a refresh of replicas, the change to a new placement, the experts
-that a batch borrows, and the gradients that return to their rows. Stacks are a rank's tensors [rows, ...], one row
-per expert; lists of stacks are indexed by the ranks that the process owns.
+Both are the same on every rank. Home rows come first, then replica rows; a new placement keeps rows in place where it
+can. Empty slots, and second slots of one expert on one rank, have no row. Stacks are owned ranks' tensors [rows, ...].
 """
 
 from __future__ import annotations
@@ -43,18 +38,12 @@ class Move(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class RankMoves(SendCounts):
-    """One rank's part of a list of moves.
+    """One rank's part of a list of moves."""
 
-    leaving    rows that other ranks read, by reading rank, then in order of the list
-    arriving   rows that other ranks fill, by filling rank, then in order of the list
-    copied     rows that the rank itself reads
-    filled     rows that are filled from copied
-    """
-
-    leaving: list[int]
-    arriving: list[int]
-    copied: list[int]
-    filled: list[int]
+    leaving: list[int]  # rows that other ranks read, by reading rank, then in order of the list
+    arriving: list[int]  # rows that other ranks fill, by filling rank, then in order of the list
+    copied: list[int]  # rows that the rank itself reads
+    filled: list[int]  # rows that are filled from copied
 
     @staticmethod
     def from_moves(moves: Sequence[Move], rank: int, num_ranks: int) -> RankMoves:
@@ -80,16 +69,8 @@ class RankMoves(SendCounts):
 
 
 def start_moves(group: Group, stage: str, moves: Sequence[Move], sources: Stacks, targets: Stacks) -> Wait:
-    """Read the sources of all moves, begin the exchange, and return a function that waits for the rows and writes
-    them.
-
-    All ranks call it together with the same moves. Sources and targets may be the same stacks: all reads come first.
-
-    Args:
-        stage: name in traffic and errors.
-        moves: no two of them have the same target row.
-        sources: stacks to read; widths and dtypes are the same on all ranks.
-        targets: stacks to write, of the same widths and dtypes; contiguous.
+    """Read the sources of all moves, begin the exchange, and return a function that waits for the rows and writes them.
+    All ranks call it together with the same moves to distinct rows. Sources and targets may be the same stacks.
     """
     parts = parts_of(group, moves)
     buffers = [pack_rows(stacks, part.leaving) for stacks, part in zip(sources, parts, strict=True)]
@@ -111,21 +92,12 @@ def start_moves(group: Group, stage: str, moves: Sequence[Move], sources: Stacks
 
 @torch.no_grad()
 def move_rows(group: Group, stage: str, moves: Sequence[Move], sources: Stacks, targets: Stacks) -> None:
-    """Run :func:`start_moves` and wait for it."""
     start_moves(group, stage, moves, sources, targets)()
 
 
 def add_back(group: Group, stage: str, moves: Sequence[Move], grads: Stacks, totals: Stacks) -> None:
-    """Return gradients along the moves: add the gradients of the targets to the totals of their sources.
-
-    A row's gradients are added by ascending rank of origin, then in order of the list, in max(float32, dtype), and
-    rounded once, so the sum is the same in every run and on every backend.
-
-    Args:
-        stage: name in traffic and errors.
-        moves: that copied the rows.
-        grads: [rows, ...] of the targets' stacks.
-        totals: [rows, ...] of the sources' stacks, in the dtype of the gradients or a wider one.
+    """Add the gradients of the moves' targets to the totals of their sources, by ascending rank of origin, then in
+    order of the list, in max(float32, dtype), and rounded once: the same sum in every run and on every backend.
     """
     parts = parts_of(group, moves)
     buffers = [pack_rows(stacks, part.arriving) for stacks, part in zip(grads, parts, strict=True)]
@@ -136,11 +108,22 @@ def add_back(group: Group, stage: str, moves: Sequence[Move], grads: Stacks, tot
             first = sum(part.sent[:rank])
             rows = [*rows[:first], *part.copied, *rows[first:]]
             buffer = torch.cat([buffer[:first], pack_rows(stacks, part.filled), buffer[first:]])
-        add_rows(sums, rows, unpack_rows(stacks, buffer))
+        columns = unpack(buffer, [(stack.shape[1:].numel(), stack.dtype) for stack in stacks])
+        for total, values in zip(sums, columns, strict=True):
+            add_rows(total, rows, values.view(-1, *total.shape[1:]))
+
+
+def add_rows(total: Tensor, rows: Sequence[int], values: Tensor) -> None:
+    """Add values [n, ...] to the rows of a total, in order, in max(float32, dtype); every row is rounded once."""
+    exact = torch.promote_types(total.dtype, torch.float32)
+    for row in dict.fromkeys(rows):
+        added = total[row].to(exact)
+        for i in (i for i, other in enumerate(rows) if other == row):
+            added = added + values[i]
+        total[row] = added
 
 
 def parts_of(group: Group, moves: Sequence[Move]) -> list[RankMoves]:
-    """Return the owned ranks' parts."""
     return [RankMoves.from_moves(moves, rank, group.topology.num_ranks) for rank in group.ranks]
 
 
@@ -156,17 +139,10 @@ def pack_rows(stacks: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
 
 
 def put_rows(stacks: Sequence[Tensor], rows: Sequence[int], buffer: Tensor) -> None:
-    """Write the result of :func:`pack_rows` into other rows of contiguous stacks."""
     index = put_on(buffer.device, rows)
     widths = [stack.shape[1:].numel() * stack.itemsize for stack in stacks]
     for stack, part in zip(stacks, buffer.split(widths, dim=1), strict=True):
         as_bytes(stack).index_copy_(0, index, part)
-
-
-def unpack_rows(like: Sequence[Tensor], buffer: Tensor) -> list[Tensor]:
-    """Return [n, ...] per stack, of the stacks' dtype."""
-    parts = unpack(buffer, [(stack.shape[1:].numel(), stack.dtype) for stack in like])
-    return [part.view(-1, *stack.shape[1:]) for part, stack in zip(parts, like, strict=True)]
 
 
 def as_bytes(stack: Tensor) -> Tensor:
@@ -175,43 +151,21 @@ def as_bytes(stack: Tensor) -> Tensor:
     return stack.view(-1).view(torch.uint8).view(len(stack), stack.shape[1:].numel() * stack.itemsize)
 
 
-def add_rows(totals: Sequence[Tensor], rows: Sequence[int], parts: Sequence[Tensor]) -> None:
-    """Add parts [n, ...] to the rows of totals, in order, in max(float32, dtype); every row is rounded once."""
-    for total, values in zip(totals, parts, strict=True):
-        exact = torch.promote_types(total.dtype, torch.float32)
-        for row in dict.fromkeys(rows):
-            added = total[row].to(exact)
-            for i in (i for i, other in enumerate(rows) if other == row):
-                added = added + values[i]
-            total[row] = added
-
-
 @dataclass(frozen=True)
 class Layout:
-    """The weight rows of one rank and layer.
+    """The weight rows of one rank and layer."""
 
-    homes, replicas  experts of the rank's home rows, followed by its replica rows
-    row_of_slot      [S] weight row of every local slot, -1 = none
-    """
-
-    homes: tuple[int, ...]
-    replicas: tuple[int, ...]
-    row_of_slot: tuple[int, ...]
+    homes: tuple[int, ...]  # experts of the rank's home rows
+    replicas: tuple[int, ...]  # experts of the replica rows, which follow
+    row_of_slot: tuple[int, ...]  # [S] weight row of every local slot, -1 = none
 
     @property
     def experts(self) -> tuple[int, ...]:
-        """The expert in every weight row."""
         return self.homes + self.replicas
 
 
 def layouts(placed: PlacedLayers, before: Sequence[Layout] | None = None) -> list[Layout]:
-    """Return [R] the rows of every rank for one layer; the same on every rank, computed from the host's placement
-    alone.
-
-    Args:
-        placed: one layer.
-        before: the present rows; experts then keep their rows where they can.
-    """
+    """Return [R] the rows of every rank for one layer; experts keep their rows of `before` where possible."""
     host, num_ranks = placed.host, placed.topology.num_ranks
     assert placed.layer is not None
     slots = host.arrays[0][placed.layer].reshape(num_ranks, -1)
@@ -241,7 +195,6 @@ def shard_layouts(placed: PlacedLayers) -> list[Layout]:
 
 
 def home_addresses(layouts: Sequence[Layout]) -> dict[int, Address]:
-    """Return the home row of every expert, from the layouts [R] of all ranks."""
     return {
         e: Address(rank, row) for rank, layout in enumerate(layouts) for row, e in enumerate(layout.homes)
     }
@@ -258,12 +211,7 @@ def replica_moves(layouts: Sequence[Layout]) -> list[Move]:
 
 
 def keep_rows(before: Sequence[int], homes: Sequence[int], replicas: Sequence[int]) -> list[int]:
-    """Return the experts of a rank row by row, homes first; an expert that is in its part already keeps its row.
-
-    Args:
-        before: expert in each weight row, -1 = none.
-        homes, replicas: experts that the rank must hold; those that cannot stay take the free rows in this order.
-    """
+    """Return a rank's experts by row, homes first; those in their part of `before` keep it, others take free rows."""
     after: list[int] = []
     for experts in (homes, replicas):
         part = [*before, *[-1] * (len(homes) + len(replicas))][len(after) : len(after) + len(experts)]
@@ -273,7 +221,6 @@ def keep_rows(before: Sequence[int], homes: Sequence[int], replicas: Sequence[in
 
 
 def count_rows(placed: PlacedLayers, weight_rows: int | None) -> list[int]:
-    """Return [R] weight rows of every rank: the number of experts in its slots, or weight_rows."""
     assert placed.layer is not None
     filled = placed.host.arrays[0][placed.layer].reshape(placed.topology.num_ranks, -1) >= 0
     counts: list[int] = filled.sum(1).tolist()

@@ -1,8 +1,7 @@
 """Weights in pages: tensors [S, ...] whose last rows have no memory, and the slots of a rank that do.
 
-An engine wants the same number of slots in every layer and on every rank. A ragged placement has fewer on some. The
-tensors stay rectangular in virtual memory, and the pages of absent slots are given back. On the CPU the memory is an
-anonymous mapping, on an NVIDIA GPU the driver's virtual memory (CUDA driver API, section "Virtual Memory Management").
+Engines want equal numbers of slots in every layer and on every rank, where a ragged placement has fewer: tensors stay
+rectangular in virtual memory, and the pages of absent slots are given back.
 """
 
 from __future__ import annotations
@@ -10,17 +9,15 @@ from __future__ import annotations
 import ctypes
 import mmap
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 
 class PageLayout(NamedTuple):
-    """Pages of a tensor of rows, of which the first have memory.
-
-    row_bytes: of one row. num_rows: S. page_bytes: of one page.
-    """
+    """Pages of a tensor of rows, of which the first have memory."""
 
     row_bytes: int
     num_rows: int
@@ -28,14 +25,10 @@ class PageLayout(NamedTuple):
 
     @property
     def num_pages(self) -> int:
-        """Pages of the whole tensor."""
         return self.pages_of(self.num_rows)
 
     def pages_of(self, rows: int) -> int:
-        """Return the number of pages, from the first on, that have memory if this many rows have memory.
-
-        The last row's page has memory even if the row fills only a part of the page.
-        """
+        """Return how many pages, from the first on, have memory if this many rows have, the last one's included."""
         return -(-self.row_bytes * rows // self.page_bytes)
 
     def check(self, rows: int) -> None:
@@ -63,28 +56,12 @@ class HostMemory:
         return torch.frombuffer(self._memory, dtype=torch.uint8, count=num_bytes)
 
 
-class Driver(Protocol):
-    """Protocol of a GPU's virtual memory, of which tests have a stand-in on the CPU."""
-
-    page_bytes: int
-
-    def reserve(self, num_bytes: int) -> int: ...
-    def create(self) -> int: ...
-    def map(self, address: int, page: int) -> None: ...
-    def unmap(self, address: int) -> None: ...
-    def allow(self, address: int, num_bytes: int) -> None: ...
-    def tensor(self, address: int, num_bytes: int, owner: object) -> Tensor: ...
-    def wait(self) -> None: ...
-
-
 class GpuPages:
-    """Physical pages of one GPU, for all paged tensors of a rank.
-
-    A page that a tensor gives back is kept for the tensors that grow: no other allocation can take it in between. All
-    absent pages show one page of zeros, because warm-up, autotuning and masked GEMMs read rows of all slots.
+    """Physical pages of one GPU. Those that a tensor gives back are kept for the tensors that grow. All absent pages
+    show one page of zeros, because warm-up, autotuning and masked GEMMs read rows of all slots.
     """
 
-    def __init__(self, driver: Driver) -> None:
+    def __init__(self, driver: CudaDriver) -> None:
         self.driver, self.page_bytes = driver, driver.page_bytes
         self.unused: list[int] = []
         self.created = 0  # pages that take memory, without the page of zeros
@@ -95,7 +72,6 @@ class GpuPages:
         driver.tensor(address, self.page_bytes, self).zero_()
 
     def pop(self) -> int:
-        """Return a page that no tensor uses."""
         if self.unused:
             return self.unused.pop()
         self.created += 1
@@ -103,10 +79,7 @@ class GpuPages:
 
 
 class GpuMemory:
-    """Address range of a GPU whose pages get memory one by one: each page is taken or given before it is used.
-
-    The range lives as long as the process.
-    """
+    """Address range of a GPU whose pages get memory one by one; it lives as long as the process."""
 
     def __init__(self, pages: GpuPages, num_pages: int) -> None:
         self.page_bytes, self._pages = pages.page_bytes, pages
@@ -140,17 +113,8 @@ class GpuMemory:
 
 
 class PagedTensor:
-    """Copy of a tensor [S, ...] whose first rows alone have memory; absent rows read as zeros.
-
-    Nothing may write to an absent row: the write would take memory that no pool has counted.
-
-    Args:
-        values: [S, ...]; the first `rows` rows are copied.
-        rows: number of rows with memory.
-        pages: those of the tensor's GPU. None: the tensor is on the CPU.
-
-    Raises:
-        ValueError: the tensor is on another device, or has no bytes.
+    """Copy of a tensor [S, ...] whose first rows alone have memory; absent rows read as zeros. Nothing may write to an
+    absent row: the write would take memory that no pool has counted.
     """
 
     def __init__(self, values: Tensor, rows: int, pages: GpuPages | None = None) -> None:
@@ -167,8 +131,7 @@ class PagedTensor:
         self._memory.take(0, present)
         if present < num:
             self._memory.give(present, num)
-        whole = self._memory.tensor(values.nbytes)
-        self.tensor = whole.view(values.dtype).view(values.shape)
+        self.tensor = self._memory.tensor(values.nbytes).view(values.dtype).view(values.shape)
         self.rows = rows
         self.tensor[:rows] = values[:rows]
 
@@ -184,11 +147,7 @@ class PagedTensor:
 
 
 class PagePool:
-    """All paged tensors of one rank: the number of slots with memory, over all layers, never grows.
-
-    Tensors of one layer have the same number of slots. A page that two rows share is counted with the first of them,
-    so after a move between layers a rank may have one page per tensor more or fewer than before.
-    """
+    """All paged tensors of one rank: the number of slots with memory, over all layers, never grows."""
 
     def __init__(self) -> None:
         self.layers: dict[int, list[PagedTensor]] = {}
@@ -211,20 +170,14 @@ class PagePool:
 
     @property
     def on_gpu(self) -> bool:
-        """Whether a tensor is on a GPU."""
         return bool(self._pages)
 
     @property
     def slots(self) -> dict[int, int]:
-        """Slots with memory by layer."""
         return {layer: tensors[0].rows for layer, tensors in self.layers.items()}
 
     def resize(self, slots: Mapping[int, int]) -> None:
-        """Change the number of slots of some layers: layers that shrink give pages before others take them.
-
-        Raises:
-            ValueError: all layers together would have more slots than at the start; nothing has changed then.
-        """
+        """Change the number of slots of some layers: those that shrink give pages first. An error changes nothing."""
         wanted = sum((self.slots | dict(slots)).values())
         if wanted > self.limit:
             raise ValueError(
@@ -235,7 +188,6 @@ class PagePool:
                 tensor.resize(rows)
 
     def slot_bytes(self) -> dict[int, int]:
-        """Return the bytes of one slot, by layer."""
         return {layer: sum(t.layout.row_bytes for t in tensors) for layer, tensors in self.layers.items()}
 
 
@@ -264,15 +216,7 @@ class _Access(ctypes.Structure):
 
 
 class CudaDriver:
-    """Virtual memory of one NVIDIA GPU by the CUDA driver API.
-
-    Args:
-        device: the GPU, on which torch has a context.
-
-    Raises:
-        ValueError: the device is no NVIDIA GPU, or the driver has no virtual memory for it.
-        RuntimeError: a call of the driver failed; the message has the call and the error number of cuda.h.
-    """
+    """Virtual memory of one NVIDIA GPU, on which torch has a context, by the CUDA driver API."""
 
     def __init__(self, device: torch.device) -> None:
         if device.type != "cuda" or torch.version.hip:
@@ -285,48 +229,34 @@ class CudaDriver:
         location = _Location(1, self.device.index)  # CU_MEM_LOCATION_TYPE_DEVICE
         self._allocation = _Allocation(1, 0, location)  # CU_MEM_ALLOCATION_TYPE_PINNED, not exported
         self._access = _Access(location, 3)  # CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-        size = ctypes.c_size_t()
-        recommended = ctypes.c_int(1)
-        self._call(
-            "cuMemGetAllocationGranularity", ctypes.byref(size), ctypes.byref(self._allocation), recommended
-        )
+        size, recommended = ctypes.c_size_t(), ctypes.c_int(1)
+        allocation = ctypes.byref(self._allocation)
+        self._call("cuMemGetAllocationGranularity", ctypes.byref(size), allocation, recommended)
         self.page_bytes = size.value
 
     def reserve(self, num_bytes: int) -> int:
-        address, none = ctypes.c_uint64(), ctypes.c_uint64(0)
-        self._call(
-            "cuMemAddressReserve",
-            ctypes.byref(address),
-            *(ctypes.c_size_t(number) for number in (num_bytes, self.page_bytes)),
-            *(none, none),
-        )
+        address = ctypes.c_uint64()
+        self._call("cuMemAddressReserve", ctypes.byref(address), num_bytes, self.page_bytes, 0, 0)
         return address.value
 
     def create(self) -> int:
-        page, size = ctypes.c_uint64(), ctypes.c_size_t(self.page_bytes)
-        self._call(
-            "cuMemCreate", ctypes.byref(page), size, ctypes.byref(self._allocation), ctypes.c_uint64(0)
-        )
+        page = ctypes.c_uint64()
+        self._call("cuMemCreate", ctypes.byref(page), self.page_bytes, ctypes.byref(self._allocation), 0)
         return page.value
 
     def map(self, address: int, page: int) -> None:
-        size, offset = ctypes.c_size_t(self.page_bytes), ctypes.c_size_t(0)
-        self._call(
-            "cuMemMap", ctypes.c_uint64(address), size, offset, ctypes.c_uint64(page), ctypes.c_uint64(0)
-        )
+        self._call("cuMemMap", address, self.page_bytes, 0, page, 0)
 
     def unmap(self, address: int) -> None:
-        self._call("cuMemUnmap", ctypes.c_uint64(address), ctypes.c_size_t(self.page_bytes))
+        self._call("cuMemUnmap", address, self.page_bytes)
 
     def allow(self, address: int, num_bytes: int) -> None:
-        """Let the GPU read and write pages that were mapped."""
-        count = ctypes.c_size_t(1)
-        access = ctypes.byref(self._access)
-        self._call("cuMemSetAccess", ctypes.c_uint64(address), ctypes.c_size_t(num_bytes), access, count)
+        self._call("cuMemSetAccess", address, num_bytes, ctypes.byref(self._access), 1)
 
     def tensor(self, address: int, num_bytes: int, owner: object) -> Tensor:
         """Return a uint8 tensor over mapped memory; the tensor keeps the owner alive."""
-        view = _ArrayInterface(owner, address, num_bytes)
+        array = {"shape": (num_bytes,), "typestr": "|u1", "data": (address, False), "version": 3}
+        view = SimpleNamespace(owner=owner, __cuda_array_interface__=array)
         tensor = torch.as_tensor(view, device=self.device)
         if tensor.data_ptr() != address:
             raise RuntimeError(f"torch copied pages of {self.device} instead of using them")
@@ -336,8 +266,10 @@ class CudaDriver:
         torch.cuda.synchronize(self.device)
 
     def _call(self, name: str, *arguments: Any) -> None:
+        """Call a function of the driver; an int is one of its 64-bit addresses, sizes, handles and flags."""
+        values = [ctypes.c_uint64(value) if isinstance(value, int) else value for value in arguments]
         with torch.cuda.device(self.device):
-            status = getattr(self._library, name)(*arguments)
+            status = getattr(self._library, name)(*values)
         if status == 2:
             raise RuntimeError(
                 f"{name}: {self.device} has no memory left for a page of {self.page_bytes} bytes of expert weights"
@@ -346,29 +278,8 @@ class CudaDriver:
             raise RuntimeError(f"{name} failed on {self.device} with CUDA driver error {status}")
 
 
-class _ArrayInterface:
-    """Bytes at an address of a GPU, as torch.as_tensor accepts them without a copy."""
-
-    def __init__(self, owner: object, address: int, num_bytes: int) -> None:
-        self.owner = owner
-        self.__cuda_array_interface__ = {
-            "shape": (num_bytes,),
-            "typestr": "|u1",
-            "data": (address, False),
-            "version": 3,
-        }
-
-
 def resident_slots(table: Tensor, num_ranks: int) -> Tensor:
-    """Return [L, R] slots with an expert on every rank.
-
-    Args:
-        table: [L, P] expert in each slot; -1 = absent.
-        num_ranks: R.
-
-    Raises:
-        ValueError: an absent slot comes before a slot with an expert on its rank; names layer and rank.
-    """
+    """Return [L, R] slots with an expert, which must be the first of their rank, from a table [L, P]; -1 = absent."""
     filled = table.reshape(len(table), num_ranks, -1) >= 0
     slots = filled.sum(2)
     wrong = filled != (torch.arange(filled.shape[2], device=table.device) < slots[:, :, None])

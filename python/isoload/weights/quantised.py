@@ -1,10 +1,7 @@
-"""Quantised weights: bytes and their scales, in the formats of published checkpoints. For inference.
+"""Quantised weights: bytes and their scales, for inference. Shapes: S slots, C sorted copies, H and I widths.
 
-They are dequantised to the rows' dtype and multiplied in it; there is no GEMM in the quantised format. Shapes: S
-slots, C sorted copies, H width of a row, I intermediate width.
-
-Sources: fp8, DeepSeek-V3's report, section 3.3.2; MXFP8, MXFP4 and the numbers e4m3, e2m1 and e8m0, OCP Microscaling
-Formats (MX) v1.0; NVFP4, NVIDIA's "Introducing NVFP4"; the order of a byte's two e2m1, gpt-oss and ModelOpt.
+Sources: fp8, DeepSeek-V3's report, section 3.3.2; MXFP8, MXFP4, e4m3, e2m1 and e8m0, OCP Microscaling Formats (MX)
+v1.0; NVFP4, NVIDIA's "Introducing NVFP4"; the order of a byte's two e2m1, gpt-oss and ModelOpt.
 """
 
 from __future__ import annotations
@@ -33,7 +30,6 @@ class Format(NamedTuple):
     has_second: bool = False  # a float32 scale for a whole matrix, in addition to those of its blocks
 
     def blocks(self, out: int, columns: int) -> list[int]:
-        """Return [blocks of out, blocks of columns] of a matrix [out, columns]."""
         return [-(-out // self.rows), -(-columns // self.columns)]
 
 
@@ -51,7 +47,6 @@ def per_element(dtype: torch.dtype) -> int:
 
 
 def scales_of(form: Format, num_slots: int, hidden: int, intermediate: int) -> dict[str, SizesAndDtypes]:
-    """Return the stacks of scales for the weights of num_slots slots. Gate and up have separate blocks."""
     rows, columns = form.blocks(intermediate, hidden)
     gate_up = [2, rows, columns] if form.rows > 1 else [2 * rows, columns]
     scales: dict[str, SizesAndDtypes] = {
@@ -65,21 +60,17 @@ def scales_of(form: Format, num_slots: int, hidden: int, intermediate: int) -> d
 
 
 def dequantise(weight: Tensor, scale: Tensor, scale_2: Tensor | None = None, *, dtype: torch.dtype) -> Tensor:
-    """Multiply every value by its block's scale, then by its matrix's, in float32, and round to a dtype.
-
-    Needs 8 bytes of temporary memory per value, in addition to the result.
-
-    Args:
-        weight: [..., out, in] e4m3, or [..., out, in / 2] bytes. If scale has one dimension more, out is numbered
-            through its matrices.
-        scale: [..., blocks of out, blocks of in] in a dtype of FORMATS.
-        scale_2: [..., n] float32, for n equal parts of out.
-        dtype: of the result.
-
-    Returns:
-        [..., out, in].
+    """Return [..., out, in]: every value times its block's scale, then its matrix's, in float32, rounded to a dtype.
+    `weight` is [..., out, in] e4m3, or [..., out, in / 2] bytes. If `scale` [..., blocks of out, blocks of in] has one
+    dimension more, out is numbered through its matrices. `scale_2` [..., n] is for n equal parts of out.
     """
-    form, values = FORMATS[weight.dtype, scale.dtype], _open_weights(weight)
+    form = FORMATS[weight.dtype, scale.dtype]
+    if weight.dtype == FP8:
+        values = weight.float()
+    else:
+        halves = torch.stack([weight & 15, weight >> 4], dim=-1).flatten(-2)
+        # e4m3 with the same sign, exponent and mantissa is smaller by the difference of the biases, subnormals too.
+        values = ((halves & 8) << 4 | (halves & 7) << 2).view(FP8).float().mul_(2.0**6)
     shape = values.shape
     values = values.reshape(*scale.shape[:-2], -1, shape[-1])
     wide = (scale.view(torch.float8_e8m0fnu) if scale.dtype == BYTES else scale).float()
@@ -88,15 +79,6 @@ def dequantise(weight: Tensor, scale: Tensor, scale_2: Tensor | None = None, *, 
     if scale_2 is not None:
         values = values.view(*scale_2.shape, -1, shape[-1]).mul_(scale_2.unsqueeze(-1).unsqueeze(-1))
     return values.to(dtype).view(shape)
-
-
-def _open_weights(weight: Tensor) -> Tensor:
-    """Return the values in float32, exactly."""
-    if weight.dtype == FP8:
-        return weight.float()
-    halves = torch.stack([weight & 15, weight >> 4], dim=-1).flatten(-2)
-    # e4m3 with the same sign, exponent and mantissa is smaller by the difference of the biases, subnormals too.
-    return ((halves & 8) << 4 | (halves & 7) << 2).view(FP8).float().mul_(2.0**6)
 
 
 def check_no_gradients() -> None:
@@ -108,10 +90,7 @@ def check_no_gradients() -> None:
 
 
 def check_stay(stacks: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype]) -> None:
-    """Raise ValueError if stacks of quantised experts have been cast, as by ``.to(dtype)``, or require gradients.
-
-    dtypes: of the stacks that cannot be cast.
-    """
+    """Raise ValueError if stacks of quantised experts have been cast from these dtypes or require gradients."""
     for name, stack in stacks.items():
         if stack.dtype != dtypes.get(name, stack.dtype):
             raise ValueError(
@@ -127,18 +106,7 @@ def check_stay(stacks: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype]) 
 def quantised_linear(
     x: Tensor, stacks: Sequence[Tensor], bias: Tensor | None, grouping: Grouping, grouped: bool
 ) -> Tensor:
-    """Multiply sorted copies by the dequantised matrices of their slots; rows after the last copy are undefined.
-
-    Args:
-        x: [C, in].
-        stacks: weight, scale and, if there is one, scale_2, [S, ...] each: see :func:`dequantise`.
-        bias: [S, out], rounded to x's dtype.
-        grouping: of the copies, see isoload.ops.counting.
-        grouped: whether grouped_mm supports matrices of x's dtype and this size; else plain products.
-
-    Returns:
-        [C, out] in x's dtype.
-    """
+    """Multiply sorted copies x [C, in] by their slots' dequantised matrices; rows after the last copy are undefined."""
     bias = None if bias is None else bias.to(x.dtype)
     if x.device.type == "cpu" or not grouped:
         return _one_by_one(x, stacks, bias, grouping.ends, grouped)
@@ -160,9 +128,7 @@ def _one_by_one(
 
 
 def _at_once(x: Tensor, stacks: Sequence[Tensor], ends: Tensor) -> Tensor:
-    """Run a device's grouped GEMM without a host wait. The stack [S, out, in] is temporarily allocated in x's
-    dtype.
-    """
+    """Run a device's grouped GEMM without a host wait, with all matrices [S, out, in] temporarily in x's dtype."""
     stack = torch.stack([dequantise(*slot, dtype=x.dtype) for slot in zip(*stacks, strict=True)])
     return F.grouped_mm(x, stack.transpose(1, 2), offs=ends)
 

@@ -1,7 +1,4 @@
-"""The moves from one placement to the next, in an order in which no expert is lost.
-
-Plain planning on the host: every rank computes the same schedule from the same rows, and nothing is exchanged.
-"""
+"""The moves from one placement to the next, in an order in which no expert is lost; the same on every rank."""
 
 from __future__ import annotations
 
@@ -16,18 +13,11 @@ Rows = Sequence[Sequence[int]]  # [R][rows of the rank] the expert in each weigh
 def plan_moves(current: Rows, wanted: Rows, rows_per_chunk: int) -> list[list[Move]]:
     """Return the moves that bring every row to its wanted content, in chunks. All reads of a chunk come first.
 
-    After every chunk each expert still has a row. A row is written once, and only if it changes. The exception is a
-    cycle of rows longer than a chunk: each chunk that cuts one has one more move, which parks the displaced expert.
-
-    The busiest rank of a chunk determines how long its exchange takes. A rank therefore sends at most rows_per_chunk /
-    R rows of a chunk (rounded up) and receives at most as many. Only a chunk that begins with a cycle of rows may
-    exceed that number, up to rows_per_chunk.
-
-    Args:
-        current: present content of the rows; all copies of an expert are equal.
-        wanted: wanted content, -1 = anything; rows after the end of a rank's list may hold anything. current and
-            wanted must contain the same experts; no rank's list has an expert twice.
-        rows_per_chunk: largest number of moves of a chunk, over all ranks, at least 2.
+    After every chunk each expert still has a row. A row is written once, and only if it changes, except that each chunk
+    that cuts a longer cycle of rows has one more move, which parks the displaced expert. A rank sends and receives at
+    most rows_per_chunk / R rows of a chunk (rounded up), because the busiest rank determines the time; a chunk that
+    begins with a cycle of rows may have up to rows_per_chunk (at least 2). `current` and `wanted` (-1 = any content)
+    must contain the same experts; no rank's list has an expert twice.
     """
     schedule = _Schedule(current, wanted)
     chunks = []
@@ -37,10 +27,7 @@ def plan_moves(current: Rows, wanted: Rows, rows_per_chunk: int) -> list[list[Mo
 
 
 def spread_moves(moves: Sequence[Move], rows_per_chunk: int, num_ranks: int) -> list[list[Move]]:
-    """Return moves of which none reads a row that another one writes, in chunks in which no rank is busy for long.
-
-    A rank sends at most rows_per_chunk / R rows of a chunk (rounded up) and receives at most as many.
-    """
+    """Return moves of which none reads a row that another one writes, in chunks as those of :func:`plan_moves`."""
     limit = -(-rows_per_chunk // num_ranks)
     chunks = []
     left = list(moves)
@@ -110,11 +97,7 @@ class _Schedule:
         return chunk
 
     def _least_busy(self, limit: int) -> Address | None:
-        """Return the free row whose rank and source are least busy in this chunk; None if all are busy.
-
-        Among equally busy ones, prefer the row of the rank that lacks most rows and the row before the longest chain
-        of rows.
-        """
+        """Return the free row whose rank and source are least busy in this chunk; None if all are busy."""
         best: tuple[int, int, Address] | None = None
         for target in self.free:
             expert, busy = self.pending[target], self.arriving[target.rank]
@@ -151,11 +134,8 @@ class _Schedule:
         return min(self.readable[expert], key=busy)
 
     def _next_of(self, address: Address) -> Address | None:
-        """Return the row that must read this one before it is overwritten; None if no row must.
-
-        A row on the same rank, which then avoids a transfer, or any row if this is the last copy. A rank that holds an
-        expert twice, as when one was parked, may lose either row. So no two rows have the same next row, and if no
-        pending row is free, the pending rows form cycles.
+        """Return the row that must read this one before it is overwritten, on the same rank or anywhere if this is the
+        last copy; None if no row must. No two rows have the same next row: if no pending row is free, they form cycles.
         """
         expert = self.content.get(address)
         if expert is None or any(a.rank == address.rank and a != address for a in self.holders[expert]):
@@ -166,7 +146,6 @@ class _Schedule:
         return next(iter(local or (waiting if last else [])), None)
 
     def _note_free(self, rows: Iterable[Address]) -> None:
-        """Update which of these rows are free."""
         for address in rows:
             if address in self.pending and self._next_of(address) is None:
                 self.free.add(address)
@@ -203,7 +182,6 @@ class _Schedule:
         return self._rotate(part)
 
     def _rotate(self, cycle: list[Address]) -> list[Move]:
-        """Fill every row from the previous one, and the first from the last."""
         contents = [self.content[a] for a in cycle]
         moved = [contents[-1], *contents[:-1]]
         return [self._move(expert, address) for expert, address in zip(moved, cycle, strict=True)]

@@ -1,13 +1,10 @@
-"""Shard: home rows in a model's own memory (Parameters, DTensors, views); the migration to a new placement.
-
-A migration first compares the facts that ranks must agree on, then moves the rows of weights and of optimizer state.
-"""
+"""Shard: home rows in a model's own memory (Parameters, DTensors, views); the migration to a new placement."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -26,8 +23,7 @@ from isoload.weights.storage import RankWeights, new_stack, version_of
 class Shard:
     """The home experts of one rank in the model's own memory: nothing is copied, gradients reach its Parameters.
 
-    A layer made of shards allocates memory for replicas only. Home experts stay in place: ``load_placement`` moves
-    replicas. Home rows and replicas are multiplied by one grouped GEMM each.
+    A layer made of shards allocates memory for replicas only, and ``load_placement`` moves only replicas.
 
     Args:
         experts: the rank's home experts in the placement, ascending; row i of every stack belongs to experts[i].
@@ -40,7 +36,6 @@ class Shard:
     weights: ExpertWeights | Callable[[], ExpertWeights]
 
     def owner_stacks(self) -> ExpertWeights:
-        """Return the stacks as the owner has them."""
         return self.weights if isinstance(self.weights, ExpertWeights) else self.weights()
 
     def read(self) -> ExpertWeights:
@@ -56,13 +51,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 class ShardWeights(RankWeights):
-    """One rank's weight rows of a layer: home rows of a Shard, replica rows in a storage of their own.
-
-    Args:
-        layout: the experts of its rows; homes in the order of the shard.
-        shard: the home rows.
-        num_rows, spare_slots, new_stack: as RankWeights.
-    """
+    """One rank's weight rows of a layer: home rows of a Shard, replica rows in a storage of their own."""
 
     def __init__(
         self,
@@ -78,7 +67,9 @@ class ShardWeights(RankWeights):
         self._shard = None if isinstance(weights, ExpertWeights) else shard
         self.reads_elsewhere = self._shard is not None
         for name in NAMES:
-            parameter = as_parameter(getattr(weights, name)) if isinstance(weights, ExpertWeights) else None
+            parameter = getattr(weights, name) if isinstance(weights, ExpertWeights) else None
+            if parameter is not None and not isinstance(parameter, nn.Parameter):
+                parameter = nn.Parameter(parameter, requires_grad=False)  # on the same memory
             self.register_parameter(name, parameter)
             stack: Tensor | None = getattr(local, name)
             stored = None if stack is None else new_stack(stack.detach(), num_rows - len(layout.homes))
@@ -139,15 +130,7 @@ class ShardWeights(RankWeights):
         return super().__getstate__()
 
 
-def as_parameter(stack: Tensor | None) -> nn.Parameter | None:
-    """Return the Parameter itself, or a new one on the memory of a tensor without gradients."""
-    if stack is None or isinstance(stack, nn.Parameter):
-        return stack
-    return nn.Parameter(stack, requires_grad=False)
-
-
 def check_shard(shard: Shard, homes: Sequence[int], rank: int) -> ExpertWeights:
-    """Return a rank's shard. Raises ValueError if it cannot hold these home experts."""
     if list(shard.experts) != list(homes):
         raise ValueError(
             f"experts of rank {rank}'s shard must be its home experts in the placement, ascending, {list(homes)}, "
@@ -168,16 +151,6 @@ def check_shard(shard: Shard, homes: Sequence[int], rank: int) -> ExpertWeights:
     return local
 
 
-def check_homes_stay(before: Sequence[Layout], after: Sequence[Layout]) -> None:
-    """Raise ValueError if a placement moves experts whose home rows are in a Shard."""
-    for rank, (now, new) in enumerate(zip(before, after, strict=True)):
-        if now.homes != new.homes:
-            raise ValueError(
-                f"placement must keep the homes of experts given as shards, on rank {rank} {sorted(now.homes)}, "
-                f"got {sorted(new.homes)}"
-            )
-
-
 # Facts that every rank must give load_placement identically, in the order of move_facts.
 FACTS = (
     "layer",
@@ -190,22 +163,11 @@ FACTS = (
 
 
 def check_move(now: Placement, new: Placement, rows_per_chunk: int, ranks: Sequence[RankWeights]) -> None:
-    """Raise ValueError if a layer cannot change from one placement to another, or not now."""
     check_same_shape(now, new)
     if rows_per_chunk < 2:
         raise ValueError(f"rows_per_chunk must be at least 2, got {rows_per_chunk}")
     for rank in ranks:
         rank.check_move()
-
-
-def check_no_state(before: Sequence[Layout], after: Sequence[Layout], ranks: Sequence[RankWeights]) -> None:
-    """Raise ValueError if an optimizer may keep state of home rows that get other experts."""
-    moved = any(now.homes != new.homes for now, new in zip(before, after, strict=True))
-    if moved and any(rank.had_gradients for rank in ranks):
-        raise ValueError(
-            "optimizer must be given if experts that had gradients move, because it may keep state by row; pass 'none' "
-            "if no optimizer keeps state, got None"
-        )
 
 
 def move_facts(
@@ -215,21 +177,32 @@ def move_facts(
     num_rows: Sequence[int],
     rows_per_chunk: int,
     ranks: Sequence[RankWeights],
-    optimizer: Optimizer | None,
+    optimizer: Optimizer | Literal["none"] | None,
 ) -> list[list[int]]:
-    """Return FACTS of every owned rank."""
     for rank, (layout, rows) in enumerate(zip(after, num_rows, strict=True)):
         if len(layout.experts) > rows:
             raise ValueError(
                 f"placement must fit in the {rows} weight rows of rank {rank}, got {len(layout.experts)} experts "
                 "(see weight_rows)"
             )
-    if isinstance(ranks[0], ShardWeights):
-        check_homes_stay(before, after)
+    for rank, (now, new) in enumerate(zip(before, after, strict=True)):
+        if isinstance(ranks[0], ShardWeights) and now.homes != new.homes:
+            raise ValueError(
+                f"placement must keep the homes of experts given as shards, on rank {rank} {sorted(now.homes)}, "
+                f"got {sorted(new.homes)}"
+            )
     assert placed.layer is not None
     slots, homes = (array[placed.layer].tolist() for array in placed.host.arrays)
     shared = [placed.layer, rows_per_chunk, *map(checksum, (slots, homes, [r.experts for r in before]))]
-    return [[*shared, checksum(optimizer and state_fields(optimizer, rank))] for rank in ranks]
+    moved = None if isinstance(optimizer, str) else optimizer
+    facts = [[*shared, checksum(moved and state_fields(moved, rank))] for rank in ranks]
+    homes_move = any(now.homes != new.homes for now, new in zip(before, after, strict=True))
+    if optimizer is None and homes_move and any(rank.had_gradients for rank in ranks):
+        raise ValueError(
+            "optimizer must be given if experts that had gradients move, because it may keep state by row; pass 'none' "
+            "if no optimizer keeps state, got None"
+        )
+    return facts
 
 
 def move_weights(
@@ -239,10 +212,7 @@ def move_weights(
     after: Sequence[Layout],
     rows_per_chunk: int,
 ) -> None:
-    """Move the storages of a layer from one layout [R] to the next; the caller updates the Parameters afterwards.
-
-    Home rows of a Shard stay and are copied into the replica rows that get another expert.
-    """
+    """Move the storages of a layer from one layout [R] to the next; the caller then updates the Parameters."""
     if isinstance(ranks[0], ShardWeights):
         sources, targets = [r.home_rows() for r in ranks], [r.replica_rows() for r in ranks]
         moves = [
@@ -257,7 +227,6 @@ def move_weights(
 
 
 def replica_at(layouts: Sequence[Layout], place: Address) -> Sequence[int]:
-    """Return the expert in a replica row, none after the last."""
     return layouts[place.rank].replicas[place.row : place.row + 1]
 
 
@@ -270,25 +239,19 @@ def move_state(
     after: Sequence[Layout],
     rows_per_chunk: int,
 ) -> None:
-    """Move the optimizer's state of home rows, one kind of state after the other.
-
-    A rank whose number of homes changes gets new tensors; other ranks' tensors are written in place.
-    """
+    """Move the optimizer's state of home rows; a rank whose number of homes changes gets new tensors."""
     chunks = plan_moves([r.homes for r in before], [r.homes for r in after], rows_per_chunk)
     for name, key in sorted({field[:2] for rank in ranks for field in state_fields(optimizer, rank)}):
         states = [optimizer.state[getattr(rank, name)] for rank in ranks]
         counts = [len(after[rank].homes) for rank in group.ranks]
         stacks = [_resized(state[key], count) for state, count in zip(states, counts, strict=True)]
         for chunk in chunks:
-            move_rows(
-                group, "placement state", chunk, [[stack] for stack in stacks], [[stack] for stack in stacks]
-            )
+            move_rows(group, "placement state", chunk, [[s] for s in stacks], [[s] for s in stacks])
         for state, stack, count in zip(states, stacks, counts, strict=True):
             state[key] = stack if len(stack) == count else stack[:count].clone()
 
 
 def _resized(tensor: Tensor, count: int) -> Tensor:
-    """Return the tensor with at least count rows, contiguous."""
     missing = count - len(tensor)
     if missing <= 0:
         return tensor.contiguous()

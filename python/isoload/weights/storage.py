@@ -1,17 +1,9 @@
-"""Storage: a rank's weight rows of a layer in one tensor per stack, Parameters first, then replicas.
+"""Storage: a rank's weight rows of a layer in one tensor per stack, allocated once: Parameters first, then replicas.
 
-The storage is allocated once. Its first rows are the home rows, which the Parameter views; replica rows follow, which
-are kept equal to their homes, then unused rows. Replica gradients return to the home row, so an optimizer updates each
-expert once. Storages are not buffers: code that copies or averages buffers (EMA) would write home rows a second time
-without the Parameters.
-
-A Parameter may get other memory: ``p.data = x``, flat buffers (ZeRO, FSDP), functional_call, parametrize. The layer
-then reads the home rows from the Parameter, and replica rows from the storage.
-
-A saved state records which expert is in which row. A rank's state holds, with its stacks [homes, ...], the experts of
-their rows, so it loads into any placement in which the rank is home to some of these experts. The full state has
-stacks [E, ...] and loads into any placement. Over processes a rank's state is a part of the layer's, and every key of
-that part contains ``rank_1_of_4``.
+Storages are not buffers: code that copies or averages buffers (EMA) would write home rows a second time. A Parameter
+may get other memory: ``p.data = x``, flat buffers (ZeRO, FSDP), functional_call, parametrize; the layer then reads the
+home rows from it. A rank's saved state holds, with its stacks [homes, ...], the experts of their rows; the full state
+has stacks [E, ...]. Over processes every key of a rank's part contains ``rank_1_of_4``.
 """
 
 from __future__ import annotations
@@ -45,18 +37,11 @@ WHOLE = (
 )
 
 
-def part_name(rank: int, num_ranks: int) -> str:
-    """Return the part of a key that marks one rank's part of a state."""
-    return f"rank_{rank}_of_{num_ranks}."
-
-
 def without_part(key: str) -> str:
-    """Return a key without the mark of a rank's part."""
     return PART.sub("", key, count=1)
 
 
 def check_whole(keys: Iterable[str]) -> None:
-    """Raise ValueError if a state holds only one rank's experts."""
     if parts := [key for key in keys if PART.search(key)]:
         raise ValueError(
             f"state_dict must hold the experts of all ranks, got {parts[0]}, which holds those of one rank: {WHOLE}"
@@ -64,11 +49,7 @@ def check_whole(keys: Iterable[str]) -> None:
 
 
 class PartTensor(Tensor):
-    """A tensor of one rank's part of a state.
-
-    The tensor pickles as a plain one, so every rank can save its own part with torch.save. Writers that keep the state
-    of one process only raise: safetensors' save_model, accelerate and torch.distributed.checkpoint.
-    """
+    """A tensor of one rank's part of a state: torch.save pickles a plain one, writers of one process's state raise."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     content = "the optimizer state of the experts"
@@ -86,7 +67,6 @@ class PartTensor(Tensor):
         raise TypeError(no_distributed_checkpoint(self.content))  # torch hides a ValueError
 
     def plain(self) -> Tensor:
-        """Return the tensor as a plain one."""
         return self.as_subclass(Tensor)  # type: ignore[arg-type]
 
     def to(self, *how: Any, **options: Any) -> Tensor:  # optimizers load their state by this call
@@ -108,11 +88,8 @@ class PartIndex(PartTensor):
 
 
 class ExpertParameter(nn.Parameter):
-    """Expert Parameter of one of several ranks, which no optimizer has yet.
-
-    torch's optimizers read ``is_leaf`` of each Parameter that they take. From then on the optimizer marks the state of
-    the Parameter in its ``state_dict()``, see :class:`PartTensor`. The Parameter becomes one of torch's own class,
-    because optimizers use foreach kernels only for that class.
+    """Expert Parameter of one of several ranks, until an optimizer reads its ``is_leaf``. From then on that optimizer
+    marks its state in ``state_dict()``, and the Parameter has torch's own class, which foreach kernels need.
     """
 
     @property
@@ -151,7 +128,6 @@ def _mark_experts(optimizer: Optimizer, state: dict[str, Any]) -> None:
 
 
 def no_distributed_checkpoint(key: str) -> str:
-    """Return why torch.distributed.checkpoint cannot save or load a key of a rank's part."""
     return (
         f"torch.distributed.checkpoint would keep one rank's experts of the state dicts of a model and its optimizer, "
         f"got {key}: save and load isoload.layer.ProgramState(model, optimizer) in their place"
@@ -204,14 +180,8 @@ def new_stack(like: Tensor, rows: int) -> Tensor:
 
 
 class RankWeights(nn.Module):
-    """One rank's weight rows of a layer.
-
-    Args:
-        layout: the experts of its rows.
-        dense: the stacks of all E experts, or their checkpoint, from which the rank takes its own.
-        num_rows: weight rows of the storage; those that the layout does not use are 0.
-        spare_slots: the last local slots, for borrowed experts, whose rows are numbered from num_rows on.
-        new_stack: (like, rows) -> [rows, ...] zeros: allocates the storages.
+    """One rank's weight rows of a layer, from the stacks of all E experts or their checkpoint (`dense`). The last
+    `spare_slots` local slots are for borrowed experts, whose rows are numbered from num_rows on.
     """
 
     reads_elsewhere = False  # whether home rows are computed from Parameters that are registered elsewhere
@@ -254,7 +224,7 @@ class RankWeights(nn.Module):
         self.note_refreshed()
 
     def replaced(self) -> list[str]:
-        """The stacks whose Parameter was replaced after construction, as fully_shard does."""
+        """Return the stacks whose Parameter was replaced after construction, as fully_shard does."""
         now = self.named_parameters(recurse=False)
         return [
             name for name, p in now if p is not self._made_parameters[name] and isinstance(p, nn.Parameter)
@@ -263,15 +233,12 @@ class RankWeights(nn.Module):
     def homes(self) -> dict[str, Tensor]:
         """Return the home rows [homes, ...] by stack: the Parameters."""
         homes: dict[str, Tensor] = {}
-        for (
-            name
-        ) in NAMES:  # a loop: this runs several times in every batch, and a comprehension is one call more
+        for name in NAMES:  # a loop, because this runs in every batch, and a comprehension is one call more
             if (parameter := getattr(self, name)) is not None:
                 homes[name] = parameter
         return homes
 
     def home_rows(self) -> list[Tensor]:
-        """Return the home rows of every stack, each [homes, ...]."""
         return list(self.homes().values())
 
     def stored(self) -> dict[str, Tensor]:
@@ -283,17 +250,13 @@ class RankWeights(nn.Module):
         return stored
 
     def stored_rows(self) -> list[Tensor]:
-        """Return the storage of every stack, each [rows, ...]."""
         return list(self.stored().values())
 
     def replica_rows(self) -> list[Tensor]:
-        """Return the parts of the storages after the home rows."""
         return [stack[len(self.layout.homes) :] for stack in self.stored_rows()]
 
     def shows_storage(self) -> bool:
-        """Whether the Parameters are in the storages, tested without a host wait. True for fake tensors, which have
-        no memory.
-        """
+        """Return whether the Parameters are in the storages, without a host wait; fake tensors always are."""
         return lie_in(self.home_rows(), self.stored_rows())
 
     def readable_homes(self) -> list[Tensor]:
@@ -303,25 +266,19 @@ class RankWeights(nn.Module):
         return [home.detach().contiguous() for home in self.home_rows()]
 
     def note_refreshed(self) -> None:
-        """Record that replicas are equal to the home rows as these are now."""
         self._refreshed = self.marks()
 
     def is_refreshed(self) -> bool:
-        """Return whether the home rows are unchanged since :meth:`note_refreshed`, as far as torch counts versions.
-
-        torch counts no version for steps of fused optimizers and for ``p.data.add_()``.
-        """
+        """Return whether torch counts no change of the home rows since the refresh (fused steps are not counted)."""
         return self._refreshed is not None and self.is_marked(self._refreshed)
 
     def is_marked(self, marks: Sequence[tuple[Tensor, int]]) -> bool:
-        """Return whether no change of the home rows since these :meth:`marks` is detected."""
         return all(
             isinstance(home, FakeTensor) or (home.data_ptr(), now) == (noted.data_ptr(), version)
             for (home, now), (noted, version) in zip(self.marks(), marks, strict=True)
         )
 
     def versions(self) -> list[int]:
-        """Return how often the home rows of every stack have changed."""
         return list(map(version_of, self.home_rows()))
 
     def marks(self) -> list[tuple[Tensor, int]]:
@@ -330,7 +287,6 @@ class RankWeights(nn.Module):
         return [(home.detach(), now) for home, now in zip(self.home_rows(), self.versions(), strict=True)]
 
     def check(self, replicated: bool) -> None:
-        """Raise ValueError if the Parameters do not fit the layout or, replicated, changed since the refresh."""
         homes, storages = self.homes(), self.stored()
         if homes.keys() != storages.keys():
             raise ValueError(f"experts must have the stacks {list(storages)}, got {list(homes)}")
@@ -350,7 +306,6 @@ class RankWeights(nn.Module):
             )
 
     def check_move(self) -> None:
-        """Raise ValueError if the home rows cannot be moved now."""
         if not self.shows_storage():
             raise ValueError(
                 "expert Parameters must be in the layer's storage to move, got memory of their own (p.data = x, a "
@@ -363,13 +318,11 @@ class RankWeights(nn.Module):
                 )
 
     def check_load(self) -> None:
-        """Raise ValueError if the home rows cannot be written from a state."""
         for name in self.stored():
             if not isinstance(getattr(self, name), nn.Parameter):
                 raise ValueError(f"{name} must be a Parameter to be loaded, got a parametrized one")
 
     def by_name(self, stacks: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Return stacks in the order of home_rows, by name."""
         return dict(zip(self.stored(), stacks, strict=True))
 
     def weight_rows(self, slots: Tensor) -> Tensor:
@@ -377,9 +330,7 @@ class RankWeights(nn.Module):
         return self.row_of_slot[slots]  # -1 reads the last entry
 
     def row_ends(self, ends: Sequence[int]) -> list[int] | None:
-        """Return where the copies of every weight row end, from the ends of the local slots [S]; None if their order
-        differs.
-        """
+        """Return where the copies of every weight row end, from those of local slots [S]; None if the orders differ."""
         placed = len(ends) - self.spare_slots
         ends_by_row: list[int] = []
         for slot, row in enumerate(self._rows(self.layout)[:placed]):
@@ -455,9 +406,6 @@ class RankWeights(nn.Module):
         self._restore(*state["_refreshed"])  # as do deepcopy and pickle
 
     def _restore(self, shown: bool, refreshed: bool) -> None:
-        """Make Parameters views of storages again if they were before; both are new tensors with the values of the
-        old.
-        """
         if shown:
             self._show_homes()
         self._refreshed = None
@@ -478,12 +426,10 @@ def _shows(home: Tensor, stored: Tensor) -> bool:
 
 
 def version_of(tensor: Tensor) -> int:
-    """Return how many changes of a tensor torch has counted."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 def refresh_replicas(group: Group, ranks: Sequence[RankWeights], moves: Sequence[Move]) -> None:
-    """Copy home rows to their replicas, for example after an optimizer step. All ranks call it together."""
     move_rows(group, "refresh", moves, [r.home_rows() for r in ranks], [r.replica_rows() for r in ranks])
     for rank in ranks:
         rank.note_refreshed()

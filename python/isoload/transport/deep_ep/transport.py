@@ -1,8 +1,4 @@
-"""DeepEPTransport: a group over torch.distributed, with DeepEP for the rows.
-
-DeepEP takes a route's slots as its experts. The installed DeepEP version is read from its files, because importing
-DeepEP starts its compiler and needs a GPU.
-"""
+"""DeepEPTransport: rows by DeepEP, whose version is read from files, because importing DeepEP needs a GPU."""
 
 from __future__ import annotations
 
@@ -10,7 +6,6 @@ import importlib
 import importlib.metadata
 import importlib.util
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,9 +28,7 @@ from isoload.wording import not_one_of
 
 @dataclass(frozen=True, eq=False)
 class DeepEPHandle:
-    """State of a dispatch for combine: DeepEP's handle, T, and the link that connects dispatch and combine in
-    autograd.
-    """
+    """State of a dispatch for combine: DeepEP's handle, T, and the link that connects both in autograd."""
 
     own: WireHandle
     num_tokens: int
@@ -43,29 +36,20 @@ class DeepEPHandle:
 
 
 class DeepEPDispatcher(Dispatcher):
-    """One rank per process over DeepEP; rows are bfloat16. All ranks of the group construct it together.
+    """One rank per process over DeepEP; rows are bfloat16. All ranks construct it together, with the same arguments.
 
-    ``received`` has the rows in DeepEP's order: by source rank, then token, for Buffer and for the other buffers made
-    with ``deterministic=True``, else in order of arrival. Sums are accumulated in float32 and rounded once per rank
-    and once over the ranks: by ascending rank in Buffer, else by the place of a rank's last copy among a token's
-    choices.
-
-    If a rank fails, the other ranks raise before they dispatch where they can find out: by an exchange on CPU and
-    under ISOLOAD_CHECK=1, elsewhere if the gather of loads transmitted the failure and `waits` is set. Otherwise they
-    end by DeepEP's own timeouts.
+    ``received`` has the rows by source rank, then token, for Buffer and for the other buffers made with
+    ``deterministic=True``, else in order of arrival. Sums are accumulated in float32 and rounded once per rank and once
+    over the ranks: by ascending rank in Buffer, else by the place of a rank's last copy among a token's choices. If a
+    rank fails, the other ranks raise only on CPU, under ISOLOAD_CHECK=1, or if the gather of loads transmitted the
+    failure and `waits` is set. Otherwise they end by DeepEP's own timeouts.
 
     Args:
         group: the ranks.
-        buffer: DeepEP's EPBuffer, ElasticBuffer or Buffer, or an object with the methods of Buffer, over the same
-            processes and made for at least this shape.
+        buffer: an EPBuffer, ElasticBuffer or Buffer, or an object with Buffer's methods, made for at least this shape.
         shape: of a batch.
-        waits: whether the host waits for the number of received rows. False: N = R * C always (S * R * C in the
-            low-latency mode), for CUDA graphs.
-        expert_major: whether a row comes once for each of its copies on the rank, sorted by slot, so that experts need
-            not sort; DeepEP adds the copies up. EPBuffer and ElasticBuffer.
-
-    Raises:
-        ValueError: on all ranks: a limit of DeepEP is exceeded, the buffer is of another version, or facts differ.
+        waits: whether the host waits for the number of received rows; else N = R * C (low latency: S * R * C) always.
+        expert_major: whether a row comes once per copy, by slot (EPBuffer, ElasticBuffer); DeepEP adds the copies.
     """
 
     group: CollectiveGroup
@@ -129,7 +113,6 @@ class DeepEPDispatcher(Dispatcher):
             self.group.check()  # raises a failure from the loads' gather: DeepEP would wait for the failed rank
 
     def _check(self, x: Tensor, slots: Tensor, weights: Tensor, slots_per_rank: int) -> tuple[int, ...]:
-        """Return FACTS of this rank's arguments, or raise ValueError."""
         (rank,), shape = self.group.ranks, self.shape
         facts = dispatch_facts(rank, x, slots, weights, slots_per_rank, shape.num_ranks)
         if x.dtype not in self.dtypes:
@@ -157,7 +140,6 @@ class DeepEPDispatcher(Dispatcher):
         return facts
 
     def _anchor(self) -> Tensor:
-        """Return a tensor that joins the exchange to autograd on every rank, if the wire has a backward."""
         return anchor() if self.wire.differentiable else torch.zeros(())
 
     def _refuse_gradients(self, name: str, *tensors: Tensor) -> None:
@@ -236,23 +218,26 @@ class Package:
 
 
 def installed() -> list[Package]:
-    """Return the installed packages, the one with the preferred buffer first; a package without buffers is not
-    DeepSeek's.
-    """
-    packages = list(_read(MODULES))
+    """Return the installed packages, the one with the preferred buffer first; one without buffers is not DeepSeek's."""
+    packages = []
+    for module in MODULES:
+        spec = importlib.util.find_spec(module)
+        if spec is None or not spec.submodule_search_locations:
+            continue
+        sources = [p.read_text() for p in Path(next(iter(spec.submodule_search_locations))).rglob("*.py")]
+        text = "\n".join(sources)
+        buffers = tuple(name for name in BUFFERS if re.search(rf"^class {name}\b", text, re.M))
+        written = re.search(r"^__version__ = ['\"](.+)['\"]", text, re.M)
+        name, version = module, written.group(1) if written else "of unknown version"
+        if names := importlib.metadata.packages_distributions().get(module):
+            name, version = names[0], importlib.metadata.version(names[0])
+        borrows = "EPBuffer" in buffers and "def lb_prefetch_weights" in text
+        packages.append(Package(module, name, version, buffers, borrows))
     return sorted(packages, key=lambda p: min(map(BUFFERS.index, p.buffers), default=len(BUFFERS)))
 
 
 def load_buffer(name: str | None = None) -> Any:
-    """Import and return the class of a buffer.
-
-    Args:
-        name: in BUFFERS; None = the preferred one of the installed packages.
-
-    Raises:
-        ValueError: if no installed package has it.
-        RuntimeError: if the package does not start here; includes the package's own error.
-    """
+    """Import and return the class of a buffer of BUFFERS; None = the preferred one of the installed packages."""
     if name is not None and name not in BUFFERS:
         raise ValueError(not_one_of("kind", BUFFERS, name))
     for package in installed():
@@ -274,28 +259,12 @@ def _start(package: Package) -> Any:
     return module
 
 
-def _read(modules: tuple[str, ...]) -> Iterator[Package]:
-    for module in modules:
-        spec = importlib.util.find_spec(module)
-        if spec is None or not spec.submodule_search_locations:
-            continue
-        sources = [p.read_text() for p in Path(next(iter(spec.submodule_search_locations))).rglob("*.py")]
-        text = "\n".join(sources)
-        buffers = tuple(name for name in BUFFERS if re.search(rf"^class {name}\b", text, re.M))
-        written = re.search(r"^__version__ = ['\"](.+)['\"]", text, re.M)
-        name, version = module, written.group(1) if written else "of unknown version"
-        if names := importlib.metadata.packages_distributions().get(module):
-            name, version = names[0], importlib.metadata.version(names[0])
-        borrows = "EPBuffer" in buffers and "def lb_prefetch_weights" in text
-        yield Package(module, name, version, buffers, borrows)
-
-
 ALLOCATION = 2 * 2**20  # DeepEP 2.5 sizes its regions in steps of this
 _BUFFER = ("DeepEP buffer",)
 
 
 class DeepEPTransport(Transport):
-    """One rank per process: loads and agreements over torch.distributed, rows by DeepEP.
+    """One rank per process: loads and agreements over torch.distributed, rows by DeepEP. Equal arguments on all ranks.
 
     Args:
         topology: R ranks, or the number R, as many as the process group has.
@@ -310,10 +279,6 @@ class DeepEPTransport(Transport):
         deterministic: rows by source rank, then token, independent of timing; costs a sort in every dispatch.
         borrow_bytes: memory of EPBuffer for borrowed experts (``borrow="deep_ep"``), rounded up to 2 MiB.
         buffer: an existing buffer; replaces kind, low_latency, deterministic and borrow_bytes.
-
-    Raises:
-        ValueError: on all ranks: no such DeepEP is installed, a limit of it is exceeded, or facts differ.
-        RuntimeError: if the installed DeepEP does not start here.
     """
 
     def __init__(
@@ -352,7 +317,6 @@ class DeepEPTransport(Transport):
 
 
 def shared_buffer(group: Group) -> Any:
-    """Return the buffer of the group's DeepEPTransport; None if there is none."""
     return group.memo(_BUFFER, lambda: None)
 
 
@@ -364,7 +328,6 @@ def make_buffer(
     deterministic: bool,
     borrow_bytes: int,
 ) -> Any:
-    """Return a new buffer of a class of DeepEP, sized for a shape by the class's own size hints."""
     if buffer_class.__name__ == "Buffer":
         ranks, row_bytes = shape.num_ranks, 2 * shape.hidden
         if low_latency:

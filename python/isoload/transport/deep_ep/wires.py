@@ -1,11 +1,8 @@
 """Wires: one call for each operation of DeepEP's buffers, for every version; and the limits of these buffers.
 
-Shapes: T tokens of this rank, N received rows, K choices, H columns, S slots per rank, R ranks, C tokens per rank.
-
-Sources of the limits: sgl-deep-ep-v25 0.1.0rc0 ``include/deep_ep/layout/ep/workspace.cuh`` and
-``impls/ep/combine.cuh``; sgl-deep-ep 0.1.2.post1 ``include/deep_ep/common/layout.cuh`` and ``buffers/legacy.py``;
-DeepEP's ``csrc/kernels/legacy/`` (``compiled.cuh``, ``intranode.cu``, ``internode.cu``, ``internode_ll.cu``,
-``launch.cuh``), which the wheel contains in compiled form.
+Shapes: T tokens of this rank, N received rows, K choices, H columns, S slots per rank, R ranks, C tokens per rank. The
+limits are those of sgl-deep-ep-v25 0.1.0rc0 and sgl-deep-ep 0.1.2.post1 (``layout/ep/workspace.cuh``,
+``impls/ep/combine.cuh``, ``common/layout.cuh``, ``buffers/legacy.py``, ``csrc/kernels/legacy/``).
 """
 
 from __future__ import annotations
@@ -25,44 +22,34 @@ from isoload.checks import put_on
 
 @dataclass(frozen=True)
 class Shape:
-    """The shape for which a buffer is made: R ranks, S slots per rank, K choices per token, H columns, C tokens per
-    rank.
-    """
+    """The shape for which a buffer is made."""
 
-    num_ranks: int
-    slots_per_rank: int
-    top_k: int
-    hidden: int
-    max_tokens_per_rank: int
+    num_ranks: int  # R
+    slots_per_rank: int  # S
+    top_k: int  # K
+    hidden: int  # H
+    max_tokens_per_rank: int  # C
 
     @property
     def num_slots(self) -> int:
-        """P, DeepEP's num_experts."""
         return self.num_ranks * self.slots_per_rank
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Largest supported value of each size; for ranks and hidden, the supported values if only some are compiled in.
-
-    between_nodes     slots_per_rank over more ranks than NODE
-    most_hidden       H: a warp's part of a row must fit into its shared memory
-    distinct          whether a token's slots must differ: otherwise the kernels trap
-    tokens_multiple   R * C must be a multiple of it
-    """
+    """Largest supported value of each size; for ranks and hidden, the supported values if only some are compiled in."""
 
     slots_per_rank: int
     num_slots: int
     top_k: int
-    between_nodes: int = 1024
-    most_hidden: int = 2**31 - 1
+    between_nodes: int = 1024  # slots_per_rank over more ranks than NODE
+    most_hidden: int = 2**31 - 1  # H: a warp's part of a row must fit into its shared memory
     num_ranks: tuple[int, ...] = ()
     hidden: tuple[int, ...] = ()
-    distinct: bool = False
-    tokens_multiple: int = 1
+    distinct: bool = False  # whether a token's slots must differ: otherwise the kernels trap
+    tokens_multiple: int = 1  # R * C must be a multiple of it
 
     def check(self, kind: str, shape: Shape) -> None:
-        """Raise ValueError for the first limit of a buffer of this kind that the shape exceeds."""
         for name in ("slots_per_rank", "top_k", "hidden", "max_tokens_per_rank"):
             if getattr(shape, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(shape, name)}")
@@ -129,25 +116,16 @@ class WireHandle:
 
 
 class Sent(NamedTuple):
-    """rows [N, H], local slots [N, K] int64 (-1 = on another rank, or padding), gate weights [N, K] float32, the
-    handle.
-    """
+    """What a dispatch brought, and its handle."""
 
-    rows: Tensor
-    slots: Tensor
-    weights: Tensor
+    rows: Tensor  # [N, H]
+    slots: Tensor  # [N, K] int64, local; -1 = on another rank, or padding
+    weights: Tensor  # [N, K] float32
     handle: WireHandle
 
 
 class Wire(ABC):
-    """A buffer in use for one shape. All ranks make the same calls in the same order.
-
-    Args:
-        buffer: DeepEP's.
-        shape: for which the buffer was made.
-        waits: whether the host waits for the number of received rows; else N = R * C, padding included.
-        expert_major: whether a row comes once per copy, sorted by slot; else once, with all of its slots.
-    """
+    """A buffer in use for one shape. All ranks make the same calls in the same order."""
 
     kind: ClassVar[str]
     needs: ClassVar[dict[str, str]]  # arguments of each of the buffer's methods that isoload passes
@@ -190,15 +168,12 @@ class Wire(ABC):
         return rows if handle.real is None else rows.masked_fill(~handle.real, 0)
 
     def as_before(self) -> dict[str, Any]:
-        """Arguments that a buffer needs again in addition to its handle."""
         return {}
 
     def combine(
         self, y: Tensor, handle: WireHandle, weights: Tensor | None = None, own: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the sums [T, H] of y [N, H], plus own [T, H]; and weights [N, K] -> [T, K], each from the rank of
-        its copy.
-        """
+        """Return the sums [T, H] of y [N, H], plus own; and weights [N, K] -> [T, K], each from its copy's rank."""
         if self.expert_major and weights is not None:
             weights = weights.squeeze(1)
         sums, returned, _ = self.buffer.combine(y, handle=handle.own, topk_weights=weights, bias=own)
@@ -284,11 +259,7 @@ class LegacyWire(Wire):
 
 
 class LowLatencyWire(Wire):
-    """Buffer of DeepEP 1 in its low-latency mode: a row per copy, in S times R * C places, and gate weights in
-    combine.
-
-    Forward only. The rows are in the buffer's memory, which two dispatches use alternately.
-    """
+    """Buffer of DeepEP 1 in its low-latency mode, forward only: a row per copy, in the buffer's own memory."""
 
     kind = "Buffer, low latency"
     needs: ClassVar = {
@@ -325,7 +296,6 @@ WIRES: dict[str, type[Wire]] = {w.kind: w for w in (EPWire, ElasticWire, LegacyW
 
 
 def wire_of(buffer: Any, shape: Shape, waits: bool, expert_major: bool = False) -> Wire:
-    """Return the wire for a buffer, by the name of its class or, for the methods of Buffer, by their arguments."""
     name = next((c.__name__ for c in type(buffer).__mro__ if c.__name__ in WIRES), None)
     low_latency = getattr(buffer, "low_latency_mode", False)
     if name is None:
