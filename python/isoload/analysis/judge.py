@@ -25,6 +25,7 @@ Ints = np.ndarray[Any, np.dtype[np.integer[Any]]]
 
 MAX_BATCH = 2**31  # largest number of copies of a layer in one batch that a plan may have
 JUDGED = 8  # batches: more change a mean little
+MANY_RANKS = 128  # with more ranks half as many: a batch has more copies, and takes longer to judge
 HISTORY = 8  # earlier batches: a placer takes longer for more
 MAX_COPIES = 2**30  # of a pass and layer, as plans accept them
 # Of packed dtypes; others have their item size.
@@ -196,13 +197,13 @@ def judge_by(trace: Trace, model: Model, ranks: int, tokens: int, seed: int = 0)
         raise ValueError(
             f"model must have the trace's {trace.num_layers} layers, {model.name} has {model.layers}"
         )
-    batch = ranks * tokens
+    batch, judged = ranks * tokens, JUDGED if ranks <= MANY_RANKS else JUDGED // 2
     if trace.topk_ids is not None:
         cut = make_batches(trace, batch)
         whole = [i for i, size in enumerate(cut.num_tokens) if size == batch]
         first = len(whole) // 2
         if first:
-            parts = [cut.source_batch(i, ranks, "contiguous") for i in whole[first : first + JUDGED]]
+            parts = [cut.source_batch(i, ranks, "contiguous") for i in whole[first : first + judged]]
             sent = torch.stack([part.loads(trace.num_experts) for part in parts])
             earlier = cut.counts[whole[:first]]
             return Judged(earlier.sum(0), sent, False, spread(earlier, HISTORY))
@@ -213,7 +214,7 @@ def judge_by(trace: Trace, model: Model, ranks: int, tokens: int, seed: int = 0)
         )
     first = len(counts) // 2
     # If there are few, each is drawn from equally often.
-    chosen = first + np.arange(JUDGED) * (len(counts) - first) // JUDGED
+    chosen = first + np.arange(judged) * (len(counts) - first) // judged
     total = counts[chosen].sum(-1, keepdims=True)
     shares = np.where(total > 0, counts[chosen] / np.maximum(total, 1), 1 / trace.num_experts)
     draw = np.random.default_rng(seed)
