@@ -135,7 +135,7 @@ SlotsPerRank = Annotated[
     int,
     Range(0),
     Option(
-        help="S, slots per rank with shared and spare slots. 0: E/R plus an eighth of it (at least 1), plus these."
+        help="S, slots per rank with shared and spare slots. 0: these, and E/R slots and an eighth more (at least 1)."
     ),
 ]
 PlacerName = Annotated[str, Option(help=f"One of {PLACERS}, with options as name:option=value.")]

@@ -224,7 +224,7 @@ AFTER = "post_feedforward_layernorm"
 
 
 class LibraStack:
-    """Stack of MoE layers that runs each layer in two stages and prefetches borrowed experts, see docs/transformers.md.
+    """Stack of MoE layers that runs each layer in two stages and prefetches borrowed experts, see docs/libra.md.
 
     The model calls its layers in order, through the stack until :meth:`close`. While layer i computes, the spare slots
     of layer i + 1 are filled from predicted loads, and their weights travel; the first layer's while the last layer

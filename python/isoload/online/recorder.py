@@ -33,7 +33,7 @@ class Recorder:
         layer_ids: [L] the model's own layer numbers. Default: positions 0..L-1 without a statement about the model.
         identity: meaning of layer_ids if they are not the model's own numbers.
         tokens: number of this process's latest tokens whose choices are kept too, for placements that need them
-            (docs/record-tokens.md); 0 = none. All layers must see the same tokens in the same order.
+            (docs/record-and-place.md); 0 = none. All layers must see the same tokens in the same order.
         top_k: K, with tokens: routed experts of a token.
     """
 

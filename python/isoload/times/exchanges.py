@@ -48,10 +48,11 @@ class AllToAllTime:
 
     The tables contain only even routing, so the cost of a busier rank is unknown. Therefore times are ranges: `low` is
     the time of even rows (links are not the limit, or the slow rank overlaps), `high` the time if every rank had as
-    many rows as the busiest. For another group than the `measured` ones, `low` is the exchange inside of one node, and
-    `high` the nearest measured one over as many nodes or more, with tokens at least as long. Extrapolated, `low`
-    follows the nearest measured size, or fewer rows if this size sends fewer; `high` follows the rows that leave a rank
-    and the calls' growth.
+    many rows as the busiest.
+
+    If this group was not measured, `low` is the exchange inside of one node, and `high` the nearest measured one over
+    as many nodes or more, with tokens at least as long. Beyond all measured sizes, `low` follows the nearest of them,
+    or fewer rows if this size sends fewer, and `high` follows the rows that leave a rank and the calls' growth.
     """
 
     gpu: str
