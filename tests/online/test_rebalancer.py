@@ -319,10 +319,10 @@ def test_a_plan_is_made_from_the_batches_before_it(monkeypatch):
     begin, plan = threading.Event(), Rebalancer._plan
     planned = []
 
-    def plan_late(self, counts, now):
+    def plan_late(self, counts, choices, now):
         assert begin.wait(10)
         planned.extend(counts[:, 0].tolist())
-        return plan(self, counts, now)
+        return plan(self, counts, choices, now)
 
     monkeypatch.setattr(Rebalancer, "_plan", plan_late)
     balancer = isoload.Balancer(placement, 0, tokens="same")
@@ -337,3 +337,29 @@ def test_a_plan_is_made_from_the_batches_before_it(monkeypatch):
         rebalancer.step()
     rebalancer.close()
     assert planned == [[90, 9, 1, 1, 1, 1]] * 2
+
+
+def rows_to_other_nodes(placement: isoload.Placement, ids: torch.Tensor) -> int:
+    """Of tokens [T, K] of one layer without replicas, from all nodes alike: nodes that they visit beyond one."""
+    node = placement.slot_to_expert[0].argsort() // placement.slots_per_rank // 2
+    return sum(len(set(row)) - 1 for row in node[ids].tolist())
+
+
+def test_recorded_choices_put_experts_of_one_token_on_one_node() -> None:
+    topology = isoload.Topology(4, ranks_per_node=2)
+    found = []
+    for tokens in (0, 400):
+        placement = isoload.place(torch.ones(1, 8), topology, 2, "trivial")  # experts in order
+        balancer = isoload.Balancer(placement, 0, group=isoload.LocalGroup(topology))
+        recorder = Recorder(1, 8, tokens=tokens, top_k=2 if tokens else 0)
+        every = {"every": 10, "delay": 1, "moves": None, "least_gain": 0.0}
+        rebalancer = Rebalancer([balancer], recorder, **every)
+        draw = torch.Generator().manual_seed(0)
+        for _ in range(12):
+            first = torch.randint(4, (40,), generator=draw)
+            ids = torch.stack([first, first + 4], dim=1)  # experts e and e + 4, on two nodes at the start
+            balancer(list(ids.chunk(4)))
+            rebalancer.step()
+        rebalancer.close()
+        found.append(rows_to_other_nodes(balancer.placement, ids))
+    assert found[0] > 0 and found[1] == 0

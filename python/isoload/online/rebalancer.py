@@ -20,6 +20,7 @@ from isoload.placement.placement import Placement
 from isoload.placers import make_placer, place
 from isoload.times.exchanges import assumed_experts
 from isoload.times.experts import ExpertTime
+from isoload.traces import Trace
 from isoload.weights.shard import ShardWeights
 
 TRAINING = 3.0  # products of a forward and its backward, in those of the forward
@@ -89,7 +90,8 @@ class Rebalancer:
 
     Args:
         layers: all L of one Placement, each at its own position; MoE or Balancer.
-        recorder: records the layers' counts. It is set on every layer here.
+        recorder: records the layers' counts, and with ``tokens`` the choices by which "scenario" keeps rows in their
+            node. It is set on every layer here.
         every: batches between two plans.
         moves: largest number of slots of a layer that get another expert. None: no limit, which all placers but
             "scenario" need, because they start from scratch.
@@ -137,6 +139,7 @@ class Rebalancer:
             self._check()
             for name in ("every", "delay", "layers_per_step", "least_gain", "placer", "split", "options"):
                 facts[name] = getattr(self, name)
+            facts["tokens of the recorder"] = recorder.tokens
         self.placement: Placement = self.balancers[0].placement
         self.batches = 0
         self.last: Rebalanced | None = None
@@ -177,9 +180,10 @@ class Rebalancer:
             moved += 1
         if self.batches % self.every == 0:
             counts = self.recorder.counts(self.group)
+            choices = self.recorder.choices(self.group).numpy() if self.recorder.tokens else None
             self.recorder.clear()
             if counts.any():
-                self._planned = self._thread.submit(self._plan, counts.numpy(), self.placement)
+                self._planned = self._thread.submit(self._plan, counts.numpy(), choices, self.placement)
                 self._due = self.batches + self.delay
         return moved
 
@@ -190,9 +194,9 @@ class Rebalancer:
         for balancer in self.balancers:
             balancer.recorder = None
 
-    def _plan(self, counts: Ints, now: Placement) -> Rebalanced:
+    def _plan(self, counts: Ints, choices: Ints | None, now: Placement) -> Rebalanced:
         counts = counts[counts.sum((1, 2)) > 0]
-        new = self._place(counts, now)
+        new = self._place(counts, now, choices)
         judge = exact_imbalance if self.split == "exact" else even_imbalance
         before, after = (judge(placement, counts) for placement in (now, new))  # [batches, L]
         if before.mean() - after.mean() < self.least_gain:
@@ -202,10 +206,21 @@ class Rebalancer:
         order = [int(layer) for layer in np.argsort(-gain, kind="stable") if changed[layer]]
         return Rebalanced(new, float(before.mean()), float(after.mean()), tuple(order))
 
-    def _place(self, counts: Ints, now: Placement) -> Placement:
+    def _place(self, counts: Ints, now: Placement, choices: Ints | None = None) -> Placement:
         start = now if self._starts_before else None
+        recorded: Any = counts
+        if choices is not None:
+            recorded = Trace(
+                "recorded",
+                counts.shape[2],
+                0,
+                counts,
+                choices,
+                layer_ids=now.layer_ids,
+                identity=now.identity,
+            )
         shape = now.slots_per_rank, self.placer, now.spare_slots, now.num_shared
-        new = place(counts, now.topology, *shape, before=start, **self.options)
+        new = place(recorded, now.topology, *shape, before=start, **self.options)
         return replace(new, layer_ids=now.layer_ids, identity=now.identity) if start is None else new
 
     def _check(self) -> None:
