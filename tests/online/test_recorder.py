@@ -296,28 +296,52 @@ def test_a_trace_with_choices_is_placed_near(tmp_path: Path) -> None:
     assert "rows_to_other_nodes" in placement.provenance
 
 
-@pytest.mark.parametrize("captured", [False, True])
-def test_balancers_record_the_choices_of_all_owned_ranks(captured: bool) -> None:
+def captured(balancer: isoload.Balancer) -> isoload.CapturedBalancer:
+    return isoload.CapturedBalancer(balancer, 6, 2, device="cpu", capture=recorded)
+
+
+@pytest.mark.parametrize("how", ["eager", "captured", "one layer captured again"])
+def test_balancers_record_the_choices_of_all_owned_ranks(how: str) -> None:
     placement = isoload.place(torch.ones(LAYERS, EXPERTS), isoload.Topology(2), 3)
+    group = isoload.LocalGroup(placement.topology)
     recorder, taken = Recorder(LAYERS, EXPERTS, tokens=60, top_k=2), []
-    balancers = [
-        isoload.Balancer(placement, i, group=isoload.LocalGroup(placement.topology)) for i in range(LAYERS)
-    ]
-    calls: list[Any] = list(balancers)
-    if captured:
-        calls = [
-            isoload.CapturedBalancer(balancer, 6, 2, device="cpu", capture=recorded) for balancer in balancers
-        ]
+    balancers = [isoload.Balancer(placement, i, group=group) for i in range(LAYERS)]
+    calls: list[Any] = balancers if how == "eager" else [captured(balancer) for balancer in balancers]
     for balancer in balancers:
         balancer.recorder = recorder
-    for step in range(5):
+    for step in range(8):
         ids = routed(7, step)
         parts = [ids[:, : 3 + step % 2], ids[:, 3 + step % 2 :]]
+        if step == 4 and how == "one layer captured again":  # runs eagerly while others replay
+            balancers[1].policy = isoload.POLICIES["even"]()
         for layer, call in enumerate(calls):
             call([part[layer] for part in parts])
         recorder.step()
         taken.append(ids)
     assert torch.equal(recorder.choices(), torch.cat(taken, dim=1).transpose(0, 1).int())
+
+
+def test_masked_wrong_and_repeated_experts_are_no_choices() -> None:
+    recorder, source = Recorder(1, EXPERTS, tokens=9, top_k=3), Source()
+    ids = torch.tensor([[0, 1, 0], [70_000, -7, 2], [-1, -1, -1], [4, 4, 4]])
+    recorder.add(0, [torch.zeros(EXPERTS, dtype=torch.int64)], source, 3, [ids])
+    assert recorder.choices()[:, 0].tolist() == [[0, 1, -1], [-1, -1, 2], [4, -1, -1]]
+
+
+def test_padding_alone_leaves_a_trace_of_counts() -> None:
+    recorder, source = Recorder(1, EXPERTS, tokens=4, top_k=2), Source()
+    ids = torch.cat([routed(3, 0)[0], torch.full((4, 2), -1)])
+    recorder.add(0, [torch.ones(EXPERTS, dtype=torch.int64)], source, 2, [ids])
+    recorder.step()
+    assert recorder.trace().topk_ids is None
+
+
+def test_a_batch_that_is_rejected_counts_nothing() -> None:
+    recorder, source = Recorder(1, EXPERTS, tokens=4, top_k=2), Source()
+    with pytest.raises(ValueError, match="ids must be"):
+        recorder.add(0, [torch.ones(EXPERTS, dtype=torch.int64)], source, 3, [routed(3, 0, 3)[0]])
+    recorder.step()
+    assert not recorder.counts().any()
 
 
 @pytest.mark.parametrize(
@@ -329,7 +353,7 @@ def test_balancers_record_the_choices_of_all_owned_ranks(captured: bool) -> None
         ),
         (
             lambda r: r.add(0, [torch.zeros(EXPERTS, dtype=torch.int64)], r, 1, [torch.zeros(4, 1)]),
-            r"ids must be \[T, 2\], the recorder's top_k, got \[4, 1\]",
+            r"ids must be \[T, 2\], the recorder's top_k, got \[4, 1\], 1 of them routed",
         ),
         (lambda r: r.skip(), "skip must come without tokens, whose choices are kept already, got 7"),
         (
@@ -338,6 +362,10 @@ def test_balancers_record_the_choices_of_all_owned_ranks(captured: bool) -> None
                 r.choices(),
             ),
             "tokens must be the same in all layers, got 4 of layer 0, 0 of layer 1, 0 of layer 2: record with tokens=0",
+        ),
+        (
+            lambda r: Recorder(1, 40_000, tokens=5, top_k=2),
+            "tokens must be 0 with more than 32767 experts, got 40000 experts",
         ),
         (
             lambda r: Recorder(LAYERS, EXPERTS, tokens=5),
@@ -365,3 +393,16 @@ def choices_of_ranks(rank: int) -> list[Any]:
 def test_choices_of_all_processes() -> None:
     whole = torch.cat([routed(3, 0), routed(4, 1)], dim=1).transpose(0, 1).tolist()
     assert run_ranks(choices_of_ranks, 2) == [whole, whole]
+
+
+def trace_of_unlike_recorders(rank: int) -> None:
+    group = isoload.CollectiveGroup.own(isoload.Topology(2))
+    tokens = {"tokens": 4, "top_k": 2} if rank == 0 else {}
+    recorder = Recorder(LAYERS, EXPERTS, **tokens)
+    add_choices(recorder, routed(3, 0), [Source() for _ in range(LAYERS)])
+    with pytest.raises(ValueError, match="top_k of recorded tokens"):
+        recorder.trace(group)
+
+
+def test_recorders_with_and_without_tokens_raise_on_all_ranks() -> None:
+    run_ranks(trace_of_unlike_recorders, 2)

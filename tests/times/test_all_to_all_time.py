@@ -114,8 +114,10 @@ def test_any_size_has_times_and_names_what_was_measured(kernel: str, ranks: int,
             assert not time.measured and time.extrapolated_from
             seconds = time.seconds([1, 64, 1024], 1.1)
             assert (seconds[:, 0] <= seconds[:, 1]).all() and (np.diff(seconds, axis=0) >= 0).all()
-            if nodes > 1 and ranks // nodes >= 8:  # no faster than inside of one node
-                assert (seconds[:, 1] >= 0.999 * inside.seconds([1, 64, 1024], 1.1)[:, 1]).all()
+            # No faster than inside of one node. A B200's high end over nodes was measured on H100s, which need 4 % less
+            # for one token than B200s inside of a node.
+            if nodes > 1 and ranks // nodes >= 8:
+                assert (seconds[:, 1] >= 0.95 * inside.seconds([1, 64, 1024], 1.1)[:, 1]).all()
 
 
 @pytest.mark.parametrize("kernel", ["trtllm_NVLinkTwoSided_bfloat16", "trtllm_NVLinkOneSided_nvfp4"])

@@ -46,8 +46,9 @@ REMOVED = {
 }
 
 
-class Counter(Protocol):
-    """Protocol of an object that counts every batch, for example :class:`isoload.online.Recorder`."""
+class BatchRecorder(Protocol):
+    """Protocol of an object that counts every batch, for example :class:`isoload.online.Recorder`. The next batch may
+    overwrite the memory of counts and ids."""
 
     def add(
         self,
@@ -79,7 +80,7 @@ class Balancer:
             (:mod:`isoload.balancing.own_counts`). Their policy is exact, shared experts stay on the token's rank, and
             last_plan is None.
         min_tokens: batches with fewer tokens over all ranks are neither gathered nor planned: each routed expert uses
-            its ``static`` replica, and last_plan is None. Must be the same on all ranks.
+            its ``static`` replica, shared experts stay local, and last_plan is None. Must be the same on all ranks.
         shared_columns: whether the last columns of topk_ids are the shared experts, as
             :func:`isoload.ops.append_shared_expert` adds them. False: the Balancer adds these columns.
 
@@ -135,7 +136,7 @@ class Balancer:
         self.min_tokens, self.shared_columns = min_tokens, shared_columns
         self.loads, self.batch = loads, 0  # number of batches so far
         self.last_plan: Plan | None = None
-        self.recorder: Counter | None = None  # counts every batch, planned or not
+        self.recorder: BatchRecorder | None = None  # counts every batch, planned or not
         self.last_loads: Tensor | None = None  # [R, E] of the last plan
         self.num_experts = placement.num_experts
         self._own: dict[torch.device, PlacedLayers] = {}

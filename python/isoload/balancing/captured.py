@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from isoload.balancing.balancer import Balancer
+from isoload.balancing.balancer import Balancer, BatchRecorder
 from isoload.balancing.counting import check_ids, check_one_each
 from isoload.balancing.own_counts import described
 from isoload.checks import values_readable
@@ -56,6 +56,25 @@ class _Counts:
         ids: Sequence[Tensor] = (),
     ) -> None:
         self.stored = layer, counts, source, top_k, ids
+
+
+class _WithoutPadding:
+    """Passes a recorder the first `filled` rows of every owned rank's buffer: one layer may replay a batch that another
+    layer runs eagerly, and both must record the same rows."""
+
+    def __init__(self, recorder: BatchRecorder, filled: list[int]) -> None:
+        self.recorder, self.filled = recorder, filled
+
+    def add(
+        self,
+        layer: int,
+        counts: Sequence[Tensor],
+        source: object,
+        top_k: int = 0,
+        ids: Sequence[Tensor] = (),
+    ) -> None:
+        rows = [buffer[:number] for buffer, number in zip(ids, self.filled, strict=True)]
+        self.recorder.add(layer, counts, source, top_k, rows)
 
 
 @dataclass(frozen=True)
@@ -202,7 +221,9 @@ class CapturedBalancer:
         if isinstance(state, _Graph):
             return self._replay(state, call)
         if call.failure is None:
-            return self._call(num_tokens, exchanges)
+            recorder = balancer.recorder
+            with self._counting(None if recorder is None else _WithoutPadding(recorder, self._filled)):
+                return self._call(num_tokens, exchanges)
         with self._failing(call):
             self._call(num_tokens, exchanges)
         call.stop()
@@ -225,7 +246,7 @@ class CapturedBalancer:
         self._limit.fill_(NO_LIMIT)
 
     @contextmanager
-    def _counting(self, counts: _Counts) -> Iterator[None]:
+    def _counting(self, counts: BatchRecorder | None) -> Iterator[None]:
         recorder, self.balancer.recorder = self.balancer.recorder, counts
         try:
             yield
@@ -263,8 +284,7 @@ class CapturedBalancer:
         balancer, recorder = self.balancer, self.balancer.recorder
         balancer.batch += 1
         balancer.group.traffic.bytes.update(graph.bytes)
-        layer, counts, source, top_k, buffers = graph.counts.stored
-        ids = [rows[:number] for rows, number in zip(buffers, self._filled, strict=True)]
+        layer, counts, source, top_k, ids = graph.counts.stored
         if recorder is not None and recorder is not self._recorder:
             with call:  # while the gather can still transmit an error of the recorder
                 nothing = [torch.zeros_like(row) for row in counts]
@@ -281,5 +301,5 @@ class CapturedBalancer:
             self._graphs[True] = graph
         balancer.last_plan, balancer.last_loads = graph.plan, graph.loads
         if recorder is not None and not in_backward():
-            recorder.add(layer, counts, source, top_k, ids)
+            _WithoutPadding(recorder, self._filled).add(layer, counts, source, top_k, ids)
         return graph.slots

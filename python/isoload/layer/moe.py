@@ -96,14 +96,15 @@ class MoE(StoredExperts):
         activation: SwiGLU, or gpt-oss's ClampedGLU. None: the checkpoint's, else SwiGLU.
         shared: module that runs on all local rows; its output is added. The placement's shared experts need none.
         min_tokens: batches with fewer tokens over all ranks (num_tokens of :meth:`forward`) are not planned: each
-            expert uses its ``static`` replica, shared experts stay local. The same on all ranks.
+            expert uses its ``static`` replica, shared experts stay local, and last_plan is None. The same on all ranks.
         loads: loads by which a batch is planned, see :class:`isoload.Balancer`. "node" and "own" need regular calls of
             :meth:`exchange`; their policy is ``exact``, which borrows nothing and keeps shared experts local.
         weight_rows: experts for which every rank has memory, for :meth:`load_placement`. None: those of the placement.
         borrow: what fetches the weights of spare slots: "pull", "copy", "all_to_all" or, with a DeepEPTransport,
             "deep_ep". None: "pull" if ranks can read each other's memory, else "all_to_all".
         compute_dtype: dtype in which rows and borrowed weights (except by "pull" and "copy") travel and experts
-            compute. Parameters and gradients keep their dtype. None: autocast's dtype, else the experts'.
+            compute. Parameters and gradients keep their dtype. None: autocast's dtype (not for float64 experts), else
+            the experts'. Quantised experts compute in the rows' dtype.
     """
 
     def __init__(
@@ -184,8 +185,8 @@ class MoE(StoredExperts):
         return self.balancer.exchange(*(other.balancer for other in others))
 
     def expert_counts(self, exchange: bool = False) -> Tensor:
-        """Return how often each routed expert was chosen in training since the last call, [E] int64, and reset the
-        sums.
+        """Return how often each routed expert was chosen in training since the last call, over all ranks, [E] int64;
+        reset the sums. A recomputed forward counts once, masked copies do not count.
 
         Args:
             exchange: gather the counts of batches whose loads were not gathered, on all ranks together: of a placement

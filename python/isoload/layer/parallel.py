@@ -31,7 +31,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
     """Scale all gradients so that their total norm is at most max_norm, on all ranks together; return the norm before.
 
     The norm counts each expert once and each other Parameter once, although every rank has a copy or a shard
-    (fully_shard): all ranks scale by the same number. Not for experts of a Shard given as a function.
+    (fully_shard). The result is [], the same on all ranks. Not for experts of a Shard given as a function.
 
     Args:
         model: model with isoload layers, after backward and after the all-reduce of replicated gradients.

@@ -43,7 +43,8 @@ from isoload.weights.storage import FULL
 
 
 class ProgramState:
-    """A model and its optimizer, for ``torch.distributed.checkpoint.save({"program": program}, checkpoint_id=folder)``.
+    """A model and its optimizer, for ``torch.distributed.checkpoint.save({"program": program}, checkpoint_id=folder)``
+    and ``load`` with the same arguments, which all ranks call together.
 
     A saved program can be loaded under any placement and number of ranks, by ``async_save`` too, with or without
     fully_shard. The methods are those of torch's protocol ``Stateful``, which torch calls on all ranks.

@@ -241,7 +241,8 @@ class LibraStack:
         local: "planned": plan, start dispatch, compute local copies, then received ones. "held" (the paper's): rows go
             to all ranks, and local copies are computed before the plan. Needs a transport with max_tokens_per_rank.
         slots: most spare slots of a rank that are filled. None: the policy's option. "auto": as many as can travel
-            while a rank computes copies_per_rank copies, by `times`, and fit into `memory`. As an attribute the number.
+            while a rank computes copies_per_rank copies, by `times`, and fit into `memory`;
+            the attribute then has this number.
         times: for "auto": measured times of experts of this size, from isoload.times.load(file).
         copies_per_rank: for "auto": copies that a rank computes in a layer.
         memory: for "auto": bytes of a rank for the borrowed weights of two layers. None: no limit.

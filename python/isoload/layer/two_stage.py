@@ -237,7 +237,8 @@ class Fetched(Generic[Source]):
 class KnownStages:
     """Runs the layers of a stack by plans that were made ahead, and fetches the experts of the plan that comes next.
     After the last layer comes the next micro-batch's first layer or, if gradients are recorded, the backward of the
-    same layer, whose weights are still there. In backward the order is reversed. Weights for another plan are fetched.
+    same layer, whose weights are still there. In backward the order is reversed. If another plan comes than the
+    one whose experts were fetched, its experts are fetched again.
     """
 
     def __init__(self, layers: Sequence[MoE]) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
+import torch
 from torch.optim import Optimizer
 
 from isoload.analysis.judge import ExpertSize, Ints, Worth, even_imbalance, exact_imbalance, move_ms, pass_ms
@@ -76,7 +77,7 @@ class Rebalanced:
 
     placement: Placement  # the new placement, or the present one if the gain was too small
     before: float  # mean imbalance over the recorded batches and layers, in the present placement
-    after: float  # and in the new one
+    after: float  # the same in the new placement
     layers: tuple[int, ...]  # positions of layers whose slots change, in the order of the moves
 
 
@@ -179,11 +180,14 @@ class Rebalancer:
             self._waiting.popleft()
             moved += 1
         if self.batches % self.every == 0:
-            counts = self.recorder.counts(self.group)
-            choices = self.recorder.choices(self.group).numpy() if self.recorder.tokens else None
-            self.recorder.clear()
+            try:
+                counts = self.recorder.counts(self.group)
+                choices = self.recorder.choices(self.group) if self.recorder.tokens else torch.empty(0)
+            finally:
+                self.recorder.clear()  # a period that cannot be read must not spoil the next one
             if counts.any():
-                self._planned = self._thread.submit(self._plan, counts.numpy(), choices, self.placement)
+                ids = choices.numpy() if len(choices) else None
+                self._planned = self._thread.submit(self._plan, counts.numpy(), ids, self.placement)
                 self._due = self.batches + self.delay
         return moved
 

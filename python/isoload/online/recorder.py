@@ -21,6 +21,8 @@ from isoload.traces import Identity, Trace, write_trace
 from isoload.transport import Call, Group
 from isoload.wording import amount
 
+MOST_EXPERTS = 2**15 - 1  # whose choices are kept as int16
+
 
 class Recorder:
     """Records loads: set it as ``balancer.recorder``, or :meth:`watch` blocks that isoload does not run.
@@ -32,8 +34,9 @@ class Recorder:
         device: of the layers' topk_ids.
         layer_ids: [L] the model's own layer numbers. Default: positions 0..L-1 without a statement about the model.
         identity: meaning of layer_ids if they are not the model's own numbers.
-        tokens: number of this process's latest tokens whose choices are kept too, for placements that need them
-            (docs/record-and-place.md); 0 = none. All layers must see the same tokens in the same order.
+        tokens: number of this process's latest tokens, padding included, whose choices are kept too, for placements
+            that need them (docs/record-and-place.md); 0 = none. All layers must get the same tokens in the same order:
+            no two batches in flight, and no layer that gets other tokens, such as a draft's.
         top_k: K, with tokens: routed experts of a token.
     """
 
@@ -59,6 +62,10 @@ class Recorder:
             raise ValueError(f"layer_ids must be {num_layers} distinct numbers, got {list(self.layer_ids)}")
         if tokens < 0 or top_k < 0 or (tokens > 0) != (top_k > 0):
             raise ValueError(f"tokens and top_k must both be positive or both 0, got {tokens} and {top_k}")
+        if tokens and num_experts > MOST_EXPERTS:
+            raise ValueError(
+                f"tokens must be 0 with more than {MOST_EXPERTS} experts, got {num_experts} experts"
+            )
         self.num_experts, self.max_batches, self.tokens = num_experts, max_batches, tokens
         with torch.inference_mode(False):  # otherwise only inference mode could write them
             shape = num_layers, num_experts
@@ -114,19 +121,28 @@ class Recorder:
                 raise ValueError(
                     f"counts must be [{self.num_experts}] on {self._now.device}, got [{len(row)}] on {row.device}"
                 )
+        if self.tokens:
+            self._check_choices(top_k, ids)
+        for row in counts:
             self._layers[layer].add_(row[: self.num_experts])
         if self.tokens:
             self._keep_choices(layer, ids)
 
-    def _keep_choices(self, layer: int, ids: Sequence[Tensor]) -> None:
-        top_k = self._ids.shape[2]
+    def _check_choices(self, top_k: int, ids: Sequence[Tensor]) -> None:
+        expected = self._ids.shape[2]
         if not len(ids):
             raise ValueError("ids must be given to a recorder with tokens, got none")
         for rows in ids:
-            if rows.dim() != 2 or rows.shape[1] < top_k:
-                raise ValueError(f"ids must be [T, {top_k}], the recorder's top_k, got {list(rows.shape)}")
-        rows = torch.cat([rank[:, :top_k] for rank in ids]).to(self._ids.dtype)
+            if rows.dim() != 2 or (top_k or rows.shape[1]) != expected or rows.shape[1] < expected:
+                routed = f", {top_k} of them routed" if top_k else ""
+                raise ValueError(
+                    f"ids must be [T, {expected}], the recorder's top_k, got {list(rows.shape)}{routed}"
+                )
+
+    def _keep_choices(self, layer: int, ids: Sequence[Tensor]) -> None:
+        rows = torch.cat([rank[:, : self._ids.shape[2]] for rank in ids])
         latest, position = rows[-self.tokens :], self._positions.select(0, layer)
+        latest = torch.where((latest >= 0) & (latest < self.num_experts), latest, -1).to(self._ids.dtype)
         # If more tokens come than fit, the last ones are written to where they would be after all others.
         first = position + (len(rows) - len(latest))
         places = (first + torch.arange(len(latest), device=rows.device)) % self.tokens
@@ -193,8 +209,9 @@ class Recorder:
         recorded = self._batches[: self.num_batches]
         if group is None or len(group.ranks) == group.topology.num_ranks:
             return recorded.to("cpu", copy=True)
-        names = ("batches recorded", "steps per batch", "layers", "experts")
-        facts = zip(names, (self.num_batches, self.steps_per_batch, *self._now.shape), strict=True)
+        names = ("batches recorded", "steps per batch", "layers", "experts", "top_k of recorded tokens")
+        numbers = self.num_batches, self.steps_per_batch, *self._now.shape, self._ids.shape[2]
+        facts = zip(names, numbers, strict=True)
         Call(group, device=self._now.device, facts=dict(facts)).agree("recorded loads")
         nothing = [torch.zeros_like(recorded[0].flatten())] * (len(group.ranks) - 1) if len(recorded) else []
         sums = [group.gather("recorded loads", [b.flatten(), *nothing]).sum(0).view_as(b) for b in recorded]
@@ -204,7 +221,7 @@ class Recorder:
         """Return [tokens, L, K] int32 choices of the latest tokens on the host, a rank's oldest first, -1 = masked.
 
         With a group: of all ranks, one after another; all ranks call it together. Tokens that are masked in every layer
-        are left out.
+        are left out, and an expert that a token chose twice is listed once.
 
         Raises:
             ValueError: on all ranks, if a rank's layers have seen different numbers of tokens.
@@ -213,7 +230,7 @@ class Recorder:
             return self._own_choices()
         with group.agreeing("recorded tokens") as facts:
             choices = self._own_choices()
-            facts |= {"layers recorded": choices.shape[1], "top_k of the recorder": choices.shape[2]}
+            facts["layers, top_k of recorded tokens"] = tuple(choices.shape[1:])
         return torch.cat(group.gather_objects("recorded tokens", choices))
 
     def _own_choices(self) -> Tensor:
@@ -224,6 +241,8 @@ class Recorder:
         end = positions[0]
         places = torch.arange(max(0, end - self.tokens), end, device=self._ids.device) % max(1, self.tokens)
         choices = self._ids[:, places].transpose(0, 1).to("cpu", torch.int32)
+        repeats = (choices.unsqueeze(3) == choices.unsqueeze(2)).tril(-1).any(3)  # known routes may have them
+        choices = choices.masked_fill(repeats, -1)
         return choices[(choices >= 0).flatten(1).any(1)]
 
     def trace(self, group: Group | None = None, name: str = "recorded") -> Trace:
@@ -236,8 +255,8 @@ class Recorder:
             )
         provenance = {"recorded by": "isoload.Recorder", "steps per batch": self.steps_per_batch}
         more: dict[str, Any] = {"layer_ids": self.layer_ids, "identity": self.identity}
-        if self.tokens:
-            more["topk_ids"] = self.choices(group).numpy()
+        if self.tokens and len(choices := self.choices(group)):
+            more["topk_ids"] = choices.numpy()
         return Trace(name, self.num_experts, self.top_k, counts.numpy(), provenance=provenance, **more)
 
     def save(self, path: str | Path, group: Group | None = None) -> None:

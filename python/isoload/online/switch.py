@@ -122,8 +122,8 @@ class Rebalance(NamedTuple):
 class Watchdog:
     """Thread that checks at intervals whether a rebalance has stalled; 0 seconds: never.
 
-    The engine's hooks call :meth:`enter`, :meth:`leave` and :meth:`progressed` in the thread that runs passes, which
-    may block, and set ``worker`` to the engine's thread of rebalances.
+    The engine's hooks call :meth:`enter`, :meth:`leave` and :meth:`progressed` in the thread that runs passes; a pass
+    may block. They set ``worker`` to the engine's thread of rebalances.
     """
 
     def __init__(self, engine: str, seconds: float) -> None:

@@ -116,7 +116,8 @@ def plan_waterfill(
         per_token: number of shared experts, 1..1024: copies per token.
         ranks_per_node: divides R; None = all ranks are one node.
         ticks: [R] int32 cost of one copy per rank, 1..2^20 (1024 = nominal); None = 1 each.
-        limits: [R] int32 most shared copies of a rank (0 = it has no shared slot), together enough; None = no limit.
+        limits: [R] int32 most shared copies of a rank (0 = it has no shared slot); they add up to at least the
+            shared copies. None = no limit.
     """
     if ranks_per_node is None:
         ranks_per_node = copies.shape[-1] if copies.dim() else 1
@@ -262,7 +263,8 @@ def plan_joint(
     Returns the bits of :func:`plan_exact` with ``pour``, :func:`share_by_rank`, :func:`plan_waterfill`, :func:`share`.
 
     Args:
-        loads: [R, E + n] or [L, R, E + n] int32 copies per source rank, the last n columns of the shared experts.
+        loads: [R, E + n] or [L, R, E + n] int32 copies per source rank, the last n columns of the shared experts. These
+            must be equal: only the first of them is read.
         tables: of the routed experts.
         rank: the source rank whose send_counts are returned.
         num_shared: n, 1..1024; every rank holds all of them.

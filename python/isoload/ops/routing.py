@@ -272,6 +272,8 @@ def append_shared_expert(
     + routed_per_rank + j``, SGLang's layout (PR 20089). Absent copies weigh 0; a token without a routed copy has no
     shared copies. For *logical* ids pass slots = logical ids, ranks = 0 and routed_per_rank = E.
 
+    Returns slots and weights [T, K + n] in the dtypes of the arguments.
+
     Args:
         slots: [T, K] int32 or int64 routed slots, routed_per_rank on every rank; -1 = absent.
         weights: [T, K] float32 or float64 gate weights; may require grad.

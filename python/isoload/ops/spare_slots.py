@@ -65,8 +65,8 @@ def addresses(stacks_per_rank: Sequence[Sequence[Tensor]]) -> Tensor:
     """Return the table [R, W] int64 by which :func:`borrow` reaches the stacks of ranks in this process; 0 = no rows.
 
     Args:
-        stacks_per_rank: ``[R][W]`` contiguous tensors [rows, ...] to be kept alive; stack w has equal rows on all
-            ranks.
+        stacks_per_rank: ``[R][W]`` contiguous tensors [rows, ...] to be kept alive; rows of stack w have one shape and
+            dtype on all ranks.
     """
     first = stacks_per_rank[0] if stacks_per_rank else []
     if not first:
@@ -109,7 +109,7 @@ def borrow(
         slot_to_expert: [P] int32, of a plan; the last spare_slots of every rank hold borrowed experts, -1 = empty.
         home: [E, 2] int32 rank and weight row of every expert's home slot; (-1, -1) = none.
         peers: [R, W] int64 address of row 0 of stack w on rank r, as this rank reaches it (:func:`addresses`); 0 =
-            none.
+            none. Its rows must be as long as those of spare[w], which is not checked.
         spare: W stacks [spare_slots, ...] of any dtype, contiguous; only rows of filled slots are written.
         num_ranks: R, divides P.
         rank: this rank.

@@ -38,7 +38,8 @@ class Peers:
 
 class SymmetricMemory(Peers):
     """Tensors on CUDA devices that other ranks read in place, made by all ranks in the same order. After `timeout` a
-    barrier kills the CUDA context. `masked`: GPUs share a device index, so that torch treats them as one GPU.
+    barrier kills the CUDA context. Memory of :meth:`new` is freed with the tensor that it returned. Several ranks on
+    one device need OVERLAP=1. `masked`: GPUs share a device index, so that torch treats them as one GPU.
     """
 
     def __init__(

@@ -133,8 +133,10 @@ class Group(Exchanges):
         Args:
             counts: [E] int32 each, see :func:`isoload.count`.
             errors: :func:`error_code` of the stage that failed on each rank, 0 = none; sent in place of its counts.
-            facts: integers that must be equal on all ranks, by name; compared only on CPU or under ISOLOAD_CHECK=1.
-            in_node: gather in the node only, after :meth:`join_node`; counts must have equal lengths. Other rows are 0.
+            facts: integers that must be equal on all ranks, by name, the same names on all ranks; compared only on CPU
+                or under ISOLOAD_CHECK=1.
+            in_node: gather in the node only, after :meth:`join_node`; counts must have equal lengths. Rows of other
+                nodes are 0, and their failures and facts are not received.
         """
         if len(counts) != len(self.ranks) or (errors is not None and len(errors) != len(self.ranks)):
             self.check_owned("counts", counts)

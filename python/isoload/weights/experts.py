@@ -55,7 +55,7 @@ class ExpertWeights:
     A layer trains a stack that is a Parameter if it requires a gradient, and other stacks unless they are quantised.
 
     Args:
-        gate_up: [S, 2I, H] float64, float32, bfloat16, float16 or e4m3, or [S, 2I, H / 2] of e2m1.
+        gate_up: [S, 2I, H] float64, float32, bfloat16, float16 or e4m3, or [S, 2I, H / 2] of e2m1; I is the inner size.
         down: [S, H, I] or [S, H, I / 2].
         gate_up_bias: [S, 2I] or None; with quantised weights in any of the other dtypes, rounded to the rows'.
         down_bias: [S, H] or None.

@@ -259,7 +259,8 @@ class LegacyWire(Wire):
 
 
 class LowLatencyWire(Wire):
-    """Buffer of DeepEP 1 in its low-latency mode, forward only: a row per copy, in the buffer's own memory."""
+    """Buffer of DeepEP 1 in its low-latency mode, forward only: a row per copy, in the buffer's memory, which two
+    dispatches use alternately: a third one overwrites the rows of the first."""
 
     kind = "Buffer, low latency"
     needs: ClassVar = {
