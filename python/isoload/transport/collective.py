@@ -199,7 +199,7 @@ _calls: WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = WeakKeyDictionary()
 
 class CollectiveGroup(Group):
     """One rank per process. All ranks construct it together. If a peer dies, each call raises a RuntimeError that names
-    the stage: at once if the backend notices the closed connection, else after the process group's timeout.
+    the stage: at once if the backend finds the connection closed, else after the process group's timeout.
 
     Args:
         topology: R ranks, or the number R, as many as the process group has. Must be the same on all ranks.
