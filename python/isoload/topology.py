@@ -58,6 +58,7 @@ class Topology:
 
     @property
     def live_ranks(self) -> list[int]:
+        """Ranks that may hold experts, ascending."""
         return [r for r in range(self.num_ranks) if self.alive is None or self.alive[r]]
 
     @property

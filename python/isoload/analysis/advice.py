@@ -297,7 +297,8 @@ def advise(
     on_candidate: Callable[[int, int], None] = lambda done, total: None,
     placements: dict[tuple[str, int], Placement] | None = None,
 ) -> Advice:
-    """Return the candidates of the grid on the judged batches, ordered by the middle of their range."""
+    """Return the candidates of the grid on the judged batches, ordered by the middle of their range. `placements`, by
+    placer and number of additional slots, are those that exist already; missing ones are added to it."""
     model = question.model
     per_slot = model.expert_bytes * model.layers
     # A rank has at most one slot for each expert.

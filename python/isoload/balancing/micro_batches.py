@@ -28,7 +28,8 @@ WORK = 5 * 10**9  # numbers that a search reads at most, about 20 s: the end of 
 @dataclass(frozen=True, eq=False)
 class MicroBatches:
     """Assignment of sequences to micro-batches, with sums over micro-batches and layers of the largest rank load. Peaks
-    are in copies, or in ticks if ranks have speeds. Each rank has equal tokens in every micro-batch."""
+    are in copies, or in ticks if ranks have speeds. Sequences go to the rank with the fewest tokens of their
+    micro-batch, the longest first."""
 
     micro_batches: Longs  # [sequences] micro-batch of every sequence, by ascending seq_id
     ranks: Longs  # [sequences] source rank

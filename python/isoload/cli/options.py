@@ -134,9 +134,7 @@ RanksPerNode = Annotated[int, Range(0), Option(help="Ranks per node. 0: all rank
 SlotsPerRank = Annotated[
     int,
     Range(0),
-    Option(
-        help="S, slots per rank with shared and spare slots. 0: these, and E/R slots and an eighth more (at least 1)."
-    ),
+    Option(help="S, slots per rank. 0: E/R, an eighth more (at least 1), and the shared and spare slots."),
 ]
 PlacerName = Annotated[str, Option(help=f"One of {PLACERS}, with options as name:option=value.")]
 FormatName = Annotated[str, Option("--format", help=f"One of {FORMATS}.")]

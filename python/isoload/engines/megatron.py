@@ -226,7 +226,8 @@ def balance(
         policy: a name in isoload.POLICIES or a Policy; options go with the name.
         placement: its first layer, for every MoELayer; an expert's home slot is on the rank that has the expert. None:
             the experts without replicas, and spare_slots.
-        spare_slots: without a placement: experts that a rank can borrow at a time. None: 2 if the policy borrows.
+        spare_slots: without a placement: experts that a rank can borrow at a time. None: 2 if the policy borrows,
+            else 0.
         ranks_per_node: of the expert-parallel group; 0 = all on one node.
 
     Raises:

@@ -199,8 +199,7 @@ class EngineRecord:
         weights = f" ({size / 2**30:.2f} GiB)" if size else ""
         log.info(
             f"{name}: {sum(moves)} experts{weights} would have travelled in {sum(fills)} of {sum(batches)} batches of "
-            f"a layer; "
-            f"imbalance {np.mean(last):.3f} over the last fill, {np.mean(filled):.3f} filled"
+            f"a layer; imbalance {np.mean(last):.3f} over the last fill, {np.mean(filled):.3f} filled"
         )
 
     def _measure(self, phase: str, before: Floats, after: Floats, routed: Bools) -> None:

@@ -146,9 +146,9 @@ class CraftPlacer(Placer):
     """CRAFT's Algorithms 1 to 3: worth of replicas in each layer, a knapsack over layers, slots spread over ranks.
 
     Experts are packed as in ``eplb``, for the loads summed over batches; the worth is measured batch by batch. The
-    placement is ragged, and its provenance contains the curve of worth. "gain" (section 4.2.1) is 1 if worth is
-    concave, as on all our traces. "printed" multiplies worth by the number of replicas, as Algorithm 2 is printed,
-    which gives a few layers all of the budget.
+    placement is ragged, and its provenance contains the curve of worth. ``replicas="gain"`` (section 4.2.1) is 1 if
+    worth is concave, as on all our traces. ``objective="printed"`` multiplies worth by the number of replicas, as
+    Algorithm 2 is printed, which gives a few layers all of the budget.
     """
 
     name = "craft"

@@ -197,6 +197,7 @@ class Plan:
 
     @property
     def tables(self) -> ReplicaTables:
+        """Tables of the routed experts in these slots."""
         return self.placed.tables
 
     @property
@@ -263,6 +264,7 @@ class Plan:
         return self.pick(layer, self.placed[layer])
 
     def pick(self, index: int, placed: PlacedLayers) -> Plan:
+        """Return the plan at one index of a batch, in these slots."""
         return Plan(
             placed,
             self.policy,

@@ -195,6 +195,7 @@ class Trace(Identified):
 
     @property
     def has_tokens(self) -> bool:
+        """Whether per-token choices are known."""
         return self.topk_ids is not None
 
     @property

@@ -48,9 +48,8 @@ def read_routes(
         name: name of the trace.
 
     Returns:
-        Trace with topk_ids (masked rows are -1), with the model's own layer numbers if the layers are stated or dense
-            layers
-        are among the rows, and with seq_id (the position of the sequence) if the sequences are known.
+        Trace with topk_ids (masked rows are -1). It has the model's own layer numbers if the layers are stated or dense
+        layers are among the rows, and seq_id (the position of the sequence) if the sequences are known.
     """
     if first_moe_layer is not None and config is not None:
         raise ValueError(f"first_moe_layer must come without config, got {first_moe_layer} and a config")

@@ -330,6 +330,7 @@ class CollectiveGroup(Group):
         return gathered
 
     def peers(self, device: torch.device) -> Peers | str:
+        """Return symmetric memory if a trial of it succeeds, else the reason as text; the same on all ranks."""
         if device.type != "cuda":
             return f"processes cannot read each other's memory on {device.type}"
         return self.memo(("symmetric memory",), lambda: self._try_symmetric(device))

@@ -260,6 +260,7 @@ class Checkpoint:
 
     @cached_property
     def layout(self) -> Layout:
+        """Layout of the experts in the checkpoint; ValueError if it is unknown."""
         source = self.source
         tensors: Tensors = StateTensors(source) if isinstance(source, Mapping) else FileTensors(Path(source))
         names = tensors.keys()
@@ -274,10 +275,12 @@ class Checkpoint:
 
     @property
     def num_slots(self) -> int:
+        """E, all experts."""
         return self.layout.num_experts
 
     @property
     def activation(self) -> Activation:
+        """Activation between the two projections of such experts."""
         return self.layout.activation
 
     @cached_property
@@ -297,4 +300,5 @@ class Checkpoint:
         return self.rows("down_scale", ()) is None
 
     def read(self, experts: Sequence[int]) -> ExpertWeights:
+        """Return all stacks of these experts, in this order."""
         return ExpertWeights(**{name: self.rows(name, experts) for name in NAMES})  # type: ignore[arg-type]

@@ -120,14 +120,17 @@ class ExpertWeights:
 
     @property
     def format(self) -> Format | None:
+        """Format of quantised weights, else None."""
         return None if self.down_scale is None else FORMATS.get((self.down.dtype, self.down_scale.dtype))
 
     @property
     def quantised(self) -> bool:
+        """Whether the weights have scales."""
         return self.down.dtype not in DTYPES
 
     @property
     def intermediate(self) -> int:
+        """I, the inner size."""
         return self.down.shape[2] * per_element(self.down.dtype)
 
     @property

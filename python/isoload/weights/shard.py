@@ -36,6 +36,7 @@ class Shard:
     weights: ExpertWeights | Callable[[], ExpertWeights]
 
     def owner_stacks(self) -> ExpertWeights:
+        """Return the stacks as the owner has them."""
         return self.weights if isinstance(self.weights, ExpertWeights) else self.weights()
 
     def read(self) -> ExpertWeights:
