@@ -28,7 +28,7 @@ def joint(x: Layer) -> ops.JointSplit:
 
 
 def route_joint(x: Layer, shared_row: Tensor) -> Tensor:
-    """Of the routed copies at home, and of the shared ones by a row."""
+    """The slots of a batch whose routed copies follow x.row, and whose shared copies follow shared_row [R]."""
     of_ids = ops.Counted(x.shared_ids, x.gathered[RANK], x.shared_numbers, x.shared_parts)
     row = torch.nn.functional.pad(x.row.view(len(x.loads), -1), (0, 1)).flatten()
     columns = ops.SharedColumns(1, size(x), RANK, shared_row)

@@ -51,12 +51,7 @@ class BatchRecorder(Protocol):
     overwrite the memory of counts and ids."""
 
     def add(
-        self,
-        layer: int,
-        counts: Sequence[Tensor],
-        source: object,
-        top_k: int = 0,
-        ids: Sequence[Tensor] = (),
+        self, layer: int, counts: Sequence[Tensor], source: object, top_k: int, ids: Sequence[Tensor], /
     ) -> None: ...
 
 

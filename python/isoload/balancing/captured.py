@@ -45,17 +45,10 @@ def cuda_graph(call: Callable[[], list[Tensor]], pool: Any = None) -> tuple[Repl
 class _Counts:
     """Recorder that stores the arguments of its last call and adds no counts."""
 
-    stored: tuple[int, Sequence[Tensor], object, int, Sequence[Tensor]]
+    stored: tuple[Any, ...]  # layer, counts, source, top_k, ids
 
-    def add(
-        self,
-        layer: int,
-        counts: Sequence[Tensor],
-        source: object,
-        top_k: int = 0,
-        ids: Sequence[Tensor] = (),
-    ) -> None:
-        self.stored = layer, counts, source, top_k, ids
+    def add(self, *batch: Any) -> None:
+        self.stored = batch
 
 
 class _WithoutPadding:
@@ -65,14 +58,8 @@ class _WithoutPadding:
     def __init__(self, recorder: BatchRecorder, filled: list[int]) -> None:
         self.recorder, self.filled = recorder, filled
 
-    def add(
-        self,
-        layer: int,
-        counts: Sequence[Tensor],
-        source: object,
-        top_k: int = 0,
-        ids: Sequence[Tensor] = (),
-    ) -> None:
+    def add(self, *batch: Any) -> None:
+        layer, counts, source, top_k, ids = batch
         rows = [buffer[:number] for buffer, number in zip(ids, self.filled, strict=True)]
         self.recorder.add(layer, counts, source, top_k, rows)
 

@@ -109,7 +109,8 @@ class Recorder:
             counts: [E] integers or longer, shared experts after the routed ones, of every owned rank.
             source: the layer that counts, so that two layers of one position are detected.
             top_k: K, the routed experts of a token; 0 = unknown.
-            ids: [T, K] integers or wider, the choices of every owned rank's tokens; read with ``tokens`` only.
+            ids: [T, K] integers of every owned rank, the choices of its tokens, in front of columns of shared experts.
+                Read with ``tokens`` only.
         """
         if not 0 <= layer < len(self._layers):
             raise ValueError(f"layer must be in 0..{len(self._layers) - 1}, got {layer}")
